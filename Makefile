@@ -1,0 +1,36 @@
+# `make test` does everything on a fresh machine: sets up .venv, then lint, types and tests.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: test lint types unit format benchmark clean
+.DELETE_ON_ERROR:
+
+test: lint types unit
+
+# Reinstalls only when what is to be installed has changed.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "poise needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed
+	$(BIN)/mypy
+
+unit: .venv/installed
+	$(BIN)/pytest
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmark: .venv/installed
+	$(BIN)/python benchmarks/regulators.py
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info

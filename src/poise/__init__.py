@@ -1,0 +1,1 @@
+"""Token regulators for reinforcement learning with verifiable rewards."""

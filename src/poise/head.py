@@ -1,0 +1,67 @@
+"""The language-model head: hidden states to logits, walked through the vocabulary in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from poise._errors import check_range
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """``softcap · tanh(scale · (W h + b) / softcap) / temperature``: the logits that sampling used.
+
+    Everything after ``W h`` acts on each logit alone, so any slice of the vocabulary can be computed by itself: nothing
+    of size tokens × vocabulary has to exist. A callable ``hidden → logits`` may stand wherever a ``Head`` does, but it
+    can only be asked for whole rows.
+    """
+
+    weight: Tensor  # (V, d)
+    bias: Tensor | None = None  # (V,)
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight.dim() != 2:
+            raise ValueError(f"Head: weight must be (V, d), got shape {tuple(self.weight.shape)}")
+        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
+            expected = tuple(self.weight.shape[:1])
+            raise ValueError(f"Head: bias must be {expected}, got {tuple(self.bias.shape)}")
+        check_range("Head", "temperature", self.temperature, 1e-6)
+        if self.softcap is not None:
+            check_range("Head", "softcap", self.softcap, 1e-6)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden, slice(None))
+
+    def logits(self, hidden: Tensor, vocabulary: slice) -> Tensor:
+        """Logits of ``hidden`` (N, d) for a slice of the vocabulary, in hidden's dtype."""
+        logits = hidden @ self.weight[vocabulary].to(hidden.dtype).T
+        if self.bias is not None:
+            logits += self.bias[vocabulary].to(hidden.dtype)
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.softcap is not None:
+            logits = (logits / self.softcap).tanh_() * self.softcap
+        return logits / self.temperature if self.temperature != 1.0 else logits
+
+
+HeadLike = Tensor | Head | Callable[[Tensor], Tensor]
+
+
+def as_head(head: HeadLike) -> Head | Callable[[Tensor], Tensor]:
+    """A weight or a plain linear layer as a ``Head``; any other callable as it is."""
+    if isinstance(head, Tensor):
+        return Head(head)
+    if type(head) is torch.nn.Linear:
+        return Head(head.weight, head.bias)
+    return head
