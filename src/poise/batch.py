@@ -31,7 +31,9 @@ class TokenBatch:
     included. Gradients are cut: a batch is data. Boolean fields also come as 0/1 numbers.
     """
 
-    old_logp: Tensor  # (B, T) log-probability of each sampled token under the policy that is being updated, before it is
+    old_logp: (
+        Tensor  # (B, T) log-probability of each sampled token under the policy that is being updated, before it is
+    )
     mask: Tensor  # (B, T) bool: response tokens; may have holes (multi-turn)
     advantages: Tensor  # (B,) or (B, T)
     groups: Tensor | None = None  # (B,) integers; responses with the same one answer the same prompt
@@ -40,7 +42,9 @@ class TokenBatch:
     ref_logp: Tensor | None = None  # (B, T) under the reference policy, for the KL term
     sampler_logp: Tensor | None = None  # (B, T) as the sampling engine reported it, where that differs from old_logp
     entropy: Tensor | None = None  # (B, T) of the old policy
-    hidden: Tensor | LazyHidden | None = None  # (B, T, d), or a function of row indices; hidden[b, t] predicts targets[b, t]
+    hidden: Tensor | LazyHidden | None = (
+        None  # (B, T, d), or a function of row indices; hidden[b, t] predicts targets[b, t]
+    )
     head: HeadLike | None = None  # (V, d), a Head, or a callable hidden -> logits
     targets: Tensor | None = None  # (B, T) sampled token ids
 

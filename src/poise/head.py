@@ -38,9 +38,11 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
+        """V."""
         return self.weight.shape[0]
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits of ``hidden`` (N, d) for the whole vocabulary."""
         return self.logits(hidden, slice(None))
 
     def logits(self, hidden: Tensor, vocabulary: slice) -> Tensor:

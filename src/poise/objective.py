@@ -1,0 +1,188 @@
+"""The policy objective: clipped surrogate, KL, entropy bonus, and how tokens are averaged. Plain functions.
+
+One optimizer step works on a mini-batch, often in several micro-batches. ``normalizer`` is computed once over the
+mini-batch, ``policy_loss`` once per micro-batch; the losses *add up* to the mini-batch's, whatever the cut:
+
+>>> for phase in regulator(batch):
+...     for ix in mini_batches:
+...         mini, mini_phase = batch.rows(ix), phase.rows(ix)
+...         if not active(mini, mini_phase, settings).any():
+...             continue  # no token takes part: an optimizer step would move the model by momentum alone
+...         norm = normalizer(mini, settings)
+...         for jx in micro_batches:
+...             logp = model(...)
+...             loss, metrics = policy_loss(logp, mini.rows(jx), mini_phase.rows(jx), settings, normalizer=norm)
+...             loss.backward()
+...         optimizer.step()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from poise._errors import check_choice, check_range
+from poise.batch import Phase, TokenBatch
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the objective is made of. Clips are those of the AR/Lopti authors; their K&K runs add ``kl_coef=0.001``."""
+
+    clip_low: float = 0.20
+    clip_high: float = 0.24
+    dual_clip: float | None = 10.0  # bounds the loss of a token with A < 0 at dual_clip·|A|; None: unbounded
+    kl: str = "k3"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    aggregation: str = "token-mean"
+    max_length: int | None = None  # for "fixed-length" (Dr. GRPO): the length that every response is divided by
+    importance_cap: float | None = 2.0  # truncation of old / sampler where sampler_logp is given; None: no correction
+
+    def __post_init__(self) -> None:
+        check_range("objective", "clip_low", self.clip_low, 0.0, 1.0)
+        check_range("objective", "clip_high", self.clip_high, 0.0)
+        if self.dual_clip is not None:
+            check_range("objective", "dual_clip", self.dual_clip, 1.0)
+        check_choice("objective", "kl", self.kl, KL_ESTIMATORS)
+        check_range("objective", "kl_coef", self.kl_coef, 0.0)
+        check_range("objective", "entropy_coef", self.entropy_coef)
+        check_choice("objective", "aggregation", self.aggregation, AGGREGATIONS)
+        if self.aggregation == "fixed-length" and self.max_length is None:
+            raise ValueError("objective: aggregation 'fixed-length' needs max_length, the longest response allowed")
+        if self.max_length is not None:
+            check_range("objective", "max_length", self.max_length, 1)
+        if self.importance_cap is not None:
+            check_range("objective", "importance_cap", self.importance_cap, 0.0)
+
+
+def surrogate(log_ratio: Tensor, advantages: Tensor, settings: Settings) -> Tensor:
+    """The clipped surrogate of each token, to be maximised: ``min(r·A, clip(r)·A)``, and at least ``c·A`` for A < 0."""
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    value = torch.minimum(ratio * advantages, clipped * advantages)
+    if settings.dual_clip is not None:
+        value = torch.where(advantages < 0, torch.maximum(value, settings.dual_clip * advantages), value)
+    return value
+
+
+def kl_divergence(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
+    """Per-token estimate of KL(policy ‖ reference) from the sampled token.
+
+    k1 ``log(π/ref)``; k2 ``½·log²(π/ref)``; k3 ``ref/π − 1 − log(ref/π)``, with the log-ratio held within ±5 and the
+    value within ±10 as in the code of the AR/Lopti authors. As a loss, k1 has a gradient of mean zero: it only
+    reports.
+    """
+    check_choice("kl_divergence", "kind", kind, KL_ESTIMATORS)
+    gap = logp - ref_logp
+    if kind == "k1":
+        return gap
+    if kind == "k2":
+        return 0.5 * gap.square()
+    gap = gap.clamp(-5, 5)
+    return (torch.expm1(-gap) + gap).clamp(-10, 10)
+
+
+def importance_weights(batch: TokenBatch, cap: float) -> Tensor:
+    """(B, T) truncated importance weights ``min(old / sampler, cap)`` for a sampler whose log-probabilities differ."""
+    if batch.sampler_logp is None:
+        raise ValueError("importance_weights needs TokenBatch.sampler_logp")
+    gap = batch.old_logp.to(batch.dtype) - batch.sampler_logp.to(batch.dtype)
+    return torch.where(batch.mask, gap, 0.0).exp().clamp(max=cap)
+
+
+def active(batch: TokenBatch, phase: Phase, settings: Settings) -> Tensor:
+    """(B, T) bool: tokens that can have a gradient. Where there is none, no optimizer step may be taken."""
+    tokens = (phase.policy > 0) & (batch.token_advantages != 0)
+    if settings.kl_coef or settings.entropy_coef:
+        tokens = tokens | (phase.kl > 0)
+    return tokens & batch.mask
+
+
+def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
+    """What the loss of a mini-batch is divided by: a count over all its response tokens, whatever the phase.
+
+    Responses without a token do not count.
+    """
+    if settings.aggregation == "token-mean":
+        return batch.mask.sum().clamp(min=1)
+    responses = (batch.lengths > 0).sum().clamp(min=1)
+    return (
+        responses * settings.max_length if settings.max_length and settings.aggregation == "fixed-length" else responses
+    )
+
+
+def policy_loss(
+    logp: Tensor,
+    batch: TokenBatch,
+    phase: Phase,
+    settings: Settings | None = None,
+    *,
+    normalizer: Tensor | float,
+    entropy: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch, and its metrics.
+
+    ``logp`` (B, T) are the current log-probabilities of the sampled tokens, with gradients; ``entropy`` (B, T) the
+    current entropies, needed for an entropy bonus. Values outside the mask may be anything. Both loss and metrics are
+    shares of the mini-batch's: add them over its micro-batches. Metrics are averaged as the loss is (with token-mean,
+    ``optim/clip_high`` is a share of the tokens) and stay on the device.
+    """
+    settings = settings or Settings()
+    _check_inputs(logp, batch, settings, entropy)
+    dtype = torch.promote_types(logp.dtype, torch.float32)
+    scale = batch.mask.to(dtype) / normalizer
+    if settings.aggregation == "seq-mean-token-mean":
+        scale = scale / batch.lengths.clamp(min=1)[:, None]
+
+    advantages = batch.token_advantages.to(dtype)
+    takes_part = phase.policy > 0
+    gap = logp.to(dtype) - batch.old_logp.to(dtype)
+    log_ratio = torch.where(takes_part, gap, 0.0).clamp(-20, 20)  # selected, not multiplied: 0 · inf is NaN
+    gain = surrogate(log_ratio, advantages, settings) * phase.policy.to(dtype)
+    metrics: dict[str, Tensor] = {}
+    if batch.sampler_logp is not None and settings.importance_cap is not None:
+        importance = importance_weights(batch, settings.importance_cap).to(dtype)
+        gain = gain * importance
+        metrics["optim/importance"] = (importance * scale).sum()
+    policy = -(gain * scale).sum()
+    loss = policy
+
+    bonus = phase.kl.to(dtype) * scale
+    if settings.kl_coef and batch.ref_logp is not None:
+        # The gap is taken inside the mask alone: a NaN outside it must reach neither value nor gradient.
+        now = torch.where(batch.mask, logp.to(dtype), 0.0)
+        kl = kl_divergence(now, torch.where(batch.mask, batch.ref_logp.to(dtype), 0.0), settings.kl)
+        loss = loss + settings.kl_coef * (kl * bonus).sum()
+        metrics["optim/kl"] = (kl.detach() * scale).sum()
+    if entropy is not None:
+        entropy = torch.where(batch.mask, entropy.to(dtype), 0.0)
+        metrics["optim/entropy"] = (entropy.detach() * scale).sum()
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * (entropy * bonus).sum()
+
+    ratio = log_ratio.detach().exp()
+    metrics |= {
+        "optim/loss": loss.detach(),
+        "optim/policy_loss": policy.detach(),
+        "optim/clip_low": ((ratio < 1 - settings.clip_low) & (advantages < 0)).mul(scale).sum(),
+        "optim/clip_high": ((ratio > 1 + settings.clip_high) & (advantages > 0)).mul(scale).sum(),
+        "optim/drift": ((ratio - 1 - log_ratio.detach()) * scale).sum(),
+    }
+    return loss, metrics
+
+
+def _check_inputs(logp: Tensor, batch: TokenBatch, settings: Settings, entropy: Tensor | None) -> None:
+    for name, value in (("logp", logp), ("entropy", entropy)):
+        if value is not None and value.shape != batch.mask.shape:
+            expected = tuple(batch.mask.shape)
+            raise ValueError(f"policy_loss: {name} must be {expected} as the batch is, got {tuple(value.shape)}")
+    if settings.kl_coef and batch.ref_logp is None:
+        raise ValueError("policy_loss: kl_coef is not 0, so the batch needs ref_logp")
+    if settings.entropy_coef and entropy is None:
+        raise ValueError("policy_loss: entropy_coef is not 0, so pass entropy=, the current policy's, with gradients")

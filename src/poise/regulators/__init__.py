@@ -1,0 +1,42 @@
+"""Token regulators: one file per method, one table of names.
+
+>>> regulator = poise.regulators.parse("ar(alpha=0.3) | lopti(threshold=0.5)")
+>>> for phase in regulator(batch): ...
+"""
+
+from poise.regulators.amplify import Amplify
+from poise.regulators.ar import AdvantageReweighting
+from poise.regulators.base import Compose, Function, Regulator
+from poise.regulators.clip_cov import ClipCov
+from poise.regulators.entropy import TopEntropy
+from poise.regulators.identity import Constant, Identity, RandomSplit
+from poise.regulators.lopti import Lopti
+from poise.regulators.names import TABLE, get, parse, text
+from poise.regulators.nthr import NTHR
+from poise.regulators.stapo import Stapo
+from poise.regulators.summary import summary
+from poise.regulators.tr_grpo import TokenRegulation
+from poise.regulators.weights import token_weights
+
+__all__ = [
+    "NTHR",
+    "TABLE",
+    "AdvantageReweighting",
+    "Amplify",
+    "ClipCov",
+    "Compose",
+    "Constant",
+    "Function",
+    "Identity",
+    "Lopti",
+    "RandomSplit",
+    "Regulator",
+    "Stapo",
+    "TokenRegulation",
+    "TopEntropy",
+    "get",
+    "parse",
+    "summary",
+    "text",
+    "token_weights",
+]

@@ -1,0 +1,125 @@
+"""What a regulator is, and how two of them compose."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poise.batch import Phase, TokenBatch
+
+_WHAT = {
+    "groups": "(B,) integers, the same for responses to the same prompt",
+    "correct": "(B,) bool, the verifier's verdict",
+    "entropy": "(B, T) entropy of the old policy",
+    "hidden": "(B, T, d) last hidden states of the old policy, or a function of row indices",
+    "head": "the (V, d) output weight, a poise.Head, or a callable hidden -> logits",
+    "targets": "(B, T) sampled token ids",
+}
+
+
+class Regulator(ABC):
+    """Decides, once per rollout batch, how much each token may pull in the update: a batch in, phases out.
+
+    To write one, subclass this as a frozen dataclass, list in ``needs`` the optional fields of ``TokenBatch`` that it
+    reads, and implement ``phases`` with ``Phase.of``, which takes care of mask and dtype. In a composition every
+    regulator reads the raw batch, not what the one before it made.
+    """
+
+    needs: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """The phases of the update, in order. Runs without gradients."""
+
+    def __call__(self, batch: TokenBatch) -> list[Phase]:
+        """Check what the regulator needs, run it, and check what it made."""
+        for name in sorted(self.needs):
+            if getattr(batch, name) is None:
+                what = f" ({_WHAT[name]})" if name in _WHAT else ""
+                raise ValueError(f"{type(self).__name__} needs TokenBatch.{name}{what}, which this batch lacks")
+        with torch.no_grad():
+            phases = self.phases(batch)
+        if not phases:
+            raise ValueError(f"{type(self).__name__} returned no phase")
+        for phase in phases:
+            phase.check(batch)
+        return phases
+
+    def __or__(self, other: Callable[[TokenBatch], list[Phase]]) -> Regulator:
+        return Compose((self, as_regulator(other)))
+
+    def __ror__(self, other: Callable[[TokenBatch], list[Phase]]) -> Regulator:
+        return Compose((as_regulator(other), self))
+
+
+@dataclass(frozen=True)
+class Compose(Regulator):
+    """``a | b``: the phases of ``a`` split by those of ``b``, weights multiplied."""
+
+    parts: tuple[Regulator, ...]
+
+    def __post_init__(self) -> None:
+        flat = [p for part in self.parts for p in (part.parts if isinstance(part, Compose) else (part,))]
+        object.__setattr__(self, "parts", tuple(flat))
+        object.__setattr__(self, "needs", frozenset[str]().union(*(part.needs for part in flat)))
+
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """Every combination of the parts' phases; the first part varies slowest."""
+        made = self.parts[0](batch)
+        for part in self.parts[1:]:
+            right = part(batch)
+            made = [_product(a, b) for a in made for b in right]
+        return made
+
+
+def _product(a: Phase, b: Phase) -> Phase:
+    name = "/".join(n for n in (a.name, b.name) if n != "all") or "all"
+    return Phase(name, a.policy * b.policy, a.kl * b.kl, {**a.metrics, **b.metrics})
+
+
+@dataclass(frozen=True)
+class Function(Regulator):
+    """Any callable from a batch to phases, as a regulator. ``needs`` is read off the callable if it has one."""
+
+    function: Callable[..., Sequence[Phase]]
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", frozenset(getattr(self.function, "needs", ())))
+
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """What the callable returns."""
+        return list(self.function(batch, **dict(self.settings)))
+
+
+def as_regulator(value: Callable[[TokenBatch], Sequence[Phase]]) -> Regulator:
+    """A regulator as it is; any other callable wrapped as one."""
+    if isinstance(value, Regulator):
+        return value
+    if not callable(value):
+        raise TypeError(f"a regulator is a callable from TokenBatch to phases, got {value!r}")
+    return Function(value)
+
+
+def uniform(batch: TokenBatch, seed: int) -> Tensor:
+    """(N,) uniform draws, one per response token in row order: fixed by the seed and the batch's log-probabilities.
+
+    The batch takes part so that the same seed draws anew at every step; its bits are summed as integers, so that
+    padding and the device do not matter.
+    """
+    bits = batch.old_logp[batch.mask].double().view(torch.int64).sum().item()
+    digest = hashlib.blake2b(f"{seed}/{bits}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    count = int(batch.mask.sum())
+    return torch.rand(count, generator=generator).to(batch.mask.device)
+
+
+def scatter(batch: TokenBatch, values: Tensor) -> Tensor:
+    """(N,) values of the response tokens in row order, back at their places in a (B, T) tensor of zeros."""
+    return torch.zeros(batch.mask.shape, dtype=values.dtype, device=values.device).masked_scatter_(batch.mask, values)

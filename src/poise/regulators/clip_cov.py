@@ -1,0 +1,46 @@
+"""Clip-Cov: let go of a few tokens where advantage and log-probability covary most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from poise._errors import check_range
+from poise.batch import Phase, TokenBatch
+from poise.regulators.base import Regulator, scatter, uniform
+
+
+@dataclass(frozen=True)
+class ClipCov(Regulator):
+    """Zero the policy term of a random ``share`` of the tokens, drawn among those with ``low < cov < high``.
+
+    ``cov = (A − mean A)·(log p − mean log p)``, means over the response tokens. Paper: "The Entropy Mechanism of
+    Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617; defaults as in verl's ``clip_cov``.
+    **Ours:** taken once, over the rollout batch, with the old policy's log-probabilities. verl uses the current ones
+    per micro-batch and passes over tokens that the ratio clip has caught already; at rollout time there are none. So
+    this is an approximation, the closer the fewer steps are taken per batch. ``share`` counts all response tokens; at
+    least one is drawn where there is a candidate.
+    """
+
+    share: float = 0.0002
+    low: float = 1.0
+    high: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("clip-cov", "share", self.share, 0.0, 1.0)
+        check_range("clip-cov", "low", self.low)
+        check_range("clip-cov", "high", self.high, self.low)
+
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """One phase of ones with a few zeros."""
+        if self.share == 0 or not batch.mask.any():
+            return [Phase.of(batch)]
+        logp = batch.old_logp[batch.mask].to(batch.dtype)
+        advantages = batch.token_advantages[batch.mask]
+        cov = (advantages - advantages.mean()) * (logp - logp.mean())
+        candidate = (cov > self.low) & (cov < self.high)
+        draws = torch.where(candidate, uniform(batch, self.seed), 2.0)  # candidates come first in the order of draws
+        chosen = candidate & (draws.argsort().argsort() < max(int(self.share * len(cov)), 1))
+        return [Phase.of(batch, ~scatter(batch, chosen), metrics={"clipped_share": float(chosen.float().mean())})]

@@ -1,0 +1,36 @@
+"""Top-entropy masking: only the tokens where the policy hesitated are learned from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from poise._errors import check_range
+from poise.batch import Phase, TokenBatch
+from poise.regulators.base import Regulator
+
+
+@dataclass(frozen=True)
+class TopEntropy(Regulator):
+    """Only the ``quantile`` share of tokens with the highest entropy, over the batch, keep their policy term.
+
+    Paper: "Beyond the 80/20 Rule", arXiv 2506.01939; the same as TRL's ``top_entropy_quantile``. KL is not masked, and
+    the denominator stays the count of all response tokens. **Ours:** the entropy is the old policy's, over the whole
+    rollout batch; tokens tied with the last one kept are kept too. ``quantile=1`` is GRPO exactly.
+    """
+
+    quantile: float = 0.2
+    needs = frozenset({"entropy"})
+
+    def __post_init__(self) -> None:
+        check_range("entropy", "quantile", self.quantile, 0.0, 1.0)
+
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """One phase of zeros and ones."""
+        assert batch.entropy is not None
+        entropies = batch.entropy[batch.mask]
+        keep = ceil(self.quantile * len(entropies))
+        if keep == 0:
+            return [Phase.of(batch, 0.0)]
+        cut = entropies.kthvalue(len(entropies) - keep + 1).values
+        return [Phase.of(batch, batch.entropy >= cut)]

@@ -1,0 +1,37 @@
+"""Low-probability token isolation: two updates instead of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from poise._errors import check_choice, check_range
+from poise.batch import Phase, TokenBatch
+from poise.regulators.base import Regulator
+
+
+@dataclass(frozen=True)
+class Lopti(Regulator):
+    """Lopti: update first on the tokens with ``p < η`` (``threshold``), then on the others.
+
+    Paper: arXiv 2505.12929. As in the authors' code, each phase is a complete pass of optimizer steps over the rollout
+    batch; the other side's KL and entropy terms are masked with its policy term; old log-probabilities are not
+    recomputed; the loss is divided by the count of all response tokens in both phases, so that they add up to GRPO.
+    ``threshold=0.4`` is their K&K setting (0.5 together with AR). ``order="high-first"`` is their ablation, worse than
+    GRPO. A threshold of 0, or above 1, puts all tokens into one phase: GRPO exactly, since a phase without tokens runs
+    no optimizer step. Mind that Lopti takes twice the optimizer steps of GRPO: compare with ``Identity(passes=2)`` and
+    ``RandomSplit``.
+    """
+
+    threshold: float = 0.4
+    order: str = "low-first"
+
+    def __post_init__(self) -> None:
+        check_range("lopti", "threshold", self.threshold, 0.0)
+        check_choice("lopti", "order", self.order, ("low-first", "high-first"))
+
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """Always two, "low" and "high", even where one of them has no token."""
+        low = batch.mask & (batch.prob < self.threshold)
+        high = batch.mask & ~low
+        phases = [Phase.of(batch, low, low, name="low"), Phase.of(batch, high, high, name="high")]
+        return phases if self.order == "low-first" else phases[::-1]

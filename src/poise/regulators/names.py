@@ -1,0 +1,153 @@
+"""Regulators by name: the one table, and the text form that recipes and command lines use."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from poise._errors import unknown
+from poise.regulators.amplify import Amplify
+from poise.regulators.ar import AdvantageReweighting
+from poise.regulators.base import Compose, Function, Regulator
+from poise.regulators.clip_cov import ClipCov
+from poise.regulators.entropy import TopEntropy
+from poise.regulators.identity import Constant, Identity, RandomSplit
+from poise.regulators.lopti import Lopti
+from poise.regulators.nthr import NTHR
+from poise.regulators.stapo import Stapo
+from poise.regulators.tr_grpo import TokenRegulation
+
+TABLE: dict[str, type[Regulator]] = {
+    "grpo": Identity,
+    "ar": AdvantageReweighting,
+    "lopti": Lopti,
+    "tr-grpo": TokenRegulation,
+    "nthr": NTHR,
+    "amplify": Amplify,
+    "entropy": TopEntropy,
+    "clip-cov": ClipCov,
+    "stapo": Stapo,
+    "constant": Constant,
+    "random-split": RandomSplit,
+}
+
+
+def get(name: str, *args: Any, **settings: Any) -> Regulator:
+    """The regulator of that name, or behind that dotted path: ``get("ar", alpha=0.2)``, ``get("mine.py_module.Mine")``.
+
+    A dotted path (``package.module.Name`` or ``package.module:Name``) may lead to a class, or to a plain function from
+    a batch to phases; importing it runs its module, so it comes from the user's own configuration only.
+    """
+    maker = TABLE.get(name) or _import(name)
+    if inspect.isclass(maker):
+        return _build(name, maker, args, settings)
+    if args:
+        raise TypeError(f"{name}: settings of a function are given by name")
+    _check_settings(name, settings, list(inspect.signature(maker).parameters)[1:])
+    return Function(maker, tuple(settings.items()))
+
+
+def parse(text: str) -> Regulator:
+    """A regulator from its text form: ``"ar(alpha=0.3) | lopti(threshold=0.5)"``. Values are Python literals."""
+    parts = [_parse_one(part, text) for part in _split(text)]
+    return parts[0] if len(parts) == 1 else Compose(tuple(parts))
+
+
+def text(regulator: Regulator) -> str:
+    """The text form of a regulator, such that ``parse(text(r)) == r``. Settings at their default are left out."""
+    if isinstance(regulator, Compose):
+        return " | ".join(text(part) for part in regulator.parts)
+    known = {kind: name for name, kind in TABLE.items()}
+    target: Any = regulator.function if isinstance(regulator, Function) else regulator
+    if is_dataclass(target):
+        kind: Any = type(target)
+        values = [(f.name, getattr(target, f.name)) for f in fields(target) if getattr(target, f.name) != f.default]
+    elif isinstance(regulator, Function) and hasattr(target, "__qualname__"):
+        kind, values = target, list(regulator.settings)
+    else:
+        raise ValueError(f"{regulator!r} has no text form: it is neither a dataclass nor a function with a name")
+    name = known.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
+    return name + (f"({', '.join(f'{k}={v!r}' for k, v in values)})" if values else "")
+
+
+def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any]) -> Regulator:
+    allowed = list(inspect.signature(kind).parameters)
+    _check_settings(name, settings, allowed)
+    if len(args) > len(allowed):
+        raise TypeError(f"{name} takes at most {len(allowed)} settings ({', '.join(allowed)}), got {len(args)}")
+    made = kind(*args, **settings)
+    if isinstance(made, Regulator):
+        return made
+    if callable(made):
+        return Function(made)
+    raise TypeError(f"{name} is not a regulator: it is not callable")
+
+
+def _check_settings(name: str, settings: dict[str, Any], allowed: list[str]) -> None:
+    for key in settings:
+        if key not in allowed:
+            raise TypeError(unknown(f"setting of {name}", key, allowed))
+
+
+def _import(path: str) -> Callable[..., Any]:
+    module_name, _, attribute = path.replace(":", ".").rpartition(".")
+    if not module_name:
+        raise ValueError(
+            unknown("regulator", path, TABLE) + "; for one of your own give its dotted path, package.module.Name"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # the module is there, but something that it imports is not
+        raise ValueError(f"regulator {path!r}: there is no module {module_name!r} to import") from None
+    if not hasattr(module, attribute):
+        raise ValueError(f"regulator {path!r}: " + unknown(f"name in {module_name}", attribute, _public(module)))
+    found = getattr(module, attribute)
+    if not callable(found):
+        raise TypeError(f"regulator {path!r} is not callable")
+    return found  # type: ignore[no-any-return]
+
+
+def _public(module: object) -> list[str]:
+    return [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
+
+
+def _split(text: str) -> list[str]:
+    """Split at the bars that stand outside brackets and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for i, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "|" and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]]
+
+
+def _parse_one(part: str, whole: str) -> Regulator:
+    match = re.fullmatch(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", part, re.DOTALL)
+    if not match:
+        raise ValueError(f"cannot read {part.strip()!r} in {whole!r}; write name(setting=value) | name(...)")
+    name, inside = match[1], match[2] or ""
+    try:
+        call = ast.parse(f"f({inside})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        args = [ast.literal_eval(node) for node in call.args]
+        settings = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise ValueError(
+            f"cannot read the settings of {name!r} in {whole!r}; write {name}(setting=value, ...)"
+        ) from None
+    return get(name, *args, **settings)

@@ -1,0 +1,46 @@
+"""What a regulator did to a batch, as numbers to log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from poise.batch import Phase, TokenBatch
+
+QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def summary(phases: Sequence[Phase], batch: TokenBatch, intervals: Sequence[float] = QUARTILES) -> dict[str, float]:
+    """The ``reg/…`` metrics of any regulator's phases. Per phase, over all response tokens of the batch:
+
+    - ``weight_mean``, ``kl_weight_mean``;
+    - ``zero_share``: share of the tokens whose policy term takes no part;
+    - ``effective_tokens``: ``(Σw)² / Σw²``, how many equally weighted tokens would carry as much;
+    - ``weight_p0.25-0.50`` and so on: the mean weight by interval of the token's probability; the last interval is
+      closed, and one without tokens is left out;
+    - whatever the regulator reports itself, such as NTHR's ``flagged_share``.
+    """
+    prob = batch.prob[batch.mask]
+    names: list[str] = []
+    values: list[torch.Tensor] = []
+    members = []
+    for low, high in pairwise(intervals):
+        top = prob <= high if high == intervals[-1] else prob < high
+        members.append((f"weight_p{low:.2f}-{high:.2f}", (prob >= low) & top))
+    for phase in phases:
+        weight, kl = phase.policy[batch.mask], phase.kl[batch.mask]
+        total = max(len(weight), 1)
+        row = {
+            "weight_mean": weight.sum() / total,
+            "kl_weight_mean": kl.sum() / total,
+            "zero_share": (weight == 0).sum() / total,
+            "effective_tokens": weight.sum().square() / weight.square().sum().clamp(min=torch.finfo(weight.dtype).tiny),
+        }
+        row |= {name: (weight * inside).sum() / inside.sum() for name, inside in members}
+        names += [f"reg/{phase.name}/{name}" for name in row]
+        values += [value.double() for value in row.values()]
+    numbers = dict(zip(names, torch.stack(values).tolist(), strict=True))
+    reported = {f"reg/{phase.name}/{name}": value for phase in phases for name, value in phase.metrics.items()}
+    return {name: value for name, value in numbers.items() if value == value} | reported

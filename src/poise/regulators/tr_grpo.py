@@ -1,0 +1,45 @@
+"""TR-GRPO: weights that follow a sigmoid of the token's probability."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from poise._errors import check_choice, check_range
+from poise.batch import Phase, TokenBatch
+from poise.regulators.base import Regulator
+
+
+@dataclass(frozen=True)
+class TokenRegulation(Regulator):
+    """TR-GRPO: ``w = clip(α·(σ(p/τ) − μ), L, U)`` on the ratio, in both branches of the clipped minimum, and on the KL.
+
+    Paper: arXiv 2511.00066 (later called GRPO-SG). Neither code nor the values of the constants are public. **Ours:**
+    every default, chosen so that the weight rises with p, spans [L, U] over p in [0, 1] and averages near 1 on real
+    rollouts (docs/papers.md has the measurement); p is the old policy's, so that the weight is a constant of the
+    update. ``direction="falling"`` is the paper's reverse ablation, taken as the weight of 1 − p.
+    ``kl_weighted=False`` leaves the KL term alone, for engines that cannot weight it.
+    """
+
+    alpha: float = 2.0
+    tau: float = 0.5
+    mu: float = 0.25
+    low: float = 0.5
+    high: float = 1.26
+    direction: str = "rising"
+    kl_weighted: bool = True
+
+    def __post_init__(self) -> None:
+        check_range("tr-grpo", "alpha", self.alpha, 0.0)
+        check_range("tr-grpo", "tau", self.tau, 1e-6)
+        check_range("tr-grpo", "mu", self.mu)
+        check_range("tr-grpo", "low", self.low, 0.0)
+        check_range("tr-grpo", "high", self.high, self.low)
+        check_choice("tr-grpo", "direction", self.direction, ("rising", "falling"))
+
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """One phase, in which the KL carries the same weight."""
+        prob = batch.prob if self.direction == "rising" else 1 - batch.prob
+        weight = (self.alpha * (torch.sigmoid(prob / self.tau) - self.mu)).clamp(self.low, self.high)
+        return [Phase.of(batch, weight, weight if self.kl_weighted else 1.0)]

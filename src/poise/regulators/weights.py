@@ -1,0 +1,31 @@
+"""The shortest way in: weights for a loop that already has its own loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from poise.batch import TokenBatch
+from poise.regulators.base import Regulator
+from poise.regulators.names import parse
+
+
+def token_weights(regulator: str | Regulator, **batch: Any) -> Tensor:
+    """(B, T) policy weights of a regulator with one phase; the keywords are the fields of ``TokenBatch``.
+
+    >>> weights = poise.token_weights("ar(alpha=0.2)", old_logp=old_logp, advantages=advantages, mask=mask)
+    >>> advantages = advantages[:, None] * weights
+
+    Weights are not negative, so weighting the advantage is weighting the clipped policy term, whatever its clip. The
+    weights of KL and entropy terms (TR-GRPO has some) are in ``Phase.kl``, by way of the regulator itself.
+    """
+    made = parse(regulator) if isinstance(regulator, str) else regulator
+    phases = made(TokenBatch(**batch))
+    if len(phases) > 1:
+        names = ", ".join(phase.name for phase in phases)
+        raise ValueError(
+            f"{regulator} updates in {len(phases)} phases ({names}), which one tensor of weights cannot express; "
+            "use `for phase in poise.regulators.parse(...)(batch)`, one pass of optimizer steps each"
+        )
+    return phases[0].policy

@@ -1,0 +1,171 @@
+"""NTHR against a naive double loop, in both forms, on every kind of group."""
+
+import pytest
+import torch
+from helpers import fields_of, random_batch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poise import Head, TokenBatch, regulators
+from poise.influence import scores
+
+
+def naive(head, positive, negative, self_inclusive):
+    """The definition, pair by pair."""
+
+    def error(hidden, target):
+        pi = head(hidden[None])[0].softmax(-1)
+        return torch.nn.functional.one_hot(target, len(pi)) - pi
+
+    def score(h, y, responses):
+        return sum(
+            torch.dot(error(h, y), error(hk, yk)) * torch.dot(h, hk)
+            for r in responses
+            for hk, yk in zip(*r, strict=True)
+        )
+
+    minus = torch.stack([score(h, y, positive) for h, y in zip(*negative, strict=True)])
+    plus = []
+    for i, own in enumerate(positive):
+        others = positive if self_inclusive else [r for j, r in enumerate(positive) if j != i]
+        plus.append(
+            sum(score(h, y, others) for h, y in zip(*own, strict=True)) / len(own[1]) if others else minus.new_zeros(())
+        )
+    return minus, torch.stack(plus)
+
+
+def tokens(g, n, width=4, vocabulary=9):
+    return torch.randn(n, width, generator=g, dtype=torch.float64), torch.randint(0, vocabulary, (n,), generator=g)
+
+
+def make_head(g, width=4, vocabulary=9):
+    weight = torch.randn(vocabulary, width, generator=g, dtype=torch.float64)
+    bias = torch.randn(vocabulary, generator=g, dtype=torch.float64)
+    return Head(weight, bias, temperature=0.7, softcap=5.0)
+
+
+@pytest.mark.parametrize("self_inclusive", [False, True])
+@pytest.mark.parametrize("lengths", [[3], [2, 5], [1, 4, 2]])
+@pytest.mark.parametrize("block", [1, 40, 1 << 22])
+def test_both_forms_and_an_opaque_head_agree_with_the_definition(lengths, self_inclusive, block):
+    g = torch.Generator().manual_seed(len(lengths))
+    head = make_head(g)
+    positive, negative = [tokens(g, n) for n in lengths], tokens(g, 6)
+    expected = naive(head, positive, negative, self_inclusive)
+    for given_head, form in [(head, "pair"), (head, "linear"), (head, "auto"), (lambda h: head(h), "auto")]:
+        found = scores(given_head, positive, negative, self_inclusive=self_inclusive, form=form, block=block)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@given(seed=st.integers(0, 9999), n=st.lists(st.integers(1, 7), min_size=1, max_size=4), block=st.integers(1, 400))
+def test_forms_agree(seed, n, block):
+    g = torch.Generator().manual_seed(seed)
+    head, positive, negative = make_head(g), [tokens(g, k) for k in n], tokens(g, 5)
+    pair, linear = (scores(head, positive, negative, form=form, block=block) for form in ("pair", "linear"))
+    for a, b in zip(pair, linear, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_scores_are_inner_products_of_gradients_at_the_head():
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(9, 4, generator=g, dtype=torch.float64).requires_grad_()
+    positive, negative = [tokens(g, 3), tokens(g, 2)], tokens(g, 2)
+
+    def gradient(h, y):
+        return torch.autograd.grad((h @ weight.T).log_softmax(-1)[y], weight)[0]
+
+    total = sum(gradient(h, y) for response in positive for h, y in zip(*response, strict=True))
+    expected = [(gradient(h, y) * total).sum() for h, y in zip(*negative, strict=True)]
+    found = scores(weight.detach(), positive, negative)
+    torch.testing.assert_close(found.negative, torch.stack(expected))
+
+
+def test_half_precision_is_accumulated_in_float32():
+    g = torch.Generator().manual_seed(0)
+    head, positive, negative = make_head(g).weight, [tokens(g, 40), tokens(g, 30)], tokens(g, 50)
+    half = [(h.bfloat16(), y) for h, y in positive], (negative[0].bfloat16(), negative[1])
+    exact = scores(
+        head.bfloat16().double(), *[[(h.double(), y) for h, y in half[0]], (half[1][0].double(), half[1][1])]
+    )
+    for form in ("pair", "linear"):
+        found = scores(head.bfloat16(), *half, form=form)
+        assert found.negative.dtype == torch.float32
+        torch.testing.assert_close(found.negative.double(), exact.negative, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.positive.double(), exact.positive, rtol=1e-4, atol=1e-4)
+
+
+def test_the_linear_form_refuses_an_opaque_head():
+    g = torch.Generator().manual_seed(0)
+    with pytest.raises(ValueError, match="can be sliced"):
+        scores(lambda h: h, [tokens(g, 2)], tokens(g, 2), form="linear")
+
+
+def expected_weights(batch, beta=1.0, eta=None, self_inclusive=False):
+    """The method, from its definition."""
+    weight = batch.mask.double()
+    for rows in batch.group_rows():
+        right = [int(r) for r in rows if batch.correct[r]]
+        wrong = [int(r) for r in rows if not batch.correct[r]]
+        if not wrong or len(right) < (1 if self_inclusive else 2):
+            continue
+        take = lambda r: (batch.hidden[r][batch.mask[r]], batch.targets[r][batch.mask[r]])  # noqa: E731
+        factor = 2 * abs(0.5 - len(right) / len(rows)) if eta is None else eta
+        for r in wrong:
+            minus, plus = naive(Head(batch.head), [take(i) for i in right], take(r), self_inclusive)
+            weight[r][batch.mask[r]] = torch.where(minus > beta * plus.min(), factor, 1.0).double()
+    return weight
+
+
+@pytest.mark.parametrize("settings", [{}, {"eta": 0.0}, {"beta": 0.3}, {"self_inclusive": True, "eta": 0.25}])
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_against_the_definition(seed, settings):
+    batch = random_batch(seed, group=5)
+    (phase,) = regulators.get("nthr", **settings)(batch)
+    torch.testing.assert_close(phase.policy, expected_weights(batch, **settings), rtol=1e-12, atol=1e-12)
+    assert torch.equal(phase.kl, batch.mask.double())
+
+
+@pytest.mark.parametrize("n_correct", [0, 1, 2, 4])
+def test_groups_with_none_one_some_and_all_correct(n_correct):
+    correct = (torch.arange(12) % 4) < n_correct
+    batch = random_batch(3, correct=correct)
+    (exclusive,) = regulators.get("nthr", eta=0.0)(batch)
+    (inclusive,) = regulators.get("nthr", eta=0.0, self_inclusive=True)(batch)
+    assert (exclusive.metrics["scored_share"] > 0) == (n_correct == 2)
+    assert (inclusive.metrics["scored_share"] > 0) == (n_correct in (1, 2))
+    torch.testing.assert_close(exclusive.policy, expected_weights(batch, eta=0.0))
+    torch.testing.assert_close(inclusive.policy, expected_weights(batch, eta=0.0, self_inclusive=True))
+    assert exclusive.policy[correct].eq(batch.mask[correct]).all()  # correct responses are never touched
+
+
+def test_a_correct_response_without_tokens_is_passed_over():
+    batch = random_batch(1, prompts=1, correct=torch.tensor([True, True, False, False]))
+    mask = batch.mask.clone()
+    mask[0] = False
+    emptied = TokenBatch(**(fields_of(batch) | {"mask": mask}))
+    (phase,) = regulators.get("nthr")(emptied)
+    assert phase.metrics["scored_share"] == 0  # one correct response is left, and none to compare it with
+
+
+def test_hidden_states_given_lazily_are_asked_for_once_per_scored_group():
+    correct = torch.tensor([1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 1, 0])
+    batch = random_batch(5, correct=correct)
+    asked = []
+
+    def lazy(rows):
+        asked.append(rows.tolist())
+        return batch.hidden[rows]
+
+    (phase,) = regulators.get("nthr")(TokenBatch(**(fields_of(batch) | {"hidden": lazy})))
+    assert asked == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert torch.equal(phase.policy, regulators.get("nthr")(batch)[0].policy)
+
+
+def test_a_linear_layer_is_a_head():
+    batch = random_batch(2)
+    layer = torch.nn.Linear(5, 7, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(batch.head)
+    layered = TokenBatch(**(fields_of(batch) | {"head": layer}))
+    assert torch.equal(regulators.get("nthr")(layered)[0].policy, regulators.get("nthr")(batch)[0].policy)
