@@ -16,9 +16,9 @@ import torch
 from poise import TokenBatch, regulators
 
 PROMPTS = [
-    "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many clips did she sell in all?",
+    "Mira baked 48 rolls on Monday and half as many on Tuesday. How many rolls did she bake in all?",
     "A train leaves at 9:40 and arrives at 13:05. How long does the journey take? Explain step by step.",
-    "Zoey says that Ethan is a knave. Ethan says that Zoey and he are alike. Knights tell the truth, knaves lie. Who is who?",
+    "Knights tell the truth, knaves lie. Zoey says that Ethan is a knave. Ethan says that they are alike. Who is who?",
     "What is 17 times 23? Think step by step.",
     "Write a short explanation of why the sky is blue.",
     "If 3x + 5 = 26, what is x? Show your work.",
@@ -36,12 +36,15 @@ def sample(model: torch.nn.Module, tokenizer: object, temperature: float, group:
         )["input_ids"].repeat(group, 1)
         out = model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
-            max_new_tokens=length, min_new_tokens=length, return_dict_in_generate=True, output_logits=True,
+            max_new_tokens=length, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         logp = (torch.stack(out.logits, 1).float() / temperature).log_softmax(-1)
         chosen = out.sequences[:, ids.shape[1] :]
-        first_end = (chosen == tokenizer.eos_token_id).cumsum(1)  # type: ignore[attr-defined]
-        rows.append((logp.gather(2, chosen[..., None])[..., 0], (first_end - (chosen == 2).long()) == 0))
+        end = (chosen == tokenizer.eos_token_id).long()  # type: ignore[attr-defined]
+        inside = end.cumsum(1) - end == 0  # up to and including the first end token
+        pad = (0, length - chosen.shape[1])
+        chosen_logp = logp.gather(2, chosen[..., None])[..., 0]
+        rows.append((torch.nn.functional.pad(chosen_logp, pad), torch.nn.functional.pad(inside, pad)))
         print(f"sampled {group} responses to {prompt[:40]!r}", flush=True)
     logp, mask = (torch.cat(parts) for parts in zip(*rows, strict=True))
     return TokenBatch(logp, mask, torch.ones(len(logp)))
