@@ -10,6 +10,7 @@ Medians over repetitions after a warm-up. Memory is what the call itself adds at
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
@@ -38,6 +39,7 @@ def peak_memory(run: Callable[[], Any], device: str) -> float:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     if not Path("/proc/self/clear_refs").exists():
         return float("nan")
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would hide what the call takes
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from the present size
     before = _status("VmRSS")
     run()
@@ -89,7 +91,9 @@ def naive_scores(head: Tensor, positive: list[tuple[Tensor, Tensor]], negative: 
     hidden, targets = (torch.cat(parts) for parts in zip(*positive, strict=True))
 
     def errors(h: Tensor, y: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(y, len(head)) - (h @ head.T).softmax(-1)
+        pi = (h @ head.T).softmax(-1).neg_()
+        pi[torch.arange(len(y)), y] += 1
+        return pi
 
     plus, minus = errors(hidden, targets), errors(*negative)
     ((plus @ plus.T) * (hidden @ hidden.T)).sum(0)  # the correct ones, for the threshold
