@@ -96,7 +96,7 @@ def test_needs_of_a_users_own_are_honoured():
     ("written", "message"),
     [
         ("lopty", "did you mean 'lopti'"),
-        ("AR", r"unknown regulator 'AR'.*allowed: grpo, ar,"),
+        ("AR", r"unknown regulator 'AR'; did you mean 'ar'\? \(allowed: grpo, ar,"),
         ("ar(alfa=0.3)", "unknown setting of ar 'alfa'; did you mean 'alpha'"),
         ("ar(0.3, 0.4)", "at most 1 settings"),
         ("lopti(treshold=0.3)", "did you mean 'threshold'"),

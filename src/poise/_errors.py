@@ -9,8 +9,9 @@ from difflib import get_close_matches
 def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
     """The message for a name that is not among ``allowed``, with the nearest one that is."""
     options = list(allowed)
-    near = get_close_matches(name, options, n=1, cutoff=0.5)
-    guess = f"; did you mean {near[0]!r}?" if near else "."
+    plain = {option.lower(): option for option in options}
+    near = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
+    guess = f"; did you mean {plain[near[0]]!r}?" if near else "."
     listed = ", ".join(options) if options else "there are none"
     return f"unknown {what} {name!r}{guess} (allowed: {listed})"
 

@@ -8,11 +8,13 @@ from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
 from poise.regulators.base import Compose, Function, Regulator
 from poise.regulators.clip_cov import ClipCov
+from poise.regulators.constant import Constant
 from poise.regulators.entropy import TopEntropy
-from poise.regulators.identity import Constant, Identity, RandomSplit
+from poise.regulators.identity import Identity
 from poise.regulators.lopti import Lopti
 from poise.regulators.names import TABLE, get, parse, text
 from poise.regulators.nthr import NTHR
+from poise.regulators.random_split import RandomSplit
 from poise.regulators.stapo import Stapo
 from poise.regulators.summary import summary
 from poise.regulators.tr_grpo import TokenRegulation

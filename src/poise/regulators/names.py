@@ -15,10 +15,12 @@ from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
 from poise.regulators.base import Compose, Function, Regulator
 from poise.regulators.clip_cov import ClipCov
+from poise.regulators.constant import Constant
 from poise.regulators.entropy import TopEntropy
-from poise.regulators.identity import Constant, Identity, RandomSplit
+from poise.regulators.identity import Identity
 from poise.regulators.lopti import Lopti
 from poise.regulators.nthr import NTHR
+from poise.regulators.random_split import RandomSplit
 from poise.regulators.stapo import Stapo
 from poise.regulators.tr_grpo import TokenRegulation
 
