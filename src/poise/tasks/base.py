@@ -1,0 +1,62 @@
+"""What a task is: an endless, seeded stream of problems, and a verifier that scores any text offered as a response."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+from poise._errors import check_choice
+
+Split = Literal["train", "test"]
+SPLITS: tuple[str, ...] = get_args(Split)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question. ``data`` is all that the verifier needs, and survives a trip through JSON."""
+
+    id: str
+    prompt: str
+    difficulty: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The verifier's word on one response. ``reward`` is what training sees, ``correct`` what evaluation counts."""
+
+    reward: float
+    correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict)  # what the reward is the sum of
+
+
+class Task(Protocol):
+    """The least a task must offer."""
+
+    @property
+    def name(self) -> str:
+        """The name it goes by in the table of tasks and in metrics."""
+        ...
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """Problems without end. The same split and seed give the same ones; no problem is in both splits."""
+        ...
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """Score a response. ``text`` is untrusted: any text gets a score, in time linear in its length."""
+        ...
+
+
+@runtime_checkable
+class Demonstrates(Protocol):
+    """A task that can also show how it is done, for a warm start."""
+
+    def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
+        """A complete response; with ``noise`` > 0 an imperfect one. ``None`` means the task's own setting."""
+        ...
+
+
+def check_split(split: str) -> None:
+    """Raise unless ``split`` is one there is."""
+    check_choice("problems", "split", split, SPLITS)

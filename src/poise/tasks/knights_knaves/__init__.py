@@ -1,0 +1,11 @@
+"""Knights and Knaves: find out who tells the truth from what everyone says."""
+
+from poise.tasks.knights_knaves.generator import generate
+from poise.tasks.knights_knaves.meaning import canonical, split_of
+from poise.tasks.knights_knaves.puzzle import Puzzle
+from poise.tasks.knights_knaves.reader import read
+from poise.tasks.knights_knaves.statements import solve
+from poise.tasks.knights_knaves.task import KnightsKnaves
+from poise.tasks.knights_knaves.worked import worked
+
+__all__ = ["KnightsKnaves", "Puzzle", "canonical", "generate", "read", "solve", "split_of", "worked"]

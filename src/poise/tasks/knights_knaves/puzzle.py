@@ -1,0 +1,77 @@
+"""A puzzle, wherever it comes from, and the way between it and a ``Problem``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from poise.tasks.base import Problem
+from poise.tasks.knights_knaves.statements import Statement, check
+from poise.tasks.knights_knaves.wording import ROLE, role
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """People, what each of them says, and who they are."""
+
+    names: tuple[str, ...]
+    statements: tuple[Statement, ...]  # one per person, in the order of names
+    solution: tuple[bool, ...]  # knight = True
+    quiz: str
+    id: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "statements", check(self.statements))
+        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "solution", tuple(self.solution))
+        people = len(self.statements)
+        if len(self.names) != people or len(self.solution) != people:
+            raise ValueError(
+                f"puzzle {self.id!r}: {people} statements, {len(self.names)} names and "
+                f"{len(self.solution)} roles in the solution; there must be as many of each"
+            )
+        if not all(isinstance(name, str) and name.strip() for name in self.names):
+            raise ValueError(f"puzzle {self.id!r}: names must be non-empty text, got {self.names!r}")
+        if len({name.casefold() for name in self.names}) != people:
+            raise ValueError(f"puzzle {self.id!r}: names must differ, got {', '.join(self.names)}")
+        if any(ROLE.search(name) for name in self.names):
+            raise ValueError(f"puzzle {self.id!r}: no one may be called knight or knave, got {', '.join(self.names)}")
+        if not all(isinstance(knight, bool) for knight in self.solution):
+            raise ValueError(f"puzzle {self.id!r}: the solution must be booleans, got {self.solution!r}")
+
+    @property
+    def people(self) -> int:
+        """How many people there are."""
+        return len(self.names)
+
+    @property
+    def answer(self) -> str:
+        """The right answer, as it should stand between the answer tags."""
+        return answer_text(self.names, self.solution)
+
+    def problem(self, instruction: str = "", ending: str = "") -> Problem:
+        """This puzzle as a problem: the prompt is the instruction, the quiz and the ending."""
+        data: dict[str, Any] = {
+            "names": list(self.names),
+            "statements": _as_lists(self.statements),
+            "solution": list(self.solution),
+            "quiz": self.quiz,
+        }
+        prompt = (f"{instruction}\n\n" if instruction else "") + self.quiz + ending
+        return Problem(self.id, prompt, str(self.people), data)
+
+    @classmethod
+    def of(cls, problem: Problem) -> Puzzle:
+        """The puzzle that a problem was made from."""
+        data = problem.data
+        return cls(tuple(data["names"]), tuple(data["statements"]), tuple(data["solution"]), data["quiz"], problem.id)
+
+
+def answer_text(names: tuple[str, ...], knights: tuple[bool, ...] | list[bool]) -> str:
+    """``(1) Ada is a knight (2) …``."""
+    roles = zip(names, knights, strict=True)
+    return " ".join(f"({i}) {name} is a {role(knight)}" for i, (name, knight) in enumerate(roles, 1))
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(part) for part in value] if isinstance(value, tuple) else value

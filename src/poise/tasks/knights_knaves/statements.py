@@ -1,0 +1,141 @@
+"""Statements and what follows from them.
+
+A statement is a nested tuple, as in the public set: ``("telling-truth", i)``, ``("lying", i)``, ``("not", s)`` and
+``("and" | "or" | "->" | "<=>", s, s)``. A puzzle's statements are one per person, in speaking order.
+
+Everything here works on truth tables. With n people there are 2ⁿ assignments; bit i of the number a says whether
+person i is a knight in assignment a. A truth table is one Python integer whose bit a is the truth in assignment a, so
+that a connective is one operation on integers, whatever n is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from poise._errors import unknown
+
+Statement = tuple[Any, ...]
+
+LEAVES = ("telling-truth", "lying")
+CONNECTIVES = ("and", "or", "->", "<=>")
+FORMS = (*LEAVES, "not", *CONNECTIVES)
+MAX_PEOPLE = 16
+
+
+@cache
+def variables(people: int) -> tuple[int, ...]:
+    """The truth table of "person i is a knight" for every i."""
+    if not 1 <= people <= MAX_PEOPLE:
+        raise ValueError(f"knights and knaves: between 1 and {MAX_PEOPLE} people, got {people}")
+    everything = (1 << (1 << people)) - 1
+    # Runs of 2^i zeros and 2^i ones, repeated: dividing 11…1 by (2^run + 1) spaces single runs out.
+    return tuple(everything // ((1 << (1 << i)) + 1) << (1 << i) for i in range(people))
+
+
+def truth_table(statement: Statement, people: int) -> int:
+    """The truth table of a statement among ``people`` people."""
+    return _table(statement, variables(people), (1 << (1 << people)) - 1)
+
+
+def _table(statement: Statement, people: tuple[int, ...], everything: int) -> int:
+    form = statement[0]
+    if form == "telling-truth":
+        return people[statement[1]]
+    if form == "lying":
+        return everything ^ people[statement[1]]
+    left = _table(statement[1], people, everything)
+    if form == "not":
+        return everything ^ left
+    right = _table(statement[2], people, everything)
+    if form == "and":
+        return left & right
+    if form == "or":
+        return left | right
+    if form == "->":
+        return everything ^ left | right
+    return everything ^ left ^ right
+
+
+def consistent(tables: Sequence[int]) -> int:
+    """The assignments in which each statement, given by its truth table, is true exactly if its speaker is a knight."""
+    fits = (1 << (1 << len(tables))) - 1
+    for knight, table in zip(variables(len(tables)), tables, strict=True):
+        fits &= ~(knight ^ table)
+    return fits
+
+
+def assignment(number: int, people: int) -> list[bool]:
+    """The roles in assignment ``number``, knight = True, in speaking order."""
+    return [bool(number >> i & 1) for i in range(people)]
+
+
+def solve(statements: Sequence[Statement]) -> list[list[bool]]:
+    """Every assignment that fits the statements: knight = True, in speaking order."""
+    statements = check(statements)
+    people = len(statements)
+    fits = consistent([truth_table(statement, people) for statement in statements])
+    found = []
+    while fits:
+        lowest = fits & -fits
+        found.append(assignment(lowest.bit_length() - 1, people))
+        fits ^= lowest
+    return found
+
+
+def holds(statement: Statement, knights: Sequence[bool]) -> bool:
+    """Whether a statement is true in one assignment."""
+    form = statement[0]
+    if form == "telling-truth":
+        return knights[statement[1]]
+    if form == "lying":
+        return not knights[statement[1]]
+    left = holds(statement[1], knights)
+    if form == "not":
+        return not left
+    right = holds(statement[2], knights)
+    if form == "and":
+        return left and right
+    if form == "or":
+        return left or right
+    if form == "->":
+        return right or not left
+    return left == right
+
+
+def mentioned(statement: Statement) -> Iterator[int]:
+    """The people a statement speaks of, in the order they are named, repeats included."""
+    if statement[0] in LEAVES:
+        yield statement[1]
+    else:
+        for part in statement[1:]:
+            yield from mentioned(part)
+
+
+def check(statements: Sequence[Any]) -> tuple[Statement, ...]:
+    """The statements as nested tuples (lists, as JSON has them, are accepted); raises on anything malformed."""
+    if not isinstance(statements, list | tuple) or not 1 <= len(statements) <= MAX_PEOPLE:
+        raise ValueError(f"statements: one per person, for 1 to {MAX_PEOPLE} people, got {_short(statements)}")
+    return tuple(_checked(statement, len(statements)) for statement in statements)
+
+
+def _checked(statement: Any, people: int) -> Statement:
+    if not isinstance(statement, list | tuple) or not statement:
+        raise ValueError(f"statement: expected a tuple such as ('lying', 0), got {_short(statement)}")
+    form, *rest = statement
+    if form not in FORMS:
+        raise ValueError("statement: " + unknown("form", str(form), FORMS))
+    arguments = 2 if form in CONNECTIVES else 1
+    if len(rest) != arguments:
+        raise ValueError(f"statement: {form!r} takes {arguments} argument(s), got {len(rest)} in {_short(statement)}")
+    if form not in LEAVES:
+        return (form, *(_checked(part, people) for part in rest))
+    if type(rest[0]) is not int or not 0 <= rest[0] < people:
+        raise ValueError(f"statement: person must be 0 to {people - 1}, got {_short(rest[0])} in {_short(statement)}")
+    return (form, rest[0])
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,65 @@
+"""The reward: format ±1, then the answer +2 (all right), −1.5 (wrong) or −2 (cannot be read, or the format is broken).
+
+The totals are 3, −0.5, −1 and −3. Format: each of the four tags exactly once and in order; any other text is allowed.
+Answer: between the answer tags the words knight and knave occur once per person in all, and "NAME is a ROLE" is found
+for everyone; letter case is ignored.
+
+The text is untrusted. Tags are counted, not matched, and the expressions searched for have no repetition in them, so
+that the time is linear in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from poise.tasks.base import Score
+from poise.tasks.knights_knaves.wording import ROLE
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def score(names: Sequence[str], solution: Sequence[bool], text: str, *, opened_think: bool = False) -> Score:
+    """Score a response. ``opened_think``: the prompt ended with ``<think>``, so that the response lacks it."""
+    if opened_think:
+        text = TAGS[0] + text
+    answer = answer_of(text)
+    if answer is None:
+        return _score(-1.0, -2.0)
+    roles = roles_of(answer, names)
+    if roles is None:
+        return _score(1.0, -2.0)
+    return _score(1.0, 2.0 if roles == list(solution) else -1.5)
+
+
+def _score(form: float, answer: float) -> Score:
+    return Score(form + answer, answer > 0, {"format": form, "answer": answer})
+
+
+def answer_of(text: str) -> str | None:
+    """What stands between the answer tags, or None where the format is broken."""
+    if any(text.count(tag) != 1 for tag in TAGS):
+        return None
+    places = [text.index(tag) for tag in TAGS]
+    if places != sorted(places):
+        return None
+    return text[places[2] + len(TAGS[2]) : places[3]]
+
+
+def roles_of(answer: str, names: Sequence[str]) -> list[bool] | None:
+    """Everyone's role according to an answer, knight = True, or None where it does not say exactly that."""
+    said = 0
+    for _ in ROLE.finditer(answer):
+        said += 1
+        if said > len(names):
+            return None
+    if said != len(names):
+        return None
+    # Longer names first, so that in "Mary Ann is a knight" nothing is said of Ann.
+    order = sorted(range(len(names)), key=lambda i: -len(names[i]))
+    anyone = "|".join(f"({re.escape(names[i])})" for i in order)
+    found: dict[int, bool] = {}
+    for match in re.finditer(rf"(?<!\w)(?:{anyone}) is a (knight|knave)\b", answer, re.IGNORECASE):
+        person = next(i for group, i in enumerate(order, 1) if match[group] is not None)
+        found[person] = match[len(names) + 1].lower() == "knight"
+    return [found[i] for i in range(len(names))] if len(found) == len(names) else None
