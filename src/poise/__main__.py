@@ -1,0 +1,18 @@
+"""``poise`` and ``python -m poise``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say what it lacks."""
+    try:
+        from poise.cli import app
+    except ModuleNotFoundError as error:
+        sys.exit(f"poise's command line needs {error.name}, which is not installed: pip install 'poise[train]'")
+    app()
+
+
+if __name__ == "__main__":
+    main()

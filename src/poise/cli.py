@@ -1,0 +1,274 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Optional
+
+import typer
+import yaml
+
+from poise import __version__, tasks
+from poise._errors import unknown
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", context_settings={"help_option_names": ["-h", "--help"]},
+    help="Reinforcement learning with verifiable rewards, token by token.",
+)  # fmt: skip
+tasks_app = typer.Typer(help="List the tasks, or look at a problem of one.", invoke_without_command=True)
+app.add_typer(tasks_app, name="tasks")
+
+
+def fail(message: object) -> NoReturn:
+    """Say what is wrong, without a traceback, and leave."""
+    print(f"poise: {message}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors that say what to do are shown as they are; any other is a bug and keeps its traceback."""
+    from poise.config import ConfigError
+    from poise.policy import ModelError
+    from poise.run import CheckpointError, RunError
+    from poise.trainer import TrainError
+
+    try:
+        yield
+    except (ConfigError, ModelError, RunError, CheckpointError, TrainError) as error:
+        fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    """Reinforcement learning with verifiable rewards, token by token."""
+
+
+@app.command()
+def train(
+    args: Annotated[Optional[list[str]], typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,  # noqa: UP045
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in run=DIR.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on the console.")] = False,
+) -> None:
+    """Train a model. Without a recipe: the demo, with the embedded model, on any laptop.
+
+    Examples:
+
+    - `poise train`
+    - `poise train ar model=Qwen/Qwen2.5-0.5B-Instruct task.people=3-5 run=runs/ar`
+    - `poise train demo regulator="ar(alpha=0.3) | lopti(threshold=0.5)" seed=1 run=runs/both`
+    - `poise train --resume run=runs/ar`
+    """
+    from poise import config as configs
+    from poise.run import RunFolder
+
+    recipe, overrides = _split(args or [])
+    with explained():
+        if resume:
+            if recipe is not None:
+                fail("--resume takes its settings from the run folder: leave the recipe out")
+            given = {key: value for key, _, value in (item.partition("=") for item in overrides)}
+            if "run" not in given:
+                fail("--resume needs to know which run: poise train --resume run=DIR")
+            if extra := sorted(given.keys() - {"run", "steps"}):
+                fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= can)")
+            kept = RunFolder.open(Path(given["run"])).config
+            config = configs.Config.model_validate({**kept, **{k: yaml.safe_load(v) for k, v in given.items()}})
+        else:
+            config = configs.load(recipe, overrides)
+        if dry_run:
+            print(configs.dump(config))
+            return
+        from poise import trainer
+
+        summary = trainer.train(config, resume=resume, quiet=quiet)
+        _report(config.run, summary)
+
+
+def _split(args: list[str]) -> tuple[str | None, list[str]]:
+    recipes = [arg for arg in args if "=" not in arg]
+    if len(recipes) > 1:
+        fail(f"one recipe at a time, got {' and '.join(recipes)}; settings are written key=value")
+    return (recipes[0] if recipes else None), [arg for arg in args if "=" in arg]
+
+
+def _report(run: str, summary: dict[str, Any]) -> None:
+    from poise.console import before_after_table
+    from poise.plot import curve
+    from poise.run import RunFolder
+
+    folder = RunFolder.open(Path(run))
+    before_after_table(_rows(summary))
+    curve(folder.path / "curve.png", folder.metrics(), f"{run}: {folder.config['regulator']}")
+    print(
+        f"curve: {folder.path / 'curve.png'}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model"
+    )
+
+
+def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    before, after = summary["before"], summary["after"]
+    rows = []
+    for name in before["table"]:
+        old, new = before["table"][name], after["table"][name]
+        rows.append(
+            {
+                "name": name,
+                "before": old["value"],
+                "before_ci": (old["low"], old["high"]),
+                "after": new["value"],
+                "after_ci": (new["low"], new["high"]),
+                "change": new["value"] - old["value"],
+            }
+        )
+    return rows
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A hub id, a model folder, a run folder, or 'embedded'.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[SETTING=VALUE]...", help="More task settings.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="The task.")] = "kk",
+    people: Annotated[Optional[str], typer.Option(help="For kk: how many people, such as 3-7.")] = None,  # noqa: UP045
+    n: Annotated[int, typer.Option("--n", min=1, help="Samples per problem: the k of avg@k, pass@k, maj@k.")] = 8,
+    problems: Annotated[int, typer.Option(min=1, help="How many held-out problems.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    batch: Annotated[int, typer.Option(min=0, help="Responses decoded together; 0: all.")] = 256,
+    seed: Annotated[int, typer.Option()] = 0,
+    device: Annotated[str, typer.Option()] = "auto",
+    json_to: Annotated[Optional[Path], typer.Option("--json", help="Write the figures here too.")] = None,  # noqa: UP045
+    remote_code: Annotated[
+        bool, typer.Option("--remote-code", help="Run code that the model's repository brings.")
+    ] = False,
+) -> None:
+    """Measure a model on held-out problems: avg@k, pass@k, maj@k, by difficulty, with 95 % intervals.
+
+    Examples:
+
+    - `poise eval embedded --people 2-3 --n 4`
+    - `poise eval runs/demo --people 2-3`
+    - `poise eval Qwen/Qwen2.5-0.5B-Instruct --task kk --people 3-7 --n 8 --max-tokens 2048 --temperature 0.7`
+    """
+    from poise.console import evaluation_table
+    from poise.evaluate import evaluate as run
+    from poise.policy import load_policy
+    from poise.rollout.cached import CachedEngine
+
+    with explained():
+        built = _task(task, people, args or [])
+        policy = load_policy(_model_of(model), device=device, remote_code=remote_code)
+        result = run(
+            policy, CachedEngine(policy, batch), built, problems=problems, samples=n, temperature=temperature,
+            max_tokens=max_tokens, seed=seed, progress=True,
+        )  # fmt: skip
+        evaluation_table(result.summary())
+        if json_to:
+            json_to.write_text(json.dumps(result.summary(), indent=1))
+
+
+def _task(name: str, people: str | None, args: list[str]) -> tasks.Task:
+    settings = {key: yaml.safe_load(value) for key, _, value in (arg.partition("=") for arg in args)}
+    if people is not None:
+        settings["people"] = people
+    try:
+        return tasks.get(name, **settings)
+    except (ValueError, TypeError) as error:
+        fail(error)
+
+
+def _model_of(name: str) -> str:
+    """The newest checkpoint's model where a run folder is named."""
+    from poise.run import RunFolder
+
+    if (Path(name) / "checkpoints").is_dir():
+        return str(RunFolder.open(Path(name)).newest() / "model")
+    return name
+
+
+@app.command()
+def warmstart(
+    out: Annotated[Path, typer.Argument(help="Where the model goes.")],
+    args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
+    device: Annotated[str, typer.Option()] = "auto",
+) -> None:
+    """Train a tiny model on noisy worked solutions: how the embedded model was made.
+
+    Examples:
+
+    - `poise warmstart my-model steps=2000 batch=128`
+    - `poise warmstart my-model noise=0.1 people=2-4 layers=6 workers=8`
+    """
+    from poise.console import Console
+    from poise.warmstart import Warmstart
+    from poise.warmstart import train as run
+
+    settings = Warmstart()
+    own = {f.name for f in fields(settings)} - {"task_settings"}
+    for key, _, value in (arg.partition("=") for arg in args or []):
+        parsed = yaml.safe_load(value)
+        if key in own:
+            settings = replace(settings, **{key: parsed})
+        elif key in settings.task_settings or key in ("depth", "phrasing", "instruction"):
+            settings = replace(settings, task_settings={**settings.task_settings, key: parsed})
+        else:
+            fail(unknown("setting of warmstart", key, [*own, *settings.task_settings]))
+    if out.exists() and any(out.iterdir()):
+        fail(f"{out} is not empty: choose another folder")
+    try:
+        settings.build_task()
+    except (ValueError, TypeError) as error:
+        fail(error)
+    with explained(), Console(settings.steps) as console:
+        run(settings, out, device=device, say=console.step)
+    print(f"saved to {out}; measure it with: poise eval {out} --people {settings.task_settings.get('people', '3-7')}")
+
+
+@tasks_app.callback()
+def _list_tasks(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        for name in tasks.names():
+            doc = (tasks.TASKS[name].__doc__ or "").strip().splitlines()
+            print(f"{name:12s} {doc[0] if doc else ''}")
+
+
+@tasks_app.command()
+def show(
+    name: Annotated[str, typer.Argument()],
+    args: Annotated[Optional[list[str]], typer.Argument(metavar="[SETTING=VALUE]...")] = None,  # noqa: UP045
+    people: Annotated[Optional[str], typer.Option(help="For kk: how many people.")] = None,  # noqa: UP045
+    seed: Annotated[int, typer.Option()] = 0,
+    split: Annotated[str, typer.Option(help="train or test")] = "train",
+) -> None:
+    """Look at a problem: its prompt, a worked solution where the task has one, and its score.
+
+    Examples:
+
+    - `poise tasks show kk --people 4 --seed 0`
+    - `poise tasks show kk --people 3 style=compact phrasing=plain`
+    """
+    task = _task(name, people, args or [])
+    try:
+        problem = next(islice(task.problems(split, seed), 1))  # type: ignore[arg-type]
+    except ValueError as error:
+        fail(error)
+    print(f"{problem.id} (difficulty {problem.difficulty}, {split})\n\n{problem.prompt}")
+    if isinstance(task, tasks.Demonstrates):
+        text = task.demonstration(problem, seed=seed)
+        print(f"\n--- a worked solution\n{text}\n\n--- its score\n{task.score(problem, text)}")

@@ -1,0 +1,98 @@
+"""How good a policy is on held-out problems: avg@k, pass@k, maj@k and greedy accuracy, by difficulty, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from poise.policy import Policy
+from poise.rollout.base import Engine
+from poise.statistics import ProblemResult, summarise
+from poise.tasks import Problem, Score, Task
+
+CHUNK = 64  # problems between two reports of progress
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The verdicts on every problem, sampled and greedy."""
+
+    task: str
+    samples: int
+    temperature: float
+    sampled: list[ProblemResult]
+    greedy: list[ProblemResult]
+    reward: float  # mean over the samples
+
+    def summary(self) -> dict[str, Any]:
+        """For ``summary.json``: ``accuracy`` is avg@k at the sampling temperature; ``greedy`` tells mere sharpening apart."""
+        drawn, greedy = summarise(self.sampled, self.samples), summarise(self.greedy, 1)
+        average = drawn["overall"][f"avg@{self.samples}"]
+        table = {name: value for name, value in drawn["overall"].items() if name != "problems"}
+        table["greedy"] = greedy["overall"]["avg@1"]
+        for difficulty, row in drawn["difficulty"].items():
+            table[f"avg@{self.samples}, difficulty {difficulty}"] = row[f"avg@{self.samples}"]
+            table[f"greedy, difficulty {difficulty}"] = greedy["difficulty"][difficulty]["avg@1"]
+        return {
+            "accuracy": average["value"],
+            "interval": [average["low"], average["high"]],
+            "greedy": greedy["overall"]["avg@1"]["value"],
+            "reward": self.reward,
+            "n": len(self.sampled),
+            "samples": self.samples,
+            "temperature": self.temperature,
+            "table": table,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """``eval/{task}/…`` for the metrics of a step."""
+        summary = self.summary()
+        named = {name.replace(", difficulty ", "/"): row["value"] for name, row in summary["table"].items()}
+        return {f"eval/{self.task}/{name}": value for name, value in named.items()}
+
+
+def evaluate(
+    policy: Policy,
+    engine: Engine,
+    task: Task,
+    *,
+    problems: int,
+    samples: int,
+    temperature: float,
+    max_tokens: int,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Sample ``samples`` responses to each of the first ``problems`` held-out problems of a seed, and one greedily.
+
+    The same seed gives the same problems and the same random numbers, so that two policies are compared on equal terms.
+    """
+    asked = list(islice(task.problems("test", seed), problems))
+    prompts = [policy.encode(problem.prompt) for problem in asked]
+    sampled: list[ProblemResult] = []
+    greedy: list[ProblemResult] = []
+    rewards: list[float] = []
+
+    def scores(part: Sequence[Problem], at: int, group: int, heat: float) -> list[list[Score]]:
+        out = engine.generate(
+            prompts[at : at + len(part)], group, max_tokens=max_tokens, temperature=heat, seed=seed * 1_000_003 + at
+        )
+        texts = [policy.decode(row[mask].tolist()) for row, mask in zip(out.tokens, out.mask, strict=True)]
+        return [[task.score(p, t) for t in texts[i * group : (i + 1) * group]] for i, p in enumerate(part)]
+
+    for at in range(0, problems, CHUNK):
+        part = asked[at : at + CHUNK]
+        drawn, best = scores(part, at, samples, temperature), scores(part, at, 1, 0.0)
+        sampled += [_result(p, given) for p, given in zip(part, drawn, strict=True)]
+        greedy += [_result(p, given) for p, given in zip(part, best, strict=True)]
+        rewards += [score.reward for given in drawn for score in given]
+        if progress:
+            progress(len(sampled), problems)
+    return Evaluation(task.name, samples, temperature, sampled, greedy, sum(rewards) / len(rewards))
+
+
+def _result(problem: Problem, scores: Sequence[Score]) -> ProblemResult:
+    answers = tuple(score.answer for score in scores)
+    return ProblemResult(problem.difficulty, tuple(score.correct for score in scores), answers)

@@ -1,0 +1,178 @@
+"""A causal language model from transformers, as the trainer and the engines need it: a trunk, a head, a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from poise.head import Head
+from poise.rollout.base import Rollouts
+
+EMBEDDED = Path(__file__).parent / "models" / "kk-tiny"
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or used, with what to do about it."""
+
+
+class Policy:
+    """A model and its tokenizer.
+
+    ``trunk`` is everything below the head, so that hidden states can be had without the logits of every token. It is
+    checked at load that ``head(trunk(x))`` is the model's own output.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        self.trunk: nn.Module = getattr(base, base.base_model_prefix)
+        self._output: nn.Module = base.get_output_embeddings()
+        self._config = base.config
+        self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.trunk.device  # type: ignore[return-value]
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a response."""
+        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        found = ends if isinstance(ends, list) else [ends]
+        return sorted({int(e) for e in [*found, self.tokenizer.eos_token_id] if e is not None})
+
+    def head(self, temperature: float = 1.0) -> Head:
+        """The model's head with the temperature that sampling uses. Gradients reach its weight."""
+        config = self._config
+        scale = getattr(config, "logit_scale", None) or 1.0
+        divisor = getattr(config, "logits_scaling", None) or 1.0
+        softcap = getattr(config, "final_logit_softcapping", None)
+        weight, bias = self._output.weight, getattr(self._output, "bias", None)
+        return Head(weight, bias, temperature, scale / divisor, softcap)  # type: ignore[arg-type]
+
+    def encode(self, prompt: str) -> list[int]:
+        """A prompt as the model wants to see it: through its chat template where it has one."""
+        if self.tokenizer.chat_template:
+            messages = [{"role": "user", "content": prompt}]
+            return list(
+                self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            )
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a response, without the token that ended it."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def hidden(self, rollouts: Rollouts, select: Tensor) -> Tensor:
+        """(n, d) hidden states that predict the selected response tokens, in row order.
+
+        ``select`` (B, T) is a part of the mask. Rows of which nothing is selected should not be here: they would cost a
+        forward pass for nothing.
+        """
+        ids, lengths = self._pad(rollouts)
+        attention = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        states = self.trunk(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
+        starts = torch.tensor([len(p) - 1 for p in rollouts.prompts], device=ids.device)
+        rows, places = select.nonzero(as_tuple=True)
+        return states[rows, starts[rows] + places]  # type: ignore[no-any-return]
+
+    def score(self, rollouts: Rollouts, select: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probabilities and entropies of the selected response tokens; 0 elsewhere."""
+        hidden = self.hidden(rollouts, select)
+        logits = self.head(temperature)(hidden).float()
+        logp = logits.log_softmax(-1)
+        chosen = logp.gather(1, rollouts.tokens[select][:, None])[:, 0]
+        entropy = -(logp.exp() * logp).sum(-1)
+        empty = torch.zeros(select.shape, dtype=chosen.dtype, device=chosen.device)
+        return empty.masked_scatter(select, chosen), empty.masked_scatter(select, entropy)
+
+    def _pad(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        """Prompt and response side by side, right-padded; the last response token predicts nothing and is left out."""
+        counts = rollouts.mask.sum(1).tolist()
+        rows = [
+            torch.tensor(prompt + tokens[: max(int(n) - 1, 0)])
+            for prompt, tokens, n in zip(rollouts.prompts, rollouts.tokens.tolist(), counts, strict=True)
+        ]
+        lengths = torch.tensor([len(row) for row in rows])
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+        return ids.to(self.device), lengths.to(self.device)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        ids = torch.arange(1, 5, device=self.device)[None] % self._config.vocab_size
+        states = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
+        ours, theirs = self.head()(states[0]).float(), self.model(input_ids=ids, use_cache=False).logits[0].float()
+        if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
+            raise ModelError(
+                f"{type(self.model).__name__} does something between trunk and head that poise does not know; "
+                "please report the architecture"
+            )
+
+
+def resolve_device(device: str = "auto") -> torch.device:
+    """The device a setting means: CUDA where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def load_policy(
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    lora: Any = None,
+    remote_code: bool = False,
+) -> Policy:
+    """A model by hub id or local folder, or ``"embedded"``: safetensors only, remote code off unless asked for.
+
+    ``dtype="auto"`` is float32 on the CPU and for training in general; ``"bfloat16"`` halves the memory. ``lora`` has the
+    fields rank, alpha, dropout and targets.
+    """
+    import transformers
+
+    place = str(EMBEDDED) if name == "embedded" else name
+    folder = Path(place)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model")
+    kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    common = {"trust_remote_code": remote_code}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **common)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if folder.is_dir():
+            raise ModelError(
+                f"{name}: this folder has no tokenizer that can be loaded ({_first_line(error)}); "
+                "save one into it with tokenizer.save_pretrained(folder)"
+            ) from error
+        raise ModelError(
+            f"{name}: neither a folder here nor a model that could be fetched ({_first_line(error)})"
+        ) from error
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            place, dtype=kind, use_safetensors=True, attn_implementation="sdpa", **common
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: the model cannot be loaded ({_first_line(error)})") from error
+    model.to(resolve_device(device))
+    if lora is not None:
+        import peft
+
+        model = peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,
+                target_modules=lora.targets,
+            ),
+        )  # fmt: skip
+    model.eval()  # no dropout: the probabilities of sampling and of the update must be of one policy
+    return Policy(model, tokenizer)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,154 @@
+"""Sampling with a key-value cache, through transformers' own model code: any causal LM, CPU or CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from poise.rollout.base import Rollouts
+
+if TYPE_CHECKING:
+    from poise.policy import Policy
+
+ROOM = 64  # tokens that a cache grows by
+COMPACT_EVERY = 16  # steps between looks for finished responses to drop
+
+
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]
+    """A cache layer that grows by ``ROOM`` tokens at a time instead of being copied for every token."""
+
+    keys: Tensor
+    values: Tensor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values into the room there is, and return all that are in use."""
+        if not self.is_initialized or self.keys.numel() == 0:
+            self.lazy_initialization(key_states, value_states)
+            self.length = 0
+            self.store: list[Tensor] = [x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key_states, value_states)]
+        end = self.length + key_states.shape[2]
+        if end > self.store[0].shape[2]:
+            self.store = [
+                torch.cat([x, x.new_empty((*x.shape[:2], end - x.shape[2] + ROOM, x.shape[3]))], 2) for x in self.store
+            ]
+        for store, new in zip(self.store, (key_states, value_states), strict=True):
+            store[:, :, self.length : end] = new
+        self.length = end
+        self._view()
+        return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times."""
+        self.store = [x.repeat_interleave(repeats, 0) for x in self.store]
+        self._view()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some rows."""
+        self.store = [x[indices] for x in self.store]
+        self._view()
+
+    def _view(self) -> None:
+        self.keys, self.values = (x[:, :, : self.length] for x in self.store)
+
+
+class CachedEngine:
+    """Batched over prompts and groups; a prompt is read once for its whole group; finished responses are dropped.
+
+    ``batch`` bounds how many responses are decoded together; 0 means all.
+    """
+
+    def __init__(self, policy: Policy, batch: int = 0) -> None:
+        self.policy, self.batch = policy, batch
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[list[int]], group: int, *, max_tokens: int, temperature: float, seed: int
+    ) -> Rollouts:
+        """``group`` responses to each prompt, group after group."""
+        if not prompts:
+            raise ValueError("generate: there is no prompt")
+        generator = torch.Generator(self.policy.device).manual_seed(seed)
+        at_once = max(self.batch // group, 1) if self.batch else len(prompts)
+        parts = [
+            self._decode(prompts[i : i + at_once], group, max_tokens, temperature, generator)
+            for i in range(0, len(prompts), at_once)
+        ]
+        width = max(part[0].shape[1] for part in parts)
+        tokens, logp, entropy, mask = (
+            torch.cat([torch.nn.functional.pad(part[i], (0, width - part[i].shape[1])) for part in parts])
+            for i in range(4)
+        )
+        finished = torch.cat([part[4] for part in parts])
+        return Rollouts([list(p) for p in prompts for _ in range(group)], tokens, mask, logp, entropy, finished)
+
+    def _decode(
+        self, prompts: Sequence[list[int]], group: int, max_tokens: int, temperature: float, generator: torch.Generator
+    ) -> tuple[Tensor, ...]:
+        policy, device = self.policy, self.policy.device
+        head = policy.head(temperature or 1.0)
+        ends = torch.tensor(policy.end_tokens, device=device)
+        longest, total = max(len(p) for p in prompts), len(prompts) * group
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        seen = torch.ones(len(prompts), longest + max_tokens, dtype=torch.bool, device=device)
+        seen[:, :longest] = torch.arange(longest, device=device) >= longest - lengths[:, None]
+        position = (seen[:, :longest].cumsum(1) - 1).clamp(min=0)
+
+        cache = _roomy_cache(policy)
+        states = policy.trunk(
+            input_ids=ids,
+            attention_mask=seen[:, :longest],
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
+        cache.batch_repeat_interleave(group)
+        states, seen, lengths = (x.repeat_interleave(group, 0) for x in (states, seen, lengths))
+        whole_mask = all(type(layer) is RoomyLayer for layer in cache.layers)
+
+        shape = (total, max_tokens)
+        tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        logp, entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        finished = torch.zeros(total, dtype=torch.bool, device=device)
+        alive = torch.arange(total, device=device)  # the rows that are still being decoded
+        for step in range(max_tokens):
+            logs = head(states).float().log_softmax(-1)
+            probs = logs.exp()
+            chosen = logs.argmax(-1) if temperature == 0 else torch.multinomial(probs, 1, generator=generator)[:, 0]
+            going = ~finished[alive]
+            tokens[alive, step] = torch.where(going, chosen, 0)
+            mask[alive, step] = going
+            logp[alive, step] = logs.gather(1, chosen[:, None])[:, 0] * going
+            entropy[alive, step] = -(probs * logs).sum(-1) * going
+            finished[alive] |= torch.isin(chosen, ends)
+            if step + 1 == max_tokens:
+                break
+            if (step + 1) % COMPACT_EVERY == 0:
+                keep = (~finished[alive]).nonzero()[:, 0]
+                if len(keep) == 0:
+                    break
+                if len(keep) < 0.9 * len(alive):
+                    alive, chosen, seen, lengths = alive[keep], chosen[keep], seen[keep], lengths[keep]
+                    cache.batch_select_indices(keep)
+            now = seen[:, : longest + step + 1]
+            states = policy.trunk(
+                input_ids=chosen[:, None],
+                attention_mask=now[:, None, None] if whole_mask else now,  # ready-made where every layer sees all
+                position_ids=(lengths + step)[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
+        used = max(int(mask.any(0).sum()), 1)
+        return tokens[:, :used], logp[:, :used], entropy[:, :used], mask[:, :used], finished
+
+
+def _roomy_cache(policy: Policy) -> Any:
+    """transformers' cache for this model, with plain layers replaced; those with a sliding window stay as they are."""
+    cache = DynamicCache(config=policy.trunk.config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache

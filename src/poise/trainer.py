@@ -1,0 +1,387 @@
+"""The loop, top to bottom: problems, rollouts, rewards, advantages, regulator, update, and what is kept of them.
+
+Every step draws its random numbers from the run's seed and its own number, and nothing else. So a checkpoint is the weights and
+the optimizer's state, and a resumed run goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from poise import advantages, regulators
+from poise.batch import Phase, TokenBatch
+from poise.config import Config
+from poise.console import Console
+from poise.evaluate import evaluate
+from poise.optimizer_state import optimizer_tensors, restore_optimizer
+from poise.policy import Policy, load_policy
+from poise.rollout.base import Engine, Rollouts
+from poise.rollout.cached import CachedEngine
+from poise.run import RunFolder
+from poise.stopping import Stopper
+from poise.tasks import Problem, Score, Task
+from poise.tracking import open_trackers
+from poise.update import NotFiniteError, score_all, update
+
+ADVANTAGES = {
+    "group-zscore": advantages.group_zscore,
+    "group-centered": advantages.group_centered,
+    "leave-one-out": advantages.leave_one_out,
+    "reinforce-pp": lambda rewards, _groups: advantages.reinforce_pp(rewards),
+}
+
+
+class TrainError(RuntimeError):
+    """Training cannot go on; the message says why, and how to."""
+
+
+def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Train as the config says, into its run folder, and return what ``summary.json`` holds."""
+    folder = (
+        RunFolder.open(Path(config.run))
+        if resume
+        else RunFolder.create(Path(config.run), config.model_dump(mode="json"))
+    )
+    return Trainer(config, folder, quiet=quiet).run()
+
+
+class Trainer:
+    """A run: what it is made of, and the loop."""
+
+    def __init__(self, config: Config, folder: RunFolder, *, quiet: bool = False) -> None:
+        self.config, self.folder, self.quiet = config, folder, quiet
+        self.task: Task = config.task.build()
+        self.regulator = regulators.parse(config.regulator)
+        self.policy = load_policy(
+            config.model, device=config.device, dtype=config.dtype, lora=config.lora, remote_code=config.remote_code
+        )
+        self.engine: Engine = CachedEngine(self.policy, config.rollout.batch)
+        self.parameters = {n: p for n, p in self.policy.model.named_parameters() if p.requires_grad}
+        optim = config.optim
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
+        self.reference = self._load_reference() if config.objective.kl_coef else None
+        self.settings = config.objective.settings()
+        self.saved = 0  # the step of the newest checkpoint
+
+    # The loop
+
+    def run(self) -> dict[str, Any]:
+        """All steps that are left, from the newest checkpoint on."""
+        config = self.config
+        done = self._restore()
+        trackers = open_trackers(config.tracking, self.folder.path, config.model_dump(mode="json"))
+        with Console(config.steps, done, quiet=self.quiet) as console, Stopper(console.note) as stopper:
+            before = self._before(console)
+            after = None
+            try:
+                for step in range(done + 1, config.steps + 1):
+                    metrics = self.step(step, console)
+                    if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
+                        metrics |= self._held_out(console).metrics()
+                    self.folder.log(step, metrics)
+                    done = step
+                    console.step(step, metrics)
+                    for tracker in trackers:
+                        tracker.log(step, metrics)
+                    reached = self._accuracy_of(metrics)
+                    enough = config.stop_at is not None and reached is not None and reached >= config.stop_at
+                    if step % config.checkpoint_every == 0 or step == config.steps or stopper.asked or enough:
+                        self._save(step)
+                    if enough:
+                        console.note(f"held-out accuracy {reached:.3f} has reached stop_at={config.stop_at}: stopping")
+                        break
+                    if stopper.asked:
+                        raise KeyboardInterrupt
+            except (Exception, KeyboardInterrupt):
+                self._save_what_is_whole(done, console)
+                raise
+            finally:
+                for tracker in trackers:
+                    tracker.close()
+            after = self._held_out(console)
+        summary = {"steps": done, "before": before, "after": after.summary(), "run": str(self.folder.path)}
+        self.folder.write_json("summary.json", summary)
+        return summary
+
+    def step(self, step: int, console: Console) -> dict[str, float]:
+        """One step of reinforcement learning: sample, score, regulate, update."""
+        config, clock = self.config, _Clock()
+        seed = _seed(config.seed, step)
+        with clock("rollout"):
+            problems = list(islice(self.task.problems("train", seed), config.prompts))
+            prompts = [self._encode(problem) for problem in problems]
+            rollouts = self.engine.generate(
+                prompts,
+                config.group,
+                max_tokens=config.rollout.max_tokens,
+                temperature=config.rollout.temperature,
+                seed=seed,
+            )
+        with clock("score"):
+            texts = [self.policy.decode(t[m].tolist()) for t, m in zip(rollouts.tokens, rollouts.mask, strict=True)]
+            scores = [self._score(problems[i // config.group], text) for i, text in enumerate(texts)]
+        with clock("regulate"):
+            batch = self._batch(rollouts, scores)
+            phases = self.regulator(batch)
+        with clock("update"):
+            self._set_rate(step)
+            self._whole = False
+            optimized = self._update(rollouts, batch, phases, seed)
+            self._whole = True
+        tokens = int(rollouts.mask.sum())
+        metrics = {**_reward_metrics(scores, batch), **_rollout_metrics(rollouts), **optimized}
+        metrics |= regulators.summary(phases, batch) | clock.metrics(tokens)
+        if config.rollouts_every and (step % config.rollouts_every == 0 or step == 1):
+            self.folder.save_rollouts(step, self._records(step, problems, texts, scores, rollouts, batch, phases))
+            if step == 1 or step == config.steps:
+                console.samples(
+                    [
+                        (problems[i // config.group].prompt, t, s.reward, s.correct)
+                        for i, (t, s) in enumerate(zip(texts, scores, strict=True))
+                    ]
+                )
+        return metrics
+
+    # Its parts
+
+    def _encode(self, problem: Problem) -> list[int]:
+        ids = self.policy.encode(problem.prompt)
+        if len(ids) > self.config.rollout.max_prompt:
+            raise TrainError(
+                f"the prompt of problem {problem.id} has {len(ids)} tokens, more than rollout.max_prompt="
+                f"{self.config.rollout.max_prompt}: raise it, or make the task's prompts shorter"
+            )
+        return ids
+
+    def _score(self, problem: Problem, text: str) -> Score:
+        try:
+            score = self.task.score(problem, text)
+        except Exception as error:
+            raise TrainError(
+                f"the reward of task {self.task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
+            ) from error
+        if not math.isfinite(score.reward):
+            raise TrainError(
+                f"the reward of task {self.task.name!r} is {score.reward} (problem {problem.id}); it must be finite"
+            )
+        return score
+
+    def _batch(self, rollouts: Rollouts, scores: Sequence[Score]) -> TokenBatch:
+        """The rollouts as regulators and the objective see them."""
+        config, device = self.config, rollouts.mask.device
+        rewards = torch.tensor([score.reward for score in scores], device=device)
+        groups = torch.arange(config.prompts, device=device).repeat_interleave(config.group)
+        recomputed = config.rollout.old_logp == "recomputed"
+        hidden = "hidden" in self.regulator.needs
+        return TokenBatch(
+            old_logp=self._logp(self.policy, rollouts) if recomputed else rollouts.logp,
+            mask=rollouts.mask,
+            advantages=ADVANTAGES[config.advantage](rewards, groups),
+            groups=groups,
+            rewards=rewards,
+            correct=torch.tensor([score.correct for score in scores], device=device),
+            ref_logp=self._reference_logp(rollouts),
+            sampler_logp=rollouts.logp if recomputed else None,
+            entropy=rollouts.entropy,
+            hidden=(lambda rows: self._hidden(rollouts.rows(rows))) if hidden else None,
+            head=self.policy.head(config.rollout.temperature) if hidden else None,
+            targets=rollouts.tokens,
+        )
+
+    def _logp(self, policy: Policy, rollouts: Rollouts) -> Tensor:
+        return score_all(policy, rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)
+
+    def _hidden(self, rollouts: Rollouts) -> Tensor:
+        states = self.policy.hidden(rollouts, rollouts.mask)
+        places = torch.zeros(*rollouts.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
+        places[rollouts.mask] = states
+        return places
+
+    def _load_reference(self) -> Policy | None:
+        """The policy before training, for the KL term. With LoRA it is the model without its adapter."""
+        config = self.config
+        if config.lora is not None:
+            return None
+        reference = load_policy(config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code)
+        reference.model.requires_grad_(False)
+        return reference
+
+    def _reference_logp(self, rollouts: Rollouts) -> Tensor | None:
+        if not self.config.objective.kl_coef:
+            return None
+        without_adapter = self.policy.model.disable_adapter() if self.reference is None else nullcontext()
+        with without_adapter:
+            return self._logp(self.reference or self.policy, rollouts)
+
+    def _update(self, rollouts: Rollouts, batch: TokenBatch, phases: list[Phase], seed: int) -> dict[str, float]:
+        optim = self.config.optim
+        try:
+            return update(
+                self.policy, self.optimizer, rollouts, batch, phases, self.settings,
+                temperature=self.config.rollout.temperature, mini_batch=optim.mini_batch, micro_tokens=optim.micro_tokens,
+                grad_clip=optim.grad_clip, seed=seed,
+            )  # fmt: skip
+        except NotFiniteError as error:
+            raise TrainError(
+                f"{error}: lower optim.lr, or set dtype=float32; the newest checkpoint is untouched"
+            ) from error
+
+    def _set_rate(self, step: int) -> None:
+        warm = self.config.optim.warmup_steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.optim.lr * (min(step / warm, 1.0) if warm else 1.0)
+
+    # Held-out problems
+
+    def _held_out(self, console: Console) -> Any:
+        config = self.config
+        console.note(f"evaluating {config.evaluation.problems} held-out problems × {config.evaluation.samples} samples")
+        return evaluate(
+            self.policy, self.engine, self.task, problems=config.evaluation.problems, samples=config.evaluation.samples,
+            temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens, seed=config.evaluation.seed,
+        )  # fmt: skip
+
+    def _before(self, console: Console) -> dict[str, Any]:
+        """Held-out accuracy before training: measured once, and kept for a run that is resumed."""
+        kept = self.folder.read_json("before.json")
+        if kept is None:
+            kept = self._held_out(console).summary()
+            self.folder.write_json("before.json", kept)
+        return kept
+
+    def _accuracy_of(self, metrics: dict[str, float]) -> float | None:
+        return next((value for name, value in metrics.items() if name.startswith(f"eval/{self.task.name}/avg@")), None)
+
+    # Checkpoints and records
+
+    def _save(self, step: int) -> None:
+        def write(path: Path) -> None:
+            self.policy.model.save_pretrained(path / "model")
+            self.policy.tokenizer.save_pretrained(path / "model")
+            save_file({n: p.detach().contiguous() for n, p in self.parameters.items()}, path / "parameters.safetensors")
+            save_file(optimizer_tensors(self.optimizer, list(self.parameters)), path / "optimizer.safetensors")
+
+        self.folder.save_checkpoint(step, write)
+        self.saved = step
+
+    def _restore(self) -> int:
+        """The step of the newest readable checkpoint, loaded; 0 where there is none."""
+
+        def read(path: Path) -> None:
+            parameters = load_file(path / "parameters.safetensors", device=str(self.policy.device))
+            if parameters.keys() != self.parameters.keys():
+                raise ValueError("the checkpoint is of another model")
+            state = load_file(path / "optimizer.safetensors", device=str(self.policy.device))
+            restore_optimizer(self.optimizer, list(self.parameters), state)
+            with torch.no_grad():
+                for name, value in parameters.items():
+                    self.parameters[name].copy_(value)
+
+        found = self.folder.load_checkpoint(read)
+        self.saved = found[0] if found else 0
+        self.folder.rewind(self.saved)
+        return self.saved
+
+    _whole = True  # whether the weights are those of a finished step
+
+    def _save_what_is_whole(self, done: int, console: Console) -> None:
+        if self._whole and done > self.saved:
+            self._save(done)
+        console.note(f"stopped; go on with: poise train --resume run={self.folder.path}")
+
+    def _records(
+        self,
+        step: int,
+        problems: Sequence[Problem],
+        texts: Sequence[str],
+        scores: Sequence[Score],
+        rollouts: Rollouts,
+        batch: TokenBatch,
+        phases: Sequence[Phase],
+    ) -> Iterator[dict[str, Any]]:
+        """Every response of the step, token by token."""
+        given = batch.token_advantages
+        for i, (text, score) in enumerate(zip(texts, scores, strict=True)):
+            problem, mask = problems[i // self.config.group], rollouts.mask[i]
+            ids = rollouts.tokens[i][mask].tolist()
+            yield {
+                "step": step,
+                "problem": problem.id,
+                "difficulty": problem.difficulty,
+                "prompt": problem.prompt,
+                "text": text,
+                "reward": score.reward,
+                "correct": score.correct,
+                "parts": dict(score.parts),
+                "finished": bool(rollouts.finished[i]),
+                "tokens": {
+                    "id": ids,
+                    "text": [self.policy.tokenizer.decode([token]) for token in ids],
+                    "logp": _rounded(batch.old_logp[i][mask]),
+                    "entropy": _rounded(rollouts.entropy[i][mask]),
+                    "advantage": _rounded(given[i][mask]),
+                    "weight": {phase.name: _rounded(phase.policy[i][mask]) for phase in phases},
+                },
+            }
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]
+
+
+def _seed(seed: int, step: int) -> int:
+    """The seed of a step: any two steps, and any two runs, draw unrelated numbers."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _reward_metrics(scores: Sequence[Score], batch: TokenBatch) -> dict[str, float]:
+    n = len(scores)
+    parts = {name for score in scores for name in score.parts}
+    rewards, groups = batch.rewards, batch.groups
+    assert rewards is not None
+    assert groups is not None
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/accuracy": sum(score.correct for score in scores) / n,
+        "reward/no_spread": float((batch.token_advantages == 0).all(1).float().mean()),
+        **{f"reward/{name}": sum(score.parts.get(name, 0.0) for score in scores) / n for name in sorted(parts)},
+    }
+
+
+def _rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+    return {
+        "rollout/length": float(rollouts.mask.sum(1).float().mean()),
+        "rollout/entropy": float(rollouts.entropy[rollouts.mask].mean()),
+        "rollout/finished": float(rollouts.finished.float().mean()),
+    }
+
+
+class _Clock:
+    """Where the time of a step went."""
+
+    def __init__(self) -> None:
+        self.start, self.spent = time.perf_counter(), dict[str, float]()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.spent[name] = time.perf_counter() - start
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        total = time.perf_counter() - self.start
+        named = {f"time/{name}": seconds for name, seconds in self.spent.items()}
+        return {**named, "time/step": total, "time/tokens_per_s": tokens / total}
