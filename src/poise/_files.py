@@ -1,0 +1,124 @@
+"""Files that are whole or not there: whatever kills the process, no reader ever meets half of one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from math import isfinite
+from pathlib import Path
+from typing import Any, BinaryIO
+
+TEMPORARY = ".tmp-"  # what is being written
+OLD = ".old-"  # what is about to be replaced
+MANIFEST = "manifest.json"
+
+
+def dumps(data: Any, indent: int | None = None) -> bytes:
+    """Valid JSON: NaN and infinities become null. Only ASCII, so that lone surrogates survive."""
+    try:
+        text = json.dumps(data, allow_nan=False, indent=indent)
+    except ValueError:
+        text = json.dumps(_finite(data), allow_nan=False, indent=indent)
+    return text.encode("ascii") + b"\n"
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return data
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder last: without this a power cut may undo a rename."""
+    if os.name != "posix":  # elsewhere folders cannot be opened, and need not be
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into; it takes the place of ``path`` when all went well, else ``path`` stays as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(TEMPORARY + path.name)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Clear away what a killed process was writing in ``folder``."""
+    for path in folder.glob(TEMPORARY + "*"):
+        remove(path)
+    for path in folder.glob(OLD + "*"):  # killed between two renames: put it back, unless the new one arrived
+        wanted = path.with_name(path.name.removeprefix(OLD))
+        if wanted.exists():
+            remove(path)
+        else:
+            with suppress(OSError):
+                os.replace(path, wanted)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder. One that cannot be removed is left: that must not stop a run."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def seal(folder: Path) -> None:
+    """Bring every file of ``folder`` to the disk, then write down their sizes and hashes, last of all."""
+    if (folder / MANIFEST).exists():
+        raise ValueError(f"{MANIFEST} is written here last of all: choose another name for your file")
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
+    with replacing(folder / MANIFEST) as file:
+        file.write(dumps({"files": files}, indent=2))
+
+
+def verify(folder: Path) -> None:
+    """Raise ValueError or OSError unless ``folder`` holds what was sealed."""
+    try:
+        files = json.loads((folder / MANIFEST).read_bytes())["files"].items()
+        expected = [(str(name), int(entry["size"]), str(entry["sha256"])) for name, entry in files]
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{MANIFEST} is damaged") from None
+    for name, size, digest in expected:
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{name} is missing")
+        if path.stat().st_size != size:
+            raise ValueError(f"{name} has {path.stat().st_size} bytes instead of {size}")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise ValueError(f"{name} is damaged: its SHA-256 is not the one written down")

@@ -1,0 +1,227 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines anywhere else.
+
+Everything a model wrote is untrusted. Before it is shown, control characters, terminal escape sequences among them, are
+turned into visible text, and rich never parses it as markup.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any, TextIO
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+Sample = tuple[str, str, float, bool]  # prompt, completion, reward, correct
+
+SHOWN = (  # metric, how it is shown
+    ("reward/mean", "reward {:.2f}"),
+    ("reward/accuracy", "accuracy {:.2f}"),
+    ("rollout/length", "length {:.0f}"),
+    ("rollout/entropy", "entropy {:.2f}"),
+    ("time/tokens_per_s", "{:,.0f} tok/s"),
+)
+WINDOW = 20  # steps whose time predicts the time left
+
+
+class Console:
+    """Shows a run's progress on ``file``, by default standard output. ``quiet`` shows nothing at all."""
+
+    def __init__(
+        self, total_steps: int, start_step: int = 0, *, quiet: bool = False, file: TextIO | None = None
+    ) -> None:
+        self.total_steps = total_steps
+        self.quiet = quiet
+        self._file = sys.stdout if file is None else file
+        self._seen = deque([(start_step, time.monotonic())], maxlen=WINDOW + 1)
+        self._live: Live | None = None
+        # Not rich's own idea of a terminal: environment variables can talk it into writing escape codes to a file.
+        self._rich: RichConsole | None = None
+        if not quiet and self._file.isatty():
+            rich = RichConsole(file=self._file, markup=False, emoji=False, highlight=False)
+            if not rich.is_dumb_terminal:
+                self._rich = rich
+                self._start(rich, start_step)
+
+    def _start(self, rich: RichConsole, start_step: int) -> None:
+        left = TextColumn("{task.fields[left]}", markup=False)
+        self._bar = Progress(TextColumn("step", markup=False), BarColumn(None), MofNCompleteColumn(), left, expand=True)
+        self._task = self._bar.add_task("", total=self.total_steps, completed=start_step, left="")
+        view = Group(self._bar, "")
+        self._live = Live(console=rich, refresh_per_second=4, get_renderable=lambda: view)
+        self._view = view
+        self._live.start()
+
+    def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Show that a step is done. Metrics that are missing are not shown."""
+        left = self._left(step)
+        shown = [form.format(value) for key, form in SHOWN if (value := metrics.get(key)) is not None]
+        if self._live:
+            self._bar.update(self._task, completed=step, left=left)
+            self._view.renderables[1] = Text("  ".join(shown), overflow="fold")
+            return
+        width = len(str(self.total_steps))
+        self._print("  ".join([f"step  {step:>{width}}/{self.total_steps}", *shown, *([left] if left else [])]))
+
+    def note(self, text: str) -> None:
+        """Say something, above the progress bar where there is one."""
+        self._print(visible(text))
+
+    def table(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print dicts as a table: a column per key, numbers to the right."""
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        cells = [[self._clean(visible(_cell(row.get(key)))) for key in columns] for row in rows]
+        right = [all(isinstance(row.get(key, 0.0), int | float) for row in rows) for key in columns]
+        if not rows or self.quiet:
+            return
+        if self._rich:
+            table = Table(box=box.SIMPLE_HEAD)
+            for column, number in zip(columns, right, strict=True):
+                table.add_column(Text(self._clean(visible(column))), justify="right" if number else "left")
+            for line in cells:
+                table.add_row(*map(Text, line))
+            self._rich.print(table)
+            return
+        lines = [[part.replace("\n", " ") for part in line] for line in [[visible(c) for c in columns], *cells]]
+        widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
+        for line in lines:
+            padded = [
+                " " * (width - cell_len(part)) + part if number else part + " " * (width - cell_len(part))
+                for part, width, number in zip(line, widths, right, strict=True)
+            ]
+            self._print("  ".join(padded).rstrip())
+
+    def before_after_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print what training changed. Rows have name, before, before_ci, after, after_ci and change.
+
+        An interval is (low, high), half its width, or ready text; what is missing is left blank.
+        """
+        shown = []
+        for row in rows:
+            cells = {"": str(row.get("name", ""))}
+            for when in ("before", "after"):
+                cells[when] = " ".join(filter(None, [_fixed(row.get(when)), _interval(row.get(f"{when}_ci"))]))
+            shown.append(cells | {"change": _fixed(row.get("change"), "+")})
+        self.table(shown)
+
+    def samples_table(self, samples: Sequence[Sample], k: int = 3) -> None:
+        """Print ``k`` samples (prompt, completion, reward, correct), from the lowest reward to the highest."""
+        chosen = across_rewards(samples, k)
+        if not chosen or self.quiet:
+            return
+        texts = [
+            (shorten(visible(prompt), 300), shorten(visible(completion), 700)) for prompt, completion, _, _ in chosen
+        ]
+        verdicts = [(f"{reward:.2f}", "correct" if correct else "wrong") for _, _, reward, correct in chosen]
+        if self._rich:
+            table = Table("reward", "", "prompt", "completion", box=box.SIMPLE_HEAD, show_lines=True)
+            for (reward, verdict), (prompt, completion) in zip(verdicts, texts, strict=True):
+                style = "green" if verdict == "correct" else "red"
+                cells = Text(reward), Text(verdict, style), Text(self._clean(prompt)), Text(self._clean(completion))
+                table.add_row(*cells)
+            self._rich.print(table)
+            return
+        for (reward, verdict), (prompt, completion) in zip(verdicts, texts, strict=True):
+            self._print(f"sample  reward {reward}  {verdict}")
+            for name, text in (("prompt", prompt), ("completion", completion)):
+                self._print(f"  {name}:\n    " + text.replace("\n", "\n    "))
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _left(self, step: int) -> str:
+        """How long the remaining steps take, going by the last ones."""
+        now = time.monotonic()
+        if step > self._seen[-1][0]:
+            self._seen.append((step, now))
+        (first, then), (last, now) = self._seen[0], self._seen[-1]
+        if last == first or step >= self.total_steps:
+            return ""
+        return f"{duration((now - then) / (last - first) * (self.total_steps - step))} left"
+
+    def _clean(self, text: str) -> str:
+        """What the stream can encode: an odd character must not end a run."""
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+
+    def _print(self, text: str) -> None:
+        if self.quiet:
+            return
+        if self._rich:
+            self._rich.print(Text(self._clean(text)))
+        else:
+            print(self._clean(text), file=self._file, flush=True)
+
+
+def visible(text: str) -> str:
+    """Turn what would act on a terminal, or not show, into an escape such as ``\\x1b``. Line breaks stay."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def shorten(text: str, characters: int, lines: int = 16) -> str:
+    """Leave out the middle of a long text, and say how much of it."""
+    parts = text.split("\n")
+    if len(parts) > lines:
+        middle = f"[… {len(parts) - lines + 1:,} lines …]"
+        text = "\n".join([*parts[: lines // 2], middle, *parts[len(parts) - (lines - 1 - lines // 2) :]])
+    if len(text) > characters:
+        half = characters // 2
+        text = f"{text[:half]} [… {len(text) - 2 * half:,} characters …] {text[-half:]}"
+    return text
+
+
+def across_rewards(samples: Sequence[Sample], k: int) -> list[Sample]:
+    """``k`` samples whose rewards are spread evenly from the lowest to the highest."""
+    ranked = sorted((sample for sample in samples if isfinite(sample[2])), key=lambda sample: sample[2])
+    if len(ranked) <= k or k < 1:
+        return ranked[: max(k, 0)]
+    low, high = ranked[0][2], ranked[-1][2]
+    wanted = [low + (high - low) * i / (k - 1) for i in range(k)] if k > 1 else [(low + high) / 2]
+    chosen = []
+    for target in wanted:
+        nearest = min(ranked, key=lambda sample: abs(sample[2] - target))
+        ranked.remove(nearest)
+        chosen.append(nearest)
+    return sorted(chosen, key=lambda sample: sample[2])
+
+
+def duration(seconds: float) -> str:
+    """``2:10``, or ``1:02:10`` past an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _fixed(value: object, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" if isinstance(value, int | float) else _cell(value)
+
+
+def _interval(value: object) -> str:
+    if isinstance(value, list | tuple) and len(value) == 2:
+        return f"[{_fixed(value[0])}, {_fixed(value[1])}]"
+    return f"± {_fixed(value)}" if isinstance(value, int | float) else _cell(value)

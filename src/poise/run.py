@@ -1,0 +1,248 @@
+"""The run folder: everything a run leaves behind, and what it resumes from.
+
+    config.json                    what was asked for
+    metrics.jsonl                  a line per step, only ever appended to
+    rollouts/step-000010.jsonl.gz  what the model wrote
+    checkpoints/step-000010/       what a resumed run starts from; manifest.json seals it
+    summary.json                   how it ended
+
+A kill at any moment leaves whole files only, but for the last line of metrics.jsonl, which readers ignore when torn.
+One process writes to a run at a time; any number may look on.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+
+from poise._errors import check_range
+from poise._files import OLD, TEMPORARY, dumps, remove, remove_leftovers, replacing, seal, sync_folder, verify
+
+T = TypeVar("T")
+ASIDE = "set-aside-"  # a checkpoint that could not be read, and that the run went on without
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none could be read. The message says how to go on."""
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class RunFolder:
+    """One run's folder. Begin with ``create`` or ``open``; ``keep`` is how many checkpoints are kept."""
+
+    def __init__(self, path: str | Path, *, keep: int = 2) -> None:
+        check_range("RunFolder", "keep", keep, low=1)
+        self.path = Path(path)
+        self.keep = keep
+        self._config = self.path / "config.json"
+        self._metrics = self.path / "metrics.jsonl"
+        self._rollouts = self.path / "rollouts"
+        self._checkpoints = self.path / "checkpoints"
+
+    @classmethod
+    def create(cls, path: str | Path, config: Mapping[str, Any], *, keep: int = 2) -> RunFolder:
+        """Begin a run in a folder that is new or empty."""
+        run = cls(path, keep=keep)
+        if run.path.exists() and not run.path.is_dir():
+            raise FileExistsError(f"run folder {run.path} is a file; choose another run=DIR")
+        if run.path.exists() and any(not entry.name.startswith(TEMPORARY) for entry in run.path.iterdir()):
+            way = f", or go on with the run in it: {run._resume}" if run._config.exists() else ""
+            raise FileExistsError(f"run folder {run.path} is not empty; choose another run=DIR{way}")
+        run.path.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(run.path)
+        with replacing(run._config) as file:  # infinities are kept, as Python reads them: a resumed run needs them
+            file.write(json.dumps(dict(config), indent=2).encode("ascii") + b"\n")
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path, *, keep: int = 2, resume: bool = True) -> RunFolder:
+        """The run in a folder, to go on with it. ``resume=False`` only looks, safe beside a process that trains there.
+
+        Resuming clears away what a killed process was writing when it died.
+        """
+        run = cls(path, keep=keep)
+        if not run._config.is_file():
+            why = "has no config.json" if run.path.is_dir() else "does not exist"
+            raise FileNotFoundError(f"there is no run in {run.path}: it {why}; begin one without --resume")
+        if resume:
+            for folder in (run.path, run._rollouts, run._checkpoints):
+                remove_leftovers(folder)
+            run._keep_lines(lambda _: True)
+        return run
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run was asked to do."""
+        config: dict[str, Any] = json.loads(self._config.read_bytes())
+        return config
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Write ``data`` to a file of the folder, whole or not at all."""
+        with replacing(self.path / name) as file:
+            file.write(dumps(data, indent=2))
+
+    # Metrics
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of one step. NaN and infinities become null."""
+        if "step" in metrics:
+            raise ValueError("metrics: the name 'step' is taken, it is the number of the step")
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        line = dumps({"step": step, **numbers})
+        with self._metrics.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:  # disk full: half a line must not stand before the next one
+                os.truncate(self._metrics, before)
+                raise
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of every step, one dict each, "step" among them."""
+        return [record for _, record in self._lines()]
+
+    def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
+        text = self._metrics.read_bytes() if self._metrics.exists() else b""
+        *lines, torn = text.split(b"\n")
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append((line + b"\n", dict(json.loads(line))))
+            except (ValueError, TypeError):
+                if number == len(lines) and not torn:  # after a power cut the last line may be whole in length only
+                    break
+                raise ValueError(f"{self._metrics}, line {number}: this is not a JSON object: {line[:60]!r}") from None
+        return records
+
+    def _keep_lines(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        kept = b"".join(line for line, record in self._lines() if wanted(record))
+        if self._metrics.exists() and self._metrics.read_bytes() != kept:
+            with replacing(self._metrics) as file:
+                file.write(kept)
+
+    # Rollouts
+
+    def save_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
+        """Write what the model wrote at a step, a JSON object per line, compressed."""
+        path = self._rollouts / f"{_name(step)}.jsonl.gz"
+        with replacing(path) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+            for record in records:
+                packed.write(dumps(dict(record)))
+        return path
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """What ``save_rollouts`` wrote at that step."""
+        with gzip.open(self._rollouts / f"{_name(step)}.jsonl.gz") as file:
+            return [json.loads(line) for line in file]
+
+    # Checkpoints
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Let ``write`` fill a folder, and put it in place once it is whole on the disk. Then drop the oldest ones."""
+        folder = self._checkpoints / _name(step)
+        temporary, old = folder.with_name(TEMPORARY + folder.name), folder.with_name(OLD + folder.name)
+        try:
+            remove(temporary)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            seal(temporary)
+            if self._metrics.exists():  # the lines up to here must last as long as the checkpoint does
+                with self._metrics.open("r+b") as file:
+                    os.fsync(file.fileno())
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(temporary, folder)
+            sync_folder(self._checkpoints)
+        except BaseException as error:
+            remove_leftovers(self._checkpoints)
+            if isinstance(error, OSError | SafetensorError):  # safetensors reports a full disk as its own error
+                raise CheckpointError(self._failed(step, error)) from error
+            raise
+        remove(old)
+        earlier = [s for s in self.checkpoints() if s < step]
+        for s in earlier[: len(earlier) + 1 - self.keep]:
+            remove(self._checkpoints / _name(s))
+        return folder
+
+    def load_checkpoint(
+        self, read: Callable[[Path], T], *, say: Callable[[str], None] = _complain
+    ) -> tuple[int, T] | None:
+        """The newest checkpoint that is whole and that ``read`` can read, with its step; None if there is none yet.
+
+        One that cannot be read is reported to ``say``, and the one before it is tried.
+        """
+        found: list[str] = []
+        for step in reversed(self.checkpoints()):
+            folder = self._checkpoints / _name(step)
+            try:
+                verify(folder)
+                loaded = read(folder)
+            except Exception as error:
+                found.append(f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}")
+                cause = error
+                continue
+            if found:
+                say("\n".join([*found, f"going on from the checkpoint of step {step}"]))
+            return step, loaded
+        if found:
+            listed = "\n  ".join(found)
+            way = "put one of them back, or begin again in another run=DIR"
+            raise CheckpointError(f"no checkpoint of {self.path} can be read:\n  {listed}\n{way}") from cause
+        return None
+
+    def checkpoints(self) -> list[int]:
+        """The steps that have a checkpoint, oldest first."""
+        return _steps(self._checkpoints, "")
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after ``step``, so that a run resumed there ends as one that was never interrupted.
+
+        A later checkpoint, one that could not be read, is not removed but renamed to ``set-aside-…``.
+        """
+        self._keep_lines(lambda record: record["step"] <= step)
+        for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
+            remove(self._rollouts / f"{_name(later)}.jsonl.gz")
+        for later in [s for s in self.checkpoints() if s > step]:
+            aside = self._checkpoints / (ASIDE + _name(later))
+            remove(aside)
+            os.replace(self._checkpoints / _name(later), aside)
+
+    def _failed(self, step: int, error: Exception) -> str:
+        intact = "there is no earlier one"
+        for earlier in reversed([s for s in self.checkpoints() if s != step]):
+            try:
+                verify(self._checkpoints / _name(earlier))
+            except (OSError, ValueError):
+                continue
+            intact = f"the checkpoint of step {earlier} is intact"
+            break
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        remedy = "free some space" if full else "put that right"
+        return f"checkpoint of step {step} could not be written: {error}; {intact}. {remedy}, then {self._resume}"
+
+    @property
+    def _resume(self) -> str:
+        return f"poise train --resume run={shlex.quote(str(self.path))}"
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _steps(folder: Path, suffix: str) -> list[int]:
+    names = [path.name for path in folder.glob("step-*")]
+    return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d{6,})" + re.escape(suffix), name)))

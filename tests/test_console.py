@@ -1,0 +1,206 @@
+"""What a person sees: plain lines without a terminal, and nothing a model wrote that acts on one."""
+
+import io
+import re
+
+import pytest
+
+from poise import console
+from poise.console import Console, across_rewards, duration, shorten, visible
+from poise.plot import curve, smooth
+
+METRICS = {
+    "reward/mean": 1.234,
+    "reward/accuracy": 0.45,
+    "rollout/length": 71.2,
+    "rollout/entropy": 0.312,
+    "time/tokens_per_s": 4100.4,
+    "optim/lr": 1e-6,
+}
+# Clears the screen, sets the window's title, writes backwards, uses rich's markup and ends in half a character.
+NASTY = "\x1b[2J\x1b]0;owned\x07 \x9b31m [red]bold[/red] [/] :smile: \u202edlrow \r\b\0 \ud800"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    return Terminal()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still unless told otherwise: ``clock[0] += 10``."""
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    return now
+
+
+def shown_on(terminal):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+
+
+def test_plain_lines(capsys, clock, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which would make rich write colours to a file
+    with Console(60, 10) as out:
+        clock[0] += 5
+        out.step(11, METRICS)
+        out.note("saved [bold]step 11[/bold]\x1b[2J")
+        clock[0] += 8
+        out.step(12, {"reward/mean": None, "rollout/length": 9})
+        out.step(60, {"reward/mean": float("nan")})
+    assert capsys.readouterr().out.splitlines() == [
+        "step  11/60  reward 1.23  accuracy 0.45  length 71  entropy 0.31  4,100 tok/s  4:05 left",
+        "saved [bold]step 11[/bold]\\x1b[2J",
+        "step  12/60  length 9  5:12 left",
+        "step  60/60  reward nan",
+    ]
+
+
+def test_the_time_left_goes_by_the_last_steps(capsys, clock):
+    out = Console(1000)
+    for step in range(1, 101):
+        clock[0] += 100 if step <= 50 else 2
+        out.step(step, {})
+    assert capsys.readouterr().out.splitlines()[-1] == "step   100/1000  30:00 left"
+    assert [duration(seconds) for seconds in (0, 59.6, 3599, 3600, 90061)] == [
+        "0:00",
+        "1:00",
+        "59:59",
+        "1:00:00",
+        "25:01:01",
+    ]
+
+
+def test_quiet_says_nothing(capsys, terminal):
+    for file in (None, terminal):
+        with Console(3, quiet=True, file=file) as out:
+            out.step(1, METRICS)
+            out.note("hello")
+            out.table([{"a": 1}])
+            out.samples_table([("p", "c", 1.0, True)])
+    assert capsys.readouterr() == ("", "")
+    assert terminal.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar(terminal, clock):
+    with Console(60, 10, file=terminal) as out:
+        clock[0] += 5
+        out.step(11, METRICS)
+        out.note("saved [bold]step 11[/bold]\x1b[2J")
+    shown = shown_on(terminal)
+    assert "11/60" in shown
+    assert "4:05 left" in shown
+    assert "reward 1.23  accuracy 0.45  length 71  entropy 0.31  4,100 tok/s" in shown
+    assert "saved [bold]step 11[/bold]\\x1b[2J" in shown
+    assert "\x1b[2J" not in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    out.close()
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with Console(3, file=terminal) as out:
+        out.step(1, {"reward/mean": 1.0})
+    assert terminal.getvalue().startswith("step  1/3  reward 1.00")
+
+
+def test_what_a_model_wrote_cannot_act_on_the_terminal(capsys, terminal):
+    sample = (NASTY, "line one\n" + NASTY, 1.0, False)
+    Console(1).samples_table([sample])
+    plain = capsys.readouterr().out
+    with Console(1, file=terminal) as out:
+        out.samples_table([sample])
+        out.note(NASTY)
+        out.table([{NASTY: NASTY}])
+        out.before_after_table([{"name": NASTY, "before": NASTY, "after_ci": NASTY}])
+    for text in (plain, shown_on(terminal)):
+        assert not set(text) & set("\x1b\x07\x9b\u202e\b\0\ud800")
+        assert "\\x1b[2J" in text
+        assert "\\x9b31m" in text
+        assert ":smile:" in text
+        assert "[/red]" in text
+    for sequence in ("\x1b[2J", "\x1b]0;", "\x9b"):
+        assert sequence not in terminal.getvalue()
+    assert plain.splitlines()[:2] == ["sample  reward 1.00  wrong", "  prompt:"]
+    assert "    line one\n    \\x1b[2J" in plain
+
+
+def test_a_stream_that_cannot_encode_does_not_end_the_run():
+    raw = io.BytesIO()
+    out = Console(1, file=io.TextIOWrapper(raw, encoding="ascii"))
+    out.note("Größe ≥ 3")
+    assert raw.getvalue() == b"Gr\\xf6\\xdfe \\u2265 3\n"
+
+
+def test_samples_come_from_the_whole_range_of_rewards():
+    def chosen(rewards, k=3):
+        return [sample[2] for sample in across_rewards([("", str(i), r, False) for i, r in enumerate(rewards)], k)]
+
+    assert chosen([2.0, -1.0, -1.0, -1.0, 0.4, -1.0]) == [-1.0, 0.4, 2.0]
+    assert chosen([0.0, 1.0, 1.0, 1.0]) == [0.0, 1.0, 1.0]
+    assert chosen([3.0, 1.0]) == [1.0, 3.0]
+    assert chosen([3.0, 1.0, 2.1], 1) == [2.1]
+    assert chosen([float("nan"), 5.0, float("inf"), 1.0]) == [1.0, 5.0]
+    assert chosen([], 3) == chosen([1.0], 0) == []
+
+
+def test_long_texts_lose_their_middle():
+    text = shorten("a" * 500 + "b" * 500, 100)
+    assert text == "a" * 50 + " [… 900 characters …] " + "b" * 50
+    lines = shorten("\n".join(map(str, range(1000))), 10_000, lines=5).split("\n")
+    assert lines == ["0", "1", "[… 996 lines …]", "998", "999"]
+    assert shorten("short\ntext", 100) == "short\ntext"
+    assert visible("tab\t é 漢 😀\n") == "tab\\t é 漢 😀\n"
+
+
+def test_tables(capsys, terminal):
+    rows = [{"name": "漢字", "n": 3}, {"name": "ar\nlopti", "n": 12, "p": 0.03126}]
+    Console(1).table(rows)
+    assert capsys.readouterr().out == "name       n        p\n漢字       3\nar lopti  12  0.03126\n"
+    Console(1).table([])
+    assert capsys.readouterr().out == ""
+    rows = [
+        {"name": "3 people", "before": 0.1, "before_ci": (0.08, 0.12), "after": 0.52, "after_ci": 0.03, "change": 0.42},
+        {"name": "8 people", "before": 0, "after": None, "after_ci": "n/a"},
+    ]
+    Console(1).before_after_table(rows)
+    assert capsys.readouterr().out.splitlines() == [
+        "          before                after          change",
+        "3 people  0.100 [0.080, 0.120]  0.520 ± 0.030  +0.420",
+        "8 people  0.000                 n/a",
+    ]
+    with Console(1, file=terminal) as out:
+        out.before_after_table(rows)
+    assert "0.100 [0.080, 0.120]" in shown_on(terminal)
+
+
+# The picture
+
+
+def test_curve(tmp_path):
+    metrics = [{"step": i, "reward/mean": i / 60, "reward/accuracy": None if i == 7 else i / 90} for i in range(1, 61)]
+    for i in (0, 30, 59):
+        metrics[i]["eval/kk/avg@8"] = i / 60
+    path = tmp_path / "plots" / "curve.png"
+    for case in (metrics, metrics[:1], [], [{"step": 1, "eval/$a_/avg@1": 0.5}]):
+        curve(path, case, "AR $ with_ a stray \\dollar $")
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in path.parent.iterdir()] == ["curve.png"]
+
+
+def test_smoothing_is_light():
+    line = [(float(i), 2.0 * i) for i in range(100)]
+    assert smooth(line)[3:-3] == line[3:-3]
+    zigzag = [(float(i), float(i % 2)) for i in range(100)]
+    assert all(0.35 < y < 0.65 for _, y in smooth(zigzag))
+    assert smooth(zigzag[:5]) == zigzag[:5]

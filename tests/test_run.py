@@ -1,0 +1,159 @@
+"""The run folder: what is refused, what a torn line or half a file does, and what a resumed run finds."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from checkpoint_files import flip, names, read, write
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poise import _files
+from poise.run import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFolder.create(tmp_path / "runs" / "first", {"seed": 3, "clip": math.inf})
+
+
+# Creating and opening
+
+
+def test_create_refuses_what_is_there_and_says_how_to_go_on(run, tmp_path):
+    assert run.config == {"seed": 3, "clip": math.inf}
+    with pytest.raises(FileExistsError, match=r"choose another run=DIR.*poise train --resume run=\S*first"):
+        RunFolder.create(run.path, {})
+    other = tmp_path / "notes"
+    other.mkdir()
+    (other / "todo.txt").touch()
+    with pytest.raises(FileExistsError, match=r"notes is not empty; choose another run=DIR$"):
+        RunFolder.create(other, {})
+    with pytest.raises(FileExistsError, match="is a file"):
+        RunFolder.create(other / "todo.txt", {})
+    with pytest.raises(ValueError, match="keep must be between 1"):
+        RunFolder.create(tmp_path / "new", {}, keep=0)
+
+
+def test_a_folder_in_which_create_was_killed_is_as_good_as_empty(tmp_path):
+    (tmp_path / ".tmp-config.json").write_text('{"se')
+    assert RunFolder.create(tmp_path, {"seed": 1}).config == {"seed": 1}
+    assert names(tmp_path) == ["config.json"]
+
+
+def test_open_wants_a_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no run in .*absent: it does not exist"):
+        RunFolder.open(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match=r"has no config.json; begin one without --resume"):
+        RunFolder.open(tmp_path)
+
+
+def test_open_clears_what_a_killed_run_left_but_looking_on_touches_nothing(run):
+    run.save_checkpoint(1, write(1))
+    checkpoints = run.path / "checkpoints"
+    half = checkpoints / ".tmp-step-000002"
+    half.mkdir()
+    (half / "state.json").touch()
+    os.replace(checkpoints / "step-000001", checkpoints / ".old-step-000001")  # killed between the two renames
+    RunFolder.open(run.path, resume=False)
+    assert names(checkpoints) == [".old-step-000001", ".tmp-step-000002"]
+    RunFolder.open(run.path)
+    assert names(checkpoints) == ["step-000001"]
+    assert run.load_checkpoint(read) == (1, 1)
+
+
+# Metrics, rollouts
+
+
+def test_metrics_are_valid_json(run):
+    run.log(1, {"a": math.nan, "b": -math.inf, "c": torch.tensor(0.5), "d": 7})
+    line = (run.path / "metrics.jsonl").read_text()
+    assert line == '{"step": 1, "a": null, "b": null, "c": 0.5, "d": 7}\n'
+    assert run.metrics() == [json.loads(line)]
+    with pytest.raises(ValueError, match="'step' is taken"):
+        run.log(2, {"step": 2.0})
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "a"', b'{"step": 3}', b"\0\0\0\n"])
+def test_a_torn_last_line_is_ignored_and_gone_once_resumed(run, torn):
+    for step in (1, 2):
+        run.log(step, {"a": step})
+    path = run.path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    assert [record["step"] for record in run.metrics()] == [1, 2]
+    RunFolder.open(run.path).log(3, {"a": 3})
+    assert [record["step"] for record in run.metrics()] == [1, 2, 3]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(run):
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: this is not a JSON object"):
+        run.metrics()
+
+
+def test_half_a_line_is_taken_back_when_the_disk_is_full(run):
+    resource = pytest.importorskip("resource")  # the one real way to make a write fail: a limit on the size of files
+    run.log(1, {"a": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            run.log(2, {"a": 2.0, "b": 3.0, "c": 4.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    run.log(2, {"a": 2.5})
+    assert run.metrics() == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.5}]
+
+
+@given(
+    st.text(st.characters(exclude_categories=())).filter(
+        lambda t: t == t.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    )
+)
+def test_any_text_survives_json(text):
+    assert json.loads(_files.dumps({"completion": text})) == {"completion": text}
+
+
+def test_rollouts(run):
+    records = [
+        {"completion": "\ud800 \0 \x1b[2J \u2028 \n é 😀", "reward": 1.5},
+        {"completion": "", "reward": math.nan},
+    ]
+    path = run.save_rollouts(10, iter(records))
+    assert path.name == "step-000010.jsonl.gz"
+    assert run.rollouts(10) == [records[0], {"completion": "", "reward": None}]
+    first = path.read_bytes()
+    run.save_rollouts(10, records)
+    assert path.read_bytes() == first
+
+    def failing():
+        yield records[0]
+        raise RuntimeError("engine died")
+
+    with pytest.raises(RuntimeError, match="engine died"):
+        run.save_rollouts(10, failing())
+    assert path.read_bytes() == first
+    assert names(path.parent) == [path.name]
+
+
+def test_rewind_leaves_what_an_uninterrupted_run_would_have(run):
+    for step in (1, 2, 3, 4):
+        run.log(step, {"a": step / 3})
+        run.save_rollouts(step, [{"step": step}])
+        if step == 2:
+            run.save_checkpoint(2, write(2))
+            expected = (run.path / "metrics.jsonl").read_bytes()
+    flip(run.save_checkpoint(4, write(4)))
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "a')
+    resumed = RunFolder.open(run.path)
+    step, _ = resumed.load_checkpoint(read, say=lambda _: None)
+    resumed.rewind(step)
+    assert (run.path / "metrics.jsonl").read_bytes() == expected
+    assert names(run.path / "rollouts") == ["step-000001.jsonl.gz", "step-000002.jsonl.gz"]
+    assert names(run.path / "checkpoints") == ["set-aside-step-000004", "step-000002"]
+    resumed.write_json("summary.json", {"best": math.nan})
+    assert json.loads((run.path / "summary.json").read_text()) == {"best": None}

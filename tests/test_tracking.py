@@ -1,0 +1,102 @@
+"""Trackers: TensorBoard for real, W&B and trackio against stand-ins with the part of their API that is used."""
+
+import sys
+from types import ModuleType
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from poise.tracking import open_trackers
+
+
+def scalars(folder, name):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard(tmp_path):
+    (tracker,) = open_trackers(["tensorboard"], tmp_path, {"seed": 1})
+    for step in (1, 2, 3):
+        tracker.log(step, {"reward/mean": step / 2, "optim/loss": float("nan")})
+    tracker.close()
+    assert scalars(tmp_path / "tensorboard", "reward/mean") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
+
+def test_a_resumed_run_hides_the_steps_it_repeats(tmp_path):
+    (killed,) = open_trackers(["tensorboard"], tmp_path, {})
+    for step in (1, 2, 3):
+        killed.log(step, {"a": step})
+    killed.close()
+    (resumed,) = open_trackers(["tensorboard"], tmp_path, {}, start_step=1)
+    resumed.log(2, {"a": 20})
+    resumed.close()
+    assert scalars(tmp_path / "tensorboard", "a") == [(1, 1), (2, 20)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was called on the stand-ins for wandb and trackio."""
+    made = []
+
+    class Run:
+        def log(self, metrics, *, step):
+            made.append(("run.log", metrics, step))
+
+        def finish(self):
+            made.append(("run.finish",))
+
+    wandb, trackio = ModuleType("wandb"), ModuleType("trackio")
+
+    def init(*, project, config, dir):  # noqa: A002 - their name
+        made.append(("wandb.init", project, config, dir))
+        return Run()
+
+    wandb.init = init
+    trackio.init = lambda *, project, config: made.append(("trackio.init", project, config))
+    trackio.log = lambda metrics, *, step: made.append(("trackio.log", metrics, step))
+    trackio.finish = lambda: made.append(("trackio.finish",))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    return made
+
+
+def test_wandb_and_trackio(tmp_path, calls):
+    trackers = open_trackers(["wandb", "trackio", "wandb"], tmp_path, {"seed": 1})
+    for tracker in trackers:
+        tracker.log(4, {"reward/mean": 0.5})
+    for tracker in trackers:
+        tracker.close()
+    assert calls == [
+        ("wandb.init", "poise", {"seed": 1}, str(tmp_path)),
+        ("trackio.init", "poise", {"seed": 1}),
+        ("run.log", {"reward/mean": 0.5}, 4),
+        ("trackio.log", {"reward/mean": 0.5}, 4),
+        ("run.finish",),
+        ("trackio.finish",),
+    ]
+
+
+def test_an_unknown_name_opens_nothing(tmp_path, calls):
+    with pytest.raises(ValueError, match=r"unknown tracker 'tensorbord'; did you mean 'tensorboard'\?"):
+        open_trackers(["wandb", "tensorbord"], tmp_path, {})
+    assert calls == []
+    assert open_trackers([], tmp_path, {}) == []
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")])
+def test_a_missing_package_says_what_to_install_and_closes_the_others(tmp_path, calls, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"run: pip install 'poise\[{name}\]'"):
+        open_trackers(["wandb", name], tmp_path, {})
+    assert calls[-1] == ("run.finish",)
+
+
+def test_a_folder_called_wandb_is_not_wandb(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()  # what W&B leaves in the folder it ran in, and Python imports as an empty package
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    if getattr(__import__("wandb"), "__file__", None):
+        pytest.skip("wandb is installed, and comes first")
+    with pytest.raises(ImportError, match="'wandb' is not installed; run: pip install"):
+        open_trackers(["wandb"], tmp_path, {})
