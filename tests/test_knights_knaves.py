@@ -362,6 +362,21 @@ def test_golden_totals(text: str, total: float) -> None:
     assert result.reward == total == sum(result.parts.values())
     assert result.correct == (total == 3.0)
     assert set(result.parts) == {"format", "answer"}
+    assert (result.answer is None) == (total in (-1.0, -3.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (response(GOLD), "knight,knave,knight"),
+        (response("clara IS A KNIGHT, so: Bruno is a knave; Ada is a knight"), "knight,knave,knight"),
+        (response(GOLD.replace("Ada is a knight", "Ada is a knave")), "knave,knave,knight"),
+        (response("Ada is a knight"), None),
+        (GOLD, None),
+    ],
+)
+def test_equal_answers_are_equal_texts(text: str, answer: str | None) -> None:
+    assert score(PEOPLE, SOLUTION, text).answer == answer
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "kk": KnightsKnaves,
 }
 
-__all__ = ["SPLITS", "TASKS", "Demonstrates", "Problem", "Score", "Split", "Task", "get", "names"]
+__all__ = ["SPLITS", "TASKS", "Demonstrates", "Problem", "Score", "Split", "Task", "get", "names", "settings_of"]
 
 
 def names() -> list[str]:
@@ -22,13 +22,17 @@ def names() -> list[str]:
     return list(TASKS)
 
 
-def get(name: str, **settings: Any) -> Task:
-    """The task of that name with these settings: ``get("kk", people="3-7")``."""
+def settings_of(name: str) -> list[str]:
+    """The settings that the task of that name takes."""
     if name not in TASKS:
         raise ValueError(unknown("task", str(name), TASKS))
-    made = TASKS[name]
-    allowed = list(signature(made).parameters)
+    return list(signature(TASKS[name]).parameters)
+
+
+def get(name: str, **settings: Any) -> Task:
+    """The task of that name with these settings: ``get("kk", people="3-7")``."""
+    allowed = settings_of(name)
     for setting in settings:
         if setting not in allowed:
             raise TypeError(f"task {name!r}: " + unknown("setting", setting, allowed))
-    return made(**settings)
+    return TASKS[name](**settings)

@@ -24,11 +24,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Score:
-    """The verifier's word on one response. ``reward`` is what training sees, ``correct`` what evaluation counts."""
+    """The verifier's word on one response. ``reward`` is what training sees, ``correct`` what evaluation counts.
+
+    ``answer`` is what the response says, in a form in which equal answers are equal texts, so that they can be counted;
+    None where it cannot be read.
+    """
 
     reward: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)  # what the reward is the sum of
+    answer: str | None = None
 
 
 class Task(Protocol):

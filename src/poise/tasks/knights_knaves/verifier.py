@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from poise.tasks.base import Score
-from poise.tasks.knights_knaves.wording import ROLE
+from poise.tasks.knights_knaves.wording import ROLE, role
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -29,11 +29,12 @@ def score(names: Sequence[str], solution: Sequence[bool], text: str, *, opened_t
     roles = roles_of(answer, names)
     if roles is None:
         return _score(1.0, -2.0)
-    return _score(1.0, 2.0 if roles == list(solution) else -1.5)
+    said = ",".join(role(knight) for knight in roles)  # in the order of the puzzle, whatever that of the response
+    return _score(1.0, 2.0 if roles == list(solution) else -1.5, said)
 
 
-def _score(form: float, answer: float) -> Score:
-    return Score(form + answer, answer > 0, {"format": form, "answer": answer})
+def _score(form: float, answer: float, said: str | None = None) -> Score:
+    return Score(form + answer, answer > 0, {"format": form, "answer": answer}, said)
 
 
 def answer_of(text: str) -> str | None:

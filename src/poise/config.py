@@ -1,0 +1,344 @@
+"""What a run is made of: settings with defaults that work, read from a recipe and changed by overrides.
+
+>>> config = load("grpo", ["regulator=ar", "regulator.alpha=0.3", "task.people=3-5", "optim.lr=2e-6"])
+>>> print(dump(config))
+
+A recipe is a YAML file with the keys of ``Config``, or the name of one that ships with the package; ``base: name`` (or
+a path) inherits from another. Whatever is wrong, ``load`` raises one ``ConfigError`` with a line per problem.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from poise import regulators, tasks
+from poise._explain import explain
+from poise._recipes import ConfigError, Document, merge, read, recipes, split_overrides, to_yaml
+from poise.objective import Settings
+
+__all__ = ["Config", "ConfigError", "dump", "load", "recipes"]
+
+
+def _number(value: Any) -> Any:
+    # pydantic would take true for 1 and "3" for 3.
+    if isinstance(value, bool | str):
+        raise ValueError("must be a number")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, so that settings are the same after a trip through YAML or JSON."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+Whole = Annotated[int, BeforeValidator(_number)]
+Real = Annotated[float, BeforeValidator(_number)]
+Count = Annotated[Whole, Field(ge=1)]
+CountOrZero = Annotated[Whole, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class TaskConfig(_Group):
+    """A task by name. Every other key is a setting of that task: ``task: {name: kk, people: 3-7}``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Text = "kk"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the task, those that are given."""
+        return dict(self.model_extra or {})
+
+    def build(self) -> tasks.Task:
+        """The task itself."""
+        return tasks.get(self.name, **self.settings)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written(cls, value: Any) -> Any:
+        return _plain(value)
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Self:
+        if self.name in tasks.TASKS:
+            for key in self.settings:
+                if key not in tasks.settings_of(self.name):
+                    raise PydanticCustomError("unknown_setting", "unknown setting {key}", {"key": key})
+        try:
+            self.build()
+        except TypeError as error:  # which pydantic does not take for a refusal
+            raise ValueError(str(error)) from None
+        return self
+
+
+class RolloutConfig(_Group):
+    """How responses are sampled."""
+
+    max_tokens: Count = 1024  # longest response
+    temperature: Annotated[Real, Field(gt=0)] = 1.0
+    batch: CountOrZero = 0  # sequences that are decoded together; 0: all of a step
+    max_prompt: Count = 512  # longest prompt, in tokens
+    # Where the old policy's log-probabilities come from: the sampler, or a forward pass of the training model. The
+    # second costs that pass, and is for samplers whose arithmetic differs from the trainer's.
+    old_logp: Literal["sampled", "recomputed"] = "sampled"
+
+
+class OptimConfig(_Group):
+    """AdamW, and how a step's responses are cut up for it. The learning rate is one for pretrained models."""
+
+    lr: Annotated[Real, Field(gt=0)] = 1e-6
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.01
+    betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    grad_clip: Annotated[Real, Field(gt=0)] = 1.0
+    warmup_steps: CountOrZero = 0
+    mini_batch: CountOrZero = 0  # responses per optimizer step; 0, or more than there are: all of them
+    micro_tokens: Count = 16384  # padded tokens per forward pass: changes memory and speed, never the result
+
+
+class ObjectiveConfig(_Group):
+    """``poise.objective.Settings``, field by field; the meaning, the ranges and the defaults are those."""
+
+    clip_low: Real = Settings.clip_low
+    clip_high: Real = Settings.clip_high
+    dual_clip: Real | None = Settings.dual_clip
+    kl: str = Settings.kl
+    kl_coef: Real = Settings.kl_coef
+    entropy_coef: Real = Settings.entropy_coef
+    aggregation: str = Settings.aggregation
+    max_length: Whole | None = Settings.max_length
+    importance_cap: Real | None = Settings.importance_cap
+
+    def settings(self) -> Settings:
+        """What the objective takes."""
+        return Settings(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Self:
+        try:
+            self.settings()
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("objective: ")) from None
+        return self
+
+
+class EvaluationConfig(_Group):
+    """How accuracy on held-out problems is measured: before training, after it and every so many steps."""
+
+    every: CountOrZero = 0  # steps; 0: only before and after
+    problems: Count = 200
+    samples: Count = 1  # per problem: the k of avg@k, pass@k and maj@k
+    seed: CountOrZero = 0  # of the problems
+    temperature: Annotated[Real, Field(ge=0)] | None = None  # None: as in training; 0: greedy
+
+    @model_validator(mode="after")
+    def _samples_can_differ(self) -> Self:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(f"samples = {self.samples} at temperature 0: greedy samples are all the same, so take 1")
+        return self
+
+
+class LoraConfig(_Group):
+    """Train low-rank adapters in place of all the weights."""
+
+    rank: Count = 16
+    alpha: Annotated[Real, Field(gt=0)] = 32
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.0
+    targets: str | tuple[str, ...] = "all-linear"  # or the names of the modules
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _known_targets(cls, value: Any) -> Any:
+        names = isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)
+        if value != "all-linear" and not names:
+            raise ValueError("must be all-linear, or a list of module names such as [q_proj, v_proj]")
+        return value if isinstance(value, str) else tuple(value)
+
+
+class Config(_Group):
+    """One training run."""
+
+    model: Text = "embedded"  # hub id, folder, or the tiny model that ships with the package
+    run: Text = "runs/train"  # folder
+    steps: Count = 100
+    seed: CountOrZero = 0
+    prompts: Count = 16  # per step
+    group: Count = 8  # responses per prompt
+    regulator: Text = "grpo"  # in its text form
+    advantage: Literal["group-zscore", "group-centered", "leave-one-out", "reinforce-pp"] = "group-zscore"
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    optim: OptimConfig = OptimConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    lora: LoraConfig | None = None
+    checkpoint_every: CountOrZero = 50  # steps; 0: only at the end
+    keep_checkpoints: Count = 2
+    rollouts_every: CountOrZero = 10  # steps between samples written down token by token; 0: never
+    stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None  # held-out accuracy that is enough
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    tracking: tuple[str, ...] = ()
+    remote_code: bool = False  # whether a model's own Python may run
+
+    @field_validator("regulator")
+    @classmethod
+    def _regulator_can_be_read(cls, value: str) -> str:
+        try:
+            regulators.parse(value)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _device_exists_in_torch(cls, value: str) -> str:
+        try:
+            if value != "auto":
+                torch.device(value)
+        except RuntimeError:
+            raise ValueError("must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
+        return value
+
+    @field_validator("tracking", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.group < 2 and self.advantage != "reinforce-pp":
+            raise ValueError(
+                f"group = {self.group}: advantage {self.advantage!r} compares the responses to a prompt with each "
+                "other, so there must be at least 2; with one, use advantage reinforce-pp"
+            )
+        if self.stop_at is not None and self.evaluation.every == 0:
+            raise ValueError(
+                f"stop_at = {self.stop_at}: accuracy is measured only before and after training; set evaluation.every"
+            )
+        return self
+
+
+def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a recipe, by name or path (None: the demo), with ``key=value`` overrides on top.
+
+    Keys are dotted, values YAML. ``regulator.alpha=0.3`` changes that setting of the one part of the regulator that has
+    it.
+    """
+    document = read("demo" if recipe is None else recipe)
+    changes, settings = split_overrides(overrides)
+    document = merge(document, changes)
+    if settings:
+        document["regulator"] = _regulator_with(str(document.get("regulator", "grpo")), settings)
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        known = [*_keys(Config, ""), *_task_keys(document), *_regulator_keys(document)]
+        raise ConfigError(explain(problem, known) for problem in error.errors()) from None
+
+
+def dump(config: Config) -> str:
+    """The whole configuration as YAML, a recipe in itself."""
+    return to_yaml(config.model_dump(mode="json"))
+
+
+# Regulator settings by name
+
+
+def _regulator_with(text: str, settings: Document) -> str:
+    try:
+        parts = _parts(text)
+    except (TypeError, ValueError) as error:
+        raise ConfigError([f"regulator = {text!r}: {error}"]) from None
+    problems = []
+    changes: dict[int, Document] = {}
+    for key, value in settings.items():
+        having = [at for at, part in enumerate(parts) if key in _settings_of(part)]
+        if len(having) == 1:
+            changes.setdefault(having[0], {})[key] = value
+        else:
+            problems.append(_not_one(key, [parts[at] for at in having], text, parts))
+    for at, change in changes.items():  # all of a part's at once: what one may be can depend on another
+        try:
+            parts[at] = _changed(parts[at], change)
+        except (TypeError, ValueError) as error:
+            problems.append(", ".join(f"regulator.{key} = {value!r}" for key, value in change.items()) + f": {error}")
+    if problems:
+        raise ConfigError(problems)
+    return " | ".join(regulators.text(part) for part in parts)
+
+
+def _parts(text: str) -> list[regulators.Regulator]:
+    whole = regulators.parse(text)
+    return list(whole.parts) if isinstance(whole, regulators.Compose) else [whole]
+
+
+def _not_one(key: str, having: list[regulators.Regulator], text: str, parts: list[regulators.Regulator]) -> str:
+    if having:
+        names = " and ".join(regulators.text(part) for part in having)
+        return f"regulator.{key}: {names} both have it; write the regulator out, regulator={text!r}"
+    own = [name for part in parts for name in _settings_of(part)]
+    near = get_close_matches(key.lower(), own, n=1, cutoff=0.5)
+    guess = f"; did you mean 'regulator.{near[0]}'?" if near else "."
+    others = [name for name, kind in regulators.TABLE.items() if key in inspect.signature(kind).parameters]
+    hint = f"; {key} is a setting of {', '.join(others)}" if others else ""
+    return f"unknown key 'regulator.{key}'{guess} ({text!r} has: {', '.join(own)}{hint})"
+
+
+def _settings_of(part: regulators.Regulator) -> list[str]:
+    target = part.function if isinstance(part, regulators.Function) else part
+    if is_dataclass(target):
+        return [field.name for field in fields(target) if field.init]
+    return list(inspect.signature(target).parameters)[1:]  # a function; the first is the batch
+
+
+def _changed(part: regulators.Regulator, change: Document) -> regulators.Regulator:
+    if not isinstance(part, regulators.Function):
+        return replace(part, **change)  # type: ignore[type-var] # a regulator with settings is a dataclass
+    if is_dataclass(part.function) and not isinstance(part.function, type):
+        return replace(part, function=replace(part.function, **change))
+    return replace(part, settings=tuple((dict(part.settings) | change).items()))
+
+
+# The keys there are, for whoever mistypes one
+
+
+def _keys(model: type[BaseModel], prefix: str) -> list[str]:
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        kinds = [kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if _is_group(kind)]
+        keys += [prefix + name, *(_keys(kinds[0], f"{prefix}{name}.") if kinds else ())]
+    return keys
+
+
+def _task_keys(document: Document) -> list[str]:
+    task = document.get("task")
+    name = task.get("name", "kk") if isinstance(task, dict) else "kk"
+    return [f"task.{setting}" for setting in tasks.settings_of(name)] if name in tasks.names() else []
+
+
+def _regulator_keys(document: Document) -> list[str]:
+    try:
+        parts = _parts(str(document.get("regulator", "grpo")))
+    except (TypeError, ValueError):
+        return []
+    return [f"regulator.{setting}" for part in parts for setting in _settings_of(part)]
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, _Group)

@@ -1,0 +1,259 @@
+"""avg@k, pass@k, maj@k and their intervals: by hand, by enumeration and by simulation."""
+
+import json
+from itertools import combinations
+from math import sqrt
+from random import Random
+from statistics import fmean, stdev
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poise.statistics import ProblemResult, majority, mean_interval, pass_at_k, summarise, wilson
+
+shares = st.lists(st.integers(0, 4).map(lambda c: c / 4), min_size=1, max_size=30)
+levels = st.floats(0.01, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "value"),
+    [
+        (4, 0, 2, 0.0),
+        (4, 1, 1, 0.25),
+        (4, 1, 2, 0.5),  # 3 of the 6 pairs
+        (4, 2, 2, 5 / 6),
+        (4, 3, 2, 1.0),
+        (10, 3, 5, 1 - 21 / 252),
+        (2000, 1, 1000, 0.5),
+    ],
+)
+def test_pass_at_k_by_hand(n, c, k, value):
+    assert pass_at_k(n, c, k) == pytest.approx(value, rel=1e-12)
+
+
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                subsets = list(combinations([True] * c + [False] * (n - c), k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+@given(st.integers(2, 200), st.data())
+def test_pass_at_k_grows_with_k_and_with_c(n, data):
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n - 1))
+    assert 0 <= pass_at_k(n, c, k) <= pass_at_k(n, c, k + 1) <= 1
+    assert pass_at_k(n, c, k) <= pass_at_k(n, min(c + 1, n), k)
+    assert pass_at_k(n, c, 1) == pytest.approx(c / n)
+
+
+def test_pass_at_k_has_no_bias():
+    p, n, k = 0.2, 6, 3
+    chance = {c: len(list(combinations(range(n), c))) * p**c * (1 - p) ** (n - c) for c in range(n + 1)}
+    assert sum(chance[c] * pass_at_k(n, c, k) for c in chance) == pytest.approx(1 - (1 - p) ** k)
+    assert sum(chance[c] * (1 - (1 - c / n) ** k) for c in chance) < 1 - (1 - p) ** k - 0.01  # the plug-in
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((0, 0, 1), "n must be"), ((4, 5, 1), "c must be"), ((4, 2, 5), "k must be"), ((4, 2, 0), "k must be")],
+)
+def test_pass_at_k_refuses_what_it_cannot_estimate(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pass_at_k(*arguments)
+    with pytest.raises(TypeError, match="whole number"):
+        pass_at_k(4, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (5, 10, 0.2366, 0.7634),
+        (1, 29, 0.0061, 0.1718),
+        (81, 263, 0.2553, 0.3662),
+    ],
+)
+def test_wilson_by_hand(successes, n, low, high):
+    # The last two are from Newcombe (1998), table I.
+    assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+@given(st.integers(1, 500), st.data(), levels)
+def test_wilson_contains_the_share_and_is_symmetric(n, data, level):
+    c = data.draw(st.integers(0, n))
+    low, high = wilson(c, n, level)
+    assert 0 <= low <= c / n <= high <= 1
+    assert low < high
+    assert wilson(n - c, n, level) == pytest.approx((1 - high, 1 - low), abs=1e-12)
+
+
+@given(shares, levels)
+def test_mean_interval_contains_the_mean_and_widens_with_the_level(values, level):
+    low, high = mean_interval(values, level)
+    assert 0 <= low <= fmean(values) <= high <= 1
+    assert low < high
+    wide = mean_interval(values, (1 + level) / 2)
+    assert wide[0] <= low
+    assert high <= wide[1]
+
+
+@given(shares)
+def test_mean_interval_is_no_wider_than_that_of_as_many_yes_or_no_problems(values):
+    values = values * 4  # so that a whole number of yes-or-no problems has the same mean
+    low, high = mean_interval(values)
+    yes_or_no = wilson(round(sum(values)), len(values))
+    assert yes_or_no[0] - 1e-12 <= low
+    assert high <= yes_or_no[1] + 1e-12
+
+
+@given(st.lists(st.booleans(), min_size=1))
+def test_mean_interval_of_yes_or_no_is_wilson(values):
+    assert mean_interval(values) == pytest.approx(wilson(sum(values), len(values)))
+
+
+def test_mean_interval_by_hand():
+    # Mean ½ and squares of 2 · ¼² + 2 · 0 = ⅛: φ = (⅛ + ¼) / (4 · ¼) = ⅜, so 4 problems are worth 10 ⅔.
+    z2, n = 1.959964**2, 4 / 0.375
+    half = sqrt(z2) / (1 + z2 / n) * sqrt(0.25 / n + z2 / (4 * n * n))
+    assert mean_interval([0.25, 0.5, 0.5, 0.75]) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+
+
+def test_more_samples_of_the_same_problems_cannot_help_without_end():
+    # Half the problems are always solved, half never: ten times the samples say nothing new.
+    few = summarise([ProblemResult("1", (right,) * 4) for right in (True, False) * 20], 4)["overall"]["avg@4"]
+    many = summarise([ProblemResult("1", (right,) * 40) for right in (True, False) * 20], 4)["overall"]["avg@4"]
+    assert few == many
+    assert few["high"] - few["low"] == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("bad", [[], [0.5, 1.5], [-0.1], [float("nan")]])
+def test_mean_interval_refuses_what_is_no_share(bad):
+    with pytest.raises(ValueError, match="mean_interval"):
+        mean_interval(bad)
+
+
+@pytest.mark.parametrize("level", [0, 1, 1.5, 95])
+def test_level_is_a_share(level):
+    with pytest.raises(ValueError, match="level"):
+        wilson(1, 2, level)
+
+
+def coverage(interval, a, b, problems, samples, trials=1500, seed=0):
+    """How often an interval holds the true accuracy, the problems' own accuracies being Beta(a, b)."""
+    rng = Random(seed)
+    held = 0
+    for _ in range(trials):
+        chances = [rng.betavariate(a, b) for _ in range(problems)]
+        low, high = interval([sum(rng.random() < p for _ in range(samples)) / samples for p in chances])
+        held += low <= a / (a + b) <= high
+    return held / trials
+
+
+def t_interval(values, quantile=2.045):  # 29 degrees of freedom
+    half = quantile * stdev(values) / sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (0.2, 0.2), (5, 0.3), (0.1, 2), (50, 50)])
+def test_the_interval_covers_as_often_as_it_says(a, b):
+    assert 0.935 <= coverage(mean_interval, a, b, problems=30, samples=4) <= 0.985
+
+
+def test_the_t_interval_is_as_good_in_the_middle_and_worse_at_the_ends():
+    assert coverage(t_interval, 1, 1, problems=30, samples=4) >= 0.935
+    assert coverage(t_interval, 0.1, 2, problems=30, samples=4) < 0.9
+
+
+def test_samples_counted_as_problems_would_cover_too_seldom():
+    # Why problems are the unit: 30 problems × 8 samples are not 240 independent ones.
+    def naive(values):
+        return wilson(round(sum(values) * 8), len(values) * 8)
+
+    assert coverage(naive, 0.5, 0.5, problems=30, samples=8, trials=500) < 0.75
+
+
+@pytest.mark.parametrize(
+    ("answers", "winner"),
+    [
+        ("aba", "a"),
+        ("abb", "b"),
+        ("ab", "a"),  # a tie: the first seen
+        ("bbaa", "b"),
+        ([None, None, None, "a"], "a"),  # None never wins
+        ([None, "b", "a", "a", None, None], "a"),
+        ([None], None),
+        ([], None),
+        ([(1, 2), (1, 2), 3], (1, 2)),
+    ],
+)
+def test_majority(answers, winner):
+    assert majority(list(answers)) == winner
+
+
+def result(difficulty, *said, right="r"):
+    return ProblemResult(difficulty, tuple(answer == right for answer in said), said)
+
+
+def test_summary_by_hand():
+    results = [
+        result("10", "r", "x", "x", "y"),  # avg ¼, pass 1, maj wrong
+        result("2", "r", "r", "x", None),  # avg ½, pass 1, maj right
+        result("2", None, None, None, "r"),  # avg ¼, pass 1, maj right: None has no vote
+        result("2", None, None, None, None),
+    ]
+    made = summarise(results, 4)
+    assert list(made["difficulty"]) == ["2", "10"]
+    assert made["overall"]["problems"] == 4
+    assert {key: made["overall"][key]["value"] for key in ("avg@4", "pass@4", "maj@4")} == {
+        "avg@4": 0.25,
+        "pass@4": 0.75,
+        "maj@4": 0.5,
+    }
+    assert made["difficulty"]["2"]["maj@4"]["value"] == pytest.approx(2 / 3)
+    assert made["difficulty"]["10"]["pass@4"]["value"] == 1
+    low, high = wilson(2, 4)
+    assert made["overall"]["maj@4"] == {"value": 0.5, "low": pytest.approx(low), "high": pytest.approx(high)}
+    assert json.loads(json.dumps(made)) == made
+
+
+def test_fewer_than_all_samples():
+    made = summarise([result("1", "x", "x", "r", "r", "r")], 2)["overall"]
+    assert made["avg@2"]["value"] == 0.6  # all samples
+    assert made["pass@2"]["value"] == pytest.approx(1 - 1 / 10)  # without bias from all samples
+    assert made["maj@2"]["value"] == 0  # the first two
+
+
+def test_at_k_1_all_three_agree():
+    made = summarise([result("1", "r"), result("1", "x"), result("1", None)], 1)["overall"]
+    assert made["avg@1"] == made["pass@1"] == made["maj@1"]
+
+
+def test_without_answers_there_is_no_majority():
+    made = summarise([ProblemResult("easy", (True, False)), ProblemResult("hard", (False, False))], 2)
+    assert set(made["overall"]) == {"problems", "avg@2", "pass@2"}
+    assert list(made["difficulty"]) == ["easy", "hard"]
+
+
+@given(st.lists(st.lists(st.sampled_from(["r", "x", None]), min_size=3, max_size=3), min_size=1, max_size=20))
+def test_majority_and_average_never_beat_pass(said):
+    made = summarise([result("1", *answers) for answers in said], 3)["overall"]
+    for name in ("avg@3", "maj@3"):
+        assert made[name]["value"] <= made["pass@3"]["value"] + 1e-12
+    for name in ("avg@3", "pass@3", "maj@3"):
+        assert 0 <= made[name]["low"] <= made[name]["value"] <= made[name]["high"] <= 1
+
+
+def test_what_cannot_be_summarised_is_refused():
+    with pytest.raises(ValueError, match="no result"):
+        summarise([], 1)
+    with pytest.raises(ValueError, match="problem 1 has 1 samples, which is fewer than k = 2"):
+        summarise([result("1", "r", "r"), result("1", "r")], 2)
+    with pytest.raises(ValueError, match="k must be"):
+        summarise([result("1", "r")], 0)
+    with pytest.raises(ValueError, match="at least one sample"):
+        ProblemResult("1", ())
+    with pytest.raises(ValueError, match="1 answers to 2 samples"):
+        ProblemResult("1", (True, False), ("a",))
