@@ -67,8 +67,9 @@ def train(method: str = "ar(alpha=0.2)", steps: int = 60, seed: int = 0) -> list
             old_logp, torch.ones_like(hits), group_zscore(rewards, groups), groups, rewards, correct=hits.all(1),
             entropy=entropy, hidden=hidden, head=model.head.weight, targets=tokens[:, 1:],
         )  # fmt: skip
+        mini_batches = torch.randperm(len(tokens)).chunk(2)
         for phase in regulator(batch):
-            for rows in torch.randperm(len(tokens)).chunk(2):
+            for rows in mini_batches:
                 mini, mini_phase = batch.rows(rows), phase.rows(rows)
                 if not objective.active(mini, mini_phase, settings).any():
                     continue  # an optimizer step would move the model by momentum alone

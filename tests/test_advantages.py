@@ -28,6 +28,12 @@ def test_leave_one_out():
     close(leave_one_out(REWARDS, GROUPS), [3 - 0, 1 - 1, -1 - 2, 0, 0])
 
 
+def test_leave_one_out_keeps_double_precision():
+    rewards = torch.tensor([0.1, 0.7, 0.2, 0.9], dtype=torch.float64)
+    others = [(rewards.sum() - r) / 3 for r in rewards]
+    close(leave_one_out(rewards, torch.zeros(4, dtype=torch.long)), (rewards - torch.stack(others)).tolist())
+
+
 def test_reinforce_pp():
     spread = (REWARDS - 2.6).square().mean()
     close(reinforce_pp(REWARDS), ((REWARDS - 2.6) / (spread + 1e-8).sqrt()).tolist())

@@ -66,6 +66,15 @@ def test_the_minimal_loop_learns(method, capsys):
     assert "reward" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("same", ["lopti(threshold=0)", "lopti(threshold=2)", "ar(alpha=0)"])
+def test_settings_that_are_grpo_train_exactly_as_grpo(same):
+    """A phase without tokens takes no optimizer step: with Adam's momentum it would show at once."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from minimal_loop import train
+
+    assert train(same, steps=8) == train("grpo", steps=8)
+
+
 def test_the_minimal_loop_is_minimal():
     assert len((ROOT / "examples/minimal_loop.py").read_text().splitlines()) < 100
 

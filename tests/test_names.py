@@ -74,6 +74,14 @@ def test_text_form(written, meant):
     assert parse(text(meant)) == meant
 
 
+def test_every_way_of_naming_one_is_understood():
+    both = regulators.Compose((regulators.AdvantageReweighting(0.3), regulators.Lopti()))
+    assert get("ar(alpha=0.3) | lopti") == parse("ar(alpha=0.3) | lopti") == parse(both) == both
+    assert parse(plain)(random_batch())[0].policy.max() == 4.0
+    with pytest.raises(ValueError, match="has no text form"):
+        text(parse(lambda batch: plain(batch)))
+
+
 def test_text_leaves_defaults_out():
     assert text(parse("ar(alpha=0.2)|lopti(threshold=0.5, order='low-first')")) == "ar | lopti(threshold=0.5)"
 

@@ -6,7 +6,7 @@ from helpers import fields_of, random_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise import Head, TokenBatch, regulators
+from poise import Head, TokenBatch, influence, regulators
 from poise.influence import scores
 
 
@@ -95,6 +95,47 @@ def test_half_precision_is_accumulated_in_float32():
         torch.testing.assert_close(found.positive.double(), exact.positive, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["pair", "linear"])
+def test_the_threshold_does_not_cancel_in_float32(form):
+    """A response's score with itself is far larger than with the others: it must not be added and taken off again."""
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(2000, 64, generator=g, dtype=torch.float64) / 8
+    positive, negative = [tokens(g, 300, 64, 2000) for _ in range(4)], tokens(g, 50, 64, 2000)
+    exact = scores(weight, positive, negative, form=form)
+    rough = scores(weight.float(), [(h.float(), y) for h, y in positive], (negative[0].float(), negative[1]), form=form)
+    for a, b in zip(rough, exact, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < 1e-4
+
+
+def test_an_opaque_head_gets_hidden_states_in_the_dtype_of_the_model():
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(9, 4, generator=g).bfloat16()
+    positive, negative = [(h.bfloat16(), y) for h, y in (tokens(g, 5), tokens(g, 4))], tokens(g, 6)
+    found = scores(lambda h: h @ weight.T, positive, (negative[0].bfloat16(), negative[1]))
+    assert found.negative.dtype == torch.float32
+    torch.testing.assert_close(
+        found.negative, scores(weight, positive, (negative[0].bfloat16(), negative[1])).negative, rtol=0.1, atol=0.3
+    )
+
+
+def test_the_cheaper_form_is_chosen(monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    chosen = []
+    for form in ("_pair", "_linear"):
+        monkeypatch.setattr(
+            influence, form, lambda *_, form=form: (chosen.append(form), (torch.zeros(1), torch.zeros(1)))[1]
+        )
+    scores(make_head(g), [tokens(g, 3)], tokens(g, 50))
+    scores(make_head(g), [tokens(g, 4)], tokens(g, 1))
+    assert chosen == ["_pair", "_linear"]  # pairs below d = 4 tokens of correct responses
+
+
+def test_scores_that_are_not_finite_are_an_error():
+    batch = random_batch(0, hidden=lambda rows: torch.full((len(rows), 9, 5), torch.nan, dtype=torch.float64))
+    with pytest.raises(ValueError, match="are not finite: look at hidden and head"):
+        regulators.get("nthr", self_inclusive=True)(batch)
+
+
 def test_the_linear_form_refuses_an_opaque_head():
     g = torch.Generator().manual_seed(0)
     with pytest.raises(ValueError, match="can be sliced"):
@@ -113,7 +154,7 @@ def expected_weights(batch, beta=1.0, eta=None, self_inclusive=False):
         factor = 2 * abs(0.5 - len(right) / len(rows)) if eta is None else eta
         for r in wrong:
             minus, plus = naive(Head(batch.head), [take(i) for i in right], take(r), self_inclusive)
-            weight[r][batch.mask[r]] = torch.where(minus > beta * plus.min(), factor, 1.0).double()
+            weight[r][batch.mask[r]] = torch.ones_like(minus).masked_fill(minus > beta * plus.min(), factor)
     return weight
 
 

@@ -197,12 +197,17 @@ def test_nothing_outside_the_mask_leaks():
 
 
 def test_a_token_of_weight_zero_takes_no_part_even_if_its_ratio_is_infinite():
-    batch = TokenBatch(torch.tensor([[-1.0, -1e30]]), torch.ones(1, 2), torch.ones(1))
-    logp = torch.tensor([[-1.0, -0.5]], requires_grad=True)
-    loss, _ = loss_of(batch, Phase.of(batch, torch.tensor([[1.0, 0.0]])), Settings(), logp)
-    loss.backward()
-    assert loss.item() == pytest.approx(-0.5)
-    assert logp.grad.tolist() == [[-0.5, 0.0]]
+    batch = TokenBatch(torch.full((1, 3), -1.0), torch.ones(1, 3), torch.ones(1), ref_logp=torch.full((1, 3), -1.0))
+    one = torch.tensor([[1.0, 0.0, 0.0]])
+    for kl in ("k1", "k2", "k3"):
+        logp = torch.tensor([[-1.0, torch.nan, -torch.inf]], requires_grad=True)
+        entropy = torch.tensor([[1.0, torch.nan, torch.inf]], requires_grad=True)
+        settings = Settings(kl=kl, kl_coef=0.3, entropy_coef=0.6)
+        loss, metrics = loss_of(batch, Phase.of(batch, one, one), settings, logp, entropy=entropy)
+        loss.backward()
+        assert loss.item() == pytest.approx(-1 / 3 - 0.6 / 3)
+        assert metrics["optim/entropy"].item() == pytest.approx(1 / 3)
+        assert logp.grad[0, 1:].tolist() == entropy.grad[0, 1:].tolist() == [0.0, 0.0]
 
 
 def test_far_off_ratios_stay_finite():
@@ -227,6 +232,23 @@ def test_importance_weights_are_truncated_and_touch_the_policy_term_alone():
     torch.testing.assert_close(loss_of(off, grpo, settings)[0], weighted)
     uncorrected = Settings(kl_coef=0.1, importance_cap=None)
     torch.testing.assert_close(loss_of(off, grpo, uncorrected)[0], loss_of(batch, grpo, settings)[0])
+
+
+def test_drift_is_the_k3_distance_from_the_old_policy_and_importance_is_reported():
+    gap = torch.tensor([[1e-4, -0.2]], dtype=torch.float64)
+    old = torch.full((1, 2), -1.0, dtype=torch.float64)
+    batch = TokenBatch(old, torch.ones(1, 2), torch.ones(1), sampler_logp=old - math.log(1.5))
+    _, metrics = loss_of(batch, Phase.of(batch), Settings(), old + gap)
+    assert metrics["optim/drift"].item() == pytest.approx(float((torch.expm1(gap) - gap).mean()), rel=1e-9)
+    assert metrics["optim/importance"].item() == pytest.approx(1.5)
+
+
+def test_a_phase_that_was_not_cut_with_its_batch_is_refused():
+    batch = random_batch()
+    phase = Phase.of(batch)
+    for call in (active, loss_of):
+        with pytest.raises(ValueError, match="cut both with the same rows"):
+            call(batch.rows([0]), phase, Settings())
 
 
 class TestActive:
@@ -269,7 +291,8 @@ def test_responses_without_tokens_do_not_count():
         (lambda: Settings(kl="k4"), "unknown kl 'k4'"),
         (lambda: Settings(aggregation="fixed-length"), "needs max_length"),
         (lambda: Settings(clip_low=1.5), "clip_low must be between"),
-        (lambda: Settings(dual_clip=0.5), "dual_clip must be between 1.0"),
+        (lambda: Settings(dual_clip=1.0), "dual_clip must be between 1.001"),
+        (lambda: Settings(max_length=2.5), "max_length must be a whole number"),
         (
             lambda: loss_of(random_batch(ref_logp=None), Phase.of(random_batch()), Settings(kl_coef=0.1)),
             "needs ref_logp",

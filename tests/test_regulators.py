@@ -117,6 +117,26 @@ def test_clip_cov_takes_only_candidates():
     assert phase.kl.eq(1).all()
 
 
+def test_clip_cov_is_a_covariance():
+    """Both means are taken off: a constant added to all advantages or all log-probabilities changes nothing."""
+    batch = random_batch(prompts=8, length=40)
+    settings = {"share": 1.0, "low": 0.3, "high": 5.0}
+    zeros = regulators.get("clip-cov", **settings)(batch)[0].policy
+    cov_a = batch.token_advantages - batch.token_advantages[batch.mask].mean()
+    cov = cov_a * (batch.old_logp - batch.old_logp[batch.mask].mean())
+    assert torch.equal(zeros == 0, ~batch.mask | ((cov > 0.3) & (cov < 5.0)))
+
+
+def test_two_methods_with_one_seed_draw_apart():
+    batch = random_batch(prompts=8, length=40)
+    (clipped,) = weights("clip-cov", batch, share=0.3, low=-1e9, high=1e9)
+    first, _ = weights("random-split", batch, share=0.3)
+    both = ((clipped.policy == 0) & (first.policy > 0) & batch.mask).sum() / first.policy.sum()
+    assert 0.15 < both < 0.45
+    crossed = regulators.parse("random-split(share=0.5) | random-split(share=0.5, seed=1)")(batch)
+    assert all(phase.policy.any() for phase in crossed)
+
+
 def test_clip_cov_draws_the_share_of_all_tokens():
     batch = random_batch(prompts=8, length=40)
     (phase,) = weights("clip-cov", batch, share=0.05, low=-1e9, high=1e9)
@@ -170,7 +190,7 @@ def test_what_is_drawn_depends_on_seed_and_batch_alone(text):
     "text",
     [
         "ar(alpha=0)", "amplify(alpha=0.0)", "lopti(threshold=0)", "lopti(threshold=1.001)", "lopti(threshold=7)",
-        "nthr(eta=1)", "nthr(eta=1, self_inclusive=True)", "constant(weight=1)", "entropy(quantile=1)", "stapo(prob=0)",
+        "nthr(eta=1)", "nthr(eta=1, self_inclusive=True)", "constant(weight=1)", "entropy(quantile=1)", "stapo(max_prob=0)",
         "random-split(share=0)", "random-split(share=1)", "clip-cov(share=0)",
         "tr-grpo(low=1.0, high=1.0)", "ar(alpha=0) | lopti(threshold=0) | nthr(eta=1)",
     ],
@@ -232,10 +252,38 @@ def test_a_missing_field_is_named(name, field):
         weights(name)
 
 
+def test_phases_may_be_yielded_and_must_have_names_of_their_own():
+    batch = golden()
+
+    def generated(batch):
+        yield Phase.of(batch, 2.0, name="one")
+        yield Phase.of(batch, 3.0, name="two")
+
+    assert [phase.policy.max() for phase in regulators.Function(generated)(batch)] == [2, 3]
+    with pytest.raises(ValueError, match="names of their own"):
+        regulators.Function(lambda b: [Phase.of(b), Phase.of(b)])(batch)
+
+
+def test_weights_may_be_given_per_response():
+    batch = random_batch(prompts=3, group=3)  # as many responses as tokens: nothing may be transposed
+    weight = torch.arange(9.0)
+    phase = Phase.of(batch, weight)
+    assert torch.equal(phase.policy, batch.mask * weight[:, None].double())
+    with pytest.raises(ValueError, match="weights must be"):
+        Phase.of(batch, torch.ones(4))
+
+
+def test_a_misspelt_need_is_caught_where_it_is_written():
+    with pytest.raises(TypeError, match="did you mean 'hidden'"):
+        type("Mine", (regulators.Regulator,), {"needs": frozenset({"hiden"})})
+
+
 def test_token_weights():
     batch = golden()
     made = token_weights("ar(alpha=0.2)", old_logp=batch.old_logp, advantages=batch.advantages, mask=batch.mask)
     close(made, [[0.82, 0.9, 1.0], [0.8002, 0.88, 0.98]])
+    with pytest.raises(TypeError, match=r"unknown field of TokenBatch 'alpha'.*settings go into the text form"):
+        token_weights("ar", alpha=0.2, old_logp=batch.old_logp, advantages=batch.advantages, mask=batch.mask)
     with pytest.raises(ValueError, match=r"2 phases \(low, high\)"):
         token_weights("lopti", old_logp=batch.old_logp, advantages=batch.advantages, mask=batch.mask)
 
@@ -252,6 +300,7 @@ class TestSummary:
         batch = golden()
         found = regulators.summary(regulators.get("lopti")(batch), batch)
         assert found["reg/low/weight_mean"] == pytest.approx(2 / 6)
+        assert found["reg/low/kl_weight_mean"] == pytest.approx(2 / 6)
         assert found["reg/low/zero_share"] == pytest.approx(4 / 6)
         assert found["reg/low/effective_tokens"] == pytest.approx(2)
         assert found["reg/high/weight_p0.25-0.50"] == 1

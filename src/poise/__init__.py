@@ -6,7 +6,7 @@ A regulator looks at one rollout batch and says, token by token, how much each m
 >>> for phase in regulator(poise.TokenBatch(old_logp, mask, advantages)): ...
 """
 
-from poise import advantages, objective, regulators
+from poise import advantages, diagnostics, objective, regulators
 from poise.batch import Phase, TokenBatch
 from poise.head import Head
 from poise.regulators import Regulator, token_weights
@@ -20,6 +20,7 @@ __all__ = [
     "TokenBatch",
     "__version__",
     "advantages",
+    "diagnostics",
     "objective",
     "regulators",
     "token_weights",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Real
 
 
 def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
@@ -24,7 +25,7 @@ def check_range(
     high: float = float("inf"),
 ) -> None:
     """Raise unless ``low <= value <= high``. NaN, booleans and text are refused too."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name} must be a number, got {value!r}")
     if not low <= value <= high:
         raise ValueError(f"{owner}: {name} must be between {low} and {high}, got {value!r}")

@@ -27,7 +27,7 @@ def group_centered(rewards: Tensor, groups: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """RLOO (arXiv 2402.14740): ``r`` minus the mean of the *other* responses of the group."""
     rewards, index, count = _prepare(rewards, groups)
-    return _centered(rewards, index, count) * (count / (count - 1))[index]
+    return _centered(rewards, index, count) * (count.to(rewards.dtype) / (count - 1))[index]
 
 
 def reinforce_pp(

@@ -52,7 +52,8 @@ class TokenBatch:
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
-                self._set(item.name, value.detach())
+                whole = item.name == "rewards" and not value.is_floating_point()
+                self._set(item.name, value.float() if whole else value.detach())
             elif value is None and item.name in ("old_logp", "mask", "advantages"):
                 raise TypeError(f"TokenBatch: {item.name} is missing")
             elif value is not None and not (item.name in ("hidden", "head") and callable(value)):
@@ -110,11 +111,13 @@ class TokenBatch:
             raise ValueError("TokenBatch: hidden is missing")
         if isinstance(self.hidden, Tensor):
             return self.hidden[rows]
-        hidden = self.hidden(rows).detach()
+        hidden = self.hidden(rows)
+        if not isinstance(hidden, Tensor):
+            raise TypeError(f"TokenBatch: hidden(rows) must return a tensor, got {type(hidden).__name__}")
         if hidden.dim() != 3 or hidden.shape[:2] != (len(rows), self.mask.shape[1]):
             expected = f"({len(rows)}, {self.mask.shape[1]}, d)"
             raise ValueError(f"TokenBatch: hidden(rows) must return {expected}, got {tuple(hidden.shape)}")
-        return hidden
+        return hidden.detach()
 
     def rows(self, ix: Rows) -> TokenBatch:
         """The batch of some rows, for mini- and micro-batches. Nothing is checked again; a slice makes no copy."""
@@ -157,6 +160,11 @@ class Phase:
 
         def inside(weight: Tensor | float) -> Tensor:
             weight = torch.as_tensor(weight, dtype=batch.dtype, device=batch.mask.device)
+            if weight.dim() == 1:  # one for each response
+                weight = weight[:, None]
+            if weight.dim() and weight.shape not in (batch.mask.shape, (len(batch.mask), 1)):
+                expected = f"{tuple(batch.mask.shape)}, {tuple(batch.mask.shape[:1])} or a number"
+                raise ValueError(f"phase {name!r}: weights must be {expected}, got shape {tuple(weight.shape)}")
             return torch.where(batch.mask, weight, 0.0)
 
         return cls(name, inside(policy), inside(kl), metrics or {})
@@ -214,8 +222,8 @@ def _check_shapes(batch: TokenBatch) -> None:
         elif name == "hidden":
             expected = (*shape, value.shape[-1] if value.dim() == 3 else "d")
         if tuple(value.shape) != expected:
-            also = " or " + str(tuple(shape[:1])) if name == "advantages" else ""
-            raise ValueError(f"TokenBatch: {name} must have shape {expected}{also}, got {tuple(value.shape)}")
+            allowed = f"{tuple(shape[:1])} or {tuple(shape)}" if name == "advantages" else str(expected)
+            raise ValueError(f"TokenBatch: {name} must have shape {allowed}, got {tuple(value.shape)}")
         if value.device != device:
             raise ValueError(f"TokenBatch: {name} is on {value.device}, old_logp on {device}")
         whole = name in ("groups", "targets")

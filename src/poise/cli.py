@@ -141,9 +141,7 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A hub id, a model folder, a run folder, or 'embedded'.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[SETTING=VALUE]...", help="More task settings.")
-    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="[SETTING=VALUE]...", help="More task settings.")] = None,
     task: Annotated[str, typer.Option(help="The task.")] = "kk",
     people: Annotated[Optional[str], typer.Option(help="For kk: how many people, such as 3-7.")] = None,  # noqa: UP045
     n: Annotated[int, typer.Option("--n", min=1, help="Samples per problem: the k of avg@k, pass@k, maj@k.")] = 8,

@@ -33,6 +33,7 @@ class Head:
             expected = tuple(self.weight.shape[:1])
             raise ValueError(f"Head: bias must be {expected}, got {tuple(self.bias.shape)}")
         check_range("Head", "temperature", self.temperature, 1e-6)
+        check_range("Head", "scale", self.scale)
         if self.softcap is not None:
             check_range("Head", "softcap", self.softcap, 1e-6)
 

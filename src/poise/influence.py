@@ -12,7 +12,7 @@ Two forms of the same sum:
 The pair form is the cheaper one where N⁺ < d. (For the scores of the incorrect responses alone the border is N⁺·N⁻ /
 (N⁺ + N⁻) < d, but the threshold needs the correct ones scored too.) Both walk the vocabulary in slices: neither G nor
 any tokens × vocabulary array is ever whole. A head that is an opaque callable cannot be sliced; there rows are walked
-in blocks, in the pair form.
+in blocks, in the pair form, and the head is called again and again on the same rows: for many tokens give a ``Head``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Scores(NamedTuple):
     positive: Tensor  # (n⁺,) the mean score s̄⁺ over the tokens of each correct response
 
 
+@torch.no_grad()
 def scores(
     head: HeadLike,
     positive: Sequence[Tokens],
@@ -56,8 +57,9 @@ def scores(
     """
     check_choice("scores", "form", form, ("auto", "pair", "linear"))
     head = as_head(head)
-    dtype = torch.promote_types(negative[0].dtype, torch.float32)
-    hidden = torch.cat([h for h, _ in positive] + [negative[0]]).to(dtype)
+    hidden = torch.cat([h for h, _ in positive] + [negative[0]])
+    if isinstance(head, Head):  # a callable gets hidden states as the model made them
+        hidden = hidden.to(_accumulator(hidden))
     targets = torch.cat([y for _, y in positive] + [negative[1]])
     lengths = [len(y) for _, y in positive]
     if form == "auto":
@@ -65,47 +67,57 @@ def scores(
     if form == "linear":
         if not isinstance(head, Head):
             raise ValueError("scores: the linear form needs a head that can be sliced: a weight or a poise.Head")
-        own, cross, s_negative = _linear(head, hidden, targets, lengths, block)
+        s_negative, s_positive = _linear(head, hidden, targets, lengths, self_inclusive, block)
     else:
-        own, cross, s_negative = _pair(head, hidden, targets, lengths, block)
-    s_positive = cross if self_inclusive else cross - own
-    return Scores(s_negative, s_positive / torch.tensor(lengths, dtype=dtype, device=hidden.device))
+        s_negative, s_positive = _pair(head, hidden, targets, lengths, self_inclusive, block)
+    return Scores(s_negative, s_positive / torch.tensor(lengths, dtype=s_positive.dtype, device=hidden.device))
 
 
-def _linear(head: Head, hidden: Tensor, targets: Tensor, lengths: list[int], block: int) -> tuple[Tensor, ...]:
+def _linear(
+    head: Head, hidden: Tensor, targets: Tensor, lengths: list[int], self_inclusive: bool, block: int
+) -> tuple[Tensor, Tensor]:
     n_positive = sum(lengths)
     rest = hidden[n_positive:]
-    own, cross = hidden.new_zeros(len(lengths)), hidden.new_zeros(len(lengths))
-    negative = hidden.new_zeros(len(rest))
+    negative, positive = hidden.new_zeros(len(rest)), hidden.new_zeros(len(lengths))
     width = max(1, block // max(len(hidden), len(lengths) * hidden.shape[1]))
     for errors in _errors_by_vocabulary(head, hidden, targets, width):
         responses = zip(errors[:n_positive].split(lengths), hidden[:n_positive].split(lengths), strict=True)
         parts = torch.stack([e.T @ h for e, h in responses])  # this slice of G_i, one for each correct response
         total = parts.sum(0)
-        cross += parts.flatten(1) @ total.flatten()
-        own += torch.linalg.vector_norm(parts.flatten(1), dim=1).square()
+        # A response's own part is left out here, not taken off the end result, where it is far larger than the rest.
+        partners = total.expand_as(parts) if self_inclusive else total - parts
+        positive += torch.linalg.vecdot(parts.flatten(1), partners.flatten(1))
         negative += torch.linalg.vecdot(errors[n_positive:], rest @ total.T)
-    return own, cross, negative
+    return negative, positive
 
 
 def _pair(
-    head: Head | Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, lengths: list[int], block: int
-) -> tuple[Tensor, ...]:
+    head: Head | Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    lengths: list[int],
+    self_inclusive: bool,
+    block: int,
+) -> tuple[Tensor, Tensor]:
     n_positive = sum(lengths)
-    pairs = hidden.new_zeros(n_positive, len(hidden))
+    exact = hidden.to(_accumulator(hidden))
+    pairs = exact.new_zeros(n_positive, len(hidden))
     if isinstance(head, Head):
         for errors in _errors_by_vocabulary(head, hidden, targets, max(1, block // len(hidden))):
             pairs.addmm_(errors[:n_positive], errors.T)
     else:
         size = max(1, block // head(hidden[:1]).shape[-1])
-        for left in _blocks(n_positive, size):
+        for left in _blocks(n_positive, 8 * size):  # each costs a pass of the head over all tokens
             errors = _errors_of_rows(head, hidden[left], targets[left])
             for right in _blocks(len(hidden), size):
                 pairs[left, right] = errors @ _errors_of_rows(head, hidden[right], targets[right]).T
-    pairs *= hidden[:n_positive] @ hidden.T
-    by_response = torch.stack([rows.sum(0) for rows in pairs.split(lengths)])  # (n⁺, N)
-    to_positive = torch.stack([columns.sum(1) for columns in by_response[:, :n_positive].split(lengths, 1)], 1)
-    return to_positive.diagonal(), to_positive.sum(0), by_response[:, n_positive:].sum(0)
+    pairs *= exact[:n_positive] @ exact.T
+    negative = pairs[:, n_positive:].sum(0)
+    if not self_inclusive:
+        for own in torch.arange(n_positive, device=hidden.device).split(lengths):
+            pairs[own[0] : own[-1] + 1, own[0] : own[-1] + 1] = 0
+    positive = torch.stack([columns.sum() for columns in pairs[:, :n_positive].split(lengths, 1)])
+    return negative, positive
 
 
 def _errors_by_vocabulary(head: Head, hidden: Tensor, targets: Tensor, width: int) -> Iterator[Tensor]:
@@ -121,7 +133,12 @@ def _errors_by_vocabulary(head: Head, hidden: Tensor, targets: Tensor, width: in
 
 def _errors_of_rows(head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor) -> Tensor:
     """``e_y − π`` of some tokens over the whole vocabulary, from a head that only gives whole rows."""
-    return _add_targets(head(hidden).to(hidden.dtype).softmax(-1).neg_(), targets)
+    logits = head(hidden)
+    return _add_targets(logits.to(_accumulator(logits)).softmax(-1).neg_(), targets)
+
+
+def _accumulator(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _add_targets(errors: Tensor, column: Tensor) -> Tensor:

@@ -48,17 +48,17 @@ class Settings:
         check_range("objective", "clip_low", self.clip_low, 0.0, 1.0)
         check_range("objective", "clip_high", self.clip_high, 0.0)
         if self.dual_clip is not None:
-            check_range("objective", "dual_clip", self.dual_clip, 1.0)
+            check_range("objective", "dual_clip", self.dual_clip, 1.001)  # at 1 it would tie with the unclipped term
         check_choice("objective", "kl", self.kl, KL_ESTIMATORS)
         check_range("objective", "kl_coef", self.kl_coef, 0.0)
         check_range("objective", "entropy_coef", self.entropy_coef)
         check_choice("objective", "aggregation", self.aggregation, AGGREGATIONS)
         if self.aggregation == "fixed-length" and self.max_length is None:
             raise ValueError("objective: aggregation 'fixed-length' needs max_length, the longest response allowed")
-        if self.max_length is not None:
-            check_range("objective", "max_length", self.max_length, 1)
+        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 1):
+            raise ValueError(f"objective: max_length must be a whole number above 0, got {self.max_length!r}")
         if self.importance_cap is not None:
-            check_range("objective", "importance_cap", self.importance_cap, 0.0)
+            check_range("objective", "importance_cap", self.importance_cap, 1e-6)
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, settings: Settings) -> Tensor:
@@ -98,6 +98,7 @@ def importance_weights(batch: TokenBatch, cap: float) -> Tensor:
 
 def active(batch: TokenBatch, phase: Phase, settings: Settings) -> Tensor:
     """(B, T) bool: tokens that can have a gradient. Where there is none, no optimizer step may be taken."""
+    _check_phase(batch, phase)
     tokens = (phase.policy > 0) & (batch.token_advantages != 0)
     if settings.kl_coef or settings.entropy_coef:
         tokens = tokens | (phase.kl > 0)
@@ -135,6 +136,7 @@ def policy_loss(
     """
     settings = settings or Settings()
     _check_inputs(logp, batch, settings, entropy)
+    _check_phase(batch, phase)
     dtype = torch.promote_types(logp.dtype, torch.float32)
     scale = batch.mask.to(dtype) / normalizer
     if settings.aggregation == "seq-mean-token-mean":
@@ -153,15 +155,15 @@ def policy_loss(
     policy = -(gain * scale).sum()
     loss = policy
 
+    carries = phase.kl > 0
     bonus = phase.kl.to(dtype) * scale
-    if settings.kl_coef and batch.ref_logp is not None:
-        # The gap is taken inside the mask alone: a NaN outside it must reach neither value nor gradient.
-        now = torch.where(batch.mask, logp.to(dtype), 0.0)
-        kl = kl_divergence(now, torch.where(batch.mask, batch.ref_logp.to(dtype), 0.0), settings.kl)
-        loss = loss + settings.kl_coef * (kl * bonus).sum()
+    if batch.ref_logp is not None:
+        kl = kl_divergence(*(torch.where(carries, x.to(dtype), 0.0) for x in (logp, batch.ref_logp)), settings.kl)
         metrics["optim/kl"] = (kl.detach() * scale).sum()
+        if settings.kl_coef:
+            loss = loss + settings.kl_coef * (kl * bonus).sum()
     if entropy is not None:
-        entropy = torch.where(batch.mask, entropy.to(dtype), 0.0)
+        entropy = torch.where(carries, entropy.to(dtype), 0.0)
         metrics["optim/entropy"] = (entropy.detach() * scale).sum()
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * (entropy * bonus).sum()
@@ -172,9 +174,15 @@ def policy_loss(
         "optim/policy_loss": policy.detach(),
         "optim/clip_low": ((ratio < 1 - settings.clip_low) & (advantages < 0)).mul(scale).sum(),
         "optim/clip_high": ((ratio > 1 + settings.clip_high) & (advantages > 0)).mul(scale).sum(),
-        "optim/drift": ((ratio - 1 - log_ratio.detach()) * scale).sum(),
+        "optim/drift": ((torch.expm1(log_ratio) - log_ratio).detach() * scale).sum(),
     }
     return loss, metrics
+
+
+def _check_phase(batch: TokenBatch, phase: Phase) -> None:
+    if phase.policy.shape != batch.mask.shape or phase.kl.shape != batch.mask.shape:
+        shapes = f"{tuple(phase.policy.shape)} and a batch of {tuple(batch.mask.shape)}"
+        raise ValueError(f"a phase of {shapes} do not belong together: cut both with the same rows(ix)")
 
 
 def _check_inputs(logp: Tensor, batch: TokenBatch, settings: Settings, entropy: Tensor | None) -> None:

@@ -131,8 +131,8 @@ def load_policy(
 ) -> Policy:
     """A model by hub id or local folder, or ``"embedded"``: safetensors only, remote code off unless asked for.
 
-    ``dtype="auto"`` is float32 on the CPU and for training in general; ``"bfloat16"`` halves the memory. ``lora`` has the
-    fields rank, alpha, dropout and targets.
+    ``dtype="auto"`` is float32 on the CPU and for training in general; ``"bfloat16"`` halves the memory. ``lora`` has
+    the fields rank, alpha, dropout and targets.
     """
     import transformers
 

@@ -1,7 +1,7 @@
 """The loop, top to bottom: problems, rollouts, rewards, advantages, regulator, update, and what is kept of them.
 
-Every step draws its random numbers from the run's seed and its own number, and nothing else. So a checkpoint is the weights and
-the optimizer's state, and a resumed run goes on bit for bit.
+Every step draws its random numbers from the run's seed and its own number, and nothing else. So a checkpoint is the
+weights and the optimizer's state, and a resumed run goes on bit for bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A tiny model that can almost do a task: supervised training on worked solutions with misreadings in them.
 
-This is how the embedded model is made. The demonstrations are noisy on purpose: a policy that imitates them solves part of the
-problems and has something left for reinforcement learning to improve. Everything is fixed by the seed and the settings; each
-batch is made from the seed and its number, so that the count of worker processes does not matter.
+This is how the embedded model is made. The demonstrations are noisy on purpose: a policy that imitates them solves
+part of the problems and has something left for reinforcement learning to improve. Everything is fixed by the seed and
+the settings; each batch is made from the seed and its number, so that the count of worker processes does not matter.
 """
 
 from __future__ import annotations

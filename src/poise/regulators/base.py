@@ -6,11 +6,12 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from poise._errors import unknown
 from poise.batch import Phase, TokenBatch
 
 _WHAT = {
@@ -31,7 +32,13 @@ class Regulator(ABC):
     regulator reads the raw batch, not what the one before it made.
     """
 
-    needs: frozenset[str] = frozenset()
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in cls.needs:
+            if name not in TokenBatch.__dataclass_fields__:
+                raise TypeError(f"{cls.__name__}.needs: " + unknown("field", name, TokenBatch.__dataclass_fields__))
 
     @abstractmethod
     def phases(self, batch: TokenBatch) -> list[Phase]:
@@ -45,10 +52,12 @@ class Regulator(ABC):
                 raise ValueError(f"{type(self).__name__} needs TokenBatch.{name}{what}, which this batch lacks")
         with torch.no_grad():
             phases = self.phases(batch)
-        if not phases:
-            raise ValueError(f"{type(self).__name__} returned no phase")
-        for phase in phases:
-            phase.check(batch)
+            phases = [phases] if isinstance(phases, Phase) else list(phases)
+            for phase in phases:
+                phase.check(batch)
+        names = [phase.name for phase in phases]
+        if not phases or len(set(names)) < len(names):
+            raise ValueError(f"{type(self).__name__} must return phases with names of their own, got {names}")
         return phases
 
     def __or__(self, other: Callable[[TokenBatch], list[Phase]]) -> Regulator:
@@ -107,19 +116,20 @@ def as_regulator(value: Callable[[TokenBatch], Sequence[Phase]]) -> Regulator:
     return Function(value)
 
 
-def uniform(batch: TokenBatch, seed: int) -> Tensor:
-    """(N,) uniform draws, one per response token in row order: fixed by the seed and the batch's log-probabilities.
+def random_order(batch: TokenBatch, count: int, seed: int, salt: str) -> Tensor:
+    """A random permutation of ``count``: fixed by the seed, the batch's log-probabilities, and who asks (``salt``).
 
     The batch takes part so that the same seed draws anew at every step; its bits are summed as integers, so that
-    padding and the device do not matter.
+    neither padding nor the device matters. ``salt`` keeps two methods with the same seed from drawing the same.
     """
     bits = batch.old_logp[batch.mask].double().view(torch.int64).sum().item()
-    digest = hashlib.blake2b(f"{seed}/{bits}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{salt}/{seed}/{bits}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-    count = int(batch.mask.sum())
-    return torch.rand(count, generator=generator).to(batch.mask.device)
+    return torch.randperm(count, generator=generator).to(batch.mask.device)
 
 
-def scatter(batch: TokenBatch, values: Tensor) -> Tensor:
-    """(N,) values of the response tokens in row order, back at their places in a (B, T) tensor of zeros."""
-    return torch.zeros(batch.mask.shape, dtype=values.dtype, device=values.device).masked_scatter_(batch.mask, values)
+def scatter(batch: TokenBatch, chosen: Tensor) -> Tensor:
+    """(B, T) bool: the chosen ones among the response tokens, which are numbered in row order."""
+    picked = torch.zeros(int(batch.mask.sum()), dtype=torch.bool, device=batch.mask.device)
+    picked[chosen] = True
+    return torch.zeros_like(batch.mask).masked_scatter_(batch.mask, picked)

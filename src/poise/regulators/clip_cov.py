@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from poise._errors import check_range
 from poise.batch import Phase, TokenBatch
-from poise.regulators.base import Regulator, scatter, uniform
+from poise.regulators.base import Regulator, random_order, scatter
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class ClipCov(Regulator):
         logp = batch.old_logp[batch.mask].to(batch.dtype)
         advantages = batch.token_advantages[batch.mask]
         cov = (advantages - advantages.mean()) * (logp - logp.mean())
-        candidate = (cov > self.low) & (cov < self.high)
-        draws = torch.where(candidate, uniform(batch, self.seed), 2.0)  # candidates come first in the order of draws
-        chosen = candidate & (draws.argsort().argsort() < max(int(self.share * len(cov)), 1))
-        return [Phase.of(batch, ~scatter(batch, chosen), metrics={"clipped_share": float(chosen.float().mean())})]
+        candidates = ((cov > self.low) & (cov < self.high)).nonzero()[:, 0]
+        order = random_order(batch, len(candidates), self.seed, "clip-cov")
+        chosen = candidates[order[: max(int(self.share * len(cov)), 1)]]
+        return [Phase.of(batch, ~scatter(batch, chosen), metrics={"clipped_share": len(chosen) / len(cov)})]

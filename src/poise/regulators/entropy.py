@@ -14,7 +14,8 @@ from poise.regulators.base import Regulator
 class TopEntropy(Regulator):
     """Only the ``quantile`` share of tokens with the highest entropy, over the batch, keep their policy term.
 
-    Paper: "Beyond the 80/20 Rule", arXiv 2506.01939; the same as TRL's ``top_entropy_quantile``. KL is not masked, and
+    Paper: "Beyond the 80/20 Rule", arXiv 2506.01939; as TRL's ``top_entropy_quantile``, up to the rounding of
+    the count. KL is not masked, and
     the denominator stays the count of all response tokens. **Ours:** the entropy is the old policy's, over the whole
     rollout batch; tokens tied with the last one kept are kept too. ``quantile=1`` is GRPO exactly.
     """

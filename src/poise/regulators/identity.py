@@ -20,6 +20,8 @@ class Identity(Regulator):
     passes: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.passes, int):
+            raise TypeError(f"grpo: passes must be a whole number, got {self.passes!r}")
         check_range("grpo", "passes", self.passes, 1)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:

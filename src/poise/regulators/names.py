@@ -11,9 +11,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from poise._errors import unknown
+from poise.batch import TokenBatch
 from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
-from poise.regulators.base import Compose, Function, Regulator
+from poise.regulators.base import Compose, Function, Regulator, as_regulator
 from poise.regulators.clip_cov import ClipCov
 from poise.regulators.constant import Constant
 from poise.regulators.entropy import TopEntropy
@@ -45,6 +46,8 @@ def get(name: str, *args: Any, **settings: Any) -> Regulator:
     A dotted path (``package.module.Name`` or ``package.module:Name``) may lead to a class, or to a plain function from
     a batch to phases; importing it runs its module, so it comes from the user's own configuration only.
     """
+    if not args and not settings and any(sign in name for sign in "(|"):
+        return parse(name)
     maker = TABLE.get(name) or _import(name)
     if inspect.isclass(maker):
         return _build(name, maker, args, settings)
@@ -54,8 +57,13 @@ def get(name: str, *args: Any, **settings: Any) -> Regulator:
     return Function(maker, tuple(settings.items()))
 
 
-def parse(text: str) -> Regulator:
-    """A regulator from its text form: ``"ar(alpha=0.3) | lopti(threshold=0.5)"``. Values are Python literals."""
+def parse(text: str | Callable[[TokenBatch], Any]) -> Regulator:
+    """A regulator from its text form: ``"ar(alpha=0.3) | lopti(threshold=0.5)"``. Values are Python literals.
+
+    What is a regulator or a callable already is taken as it is.
+    """
+    if not isinstance(text, str):
+        return as_regulator(text)
     parts = [_parse_one(part, text) for part in _split(text)]
     return parts[0] if len(parts) == 1 else Compose(tuple(parts))
 
@@ -74,6 +82,8 @@ def text(regulator: Regulator) -> str:
     else:
         raise ValueError(f"{regulator!r} has no text form: it is neither a dataclass nor a function with a name")
     name = known.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
+    if "<" in name:
+        raise ValueError(f"{name} has no text form: it is not defined at the top of a module")
     return name + (f"({', '.join(f'{k}={v!r}' for k, v in values)})" if values else "")
 
 
@@ -97,7 +107,7 @@ def _check_settings(name: str, settings: dict[str, Any], allowed: list[str]) -> 
 
 
 def _import(path: str) -> Callable[..., Any]:
-    module_name, _, attribute = path.replace(":", ".").rpartition(".")
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name:
         raise ValueError(
             unknown("regulator", path, TABLE) + "; for one of your own give its dotted path, package.module.Name"
@@ -108,9 +118,11 @@ def _import(path: str) -> Callable[..., Any]:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # the module is there, but something that it imports is not
         raise ValueError(f"regulator {path!r}: there is no module {module_name!r} to import") from None
-    if not hasattr(module, attribute):
-        raise ValueError(f"regulator {path!r}: " + unknown(f"name in {module_name}", attribute, _public(module)))
-    found = getattr(module, attribute)
+    found: Any = module
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ValueError(f"regulator {path!r}: " + unknown(f"name in {module_name}", name, _public(found)))
+        found = getattr(found, name)
     if not callable(found):
         raise TypeError(f"regulator {path!r} is not callable")
     return found  # type: ignore[no-any-return]

@@ -63,11 +63,15 @@ class NTHR(Regulator):
                 (hidden[wrong][mask[wrong]], targets[wrong][mask[wrong]]),
                 self_inclusive=self.self_inclusive,
             )
+            if not all(torch.isfinite(values).all() for values in result):
+                raise ValueError(
+                    f"NTHR: the scores of the group of rows {rows.tolist()} are not finite: look at hidden and head"
+                )
             share = float(batch.correct[rows].double().mean())
             eta = 2 * abs(0.5 - share) if self.eta is None else self.eta
             hit = torch.zeros_like(mask[wrong])
             hit[mask[wrong]] = result.negative > self.beta * result.positive.min()
-            weight[rows[wrong]] = torch.where(hit, eta, 1.0).to(weight.dtype)
+            weight[rows[wrong]] = weight[rows[wrong]].masked_fill(hit, eta)
             flagged += hit.sum()
         wrong_tokens = (batch.mask & ~batch.correct[:, None]).sum()
         metrics = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from poise._errors import check_range
 from poise.batch import Phase, TokenBatch
-from poise.regulators.base import Regulator, scatter, uniform
+from poise.regulators.base import Regulator, random_order, scatter
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class RandomSplit(Regulator):
     phase in the run it is compared with (``reg/low/weight_mean``).
     """
 
-    share: float = 0.1
+    share: float = 0.25
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -25,8 +25,8 @@ class RandomSplit(Regulator):
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Exactly ``round(share · N)`` of the N tokens first, then the others."""
-        draws = uniform(batch, self.seed)
-        first = scatter(batch, draws.argsort().argsort() < round(self.share * len(draws)))
+        count = int(batch.mask.sum())
+        first = scatter(batch, random_order(batch, count, self.seed, "random-split")[: round(self.share * count)])
         return [
             Phase.of(batch, part, part, name=name) for name, part in (("first", first), ("second", batch.mask & ~first))
         ]

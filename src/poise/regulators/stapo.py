@@ -16,26 +16,27 @@ class Stapo(Regulator):
     """Zero the policy term of tokens with ``A > 0``, ``p < τ_p`` and low entropy; renormalise over those that remain.
 
     Paper: "STAPO: Stabilizing Reinforcement Learning for LLMs by Silencing Rare Spurious Tokens", arXiv 2602.15620,
-    known to us from summaries; τ_p (``prob``) = 0.002. **Ours:** "low entropy" means below the batch's ``entropy``
-    quantile, 0.8 by default (what "beyond the 80/20 rule" would not keep); and the renormalisation is a factor
-    N_all / N_kept in the weights, which is exact for token-mean aggregation. ``prob=0`` is GRPO exactly.
+    known to us from summaries; τ_p (``max_prob``) = 0.002. **Ours:** "low entropy" means below the batch's
+    ``entropy_quantile``, 0.8 by default (what "beyond the 80/20 rule" would not keep); and the renormalisation is a
+    factor N_all / N_kept in the weights, exact for token-mean where one optimizer step takes the whole batch.
+    ``max_prob=0`` is GRPO exactly.
     """
 
-    prob: float = 0.002
-    entropy: float = 0.8
+    max_prob: float = 0.002
+    entropy_quantile: float = 0.8
     needs = frozenset({"entropy"})
 
     def __post_init__(self) -> None:
-        check_range("stapo", "prob", self.prob, 0.0, 1.0)
-        check_range("stapo", "entropy", self.entropy, 0.0, 1.0)
+        check_range("stapo", "max_prob", self.max_prob, 0.0, 1.0)
+        check_range("stapo", "entropy_quantile", self.entropy_quantile, 0.0, 1.0)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """One phase; KL untouched."""
         assert batch.entropy is not None
         entropies = batch.entropy[batch.mask]
-        below = int(self.entropy * len(entropies))  # how many tokens count as low in entropy; all of them at 1
+        below = int(self.entropy_quantile * len(entropies))  # how many tokens count as low in entropy; all of them at 1
         cut = entropies.kthvalue(below + 1).values if below < len(entropies) else torch.inf
-        spurious = batch.mask & (batch.token_advantages > 0) & (batch.prob < self.prob) & (batch.entropy < cut)
+        spurious = batch.mask & (batch.token_advantages > 0) & (batch.prob < self.max_prob) & (batch.entropy < cut)
         kept = batch.mask & ~spurious
         total = batch.mask.sum().clamp(min=1)
         factor = total.to(batch.dtype) / kept.sum().clamp(min=1)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from poise._errors import unknown
 from poise.batch import TokenBatch
 from poise.regulators.base import Regulator
 from poise.regulators.names import parse
@@ -20,8 +21,11 @@ def token_weights(regulator: str | Regulator, **batch: Any) -> Tensor:
     Weights are not negative, so weighting the advantage is weighting the clipped policy term, whatever its clip. The
     weights of KL and entropy terms (TR-GRPO has some) are in ``Phase.kl``, by way of the regulator itself.
     """
-    made = parse(regulator) if isinstance(regulator, str) else regulator
-    phases = made(TokenBatch(**batch))
+    for name in batch:
+        if name not in TokenBatch.__dataclass_fields__:
+            known = "settings go into the text form, as in 'ar(alpha=0.2)'"
+            raise TypeError(unknown("field of TokenBatch", name, TokenBatch.__dataclass_fields__) + f"; {known}")
+    phases = parse(regulator)(TokenBatch(**batch))
     if len(phases) > 1:
         names = ", ".join(phase.name for phase in phases)
         raise ValueError(
