@@ -18,9 +18,12 @@ from poise import __version__, tasks
 from poise._errors import unknown
 
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", context_settings={"help_option_names": ["-h", "--help"]},
     help="Reinforcement learning with verifiable rewards, token by token.",
-)  # fmt: skip
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 tasks_app = typer.Typer(help="List the tasks, or look at a problem of one.", invoke_without_command=True)
 app.add_typer(tasks_app, name="tasks")
 
@@ -36,12 +39,12 @@ def explained() -> Iterator[None]:
     """Errors that say what to do are shown as they are; any other is a bug and keeps its traceback."""
     from poise.config import ConfigError
     from poise.policy import ModelError
-    from poise.run import CheckpointError, RunError
+    from poise.run import CheckpointError
     from poise.trainer import TrainError
 
     try:
         yield
-    except (ConfigError, ModelError, RunError, CheckpointError, TrainError) as error:
+    except (ConfigError, ModelError, CheckpointError, TrainError, FileExistsError, FileNotFoundError) as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -87,8 +90,8 @@ def train(
                 fail("--resume needs to know which run: poise train --resume run=DIR")
             if extra := sorted(given.keys() - {"run", "steps"}):
                 fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= can)")
-            kept = RunFolder.open(Path(given["run"])).config
-            config = configs.Config.model_validate({**kept, **{k: yaml.safe_load(v) for k, v in given.items()}})
+            kept = RunFolder.open(given["run"], resume=False).config
+            config = configs.restore({**kept, **{k: yaml.safe_load(v) for k, v in given.items()}})
         else:
             config = configs.load(recipe, overrides)
         if dry_run:
@@ -108,12 +111,13 @@ def _split(args: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _report(run: str, summary: dict[str, Any]) -> None:
-    from poise.console import before_after_table
+    from poise.console import Console
     from poise.plot import curve
     from poise.run import RunFolder
 
-    folder = RunFolder.open(Path(run))
-    before_after_table(_rows(summary))
+    folder = RunFolder.open(run, resume=False)
+    with Console(0) as console:
+        console.before_after_table(_rows(summary))
     curve(folder.path / "curve.png", folder.metrics(), f"{run}: {folder.config['regulator']}")
     print(
         f"curve: {folder.path / 'curve.png'}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model"
@@ -164,7 +168,7 @@ def evaluate(
     - `poise eval runs/demo --people 2-3`
     - `poise eval Qwen/Qwen2.5-0.5B-Instruct --task kk --people 3-7 --n 8 --max-tokens 2048 --temperature 0.7`
     """
-    from poise.console import evaluation_table
+    from poise.console import Console
     from poise.evaluate import evaluate as run
     from poise.policy import load_policy
     from poise.rollout.cached import CachedEngine
@@ -174,11 +178,17 @@ def evaluate(
         policy = load_policy(_model_of(model), device=device, remote_code=remote_code)
         result = run(
             policy, CachedEngine(policy, batch), built, problems=problems, samples=n, temperature=temperature,
-            max_tokens=max_tokens, seed=seed, progress=True,
+            max_tokens=max_tokens, seed=seed, progress=_progress,
         )  # fmt: skip
-        evaluation_table(result.summary())
+        summary = result.summary()
+        with Console(0) as console:
+            console.table([{"measure": name, **row} for name, row in summary["table"].items()])
         if json_to:
-            json_to.write_text(json.dumps(result.summary(), indent=1))
+            json_to.write_text(json.dumps(summary, indent=1))
+
+
+def _progress(done: int, total: int) -> None:
+    print(f"{done}/{total} problems", file=sys.stderr, flush=True)
 
 
 def _task(name: str, people: str | None, args: list[str]) -> tasks.Task:
@@ -196,7 +206,7 @@ def _model_of(name: str) -> str:
     from poise.run import RunFolder
 
     if (Path(name) / "checkpoints").is_dir():
-        return str(RunFolder.open(Path(name)).newest() / "model")
+        return str(RunFolder.open(name, resume=False).newest() / "model")
     return name
 
 

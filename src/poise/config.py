@@ -245,6 +245,11 @@ def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Con
     document = merge(document, changes)
     if settings:
         document["regulator"] = _regulator_with(str(document.get("regulator", "grpo")), settings)
+    return restore(document)
+
+
+def restore(document: Document) -> Config:
+    """The configuration of a whole document, such as the config.json of a run."""
     try:
         return Config.model_validate(document)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""How good a policy is on held-out problems: avg@k, pass@k, maj@k and greedy accuracy, by difficulty, with intervals."""
+"""How good a policy is on held-out problems: avg@k, pass@k, maj@k and greedy accuracy, by difficulty."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Evaluation:
     reward: float  # mean over the samples
 
     def summary(self) -> dict[str, Any]:
-        """For ``summary.json``: ``accuracy`` is avg@k at the sampling temperature; ``greedy`` tells mere sharpening apart."""
+        """For ``summary.json``. ``accuracy`` is avg@k as sampled; ``greedy`` beside it tells mere sharpening apart."""
         drawn, greedy = summarise(self.sampled, self.samples), summarise(self.greedy, 1)
         average = drawn["overall"][f"avg@{self.samples}"]
         table = {name: value for name, value in drawn["overall"].items() if name != "problems"}

@@ -158,7 +158,8 @@ def policy_loss(
     carries = phase.kl > 0
     bonus = phase.kl.to(dtype) * scale
     if batch.ref_logp is not None:
-        kl = kl_divergence(*(torch.where(carries, x.to(dtype), 0.0) for x in (logp, batch.ref_logp)), settings.kl)
+        now, then = (torch.where(carries, x.to(dtype), 0.0) for x in (logp, batch.ref_logp))
+        kl = kl_divergence(now, then, settings.kl)
         metrics["optim/kl"] = (kl.detach() * scale).sum()
         if settings.kl_coef:
             loss = loss + settings.kl_coef * (kl * bonus).sum()

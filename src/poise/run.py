@@ -94,6 +94,11 @@ class RunFolder:
         with replacing(self.path / name) as file:
             file.write(dumps(data, indent=2))
 
+    def read_json(self, name: str) -> Any:
+        """What ``write_json`` wrote; None where it has not yet."""
+        path = self.path / name
+        return json.loads(path.read_bytes()) if path.exists() else None
+
     # Metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -203,6 +208,13 @@ class RunFolder:
             way = "put one of them back, or begin again in another run=DIR"
             raise CheckpointError(f"no checkpoint of {self.path} can be read:\n  {listed}\n{way}") from cause
         return None
+
+    def newest(self) -> Path:
+        """The folder of the newest checkpoint."""
+        steps = self.checkpoints()
+        if not steps:
+            raise CheckpointError(f"{self.path} has no checkpoint yet")
+        return self._checkpoints / _name(steps[-1])
 
     def checkpoints(self) -> list[int]:
         """The steps that have a checkpoint, oldest first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from poise import advantages, regulators
 from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.console import Console
-from poise.evaluate import evaluate
+from poise.evaluate import Evaluation, evaluate
 from poise.optimizer_state import optimizer_tensors, restore_optimizer
 from poise.policy import Policy, load_policy
 from poise.rollout.base import Engine, Rollouts
@@ -34,11 +34,11 @@ from poise.tasks import Problem, Score, Task
 from poise.tracking import open_trackers
 from poise.update import NotFiniteError, score_all, update
 
-ADVANTAGES = {
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group-zscore": advantages.group_zscore,
     "group-centered": advantages.group_centered,
     "leave-one-out": advantages.leave_one_out,
-    "reinforce-pp": lambda rewards, _groups: advantages.reinforce_pp(rewards),
+    "reinforce-pp": lambda rewards, _: advantages.reinforce_pp(rewards),
 }
 
 
@@ -48,11 +48,11 @@ class TrainError(RuntimeError):
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train as the config says, into its run folder, and return what ``summary.json`` holds."""
-    folder = (
-        RunFolder.open(Path(config.run))
-        if resume
-        else RunFolder.create(Path(config.run), config.model_dump(mode="json"))
-    )
+    keep = config.keep_checkpoints
+    if resume:
+        folder = RunFolder.open(config.run, keep=keep)
+    else:
+        folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=keep)
     return Trainer(config, folder, quiet=quiet).run()
 
 
@@ -82,7 +82,7 @@ class Trainer:
         """All steps that are left, from the newest checkpoint on."""
         config = self.config
         done = self._restore()
-        trackers = open_trackers(config.tracking, self.folder.path, config.model_dump(mode="json"))
+        trackers = open_trackers(config.tracking, self.folder.path, config.model_dump(mode="json"), start_step=done)
         with Console(config.steps, done, quiet=self.quiet) as console, Stopper(console.note) as stopper:
             before = self._before(console)
             after = None
@@ -147,7 +147,7 @@ class Trainer:
         if config.rollouts_every and (step % config.rollouts_every == 0 or step == 1):
             self.folder.save_rollouts(step, self._records(step, problems, texts, scores, rollouts, batch, phases))
             if step == 1 or step == config.steps:
-                console.samples(
+                console.samples_table(
                     [
                         (problems[i // config.group].prompt, t, s.reward, s.correct)
                         for i, (t, s) in enumerate(zip(texts, scores, strict=True))
@@ -231,8 +231,8 @@ class Trainer:
         try:
             return update(
                 self.policy, self.optimizer, rollouts, batch, phases, self.settings,
-                temperature=self.config.rollout.temperature, mini_batch=optim.mini_batch, micro_tokens=optim.micro_tokens,
-                grad_clip=optim.grad_clip, seed=seed,
+                temperature=self.config.rollout.temperature, mini_batch=optim.mini_batch,
+                micro_tokens=optim.micro_tokens, grad_clip=optim.grad_clip, seed=seed,
             )  # fmt: skip
         except NotFiniteError as error:
             raise TrainError(
@@ -246,17 +246,18 @@ class Trainer:
 
     # Held-out problems
 
-    def _held_out(self, console: Console) -> Any:
-        config = self.config
-        console.note(f"evaluating {config.evaluation.problems} held-out problems × {config.evaluation.samples} samples")
+    def _held_out(self, console: Console) -> Evaluation:
+        config, asked = self.config, self.config.evaluation
+        console.note(f"evaluating {asked.problems} held-out problems, {asked.samples} samples each")
         return evaluate(
-            self.policy, self.engine, self.task, problems=config.evaluation.problems, samples=config.evaluation.samples,
-            temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens, seed=config.evaluation.seed,
+            self.policy, self.engine, self.task, problems=asked.problems, samples=asked.samples, seed=asked.seed,
+            temperature=config.rollout.temperature if asked.temperature is None else asked.temperature,
+            max_tokens=config.rollout.max_tokens,
         )  # fmt: skip
 
     def _before(self, console: Console) -> dict[str, Any]:
         """Held-out accuracy before training: measured once, and kept for a run that is resumed."""
-        kept = self.folder.read_json("before.json")
+        kept: dict[str, Any] | None = self.folder.read_json("before.json")
         if kept is None:
             kept = self._held_out(console).summary()
             self.folder.write_json("before.json", kept)
@@ -272,7 +273,7 @@ class Trainer:
             self.policy.model.save_pretrained(path / "model")
             self.policy.tokenizer.save_pretrained(path / "model")
             save_file({n: p.detach().contiguous() for n, p in self.parameters.items()}, path / "parameters.safetensors")
-            save_file(optimizer_tensors(self.optimizer, list(self.parameters)), path / "optimizer.safetensors")
+            save_file(optimizer_tensors(self.optimizer, self.parameters.items()), path / "optimizer.safetensors")
 
         self.folder.save_checkpoint(step, write)
         self.saved = step
@@ -285,7 +286,7 @@ class Trainer:
             if parameters.keys() != self.parameters.keys():
                 raise ValueError("the checkpoint is of another model")
             state = load_file(path / "optimizer.safetensors", device=str(self.policy.device))
-            restore_optimizer(self.optimizer, list(self.parameters), state)
+            restore_optimizer(self.optimizer, self.parameters.items(), state)
             with torch.no_grad():
                 for name, value in parameters.items():
                     self.parameters[name].copy_(value)

@@ -142,7 +142,7 @@ class Demonstrations(Dataset[tuple[Tensor, Tensor]]):
 def train(
     settings: Warmstart, out: Path, *, device: str = "auto", say: Callable[[int, dict[str, float]], None] | None = None
 ) -> Policy:
-    """Make a tokenizer and a model, train it, and save both to ``out`` in half precision with the settings beside them."""
+    """Make a tokenizer and a model, train it, and save both to ``out``, in half precision, with the settings."""
     where = resolve_device(device)
     task = settings.build_task()
     tokenizer = build_tokenizer(task, settings.vocabulary, settings.seed)
