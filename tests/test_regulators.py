@@ -190,8 +190,8 @@ def test_what_is_drawn_depends_on_seed_and_batch_alone(text):
     "text",
     [
         "ar(alpha=0)", "amplify(alpha=0.0)", "lopti(threshold=0)", "lopti(threshold=1.001)", "lopti(threshold=7)",
-        "nthr(eta=1)", "nthr(eta=1, self_inclusive=True)", "constant(weight=1)", "entropy(quantile=1)", "stapo(max_prob=0)",
-        "random-split(share=0)", "random-split(share=1)", "clip-cov(share=0)",
+        "nthr(eta=1)", "nthr(eta=1, self_inclusive=True)", "constant(weight=1)", "entropy(quantile=1)",
+        "stapo(max_prob=0)", "random-split(share=0)", "random-split(share=1)", "clip-cov(share=0)",
         "tr-grpo(low=1.0, high=1.0)", "ar(alpha=0) | lopti(threshold=0) | nthr(eta=1)",
     ],
 )  # fmt: skip

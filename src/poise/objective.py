@@ -149,9 +149,7 @@ def policy_loss(
     gain = surrogate(log_ratio, advantages, settings) * phase.policy.to(dtype)
     metrics: dict[str, Tensor] = {}
     if batch.sampler_logp is not None and settings.importance_cap is not None:
-        importance = importance_weights(batch, settings.importance_cap).to(dtype)
-        gain = gain * importance
-        metrics["optim/importance"] = (importance * scale).sum()
+        gain = gain * importance_weights(batch, settings.importance_cap).to(dtype)
     policy = -(gain * scale).sum()
     loss = policy
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from poise.head import Head
 from poise.rollout.base import Rollouts
@@ -71,15 +72,35 @@ class Policy:
     def hidden(self, rollouts: Rollouts, select: Tensor) -> Tensor:
         """(n, d) hidden states that predict the selected response tokens, in row order.
 
-        ``select`` (B, T) is a part of the mask. Rows of which nothing is selected should not be here: they would cost a
-        forward pass for nothing.
+        ``select`` (B, T) is a part of the mask. A prompt that several responses share is read once, with gradients.
         """
-        ids, lengths = self._pad(rollouts)
-        attention = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        states = self.trunk(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
-        starts = torch.tensor([len(p) - 1 for p in rollouts.prompts], device=ids.device)
-        rows, places = select.nonzero(as_tuple=True)
-        return states[rows, starts[rows] + places]  # type: ignore[no-any-return]
+        return self._states(rollouts)[select]
+
+    def _states(self, rollouts: Rollouts) -> Tensor:
+        """(B, T, d) hidden states: that of the prompt's last token, then those of all response tokens but the last."""
+        numbers: dict[tuple[int, ...], int] = {}
+        prompt_of = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in rollouts.prompts]
+        ids, seen = pad_left(list(numbers), self.device)
+        position = (seen.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self.trunk.config)
+        start = self.trunk(
+            input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
+        ).last_hidden_state[:, -1:]
+        index = torch.tensor(prompt_of, device=self.device)
+        count = int(rollouts.mask.sum(1).max()) - 1
+        if count <= 0:
+            return start[index]  # type: ignore[no-any-return]
+        cache.batch_select_indices(index)
+        inputs, inside = rollouts.tokens[:, :count], rollouts.mask[:, 1 : count + 1]
+        states = self.trunk(
+            input_ids=torch.where(inside, inputs, 0),
+            attention_mask=torch.cat([seen[index], inside], 1),
+            position_ids=seen.sum(1)[index][:, None] + torch.arange(count, device=self.device),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        states = torch.cat([start[index], states], 1)
+        return torch.nn.functional.pad(states, (0, 0, 0, rollouts.mask.shape[1] - states.shape[1]))
 
     def score(self, rollouts: Rollouts, select: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities and entropies of the selected response tokens; 0 elsewhere."""
@@ -91,16 +112,18 @@ class Policy:
         empty = torch.zeros(select.shape, dtype=chosen.dtype, device=chosen.device)
         return empty.masked_scatter(select, chosen), empty.masked_scatter(select, entropy)
 
-    def _pad(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """Prompt and response side by side, right-padded; the last response token predicts nothing and is left out."""
-        counts = rollouts.mask.sum(1).tolist()
-        rows = [
-            torch.tensor(prompt + tokens[: max(int(n) - 1, 0)])
-            for prompt, tokens, n in zip(rollouts.prompts, rollouts.tokens.tolist(), counts, strict=True)
-        ]
-        lengths = torch.tensor([len(row) for row in rows])
-        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
-        return ids.to(self.device), lengths.to(self.device)
+    def save(self, folder: Path) -> None:
+        """Write an ordinary transformers folder, without a progress bar of its own."""
+        from transformers.utils import logging
+
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -112,6 +135,14 @@ class Policy:
                 f"{type(self.model).__name__} does something between trunk and head that poise does not know; "
                 "please report the architecture"
             )
+
+
+def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(B, L) token ids, and bool where there is one: padding stands on the left, so that all rows end together."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return ids, torch.arange(longest, device=device) >= longest - lengths[:, None]
 
 
 def resolve_device(device: str = "auto") -> torch.device:

@@ -142,7 +142,7 @@ class Trainer:
             optimized = self._update(rollouts, batch, phases, seed)
             self._whole = True
         tokens = int(rollouts.mask.sum())
-        metrics = {**_reward_metrics(scores, batch), **_rollout_metrics(rollouts), **optimized}
+        metrics = {**_reward_metrics(scores, batch), **_rollout_metrics(rollouts, batch), **optimized}
         metrics |= regulators.summary(phases, batch) | clock.metrics(tokens)
         if config.rollouts_every and (step % config.rollouts_every == 0 or step == 1):
             self.folder.save_rollouts(step, self._records(step, problems, texts, scores, rollouts, batch, phases))
@@ -270,8 +270,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         def write(path: Path) -> None:
-            self.policy.model.save_pretrained(path / "model")
-            self.policy.tokenizer.save_pretrained(path / "model")
+            self.policy.save(path / "model")
             save_file({n: p.detach().contiguous() for n, p in self.parameters.items()}, path / "parameters.safetensors")
             save_file(optimizer_tensors(self.optimizer, self.parameters.items()), path / "optimizer.safetensors")
 
@@ -362,8 +361,13 @@ def _reward_metrics(scores: Sequence[Score], batch: TokenBatch) -> dict[str, flo
     }
 
 
-def _rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+def _rollout_metrics(rollouts: Rollouts, batch: TokenBatch) -> dict[str, float]:
+    differs = {}
+    if batch.sampler_logp is not None:
+        ratio = (batch.old_logp - batch.sampler_logp)[batch.mask]
+        differs = {"rollout/importance": float(ratio.exp().mean()), "rollout/mismatch": float(ratio.abs().mean())}
     return {
+        **differs,
         "rollout/length": float(rollouts.mask.sum(1).float().mean()),
         "rollout/entropy": float(rollouts.entropy[rollouts.mask].mean()),
         "rollout/finished": float(rollouts.finished.float().mean()),

@@ -70,16 +70,33 @@ def update(
 
 
 def micro_batches(rollouts: Rollouts, rows: Tensor, tokens: int) -> list[Tensor]:
-    """The given rows in parts of at most ``tokens`` tokens each, padding counted; alike lengths stand together."""
+    """The given rows in parts that cost at most ``tokens`` tokens each, padding counted.
+
+    Either whole groups stand together, so that a prompt is read once for many responses, or responses of like length
+    do, so that little is padded: whichever costs less.
+    """
     counts = rollouts.mask.sum(1).tolist()
-    lengths = {row: len(rollouts.prompts[row]) + int(counts[row]) for row in rows.tolist()}
+    chosen = rows.tolist()
+    orders = (chosen, sorted(chosen, key=lambda row: (counts[row], row)))
+    cuts = [_cut(rollouts.prompts, counts, order, tokens) for order in orders]
+    parts = min(cuts, key=lambda parts: sum(_cost(rollouts.prompts, counts, part) for part in parts))
+    return [torch.tensor(part, device=rows.device) for part in parts]
+
+
+def _cut(prompts: list[list[int]], counts: list[int], order: list[int], tokens: int) -> list[list[int]]:
     parts: list[list[int]] = []
-    for row in sorted(lengths, key=lambda row: (lengths[row], row)):  # each row is the longest of its part so far
-        if parts and (len(parts[-1]) + 1) * lengths[row] <= tokens:
+    for row in order:
+        if parts and _cost(prompts, counts, [*parts[-1], row]) <= tokens:
             parts[-1].append(row)
         else:
             parts.append([row])
-    return [torch.tensor(part, device=rows.device) for part in parts]
+    return parts
+
+
+def _cost(prompts: list[list[int]], counts: list[int], rows: list[int]) -> int:
+    """Tokens that the model is run on: every distinct prompt once, every response, each padded to the longest."""
+    read = {tuple(prompts[row]) for row in rows}
+    return len(read) * max(map(len, read)) + len(rows) * max(counts[row] for row in rows)
 
 
 @torch.no_grad()

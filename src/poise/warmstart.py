@@ -38,14 +38,12 @@ class Warmstart:
     """Settings. The defaults are those that made the embedded model."""
 
     task: str = "kk"
-    task_settings: dict[str, Any] = field(
-        default_factory=lambda: {"people": "2-3", "style": "values", "noise": 0.15, "names": None}
-    )
+    task_settings: dict[str, Any] = field(default_factory=lambda: {"people": "2-3", "style": "compact", "noise": 0.2})
     width: int = 160
     layers: int = 4
     heads: int = 4
     vocabulary: int = 1024
-    steps: int = 20_000
+    steps: int = 9_000
     batch: int = 512
     lr: float = 2e-3
     seed: int = 0
@@ -53,8 +51,7 @@ class Warmstart:
 
     def build_task(self) -> Task:
         """The task with these settings."""
-        given = {k: v for k, v in self.task_settings.items() if v is not None}
-        return tasks.get(self.task, **given)
+        return tasks.get(self.task, **self.task_settings)
 
 
 def build_tokenizer(task: Task, vocabulary: int, seed: int = 0, problems: int = 5000) -> Any:
@@ -169,8 +166,8 @@ def train(
         if say and (step % 100 == 99 or step + 1 == settings.steps):
             say(step + 1, {"loss": loss.item()})
     model.eval()
-    model.to(torch.float16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    model.to(torch.float16)
+    policy.save(out)
     (out / "warmstart.yaml").write_text(yaml.safe_dump(asdict(settings), sort_keys=False))
     model.to(torch.float32)
     return policy

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from poise.policy import Policy, pad_left
 from poise.rollout.base import Rollouts
-
-if TYPE_CHECKING:
-    from poise.policy import Policy
 
 ROOM = 64  # tokens that a cache grows by
 COMPACT_EVERY = 16  # steps between looks for finished responses to drop
@@ -91,11 +89,9 @@ class CachedEngine:
         policy, device = self.policy, self.policy.device
         head = policy.head(temperature or 1.0)
         ends = torch.tensor(policy.end_tokens, device=device)
-        longest, total = max(len(p) for p in prompts), len(prompts) * group
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        seen = torch.ones(len(prompts), longest + max_tokens, dtype=torch.bool, device=device)
-        seen[:, :longest] = torch.arange(longest, device=device) >= longest - lengths[:, None]
+        ids, seen = pad_left(prompts, device)
+        longest, total, lengths = ids.shape[1], len(prompts) * group, seen.sum(1)
+        seen = torch.nn.functional.pad(seen, (0, max_tokens), value=True)
         position = (seen[:, :longest].cumsum(1) - 1).clamp(min=0)
 
         cache = _roomy_cache(policy)

@@ -19,7 +19,7 @@ from poise.tasks.knights_knaves.wording import NAMES
 from poise.tasks.knights_knaves.worked import STYLES, worked
 
 INSTRUCTION = (
-    "Knights always tell the truth and knaves always lie. Think first, then say who is what, in this form: "
+    "Think first, then say who is what, in this form: "
     "<think>your reasoning</think><answer>(1) NAME is a knight (2) NAME is a knave ...</answer>"
 )
 _PATIENCE = 20_000  # draws in a row that belong to the other split

@@ -95,7 +95,8 @@ def quiz(names: Sequence[str], statements: Sequence[Statement], phrasing: str, r
     claims = [say(statement, names) for statement in statements]
     if phrasing == "plain":
         spoken = [f"{name} says: {claim}." for name, claim in zip(names, claims, strict=True)]
-        return " ".join([f"People: {', '.join(names)}.", *spoken])
+        rule = "Knights always tell the truth and knaves always lie."
+        return " ".join([rule, f"People: {', '.join(names)}.", *spoken])
     spoken = [
         rng.choice(_SPEECHES).format(name=name, claim=claim, Claim=claim[:1].upper() + claim[1:])
         for name, claim in zip(names, claims, strict=True)

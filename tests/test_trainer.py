@@ -1,0 +1,333 @@
+"""The trainer, end to end, with the embedded model on the CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from poise import config as configs
+from poise import regulators, tasks, trainer
+from poise.policy import ModelError, load_policy
+from poise.rollout.cached import CachedEngine
+from poise.run import CheckpointError, RunFolder
+from poise.trainer import Trainer, TrainError
+from poise.update import micro_batches
+
+SMALL = [
+    "steps=4", "prompts=4", "group=4", "task.people=2", "rollout.max_tokens=48", "evaluation.problems=4",
+    "evaluation.samples=2", "checkpoint_every=2", "device=cpu", "rollouts_every=2",
+]  # fmt: skip
+
+
+def make(tmp_path, *overrides, recipe="demo", name="run"):
+    return configs.load(recipe, [*SMALL, f"run={tmp_path / name}", *overrides])
+
+
+def run(tmp_path, *overrides, **kwargs):
+    config = make(tmp_path, *overrides, **kwargs)
+    summary = trainer.train(config, quiet=True)
+    return RunFolder.open(config.run, resume=False), summary
+
+
+def parameters(folder):
+    tensors = load_file(folder.newest() / "parameters.safetensors")
+    return {name: value.clone() for name, value in tensors.items()}  # not a view of a file that may change
+
+
+def command(*args, **kwargs):
+    """``poise …`` in a process of its own; use it in a with statement."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-m", "poise", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        **kwargs,
+    )
+
+
+def test_reward_goes_up(tmp_path):
+    folder, summary = run(
+        tmp_path, "steps=24", "prompts=8", "group=8", "optim.lr=2e-4", "evaluation.problems=48", "evaluation.samples=4",
+        "checkpoint_every=100",
+    )  # fmt: skip
+    rewards = [line["reward/mean"] for line in folder.metrics()]
+    assert len(rewards) == 24
+    assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.3
+    assert summary["after"]["accuracy"] > summary["before"]["accuracy"] + 0.1
+
+
+def test_the_run_folder_tells_everything(tmp_path):
+    folder, summary = run(tmp_path, "regulator=ar(alpha=0.3) | lopti(threshold=0.5)", "evaluation.every=2")
+    assert json.loads((folder.path / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert {"accuracy", "n", "greedy", "interval"} <= summary["before"].keys() & summary["after"].keys()
+    lines = folder.metrics()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for name in (
+        "reward/mean",
+        "reward/accuracy",
+        "reward/format",
+        "optim/loss",
+        "optim/grad_norm",
+        "reg/low/weight_mean",
+    ):
+        assert all(name in line for line in lines), name
+    assert "eval/kk/avg@2" in lines[1]
+    assert "eval/kk/greedy" in lines[1]
+    times = lines[-1]
+    parts = sum(times[f"time/{part}"] for part in ("rollout", "score", "regulate", "update"))
+    assert parts == pytest.approx(times["time/step"], rel=0.1)
+    records = folder.rollouts(2)
+    assert len(records) == 16
+    tokens = records[0]["tokens"]
+    assert "".join(tokens["text"]).startswith(records[0]["text"][:10])
+    count = len(tokens["id"])
+    assert count == len(tokens["logp"]) == len(tokens["advantage"]) == len(tokens["weight"]["low"])
+    for weight_low, weight_high, logp in zip(
+        tokens["weight"]["low"], tokens["weight"]["high"], tokens["logp"], strict=True
+    ):
+        p = torch.tensor(logp).exp().item()
+        assert weight_low + weight_high == pytest.approx(0.3 * p + 0.7, abs=1e-4)
+        assert (weight_low > 0) == (p < 0.5)
+    model = load_policy(str(folder.newest() / "model"), device="cpu")  # a checkpoint is an ordinary model folder
+    assert model.encode("hello")
+
+
+@pytest.mark.parametrize("name", [*regulators.TABLE])
+def test_every_regulator_trains(tmp_path, name):
+    folder, _ = run(tmp_path, f"regulator={name}", "steps=1", "evaluation.problems=1", "checkpoint_every=1")
+    assert folder.metrics()[0]["optim/steps"] >= 1
+
+
+@pytest.mark.parametrize("advantage", ["group-zscore", "group-centered", "leave-one-out", "reinforce-pp"])
+def test_every_advantage_trains(tmp_path, advantage):
+    group = 1 if advantage == "reinforce-pp" else 4
+    folder, _ = run(
+        tmp_path, f"advantage={advantage}", f"group={group}", "prompts=8", "steps=1", "evaluation.problems=1"
+    )
+    assert folder.metrics()[0]["reward/mean"] != 0
+
+
+class TestSameUpdate:
+    """What must not change the result: how it is cut, and whether it was interrupted."""
+
+    def test_two_sizes_of_micro_batch(self, tmp_path):
+        # Plain SGD in effect: Adam would blow rounding up where gradients are next to nothing.
+        settings = ("steps=2", "checkpoint_every=2", "objective.kl_coef=0.05", "evaluation.problems=1")
+        small, _ = run(tmp_path, "optim.micro_tokens=300", *settings, name="small")
+        large, _ = run(tmp_path, "optim.micro_tokens=100000", *settings, name="large")
+        start = dict(load_policy("embedded", device="cpu").model.named_parameters())
+        for name, value in parameters(small).items():
+            other = parameters(large)[name]
+            moved = (other - start[name]).norm()
+            assert moved > 0
+            assert (value - other).norm() < 2e-3 * moved, name
+
+    def test_micro_batches_keep_within_the_limit_and_lose_nothing(self):
+        policy = load_policy("embedded", device="cpu")
+        prompts = [policy.encode("x " * n) for n in (3, 40, 9, 9)]
+        rollouts = CachedEngine(policy).generate(prompts, 5, max_tokens=12, temperature=1.0, seed=0)
+        rows = torch.arange(20)[torch.arange(20) % 3 > 0]
+        parts = micro_batches(rollouts, rows, 150)
+        assert sorted(torch.cat(parts).tolist()) == rows.tolist()
+        assert len(parts) > 2
+
+    def test_old_log_probabilities_may_be_recomputed(self, tmp_path):
+        settings = ("steps=1", "checkpoint_every=1", "evaluation.problems=1")
+        sampled, _ = run(tmp_path, "rollout.old_logp=sampled", *settings, name="a")
+        again, _ = run(tmp_path, "rollout.old_logp=recomputed", *settings, name="b")
+        first, second = sampled.metrics()[0], again.metrics()[0]
+        assert second["rollout/importance"] == pytest.approx(1.0, abs=1e-4)
+        assert second["rollout/mismatch"] < 1e-4
+        assert first["optim/grad_norm"] == pytest.approx(second["optim/grad_norm"], rel=1e-3)
+
+    def test_resuming_a_killed_run_is_exact(self, tmp_path):
+        args = ["train", "demo", *SMALL, "steps=5", "checkpoint_every=1", "regulator=lopti(threshold=0.9)"]
+        with command(*args, f"run={tmp_path / 'whole'}") as whole:
+            assert whole.wait(120) == 0, whole.stdout.read()
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        again = args
+        for wanted in (2, 4):
+            with command(*again, f"run={tmp_path / 'killed'}") as killed:
+                deadline = time.monotonic() + 100
+                while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= wanted) and killed.poll() is None:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                assert killed.poll() is None, killed.stdout.read()
+                killed.send_signal(signal.SIGKILL)
+            again = ["train", "--resume"]
+        with command("train", "--resume", f"run={tmp_path / 'killed'}") as last:
+            assert last.wait(120) == 0, last.stdout.read()
+        a, b = (RunFolder.open(tmp_path / name, resume=False) for name in ("whole", "killed"))
+        for name, value in parameters(a).items():
+            assert torch.equal(value, parameters(b)[name]), name
+        strip = lambda line: {k: v for k, v in line.items() if not k.startswith("time/")}  # noqa: E731
+        assert [strip(line) for line in a.metrics()] == [strip(line) for line in b.metrics()]
+        assert a.read_json("summary.json")["after"] == b.read_json("summary.json")["after"]
+
+    def test_more_steps_may_be_asked_for(self, tmp_path):
+        long, _ = run(tmp_path, "steps=4", name="long")
+        short, _ = run(tmp_path, "steps=2", name="short")
+        config = configs.restore({**short.config, "steps": 4})
+        trainer.train(config, resume=True, quiet=True)
+        for name, value in parameters(long).items():
+            assert torch.equal(value, parameters(short)[name])
+
+
+def test_ctrl_c_leaves_a_resumable_folder_and_says_how(tmp_path):
+    with command("train", *SMALL, "steps=500", "checkpoint_every=1000", f"run={tmp_path / 'run'}") as process:
+        for line in process.stdout:
+            if line.startswith("step") and "2/500" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+        assert process.wait(60) == 130, rest
+    assert f"poise train --resume run={tmp_path / 'run'}" in rest
+    assert "Traceback" not in rest
+    folder = RunFolder.open(tmp_path / "run")
+    assert folder.checkpoints()[-1] == folder.metrics()[-1]["step"] >= 2
+
+
+class TestLora:
+    def test_only_the_adapter_is_trained_and_the_reference_is_the_model_without_it(self, tmp_path):
+        folder, _ = run(
+            tmp_path,
+            "lora.rank=4",
+            "lora.alpha=8",
+            "objective.kl_coef=0.1",
+            "optim.lr=1e-3",
+            "steps=3",
+            "checkpoint_every=3",
+        )
+        saved = parameters(folder)
+        assert saved
+        assert all("lora_" in name for name in saved)
+        first, *_, last = folder.metrics()
+        assert first["optim/kl"] == pytest.approx(0, abs=1e-6)  # the adapter begins as nothing
+        assert last["optim/kl"] > 1e-7
+
+
+class TestMistakes:
+    def test_an_existing_run_folder(self, tmp_path):
+        run(tmp_path, "steps=1", "checkpoint_every=1")
+        with pytest.raises(FileExistsError, match="--resume run="):
+            run(tmp_path)
+
+    def test_a_group_of_one(self, tmp_path):
+        with pytest.raises(configs.ConfigError, match="group"):
+            make(tmp_path, "group=1")
+
+    def test_a_model_folder_without_a_tokenizer(self, tmp_path):
+        load_policy("embedded", device="cpu").model.save_pretrained(tmp_path / "bare")
+        with pytest.raises(ModelError, match="has no tokenizer"):
+            load_policy(str(tmp_path / "bare"))
+
+    def test_a_folder_that_is_no_model(self, tmp_path):
+        with pytest.raises(ModelError, match=r"no config\.json"):
+            load_policy(str(tmp_path))
+
+    def test_a_prompt_longer_than_the_limit(self, tmp_path):
+        with pytest.raises(TrainError, match=r"more than rollout.max_prompt=20: raise it"):
+            run(tmp_path, "rollout.max_prompt=20")
+
+    @pytest.mark.parametrize(("bad", "message"), [("raise", "raised ZeroDivisionError"), ("nan", "is nan")])
+    def test_a_reward_that_raises_or_is_nan_loses_nothing(self, tmp_path, monkeypatch, bad, message):
+        config = make(tmp_path, "checkpoint_every=100")
+        held = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
+        calls, real = iter(range(10**9)), type(held.task).score
+
+        def score(task, problem, text):
+            if next(calls) < 60:  # three steps and the evaluation before them
+                return real(task, problem, text)
+            return 1 / 0 if bad == "raise" else tasks.Score(float("nan"), False, {})
+
+        monkeypatch.setattr(type(held.task), "score", score)
+        with pytest.raises(TrainError, match=message):
+            held.run()
+        folder = RunFolder.open(config.run)
+        assert folder.checkpoints() == [folder.metrics()[-1]["step"]]  # what was learned until then
+        monkeypatch.undo()
+        trainer.train(config, resume=True, quiet=True)
+        assert len(folder.metrics()) == 4
+
+    def test_a_gradient_that_is_not_finite_stops_before_the_step(self, tmp_path):
+        config = make(tmp_path)
+        held = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
+        before = {n: p.detach().clone() for n, p in held.parameters.items()}
+        next(iter(held.parameters.values())).register_hook(lambda g: g * torch.nan)
+        with pytest.raises(TrainError, match=r"lower optim\.lr"):
+            held.run()
+        for name, value in held.parameters.items():
+            assert torch.equal(value, before[name])
+
+    def test_an_unreadable_checkpoint_gives_way_to_the_one_before(self, tmp_path, capsys):
+        folder, _ = run(tmp_path)
+        expected = parameters(folder)
+        damaged = folder.newest() / "parameters.safetensors"
+        damaged.write_bytes(damaged.read_bytes()[:-100])
+        trainer.train(configs.restore(folder.config), resume=True, quiet=True)
+        assert "going on from the checkpoint of step 2" in capsys.readouterr().err
+        for name, value in expected.items():
+            assert torch.equal(value, parameters(folder)[name])
+
+    def test_a_full_disk_while_checkpointing(self, tmp_path, monkeypatch):
+        config = make(tmp_path)
+        held = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
+        real = os.fsync
+
+        def full(fd):
+            if list((held.folder.path / "checkpoints").glob("*step-000004")):
+                raise OSError(28, "No space left on device")
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"step 2 is intact. free some space, then poise train --resume"):
+            held.run()
+        monkeypatch.undo()
+        trainer.train(config, resume=True, quiet=True)
+        assert len(held.folder.metrics()) == 4
+
+
+def test_early_stop(tmp_path):
+    folder, summary = run(tmp_path, "evaluation.every=1", "evaluation.problems=12", "stop_at=0.01", "steps=9")
+    assert summary["steps"] == 1 == len(folder.metrics())
+
+
+def test_tensorboard(tmp_path):
+    folder, _ = run(tmp_path, "tracking=tensorboard", "steps=1")
+    assert list(Path(folder.path).rglob("events.out.tfevents*"))
+
+
+def test_the_console_shows_samples_and_plain_lines(tmp_path, capsys):
+    trainer.train(make(tmp_path, "steps=1"), quiet=False)
+    shown = capsys.readouterr().out
+    assert "1/1  reward" in shown
+    assert "<think>" in shown
+    assert "\x1b" not in shown
+
+
+def test_recipes_are_runnable_with_the_embedded_model(tmp_path):
+    for name in configs.recipes():
+        config = configs.load(
+            name,
+            [
+                "model=embedded",
+                f"run={tmp_path / name}",
+                *SMALL,
+                "steps=1",
+                "optim.mini_batch=8",
+                "evaluation.samples=1",
+            ],
+        )
+        assert yaml.safe_load(configs.dump(config))
+    summary = trainer.train(config, quiet=True)
+    assert summary["steps"] == 1
