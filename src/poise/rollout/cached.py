@@ -115,7 +115,7 @@ class CachedEngine:
         for step in range(max_tokens):
             logs = head(states).float().log_softmax(-1)
             probs = logs.exp()
-            chosen = logs.argmax(-1) if temperature == 0 else torch.multinomial(probs, 1, generator=generator)[:, 0]
+            chosen = logs.argmax(-1) if temperature == 0 else _draw(probs, generator)
             going = ~finished[alive]
             tokens[alive, step] = torch.where(going, chosen, 0)
             mask[alive, step] = going
@@ -141,6 +141,13 @@ class CachedEngine:
             ).last_hidden_state[:, -1]
         used = max(int(mask.any(0).sum()), 1)
         return tokens[:, :used], logp[:, :used], entropy[:, :used], mask[:, :used], finished
+
+
+def _draw(probs: Tensor, generator: torch.Generator) -> Tensor:
+    """One index per row by the inverse of the distribution function: a single random number per row."""
+    reached = probs.cumsum(-1)
+    point = torch.rand(len(probs), 1, generator=generator, device=probs.device) * reached[:, -1:]
+    return torch.searchsorted(reached, point, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def _roomy_cache(policy: Policy) -> Any:
