@@ -1,10 +1,15 @@
-# `make test` does everything on a fresh machine: sets up .venv, then lint, types and tests.
+# On a fresh machine with python3: `make demo` sets up .venv and trains the embedded model; `make test` sets up .venv, then runs
+# lint, types and tests.
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: test lint types unit format benchmark clean
+.PHONY: demo test lint types unit format benchmark clean
 .DELETE_ON_ERROR:
+
+demo: .venv/installed
+	@if [ -e runs/demo ]; then old=runs/demo-$$(date +%Y%m%d-%H%M%S); mv runs/demo $$old; echo "the earlier demo is now $$old"; fi
+	$(BIN)/poise train demo run=runs/demo
 
 test: lint types unit
 

@@ -1,0 +1,110 @@
+"""The command line as people use it, and the mistakes they make."""
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from poise.cli import app
+from poise.policy import load_policy
+
+SMALL = [
+    "steps=1", "prompts=2", "group=2", "task.people=2", "rollout.max_tokens=48", "evaluation.problems=2",
+    "evaluation.samples=1", "device=cpu",
+]  # fmt: skip
+
+
+def poise(*args):
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def fails(*args):
+    result = poise(*args)
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def test_help_shows_examples():
+    assert "poise train --resume run=" in poise("train", "--help").output
+    assert "poise eval embedded" in poise("eval", "--help").output
+    for command in ("train", "eval", "warmstart", "tasks"):
+        assert command in poise("--help").output
+
+
+def test_dry_run_prints_the_resolved_config(tmp_path):
+    shown = yaml.safe_load(poise("train", "--dry-run", "regulator=ar", "regulator.alpha=0.3", "seed=7").output)
+    assert shown["regulator"] == "ar(alpha=0.3)"
+    assert shown["seed"] == 7
+    assert shown["model"] == "embedded"  # plain `poise train` is the demo
+    own = tmp_path / "mine.yaml"
+    own.write_text("base: lopti\nsteps: 3\n")
+    assert yaml.safe_load(poise("train", own, "--dry-run").output)["regulator"].startswith("lopti")
+
+
+def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
+    run = tmp_path / "run"
+    shown = poise("train", "demo", *SMALL, f"run={run}").output
+    assert "before" in shown
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["before"]["n"] == summary["after"]["n"] == 2
+    out = tmp_path / "eval.json"
+    shown = poise(
+        "eval", run, "--people", "2", "--n", "2", "--problems", "3", "--max-tokens", "48", "--json", out
+    ).output
+    assert "pass@2" in shown
+    assert "maj@2" in shown
+    assert json.loads(out.read_text())["n"] == 3
+
+
+def test_tasks():
+    assert poise("tasks").output.startswith("kk")
+    shown = poise("tasks", "show", "kk", "--people", "4", "--seed", "0").output
+    assert "<think>" in shown
+    assert "reward=3.0" in shown
+    assert shown == poise("tasks", "show", "kk", "--people", "4", "--seed", "0").output
+
+
+def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
+    settings = ["steps=3", "batch=4", "width=32", "layers=1", "heads=2", "vocabulary=400", "people=2"]
+    for name in ("a", "b"):
+        assert poise("warmstart", tmp_path / name, *settings, "--device", "cpu").exit_code == 0
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
+    assert weights[0] == weights[1]
+    policy = load_policy(str(tmp_path / "a"), device="cpu")
+    assert policy.decode(policy.tokenizer("Ada is a knight.")["input_ids"]) == "Ada is a knight."
+    assert yaml.safe_load((tmp_path / "a" / "warmstart.yaml").read_text())["task_settings"]["people"] == 2
+    assert "is not empty" in fails("warmstart", tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "stepz=3"], "did you mean 'steps'"),
+        (["train", "optim.learning_rate=3"], "allowed in optim: betas, grad_clip, lr"),
+        (["train", "group=1"], "group"),
+        (["train", "gpro"], "did you mean 'grpo'"),
+        (["train", "no/such/file.yaml"], "no/such/file.yaml"),
+        (["train", "demo", "grpo"], "one recipe at a time"),
+        (["train", "regulator=lopty"], "did you mean 'lopti'"),
+        (["train", "task.name=kkk"], "did you mean 'kk'"),
+        (["train", "task.peple=3"], "did you mean 'task.people'"),
+        (["train", "--resume"], "run=DIR"),
+        (["train", "--resume", "run=/nonexistent"], "there is no run in"),
+        (["train", "--resume", "run=x", "seed=2"], "cannot be changed"),
+        (["eval", "/nonexistent/model"], "neither a folder here nor a model that could be fetched"),
+        (["eval", "embedded", "--task", "kq"], "did you mean 'kk'"),
+        (["eval", "embedded", "peple=3"], "did you mean 'people'"),
+        (["tasks", "show", "kk", "--people", "99"], "people"),
+        (["tasks", "show", "kk", "--split", "tset"], "did you mean 'test'"),
+        (["warmstart", "x", "stepz=3"], "did you mean 'steps'"),
+    ],
+)
+def test_mistakes_are_explained(args, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert message in " ".join(fails(*args).split())
