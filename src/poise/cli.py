@@ -118,7 +118,12 @@ def _report(run: str, summary: dict[str, Any]) -> None:
     folder = RunFolder.open(run, resume=False)
     with Console(0) as console:
         console.before_after_table(_rows(summary))
-    curve(folder.path / "curve.png", folder.metrics(), f"{run}: {folder.config['regulator']}")
+    name = f"eval/{folder.config['task']['name']}/avg@{summary['before']['samples']}"
+    ends = [
+        {"step": 0, name: summary["before"]["accuracy"]},
+        {"step": summary["steps"], name: summary["after"]["accuracy"]},
+    ]
+    curve(folder.path / "curve.png", [ends[0], *folder.metrics(), ends[1]], f"{run}: {folder.config['regulator']}")
     print(
         f"curve: {folder.path / 'curve.png'}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model"
     )

@@ -252,7 +252,7 @@ class Trainer:
         return evaluate(
             self.policy, self.engine, self.task, problems=asked.problems, samples=asked.samples, seed=asked.seed,
             temperature=config.rollout.temperature if asked.temperature is None else asked.temperature,
-            max_tokens=config.rollout.max_tokens,
+            max_tokens=config.rollout.max_tokens, progress=lambda done, total: console.note(f"  {done}/{total}"),
         )  # fmt: skip
 
     def _before(self, console: Console) -> dict[str, Any]:
