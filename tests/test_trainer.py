@@ -56,14 +56,13 @@ def command(*args, **kwargs):
 
 
 def test_reward_goes_up(tmp_path):
-    folder, summary = run(
-        tmp_path, "steps=24", "prompts=8", "group=8", "optim.lr=2e-4", "evaluation.problems=48", "evaluation.samples=4",
-        "checkpoint_every=100",
-    )  # fmt: skip
+    """On the training puzzles: with 2 people, which is quick, only three meanings are held out."""
+    folder, _ = run(
+        tmp_path, "steps=24", "prompts=8", "group=8", "optim.lr=2e-4", "rollout.max_tokens=64", "checkpoint_every=100"
+    )
     rewards = [line["reward/mean"] for line in folder.metrics()]
     assert len(rewards) == 24
     assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.3
-    assert summary["after"]["accuracy"] > summary["before"]["accuracy"] + 0.1
 
 
 def test_the_run_folder_tells_everything(tmp_path):
@@ -84,7 +83,7 @@ def test_the_run_folder_tells_everything(tmp_path):
     assert "eval/kk/avg@2" in lines[1]
     assert "eval/kk/greedy" in lines[1]
     times = lines[-1]
-    parts = sum(times[f"time/{part}"] for part in ("rollout", "score", "regulate", "update"))
+    parts = sum(times[f"time/{part}"] for part in ("rollout", "score", "regulate", "record", "update"))
     assert parts == pytest.approx(times["time/step"], rel=0.1)
     records = folder.rollouts(2)
     assert len(records) == 16
@@ -251,7 +250,7 @@ class TestMistakes:
             return 1 / 0 if bad == "raise" else tasks.Score(float("nan"), False, {})
 
         monkeypatch.setattr(type(held.task), "score", score)
-        with pytest.raises(TrainError, match=message):
+        with pytest.raises(tasks.RewardError, match=message):
             held.run()
         folder = RunFolder.open(config.run)
         assert folder.checkpoints() == [folder.metrics()[-1]["step"]]  # what was learned until then

@@ -40,11 +40,14 @@ def explained() -> Iterator[None]:
     from poise.config import ConfigError
     from poise.policy import ModelError
     from poise.run import CheckpointError
+    from poise.tasks import RewardError
     from poise.trainer import TrainError
 
     try:
         yield
-    except (ConfigError, ModelError, CheckpointError, TrainError, FileExistsError, FileNotFoundError) as error:
+    except (
+        ConfigError, ModelError, CheckpointError, RewardError, TrainError, FileExistsError, FileNotFoundError
+    ) as error:  # fmt: skip
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

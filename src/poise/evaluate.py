@@ -10,7 +10,7 @@ from typing import Any
 from poise.policy import Policy
 from poise.rollout.base import Engine
 from poise.statistics import ProblemResult, summarise
-from poise.tasks import Problem, Score, Task
+from poise.tasks import Problem, Score, Task, judge
 
 CHUNK = 64  # problems between two reports of progress
 
@@ -80,7 +80,7 @@ def evaluate(
             prompts[at : at + len(part)], group, max_tokens=max_tokens, temperature=heat, seed=seed * 1_000_003 + at
         )
         texts = [policy.decode(row[mask].tolist()) for row, mask in zip(out.tokens, out.mask, strict=True)]
-        return [[task.score(p, t) for t in texts[i * group : (i + 1) * group]] for i, p in enumerate(part)]
+        return [[judge(task, p, t) for t in texts[i * group : (i + 1) * group]] for i, p in enumerate(part)]
 
     for at in range(0, problems, CHUNK):
         part = asked[at : at + CHUNK]

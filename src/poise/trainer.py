@@ -7,10 +7,8 @@ weights and the optimizer's state, and a resumed run goes on bit for bit.
 from __future__ import annotations
 
 import hashlib
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,12 @@ from poise.console import Console
 from poise.evaluate import Evaluation, evaluate
 from poise.optimizer_state import optimizer_tensors, restore_optimizer
 from poise.policy import Policy, load_policy
+from poise.records import Clock, reward_metrics, rollout_metrics, token_records
 from poise.rollout.base import Engine, Rollouts
 from poise.rollout.cached import CachedEngine
 from poise.run import RunFolder
 from poise.stopping import Stopper
-from poise.tasks import Problem, Score, Task
+from poise.tasks import Problem, Score, Task, judge
 from poise.tracking import open_trackers
 from poise.update import NotFiniteError, score_all, update
 
@@ -75,6 +74,7 @@ class Trainer:
         self.reference = self._load_reference() if config.objective.kl_coef else None
         self.settings = config.objective.settings()
         self.saved = 0  # the step of the newest checkpoint
+        self.weights_of: int | None = 0  # the step that the weights are of; None in the middle of an update
 
     # The loop
 
@@ -85,40 +85,40 @@ class Trainer:
         trackers = open_trackers(config.tracking, self.folder.path, config.model_dump(mode="json"), start_step=done)
         with Console(config.steps, done, quiet=self.quiet) as console, Stopper(console.note) as stopper:
             before = self._before(console)
-            after = None
             try:
                 for step in range(done + 1, config.steps + 1):
                     metrics = self.step(step, console)
-                    if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
-                        metrics |= self._held_out(console).metrics()
-                    self.folder.log(step, metrics)
+                    try:
+                        if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
+                            metrics |= self._held_out(console).metrics()
+                    finally:
+                        self.folder.log(step, metrics)
                     done = step
                     console.step(step, metrics)
                     for tracker in trackers:
                         tracker.log(step, metrics)
-                    reached = self._accuracy_of(metrics)
-                    enough = config.stop_at is not None and reached is not None and reached >= config.stop_at
+                    enough = self._reached(metrics, console)
                     if step % config.checkpoint_every == 0 or step == config.steps or stopper.asked or enough:
                         self._save(step)
                     if enough:
-                        console.note(f"held-out accuracy {reached:.3f} has reached stop_at={config.stop_at}: stopping")
                         break
                     if stopper.asked:
                         raise KeyboardInterrupt
+                after = self._held_out(console)
             except (Exception, KeyboardInterrupt):
-                self._save_what_is_whole(done, console)
+                self._save_what_is_whole()
+                console.note(f"stopped; go on with: poise train --resume run={self.folder.path}")
                 raise
             finally:
                 for tracker in trackers:
                     tracker.close()
-            after = self._held_out(console)
         summary = {"steps": done, "before": before, "after": after.summary(), "run": str(self.folder.path)}
         self.folder.write_json("summary.json", summary)
         return summary
 
     def step(self, step: int, console: Console) -> dict[str, float]:
         """One step of reinforcement learning: sample, score, regulate, update."""
-        config, clock = self.config, _Clock()
+        config, clock = self.config, Clock()
         seed = _seed(config.seed, step)
         with clock("rollout"):
             problems = list(islice(self.task.problems("train", seed), config.prompts))
@@ -132,28 +132,22 @@ class Trainer:
             )
         with clock("score"):
             texts = [self.policy.decode(t[m].tolist()) for t, m in zip(rollouts.tokens, rollouts.mask, strict=True)]
-            scores = [self._score(problems[i // config.group], text) for i, text in enumerate(texts)]
+            asked = [problem for problem in problems for _ in range(config.group)]
+            scores = [judge(self.task, problem, text) for problem, text in zip(asked, texts, strict=True)]
         with clock("regulate"):
             batch = self._batch(rollouts, scores)
             phases = self.regulator(batch)
+        with clock("record"):
+            if config.rollouts_every and (step == 1 or step % config.rollouts_every == 0):
+                made = token_records(step, asked, texts, scores, rollouts, batch, phases, self._decode_one)
+                self.folder.save_rollouts(step, made)
+            if step in (1, config.steps):
+                shown = zip(asked, texts, scores, strict=True)
+                console.samples_table([(p.prompt, text, s.reward, s.correct) for p, text, s in shown])
         with clock("update"):
-            self._set_rate(step)
-            self._whole = False
-            optimized = self._update(rollouts, batch, phases, seed)
-            self._whole = True
-        tokens = int(rollouts.mask.sum())
-        metrics = {**_reward_metrics(scores, batch), **_rollout_metrics(rollouts, batch), **optimized}
-        metrics |= regulators.summary(phases, batch) | clock.metrics(tokens)
-        if config.rollouts_every and (step % config.rollouts_every == 0 or step == 1):
-            self.folder.save_rollouts(step, self._records(step, problems, texts, scores, rollouts, batch, phases))
-            if step == 1 or step == config.steps:
-                console.samples_table(
-                    [
-                        (problems[i // config.group].prompt, t, s.reward, s.correct)
-                        for i, (t, s) in enumerate(zip(texts, scores, strict=True))
-                    ]
-                )
-        return metrics
+            optimized = self._update(step, rollouts, batch, phases, seed)
+        metrics = {**reward_metrics(scores, batch), **rollout_metrics(rollouts, batch), **optimized}
+        return metrics | regulators.summary(phases, batch) | clock.metrics(int(rollouts.mask.sum()))
 
     # Its parts
 
@@ -166,18 +160,8 @@ class Trainer:
             )
         return ids
 
-    def _score(self, problem: Problem, text: str) -> Score:
-        try:
-            score = self.task.score(problem, text)
-        except Exception as error:
-            raise TrainError(
-                f"the reward of task {self.task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
-            ) from error
-        if not math.isfinite(score.reward):
-            raise TrainError(
-                f"the reward of task {self.task.name!r} is {score.reward} (problem {problem.id}); it must be finite"
-            )
-        return score
+    def _decode_one(self, token: int) -> str:
+        return str(self.policy.tokenizer.decode([token]))
 
     def _batch(self, rollouts: Rollouts, scores: Sequence[Score]) -> TokenBatch:
         """The rollouts as regulators and the objective see them."""
@@ -226,18 +210,23 @@ class Trainer:
         with without_adapter:
             return self._logp(self.reference or self.policy, rollouts)
 
-    def _update(self, rollouts: Rollouts, batch: TokenBatch, phases: list[Phase], seed: int) -> dict[str, float]:
+    def _update(
+        self, step: int, rollouts: Rollouts, batch: TokenBatch, phases: list[Phase], seed: int
+    ) -> dict[str, float]:
         optim = self.config.optim
+        self._set_rate(step)
+        self.weights_of = None
         try:
-            return update(
+            metrics = update(
                 self.policy, self.optimizer, rollouts, batch, phases, self.settings,
                 temperature=self.config.rollout.temperature, mini_batch=optim.mini_batch,
                 micro_tokens=optim.micro_tokens, grad_clip=optim.grad_clip, seed=seed,
             )  # fmt: skip
         except NotFiniteError as error:
-            raise TrainError(
-                f"{error}: lower optim.lr, or set dtype=float32; the newest checkpoint is untouched"
-            ) from error
+            remedy = "lower optim.lr, or set dtype=float32; the newest checkpoint is untouched"
+            raise TrainError(f"{error}: {remedy}") from error
+        self.weights_of = step
+        return metrics
 
     def _set_rate(self, step: int) -> None:
         warm = self.config.optim.warmup_steps
@@ -263,10 +252,16 @@ class Trainer:
             self.folder.write_json("before.json", kept)
         return kept
 
-    def _accuracy_of(self, metrics: dict[str, float]) -> float | None:
-        return next((value for name, value in metrics.items() if name.startswith(f"eval/{self.task.name}/avg@")), None)
+    def _reached(self, metrics: dict[str, float], console: Console) -> bool:
+        """Whether held-out accuracy, where it was just measured, is what ``stop_at`` asks for."""
+        name = f"eval/{self.task.name}/avg@{self.config.evaluation.samples}"
+        goal, found = self.config.stop_at, metrics.get(name)
+        if goal is None or found is None or found < goal:
+            return False
+        console.note(f"held-out accuracy {found:.3f} has reached stop_at={goal}: stopping")
+        return True
 
-    # Checkpoints and records
+    # Checkpoints
 
     def _save(self, step: int) -> None:
         def write(path: Path) -> None:
@@ -291,102 +286,16 @@ class Trainer:
                     self.parameters[name].copy_(value)
 
         found = self.folder.load_checkpoint(read)
-        self.saved = found[0] if found else 0
+        self.saved = self.weights_of = found[0] if found else 0
         self.folder.rewind(self.saved)
         return self.saved
 
-    _whole = True  # whether the weights are those of a finished step
-
-    def _save_what_is_whole(self, done: int, console: Console) -> None:
-        if self._whole and done > self.saved:
-            self._save(done)
-        console.note(f"stopped; go on with: poise train --resume run={self.folder.path}")
-
-    def _records(
-        self,
-        step: int,
-        problems: Sequence[Problem],
-        texts: Sequence[str],
-        scores: Sequence[Score],
-        rollouts: Rollouts,
-        batch: TokenBatch,
-        phases: Sequence[Phase],
-    ) -> Iterator[dict[str, Any]]:
-        """Every response of the step, token by token."""
-        given = batch.token_advantages
-        for i, (text, score) in enumerate(zip(texts, scores, strict=True)):
-            problem, mask = problems[i // self.config.group], rollouts.mask[i]
-            ids = rollouts.tokens[i][mask].tolist()
-            yield {
-                "step": step,
-                "problem": problem.id,
-                "difficulty": problem.difficulty,
-                "prompt": problem.prompt,
-                "text": text,
-                "reward": score.reward,
-                "correct": score.correct,
-                "parts": dict(score.parts),
-                "finished": bool(rollouts.finished[i]),
-                "tokens": {
-                    "id": ids,
-                    "text": [self.policy.tokenizer.decode([token]) for token in ids],
-                    "logp": _rounded(batch.old_logp[i][mask]),
-                    "entropy": _rounded(rollouts.entropy[i][mask]),
-                    "advantage": _rounded(given[i][mask]),
-                    "weight": {phase.name: _rounded(phase.policy[i][mask]) for phase in phases},
-                },
-            }
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [round(value, 6) for value in values.tolist()]
+    def _save_what_is_whole(self) -> None:
+        """Keep the last finished step. Weights in the middle of an update are nobody's."""
+        if self.weights_of is not None and self.weights_of > self.saved:
+            self._save(self.weights_of)
 
 
 def _seed(seed: int, step: int) -> int:
     """The seed of a step: any two steps, and any two runs, draw unrelated numbers."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _reward_metrics(scores: Sequence[Score], batch: TokenBatch) -> dict[str, float]:
-    n = len(scores)
-    parts = {name for score in scores for name in score.parts}
-    rewards, groups = batch.rewards, batch.groups
-    assert rewards is not None
-    assert groups is not None
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/accuracy": sum(score.correct for score in scores) / n,
-        "reward/no_spread": float((batch.token_advantages == 0).all(1).float().mean()),
-        **{f"reward/{name}": sum(score.parts.get(name, 0.0) for score in scores) / n for name in sorted(parts)},
-    }
-
-
-def _rollout_metrics(rollouts: Rollouts, batch: TokenBatch) -> dict[str, float]:
-    differs = {}
-    if batch.sampler_logp is not None:
-        ratio = (batch.old_logp - batch.sampler_logp)[batch.mask]
-        differs = {"rollout/importance": float(ratio.exp().mean()), "rollout/mismatch": float(ratio.abs().mean())}
-    return {
-        **differs,
-        "rollout/length": float(rollouts.mask.sum(1).float().mean()),
-        "rollout/entropy": float(rollouts.entropy[rollouts.mask].mean()),
-        "rollout/finished": float(rollouts.finished.float().mean()),
-    }
-
-
-class _Clock:
-    """Where the time of a step went."""
-
-    def __init__(self) -> None:
-        self.start, self.spent = time.perf_counter(), dict[str, float]()
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.spent[name] = time.perf_counter() - start
-
-    def metrics(self, tokens: int) -> dict[str, float]:
-        total = time.perf_counter() - self.start
-        named = {f"time/{name}": seconds for name, seconds in self.spent.items()}
-        return {**named, "time/step": total, "time/tokens_per_s": tokens / total}

@@ -7,14 +7,27 @@ from inspect import signature
 from typing import Any
 
 from poise._errors import unknown
-from poise.tasks.base import SPLITS, Demonstrates, Problem, Score, Split, Task
+from poise.tasks.base import SPLITS, Demonstrates, Problem, RewardError, Score, Split, Task, judge
 from poise.tasks.knights_knaves import KnightsKnaves
 
 TASKS: dict[str, Callable[..., Task]] = {
     "kk": KnightsKnaves,
 }
 
-__all__ = ["SPLITS", "TASKS", "Demonstrates", "Problem", "Score", "Split", "Task", "get", "names", "settings_of"]
+__all__ = [
+    "SPLITS",
+    "TASKS",
+    "Demonstrates",
+    "Problem",
+    "RewardError",
+    "Score",
+    "Split",
+    "Task",
+    "get",
+    "judge",
+    "names",
+    "settings_of",
+]
 
 
 def names() -> list[str]:

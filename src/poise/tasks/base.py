@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from poise._errors import check_choice
@@ -60,6 +61,23 @@ class Demonstrates(Protocol):
     def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
         """A complete response; with ``noise`` > 0 an imperfect one. ``None`` means the task's own setting."""
         ...
+
+
+class RewardError(RuntimeError):
+    """A verifier that raised, or whose reward is not a finite number."""
+
+
+def judge(task: Task, problem: Problem, text: str) -> Score:
+    """``task.score``, with an error that says on which problem it went wrong."""
+    try:
+        score = task.score(problem, text)
+    except Exception as error:
+        raise RewardError(
+            f"the reward of task {task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
+        ) from error
+    if not isfinite(score.reward):
+        raise RewardError(f"the reward of task {task.name!r} is {score.reward}: not finite (problem {problem.id})")
+    return score
 
 
 def check_split(split: str) -> None:
