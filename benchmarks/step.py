@@ -1,0 +1,307 @@
+"""What a whole GRPO step takes, poise against TRL: same model, prompts, rewards, batch and optimizer, in one process.
+
+    pip install -c constraints.txt -e '.[train,bench]'
+    OMP_WAIT_POLICY=passive python benchmarks/step.py            # about three minutes on two idle cores
+    python benchmarks/step.py --device cuda --json out.json
+
+Both train the embedded model in float32, 16 prompts × 8 responses to an optimizer step, without KL. The trainers take
+turns, a step each, so that whatever else the machine does hits both. The first row is training as it is: responses end
+where the model ends them, and poise leaves out of the update what has no advantage. In the second (``--fixed-length``)
+no response ends early and all have an advantage, so that both do the same work.
+
+TRL runs at the fastest setting that we found (see ``trl_config``), through its default engine, transformers' generate.
+A step of TRL is all that its loop does between two optimizer steps, loading the batch included; a step of poise is
+``Trainer.step``, in which the problems are even made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is here
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+
+from poise.config import Config, load
+from poise.console import Console
+from poise.policy import EMBEDDED
+from poise.run import RunFolder
+from poise.tasks import Problem, Score, Split, Task
+from poise.trainer import Trainer
+
+NEVER = 1_000_000  # an end token that no vocabulary has
+LR = 2e-4
+
+
+class Problems:
+    """A task whose problems are the same for both trainers. ``spread`` makes every response differ from its group.
+
+    A call of ``problems`` is a step; what the trainer takes for a seed would be different for TRL.
+    """
+
+    def __init__(self, task: Task, spread: bool) -> None:
+        self.task, self.spread, self.name = task, spread, task.name
+        self.steps = self.scored = 0
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:  # noqa: ARG002
+        """The problems of the next step."""
+        self.steps += 1
+        return self.task.problems(split, self.steps)
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """The task's own score; with ``spread``, computed all the same, but every other response gets a reward of 1."""
+        score = self.task.score(problem, text)
+        self.scored += 1
+        return Score(float(self.scored % 2), score.correct, score.parts) if self.spread else score
+
+
+class TimedTrainer(trl.GRPOTrainer):  # type: ignore[misc]
+    """TRL's trainer, which says how long its last generation took and what came of it."""
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        start = now(self.args.device.type)
+        made = super()._generate(prompts)
+        self.generation_s = now(self.args.device.type) - start
+        self.prompt_ids, completion_ids = made[0], made[1]
+        self.lengths = [len(ids) for ids in completion_ids]
+        return made
+
+
+class Turns(transformers.TrainerCallback):  # type: ignore[misc]
+    """Stops the clock after each of TRL's steps, and gives poise its turn."""
+
+    def __init__(self, ours: Trainer, problems: Problems, prompt_ids: list[list[list[int]]]) -> None:
+        self.ours, self.problems, self.prompt_ids = ours, problems, prompt_ids
+        self.theirs: TimedTrainer | None = None
+        self.console = Console(ours.config.steps, quiet=True)
+        self.rows: list[dict[str, dict[str, float]]] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        self.start = now(self.ours.policy.device.type)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Write down TRL's step, then run the same step with poise."""
+        device, theirs = self.ours.policy.device.type, self.theirs
+        seconds = now(device) - self.start
+        assert theirs is not None
+        assert theirs.prompt_ids == self.prompt_ids[state.global_step - 1], "the prompts differ"
+        rows = {"trl": row(seconds, theirs.generation_s, theirs.lengths, 1.0)}
+
+        start = now(device)
+        metrics = self.ours.step(state.global_step, self.console)
+        seconds = now(device) - start
+        assert self.problems.steps == state.global_step, "the problems differ"
+        config = self.ours.config
+        lengths = [metrics["rollout/length"]] * (config.prompts * config.group)
+        rows["poise"] = row(seconds, metrics["time/rollout"], lengths, 1 - metrics["reward/no_spread"])
+        self.rows.append(rows)
+        self.start = now(device)
+
+
+def row(seconds: float, generation: float, lengths: Sequence[float], updated: float) -> dict[str, float]:
+    tokens = sum(lengths)
+    return {
+        "step_s": seconds,
+        "generation_s": generation,
+        "rest_s": seconds - generation,
+        "s_per_1k": 1000 * seconds / tokens,
+        "length": tokens / len(lengths),
+        "updated": updated,
+    }
+
+
+def now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def our_trainer(config: Config, task: Task, endless: bool) -> Trainer:
+    trainer = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
+    trainer.task = task
+    if endless:
+        trainer.policy.model.generation_config.eos_token_id = NEVER
+        trainer.policy.tokenizer.eos_token = None
+        assert trainer.policy.end_tokens == [NEVER]
+    return trainer
+
+
+def trl_config(config: Config, folder: Path, micro: int, endless: bool) -> Any:
+    """The same training for TRL, at its fastest; what is not named here is TRL's default.
+
+    ``dapo`` is the mean over the batch's tokens, as poise's. All responses are generated at once, and no forward pass
+    is spent on old log-probabilities, since a generation batch is one optimizer step. The update takes ``micro``
+    responses at a time: of 8, 16, 32, 64 and 128 on two busy cores, 16 and 32 took the least processor time, about a
+    quarter less than 128. The optimizer is the fused AdamW that it takes by default.
+    """
+    responses = config.prompts * config.group
+    return trl.GRPOConfig(
+        output_dir=str(folder),
+        max_steps=config.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=responses // micro,
+        num_generations=config.group,
+        max_completion_length=config.rollout.max_tokens,
+        temperature=config.rollout.temperature,
+        generation_kwargs={"eos_token_id": [NEVER]} if endless else None,
+        shuffle_dataset=False,
+        beta=0.0,
+        loss_type="dapo",
+        epsilon=config.objective.clip_low,
+        epsilon_high=config.objective.clip_high,
+        learning_rate=config.optim.lr,
+        lr_scheduler_type="constant",
+        weight_decay=config.optim.weight_decay,
+        max_grad_norm=config.optim.grad_clip,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,  # on by default: slower, and there is memory enough
+        use_cpu=config.device == "cpu",
+        dataloader_pin_memory=config.device != "cpu",
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+    )
+
+
+def compare(config: Config, warm_up: int, micro: int, endless: bool) -> list[dict[str, dict[str, float]]]:
+    """Figures of every step after the warm-up, of both."""
+    task = config.task.build()
+    steps = [list(islice(task.problems("train", step + 1), config.prompts)) for step in range(config.steps)]
+    problems = [problem for step in steps for problem in step]
+    rewards = Problems(task, endless)
+
+    def reward(completions: list[list[dict[str, str]]], number: list[int], **_: Any) -> list[float]:
+        texts = (completion[0]["content"] for completion in completions)
+        return [rewards.score(problems[i], text).reward for i, text in zip(number, texts, strict=True)]
+
+    drawn = Problems(task, endless)
+    ours = our_trainer(config, drawn, endless)
+    turns = Turns(
+        ours, drawn, [[ours.policy.encode(p.prompt) for p in step for _ in range(config.group)] for step in steps]
+    )
+    prompts = [[{"role": "user", "content": problem.prompt}] for problem in problems]
+    theirs = TimedTrainer(
+        model=str(EMBEDDED),
+        reward_funcs=reward,
+        args=trl_config(config, Path(config.run) / "trl", micro, endless),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "number": list(range(len(problems)))}),
+        callbacks=[turns],
+    )
+    theirs.remove_callback(transformers.PrinterCallback)
+    assert next(theirs.model.parameters()).dtype == next(ours.policy.model.parameters()).dtype == torch.float32
+    turns.theirs = theirs
+    if endless:
+        theirs.eos_token_ids = [NEVER]
+    theirs.train()
+    assert len(turns.rows) == config.steps
+    for step in turns.rows if endless else ():
+        lengths = {name: figures["length"] for name, figures in step.items()}
+        assert set(lengths.values()) == {config.rollout.max_tokens}, f"lengths should be equal: {lengths}"
+    return turns.rows[warm_up:]
+
+
+def summary(rows: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """Medians, and between what they lie. Ratios are those of the medians; their range is that of single steps."""
+
+    def spread(values: list[float]) -> dict[str, float]:
+        return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+    names = ("poise", "trl")
+    found: dict[str, Any] = {
+        name: {key: spread([r[name][key] for r in rows]) for key in rows[0][name]} for name in names
+    }
+    found["ratio"] = {
+        key: spread([r["trl"][key] / r["poise"][key] for r in rows])
+        | {"median": found["trl"][key]["median"] / found["poise"][key]["median"]}
+        for key in ("step_s", "s_per_1k", "generation_s", "rest_s")
+    }
+    return found
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    print(f"\n{title}")
+    heads = ("s/step", "s/1k tokens", "generation s", "rest s", "length", "updated")
+    print(f"  {'':9s}" + "".join(f"{head:>22s}" for head in heads))
+
+    def cell(value: dict[str, float] | None, digits: int) -> str:
+        if value is None:
+            return ""
+        return f"{value['median']:.{digits}f} ({value['low']:.{digits}f}–{value['high']:.{digits}f})"
+
+    keys = (("step_s", 2), ("s_per_1k", 3), ("generation_s", 2), ("rest_s", 2), ("length", 1), ("updated", 2))
+    for name in ("poise", "trl", "ratio"):
+        label = "TRL/poise" if name == "ratio" else name
+        print(
+            f"  {label:9s}" + "".join(f"{cell(found[name].get(key), digits):>22s}" for key, digits in keys), flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", type=Path, help="write the figures here too, those of every step among them")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of each trainer, per row")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps before them")
+    parser.add_argument("--fixed-length", type=int, default=112, metavar="L", help="of the second row; 0: no such row")
+    parser.add_argument("--only-fixed", action="store_true", help="no first row")
+    parser.add_argument(
+        "--trl-micro", type=int, help="responses per forward pass of TRL's update (CPU: 16, CUDA: 128, the fastest)"
+    )
+    args = parser.parse_args()
+    micro = args.trl_micro or (128 if args.device == "cuda" else 16)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    machine = (
+        torch.cuda.get_device_name()
+        if args.device == "cuda"
+        else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    )
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, TRL {trl.__version__} on {machine}")
+    figures: dict[str, Any] = {
+        "torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__,
+        "machine": machine, "steps": args.steps, "warm_up": args.warm_up, "trl_micro": micro,
+    }  # fmt: skip
+    for name, length in (("sampled", 0), ("fixed", args.fixed_length)):
+        if args.only_fixed if name == "sampled" else not length:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            config = load(
+                "demo",
+                [
+                    f"run={folder}/run", f"steps={args.warm_up + args.steps}", f"device={args.device}", "dtype=float32",
+                    f"optim.lr={LR}", "rollouts_every=0", *([f"rollout.max_tokens={length}"] if length else []),
+                ],
+            )  # fmt: skip
+            assert (config.prompts, config.group) == (16, 8)
+            rows = compare(config, args.warm_up, micro, endless=bool(length))
+        figures[name] = summary(rows) | {"each": rows}
+        title = (
+            f"all responses {length} tokens long" if length else f"sampled, at most {config.rollout.max_tokens} tokens"
+        )
+        show(
+            f"{title}; {config.prompts} prompts × {config.group}, medians of {args.steps} (lowest–highest)",
+            figures[name],
+        )
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
