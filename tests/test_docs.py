@@ -21,7 +21,8 @@ def snippets(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_run(page):
+def test_snippets_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write a run folder
     found = snippets(page)
     assert found
     namespace = {"__name__": "snippets"}

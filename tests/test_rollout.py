@@ -67,7 +67,7 @@ def test_log_probabilities_agree_with_the_training_forward(name, temperature):
     policy = tiny(name)
     out = CachedEngine(policy, batch=7).generate(prompts(5), 4, max_tokens=40, temperature=temperature, seed=3)
     with torch.no_grad():
-        logp, entropy = policy.score(out, out.mask, temperature)
+        logp, entropy = policy.score(out, out.mask, temperature, entropy=True)
     torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
     torch.testing.assert_close(entropy[out.mask], out.entropy[out.mask], atol=1e-4, rtol=0)
     assert not out.logp[~out.mask].any()

@@ -136,9 +136,15 @@ class TestSameUpdate:
         prompts = [policy.encode("x " * n) for n in (3, 40, 9, 9)]
         rollouts = CachedEngine(policy).generate(prompts, 5, max_tokens=12, temperature=1.0, seed=0)
         rows = torch.arange(20)[torch.arange(20) % 3 > 0]
-        parts = micro_batches(rollouts, rows, 150)
-        assert sorted(torch.cat(parts).tolist()) == rows.tolist()
-        assert len(parts) > 2
+        counts = rollouts.mask.sum(1)
+        for limit in (100, 300, 100_000):
+            parts = micro_batches(rollouts, rows, limit)
+            assert sorted(torch.cat(parts).tolist()) == rows.tolist()
+            for part in parts:
+                asked = {tuple(rollouts.prompts[i]) for i in part.tolist()}
+                cost = len(asked) * max(map(len, asked)) + len(part) * int(counts[part].max())
+                assert cost <= limit or len(part) == 1
+        assert len(micro_batches(rollouts, rows, 100)) > 2
 
     def test_old_log_probabilities_may_be_recomputed(self, tmp_path):
         settings = ("steps=1", "checkpoint_every=1", "evaluation.problems=1")

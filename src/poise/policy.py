@@ -102,15 +102,15 @@ class Policy:
         states = torch.cat([start[index], states], 1)
         return torch.nn.functional.pad(states, (0, 0, 0, rollouts.mask.shape[1] - states.shape[1]))
 
-    def score(self, rollouts: Rollouts, select: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probabilities and entropies of the selected response tokens; 0 elsewhere."""
-        hidden = self.hidden(rollouts, select)
-        logits = self.head(temperature)(hidden).float()
-        logp = logits.log_softmax(-1)
+    def score(
+        self, rollouts: Rollouts, select: Tensor, temperature: float, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T) log-probabilities of the selected response tokens, 0 elsewhere, and on request entropies likewise."""
+        logp = self.head(temperature)(self.hidden(rollouts, select)).float().log_softmax(-1)
         chosen = logp.gather(1, rollouts.tokens[select][:, None])[:, 0]
-        entropy = -(logp.exp() * logp).sum(-1)
         empty = torch.zeros(select.shape, dtype=chosen.dtype, device=chosen.device)
-        return empty.masked_scatter(select, chosen), empty.masked_scatter(select, entropy)
+        spread = empty.masked_scatter(select, -(logp.exp() * logp).sum(-1)) if entropy else None
+        return empty.masked_scatter(select, chosen), spread
 
     def save(self, folder: Path) -> None:
         """Write an ordinary transformers folder, without a progress bar of its own."""

@@ -69,7 +69,7 @@ class Trainer:
         self.parameters = {n: p for n, p in self.policy.model.named_parameters() if p.requires_grad}
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+            self.parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
         self.reference = self._load_reference() if config.objective.kl_coef else None
         self.settings = config.objective.settings()

@@ -13,6 +13,8 @@ from poise.objective import Settings, active, normalizer, policy_loss
 from poise.policy import Policy
 from poise.rollout.base import Rollouts
 
+PART_OVERHEAD = 128  # tokens that a forward and backward pass costs besides its tokens
+
 
 class NotFiniteError(RuntimeError):
     """The gradient is NaN or infinite: the step was not taken."""
@@ -50,11 +52,11 @@ def update(
             optimizer.zero_grad(set_to_none=True)
             for jx in micro_batches(responses, rows, micro_tokens):
                 piece = mini.rows(jx)
-                logp, entropy = policy.score(responses.rows(jx), piece.mask, temperature)
-                loss, metrics = policy_loss(
-                    logp, piece, mini_phase.rows(jx), settings, normalizer=norm,
-                    entropy=entropy if settings.entropy_coef else None,
-                )  # fmt: skip
+                logp, entropy = policy.score(
+                    responses.rows(jx), piece.mask, temperature, entropy=settings.entropy_coef != 0
+                )
+                weights = mini_phase.rows(jx)
+                loss, metrics = policy_loss(logp, piece, weights, settings, normalizer=norm, entropy=entropy)
                 loss.backward()
                 for name, value in metrics.items():
                     totals[name] += value
@@ -70,33 +72,42 @@ def update(
 
 
 def micro_batches(rollouts: Rollouts, rows: Tensor, tokens: int) -> list[Tensor]:
-    """The given rows in parts that cost at most ``tokens`` tokens each, padding counted.
+    """The given rows in parts that cost at most ``tokens`` tokens each, padding counted (a single row may cost more).
 
-    Either whole groups stand together, so that a prompt is read once for many responses, or responses of like length
-    do, so that little is padded: whichever costs less.
+    Whole groups together, so that a prompt is read once for many responses, or responses of like length together, so
+    that little is padded; in large parts or smaller ones: whichever costs least in all.
     """
-    counts = rollouts.mask.sum(1).tolist()
-    chosen = rows.tolist()
-    orders = (chosen, sorted(chosen, key=lambda row: (counts[row], row)))
-    cuts = [_cut(rollouts.prompts, counts, order, tokens) for order in orders]
-    parts = min(cuts, key=lambda parts: sum(_cost(rollouts.prompts, counts, part) for part in parts))
-    return [torch.tensor(part, device=rows.device) for part in parts]
+    chosen, counts = rows.tolist(), rollouts.mask.sum(1).tolist()
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in chosen:
+        groups.setdefault(tuple(rollouts.prompts[row]), []).append(row)
+    sizes = {
+        row: (number, len(prompt), counts[row]) for number, (prompt, own) in enumerate(groups.items()) for row in own
+    }
+    by_group = [row for own in sorted(groups.values(), key=lambda own: max(counts[r] for r in own)) for row in own]
+    by_length = sorted(chosen, key=lambda row: (counts[row], row))
+    cuts = [
+        _cut(order, sizes, limit) for order in (by_group, by_length) for limit in (tokens, tokens // 2, tokens // 4)
+    ]
+    return [torch.tensor(part, device=rows.device) for part in min(cuts, key=lambda cut: cut[1])[0]]
 
 
-def _cut(prompts: list[list[int]], counts: list[int], order: list[int], tokens: int) -> list[list[int]]:
+def _cut(order: list[int], sizes: dict[int, tuple[int, int, int]], limit: int) -> tuple[list[list[int]], int]:
+    """Parts of consecutive rows, and what they cost: each distinct prompt and each response, padded to the longest."""
     parts: list[list[int]] = []
+    total, seen, longest_prompt, longest, cost = 0, set[int](), 0, 0, 0
     for row in order:
-        if parts and _cost(prompts, counts, [*parts[-1], row]) <= tokens:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-    return parts
-
-
-def _cost(prompts: list[list[int]], counts: list[int], rows: list[int]) -> int:
-    """Tokens that the model is run on: every distinct prompt once, every response, each padded to the longest."""
-    read = {tuple(prompts[row]) for row in rows}
-    return len(read) * max(map(len, read)) + len(rows) * max(counts[row] for row in rows)
+        number, prompt, response = sizes[row]
+        wide, long = max(longest_prompt, prompt), max(longest, response)
+        more = len(seen | {number}) * wide + (len(parts[-1]) + 1) * long if parts else limit + 1
+        if more > limit:
+            total += cost + PART_OVERHEAD
+            parts.append([])
+            seen, wide, long, more = set(), prompt, response, prompt + response
+        parts[-1].append(row)
+        seen.add(number)
+        longest_prompt, longest, cost = wide, long, more
+    return parts, total + cost
 
 
 @torch.no_grad()
