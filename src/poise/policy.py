@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +115,10 @@ class Policy:
         return empty.masked_scatter(select, chosen), spread
 
     def save(self, folder: Path) -> None:
-        """Write an ordinary transformers folder, without a progress bar of its own."""
-        from transformers.utils import logging
-
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
+        """Write an ordinary transformers folder."""
+        with _progress_bars(False):
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
-        finally:
-            if shown:
-                logging.enable_progress_bar()
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -185,9 +180,10 @@ def load_policy(
             f"{name}: neither a folder here nor a model that could be fetched ({_first_line(error)})"
         ) from error
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            place, dtype=kind, use_safetensors=True, attn_implementation="sdpa", **common
-        )
+        with _progress_bars(sys.stderr.isatty()):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                place, dtype=kind, use_safetensors=True, attn_implementation="sdpa", **common
+            )
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: the model cannot be loaded ({_first_line(error)})") from error
     model.to(resolve_device(device))
@@ -203,6 +199,21 @@ def load_policy(
         )  # fmt: skip
     model.eval()  # no dropout: the probabilities of sampling and of the update must be of one policy
     return Policy(model, tokenizer)
+
+
+@contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    """transformers' own progress bars, only where they do not get in the way."""
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:
