@@ -62,6 +62,34 @@ def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
     assert json.loads(out.read_text())["n"] == 3
 
 
+def test_a_lora_run_can_be_measured_and_trained_on(tmp_path):
+    run = tmp_path / "run"
+    poise("train", "demo", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-2")
+    measured = ["--people", "2", "--n", "1", "--problems", "2", "--max-tokens", "48"]
+    assert "avg@1" in poise("eval", run, *measured).output
+    assert poise("train", "demo", *SMALL, f"run={tmp_path / 'next'}", f"model={run}").exit_code == 0
+    merged, base = load_policy(str(run), device="cpu"), load_policy("embedded", device="cpu")
+    changed = [n for n, p in merged.model.named_parameters() if not p.equal(dict(base.model.named_parameters())[n])]
+    assert changed
+    assert all("proj" in name for name in changed)
+
+
+def test_a_run_that_never_began_leaves_its_folder_free(tmp_path):
+    run = f"run={tmp_path / 'run'}"
+    assert "there is no such folder" in fails("train", "demo", *SMALL, run, "model=/nonexistent/model")
+    assert poise("train", "demo", *SMALL, run).exit_code == 0
+    shown = poise("train", "--resume", run, "--quiet").output
+    assert "Traceback" not in shown
+    assert "already at step 1: nothing to train" in poise("train", "--resume", run).output
+
+
+def test_more_steps_are_kept_for_the_next_resume(tmp_path):
+    run = f"run={tmp_path / 'run'}"
+    poise("train", "demo", *SMALL, run)
+    poise("train", "--resume", run, "steps=2", "--quiet")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
+
+
 def test_tasks():
     assert poise("tasks").output.startswith("kk")
     shown = poise("tasks", "show", "kk", "--people", "4", "--seed", "0").output
@@ -97,7 +125,10 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["train", "--resume"], "run=DIR"),
         (["train", "--resume", "run=/nonexistent"], "there is no run in"),
         (["train", "--resume", "run=x", "seed=2"], "cannot be changed"),
-        (["eval", "/nonexistent/model"], "neither a folder here nor a model that could be fetched"),
+        (["eval", "/nonexistent/model"], "there is no such folder"),
+        (["eval", "nobody/nothing"], "neither a folder here nor a model that could be fetched"),
+        (["train", "tracking=wandbb"], "did you mean 'wandb'"),
+        (["train", "device=cuda", "run=/proc/nowhere/x"], "nowhere"),
         (["eval", "embedded", "--task", "kq"], "did you mean 'kk'"),
         (["eval", "embedded", "peple=3"], "did you mean 'people'"),
         (["tasks", "show", "kk", "--people", "99"], "people"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command line, or say what it lacks."""
+    sys.path.insert(0, os.getcwd())  # so that a regulator of one's own is found beside the command
     try:
         from poise.cli import app
     except ModuleNotFoundError as error:

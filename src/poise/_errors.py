@@ -12,7 +12,7 @@ def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
     options = list(allowed)
     plain = {option.lower(): option for option in options}
     near = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
-    guess = f"; did you mean {plain[near[0]]!r}?" if near else "."
+    guess = f"; did you mean {plain[near[0]]!r}?" if near else ""
     listed = ", ".join(options) if options else "there are none"
     return f"unknown {what} {name!r}{guess} (allowed: {listed})"
 

@@ -45,9 +45,7 @@ def explained() -> Iterator[None]:
 
     try:
         yield
-    except (
-        ConfigError, ModelError, CheckpointError, RewardError, TrainError, FileExistsError, FileNotFoundError
-    ) as error:  # fmt: skip
+    except (ConfigError, ModelError, CheckpointError, RewardError, TrainError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -67,9 +65,13 @@ def _main(version: Annotated[bool, typer.Option("--version", callback=_version, 
 @app.command()
 def train(
     args: Annotated[Optional[list[str]], typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,  # noqa: UP045
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in run=DIR.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on the console.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in run=DIR; steps=N may raise its end.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print every setting there is, resolved, and stop.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only the result, no progress.")] = False,
 ) -> None:
     """Train a model. Without a recipe: the demo, with the embedded model, on any laptop.
 
@@ -183,16 +185,20 @@ def evaluate(
 
     with explained():
         built = _task(task, people, args or [])
-        policy = load_policy(_model_of(model), device=device, remote_code=remote_code)
+        if json_to and not json_to.parent.is_dir():
+            fail(f"--json {json_to}: there is no folder {json_to.parent}")
+        policy = load_policy(model, device=device, remote_code=remote_code)
         result = run(
             policy, CachedEngine(policy, batch), built, problems=problems, samples=n, temperature=temperature,
             max_tokens=max_tokens, seed=seed, progress=_progress,
         )  # fmt: skip
         summary = result.summary()
         with Console(0) as console:
-            console.table([{"measure": name, **row} for name, row in summary["table"].items()])
+            rows = summary["table"].items()
+            console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])
         if json_to:
-            json_to.write_text(json.dumps(summary, indent=1))
+            about = {"model": model, "task": task, "people": people, "settings": args or [], "seed": seed}
+            json_to.write_text(json.dumps({**about, **summary}, indent=1))
 
 
 def _progress(done: int, total: int) -> None:
@@ -207,15 +213,6 @@ def _task(name: str, people: str | None, args: list[str]) -> tasks.Task:
         return tasks.get(name, **settings)
     except (ValueError, TypeError) as error:
         fail(error)
-
-
-def _model_of(name: str) -> str:
-    """The newest checkpoint's model where a run folder is named."""
-    from poise.run import RunFolder
-
-    if (Path(name) / "checkpoints").is_dir():
-        return str(RunFolder.open(name, resume=False).newest() / "model")
-    return name
 
 
 @app.command()
@@ -261,7 +258,7 @@ def _list_tasks(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         for name in tasks.names():
             doc = (tasks.TASKS[name].__doc__ or "").strip().splitlines()
-            print(f"{name:12s} {doc[0] if doc else ''}")
+            print(f"{name:6s} {doc[0] if doc else ''}\n       settings: {', '.join(tasks.settings_of(name))}")
 
 
 @tasks_app.command()

@@ -21,9 +21,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from poise import regulators, tasks
+from poise._errors import unknown
 from poise._explain import explain
 from poise._recipes import ConfigError, Document, merge, read, recipes, split_overrides, to_yaml
 from poise.objective import Settings
+from poise.tracking import TRACKERS
 
 __all__ = ["Config", "ConfigError", "dump", "load", "recipes"]
 
@@ -219,6 +221,14 @@ class Config(_Group):
     @classmethod
     def _one_is_a_list_of_one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("tracking")
+    @classmethod
+    def _trackers_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in TRACKERS:
+                raise ValueError(unknown("tracker", name, TRACKERS))
+        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -51,7 +51,8 @@ class Console:
             rich = RichConsole(file=self._file, markup=False, emoji=False, highlight=False)
             if not rich.is_dumb_terminal:
                 self._rich = rich
-                self._start(rich, start_step)
+                if total_steps:  # without steps there are only tables to print
+                    self._start(rich, start_step)
 
     def _start(self, rich: RichConsole, start_step: int) -> None:
         left = TextColumn("{task.fields[left]}", markup=False)
@@ -61,6 +62,11 @@ class Console:
         self._live = Live(console=rich, refresh_per_second=4, get_renderable=lambda: view)
         self._view = view
         self._live.start()
+
+    def begin(self, step: int) -> None:
+        """Start the clock of the time left, with ``step`` steps done: what came before says nothing about a step."""
+        self._seen.clear()
+        self._seen.append((step, time.monotonic()))
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Show that a step is done. Metrics that are missing are not shown."""

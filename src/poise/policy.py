@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from poise.head import Head
 from poise.rollout.base import Rollouts
+from poise.run import RunFolder
 
 EMBEDDED = Path(__file__).parent / "models" / "kk-tiny"
 
@@ -142,8 +144,11 @@ def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
 
 def resolve_device(device: str = "auto") -> torch.device:
     """The device a setting means: CUDA where there is one."""
+    found = torch.cuda.is_available()
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if found else "cpu")
+    if device.startswith("cuda") and not found:
+        raise ModelError(f"device {device}: this torch sees no CUDA device; use device=cpu, or auto")
     return torch.device(device)
 
 
@@ -162,8 +167,12 @@ def load_policy(
     """
     import transformers
 
-    place = str(EMBEDDED) if name == "embedded" else name
+    place = _resolve(name)
     folder = Path(place)
+    if (folder / "adapter_config.json").exists():
+        return _load_adapter(folder, device=device, dtype=dtype, remote_code=remote_code)
+    if not folder.exists() and name.startswith(("/", ".", "~")):
+        raise ModelError(f"{name}: there is no such folder")
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model")
     kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
@@ -173,7 +182,7 @@ def load_policy(
     except (OSError, ValueError, KeyError, TypeError) as error:
         if folder.is_dir():
             raise ModelError(
-                f"{name}: this folder has no tokenizer that can be loaded ({_first_line(error)}); "
+                f"{name}: this folder has no tokenizer that can be loaded; "
                 "save one into it with tokenizer.save_pretrained(folder)"
             ) from error
         raise ModelError(
@@ -199,6 +208,28 @@ def load_policy(
         )  # fmt: skip
     model.eval()  # no dropout: the probabilities of sampling and of the update must be of one policy
     return Policy(model, tokenizer)
+
+
+def _resolve(name: str) -> str:
+    """The folder behind "embedded", or behind a run: the model of its newest checkpoint."""
+    if name == "embedded":
+        return str(EMBEDDED)
+    folder = Path(name)
+    if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").exists() or (folder / "before.json").exists():
+        return str(RunFolder.open(folder, resume=False).newest() / "model")
+    return name
+
+
+def _load_adapter(folder: Path, **settings: Any) -> Policy:
+    """A LoRA adapter merged into the model it was trained on."""
+    import peft
+
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    if Path(base).name == EMBEDDED.name:  # saved with its path on another machine, perhaps
+        base = "embedded"
+    policy = load_policy(base, **settings)
+    merged = peft.PeftModel.from_pretrained(policy.model, folder).merge_and_unload()
+    return Policy(merged.eval(), policy.tokenizer)
 
 
 @contextmanager

@@ -83,6 +83,12 @@ class RunFolder:
             run._keep_lines(lambda _: True)
         return run
 
+    def discard(self) -> None:
+        """Take back a run that never began, so that its folder can be used again."""
+        remove(self._config)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
     @property
     def config(self) -> dict[str, Any]:
         """What the run was asked to do."""

@@ -50,9 +50,16 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
     keep = config.keep_checkpoints
     if resume:
         folder = RunFolder.open(config.run, keep=keep)
+        folder.write_json("config.json", config.model_dump(mode="json"))  # more steps may have been asked for
     else:
         folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=keep)
-    return Trainer(config, folder, quiet=quiet).run()
+    try:
+        held = Trainer(config, folder, quiet=quiet)
+    except Exception:
+        if not resume:
+            folder.discard()
+        raise
+    return held.run()
 
 
 class Trainer:
@@ -85,6 +92,9 @@ class Trainer:
         trackers = open_trackers(config.tracking, self.folder.path, config.model_dump(mode="json"), start_step=done)
         with Console(config.steps, done, quiet=self.quiet) as console, Stopper(console.note) as stopper:
             before = self._before(console)
+            if done >= config.steps:
+                console.note(f"already at step {done}: nothing to train; to go on, raise steps=")
+            console.begin(done)
             try:
                 for step in range(done + 1, config.steps + 1):
                     metrics = self.step(step, console)
@@ -107,6 +117,7 @@ class Trainer:
                 after = self._held_out(console)
             except (Exception, KeyboardInterrupt):
                 self._save_what_is_whole()
+                console.close()
                 console.note(f"stopped; go on with: poise train --resume run={self.folder.path}")
                 raise
             finally:
@@ -237,7 +248,7 @@ class Trainer:
 
     def _held_out(self, console: Console) -> Evaluation:
         config, asked = self.config, self.config.evaluation
-        console.note(f"evaluating {asked.problems} held-out problems, {asked.samples} samples each")
+        console.note(f"evaluating {asked.problems} held-out problems × {asked.samples} and greedily")
         return evaluate(
             self.policy, self.engine, self.task, problems=asked.problems, samples=asked.samples, seed=asked.seed,
             temperature=config.rollout.temperature if asked.temperature is None else asked.temperature,

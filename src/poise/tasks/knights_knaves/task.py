@@ -27,7 +27,7 @@ _PATIENCE = 20_000  # draws in a row that belong to the other split
 
 @dataclass(frozen=True)
 class KnightsKnaves:
-    """Puzzles without end, split into train and test by their meaning.
+    """Knights & Knaves: logic puzzles without end, split into train and test by their meaning.
 
     ``people`` is a number, several, or a range such as ``"3-7"``; the numbers take turns. ``style`` and ``noise`` are
     those of the demonstrations (see ``worked``). With ``open_think`` the prompt itself ends with ``<think>``, which
