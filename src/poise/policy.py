@@ -229,6 +229,7 @@ def _load_adapter(folder: Path, **settings: Any) -> Policy:
         base = "embedded"
     policy = load_policy(base, **settings)
     merged = peft.PeftModel.from_pretrained(policy.model, folder).merge_and_unload()
+    merged.requires_grad_(True)  # peft had frozen the model under the adapter
     return Policy(merged.eval(), policy.tokenizer)
 
 
