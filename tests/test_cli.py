@@ -64,7 +64,7 @@ def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
 
 def test_a_lora_run_can_be_measured_and_trained_on(tmp_path):
     run = tmp_path / "run"
-    poise("train", "demo", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-2")
+    poise("train", "demo", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-3", "prompts=6", "group=4")
     measured = ["--people", "2", "--n", "1", "--problems", "2", "--max-tokens", "48"]
     assert "avg@1" in poise("eval", run, *measured).output
     assert poise("train", "demo", *SMALL, f"run={tmp_path / 'next'}", f"model={run}").exit_code == 0
