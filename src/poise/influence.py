@@ -29,7 +29,7 @@ from poise.head import Head, HeadLike, as_head
 Tokens = tuple[Tensor, Tensor]  # hidden (N, d), targets (N,)
 Form = Literal["auto", "pair", "linear"]
 
-BLOCK = 1 << 22  # elements of the largest temporary: 16 MiB in float32
+BLOCK = 1 << 20  # elements of the largest temporary: 4 MiB in float32
 
 
 class Scores(NamedTuple):
