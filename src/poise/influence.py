@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from poise._errors import check_choice
-from poise.head import Head, HeadLike, as_head
+from poise.linear import Head, HeadLike, as_head
 
 Tokens = tuple[Tensor, Tensor]  # hidden (N, d), targets (N,)
 Form = Literal["auto", "pair", "linear"]

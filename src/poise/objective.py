@@ -18,7 +18,7 @@ mini-batch, ``policy_loss`` once per micro-batch; the losses *add up* to the min
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -118,6 +118,61 @@ def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """All that the loss of a token depends on besides its current log-probability and entropy.
+
+    (B, T) each, or (n,) for some of the tokens. The loss is a sum over tokens: averaging is inside the weights.
+    """
+
+    old_logp: Tensor
+    ref_logp: Tensor | None
+    advantages: Tensor
+    policy: Tensor  # weight of the surrogate
+    bonus: Tensor  # weight of the KL and entropy terms, before their coefficients
+    share: Tensor  # what one token counts for in an average over the mini-batch
+
+    def at(self, tokens: Tensor | slice) -> Terms:
+        """The terms of some tokens."""
+        values = (getattr(self, item.name) for item in fields(self))
+        return Terms(*(value if value is None else value[tokens] for value in values))  # type: ignore[arg-type]
+
+    def log_ratio(self, logp: Tensor) -> Tensor:
+        """log(current / old); 0 for tokens that take no part: selected, not multiplied, since 0 · inf is NaN."""
+        return torch.where(self.policy > 0, logp - self.old_logp, 0.0).clamp(-20, 20)
+
+
+def terms(batch: TokenBatch, phase: Phase, settings: Settings, normalizer: Tensor | float, dtype: torch.dtype) -> Terms:
+    """What the tokens of a micro-batch bring to the loss."""
+    _check_phase(batch, phase)
+    share = batch.mask.to(dtype) / normalizer
+    if settings.aggregation == "seq-mean-token-mean":
+        share = share / batch.lengths.clamp(min=1)[:, None]
+    policy = phase.policy.to(dtype) * share
+    if batch.sampler_logp is not None and settings.importance_cap is not None:
+        policy = policy * importance_weights(batch, settings.importance_cap).to(dtype)
+    return Terms(
+        old_logp=batch.old_logp.to(dtype),
+        ref_logp=None if batch.ref_logp is None else batch.ref_logp.to(dtype),
+        advantages=batch.token_advantages.to(dtype),
+        policy=policy,
+        bonus=phase.kl.to(dtype) * share,
+        share=share,
+    )
+
+
+def token_losses(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings) -> dict[str, Tensor]:
+    """What each token adds to the loss, by name: "policy", and "kl" and "entropy" where they have a coefficient."""
+    losses = {"policy": -surrogate(parts.log_ratio(logp), parts.advantages, settings) * parts.policy}
+    carries = parts.bonus > 0
+    if settings.kl_coef and parts.ref_logp is not None:
+        gap = torch.where(carries, logp - parts.ref_logp, 0.0)
+        losses["kl"] = settings.kl_coef * parts.bonus * kl_divergence(gap, torch.zeros_like(gap), settings.kl)
+    if settings.entropy_coef and entropy is not None:
+        losses["entropy"] = -settings.entropy_coef * parts.bonus * torch.where(carries, entropy, 0.0)
+    return losses
+
+
 def policy_loss(
     logp: Tensor,
     batch: TokenBatch,
@@ -132,50 +187,36 @@ def policy_loss(
     ``logp`` (B, T) are the current log-probabilities of the sampled tokens, with gradients; ``entropy`` (B, T) the
     current entropies, needed for an entropy bonus. Values outside the mask may be anything. Both loss and metrics are
     shares of the mini-batch's: add them over its micro-batches. Metrics are averaged as the loss is (with token-mean,
-    ``optim/clip_high`` is a share of the tokens) and stay on the device.
+    ``optim/clip_high`` is a share of the tokens) and stay on the device. From hidden states, without the logits of
+    all tokens in memory, the same loss is ``poise.head.policy_loss``.
     """
     settings = settings or Settings()
     _check_inputs(logp, batch, settings, entropy)
-    _check_phase(batch, phase)
-    dtype = torch.promote_types(logp.dtype, torch.float32)
-    scale = batch.mask.to(dtype) / normalizer
-    if settings.aggregation == "seq-mean-token-mean":
-        scale = scale / batch.lengths.clamp(min=1)[:, None]
+    parts = terms(batch, phase, settings, normalizer, torch.promote_types(logp.dtype, torch.float32))
+    logp = logp.to(parts.share.dtype)
+    entropy = None if entropy is None else entropy.to(parts.share.dtype)
+    losses = {name: values.sum() for name, values in token_losses(logp, entropy, parts, settings).items()}
+    loss = torch.stack(list(losses.values())).sum() if len(losses) > 1 else losses["policy"]
+    return loss, {"optim/loss": loss.detach(), "optim/policy_loss": losses["policy"].detach()} | _metrics(
+        logp.detach(), None if entropy is None else entropy.detach(), parts, settings
+    )
 
-    advantages = batch.token_advantages.to(dtype)
-    takes_part = phase.policy > 0
-    gap = logp.to(dtype) - batch.old_logp.to(dtype)
-    log_ratio = torch.where(takes_part, gap, 0.0).clamp(-20, 20)  # selected, not multiplied: 0 · inf is NaN
-    gain = surrogate(log_ratio, advantages, settings) * phase.policy.to(dtype)
-    metrics: dict[str, Tensor] = {}
-    if batch.sampler_logp is not None and settings.importance_cap is not None:
-        gain = gain * importance_weights(batch, settings.importance_cap).to(dtype)
-    policy = -(gain * scale).sum()
-    loss = policy
 
-    carries = phase.kl > 0
-    bonus = phase.kl.to(dtype) * scale
-    if batch.ref_logp is not None:
-        now, then = (torch.where(carries, x.to(dtype), 0.0) for x in (logp, batch.ref_logp))
-        kl = kl_divergence(now, then, settings.kl)
-        metrics["optim/kl"] = (kl.detach() * scale).sum()
-        if settings.kl_coef:
-            loss = loss + settings.kl_coef * (kl * bonus).sum()
-    if entropy is not None:
-        entropy = torch.where(carries, entropy.to(dtype), 0.0)
-        metrics["optim/entropy"] = (entropy.detach() * scale).sum()
-        if settings.entropy_coef:
-            loss = loss - settings.entropy_coef * (entropy * bonus).sum()
-
-    ratio = log_ratio.detach().exp()
-    metrics |= {
-        "optim/loss": loss.detach(),
-        "optim/policy_loss": policy.detach(),
-        "optim/clip_low": ((ratio < 1 - settings.clip_low) & (advantages < 0)).mul(scale).sum(),
-        "optim/clip_high": ((ratio > 1 + settings.clip_high) & (advantages > 0)).mul(scale).sum(),
-        "optim/drift": ((torch.expm1(log_ratio) - log_ratio).detach() * scale).sum(),
+def _metrics(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings) -> dict[str, Tensor]:
+    log_ratio = parts.log_ratio(logp)
+    ratio = log_ratio.exp()
+    metrics = {
+        "optim/clip_low": (ratio < 1 - settings.clip_low) & (parts.advantages < 0),
+        "optim/clip_high": (ratio > 1 + settings.clip_high) & (parts.advantages > 0),
+        "optim/drift": torch.expm1(log_ratio) - log_ratio,
     }
-    return loss, metrics
+    carries = parts.bonus > 0
+    if parts.ref_logp is not None:
+        gap = torch.where(carries, logp - parts.ref_logp, 0.0)
+        metrics["optim/kl"] = kl_divergence(gap, torch.zeros_like(gap), settings.kl)
+    if entropy is not None:
+        metrics["optim/entropy"] = torch.where(carries, entropy, 0.0)
+    return {name: (values * parts.share).sum() for name, values in metrics.items()}
 
 
 def _check_phase(batch: TokenBatch, phase: Phase) -> None:

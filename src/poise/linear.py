@@ -1,4 +1,4 @@
-"""The language-model head: hidden states to logits, walked through the vocabulary in slices."""
+"""The language-model head: hidden states to logits, for the whole vocabulary or a slice of it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Head:
     temperature: float = 1.0
     scale: float = 1.0
     softcap: float | None = None
+    master: Tensor | None = None  # (V, d) float32: gets the gradient instead of weight, its half-precision copy
 
     def __post_init__(self) -> None:
         if self.weight.dim() != 2:
@@ -32,6 +33,9 @@ class Head:
         if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
             expected = tuple(self.weight.shape[:1])
             raise ValueError(f"Head: bias must be {expected}, got {tuple(self.bias.shape)}")
+        if self.master is not None and self.master.shape != self.weight.shape:
+            expected = tuple(self.weight.shape)
+            raise ValueError(f"Head: master must be {expected} as weight is, got {tuple(self.master.shape)}")
         check_range("Head", "temperature", self.temperature, 1e-6)
         check_range("Head", "scale", self.scale)
         if self.softcap is not None:
@@ -48,13 +52,17 @@ class Head:
 
     def logits(self, hidden: Tensor, vocabulary: slice) -> Tensor:
         """Logits of ``hidden`` (N, d) for a slice of the vocabulary, in hidden's dtype."""
-        logits = hidden @ self.weight[vocabulary].to(hidden.dtype).T
+        return self.finish(hidden @ self.weight[vocabulary].to(hidden.dtype).T, vocabulary)
+
+    def finish(self, product: Tensor, vocabulary: slice = slice(None)) -> Tensor:
+        """The logits, given ``W h`` for a slice of the vocabulary."""
+        logits = product
         if self.bias is not None:
-            logits += self.bias[vocabulary].to(hidden.dtype)
+            logits = logits + self.bias[vocabulary].to(product.dtype)
         if self.scale != 1.0:
-            logits *= self.scale
+            logits = logits * self.scale
         if self.softcap is not None:
-            logits = (logits / self.softcap).tanh_() * self.softcap
+            logits = (logits / self.softcap).tanh() * self.softcap
         return logits / self.temperature if self.temperature != 1.0 else logits
 
 

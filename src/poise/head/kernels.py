@@ -1,0 +1,195 @@
+"""The row pass in Triton: one program reads a token's logits and leaves their gradient in place.
+
+What it computes is what ``poise.head.rows`` computes in plain torch, which is the reference. The derivatives of the
+objective with respect to a token's log-probability and entropy stand here a second time, by hand: every setting is
+checked against ``poise.objective`` in tests/gpu.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from poise.linear import Head
+from poise.objective import KL_ESTIMATORS, Settings, Terms
+
+STATISTICS, OBJECTIVE, GIVEN = 0, 1, 2  # what a pass is for: nothing but logp and entropy, or which gradient
+
+
+@triton.jit
+def _finished(product, bias, scale, softcap, inverse_temperature, SOFTCAP: tl.constexpr):
+    """The logit, and its derivative with respect to the product ``W h``."""
+    z = (product + bias) * scale
+    slope = scale * inverse_temperature
+    if SOFTCAP:
+        t = 2 * tl.sigmoid(2 * z / softcap) - 1  # tanh
+        return t * softcap * inverse_temperature, slope * (1 - t * t)
+    return z * inverse_temperature, slope + tl.zeros_like(z)
+
+
+@triton.jit
+def _log1p(x):
+    small = x * (1 - x * (0.5 - x * (1 / 3 - x * 0.25)))
+    return tl.where(x < 0.01, small, tl.log(1 + x))
+
+
+@triton.jit
+def _slope_of_objective(
+    logp, row, old, ref, advantages, policy, bonus, clip_low, clip_high, dual_clip, kl_coef, KL: tl.constexpr
+):  # fmt: skip
+    """The derivative of the token's loss with respect to its log-probability."""
+    advantage, weight = tl.load(advantages + row), tl.load(policy + row)
+    gap = logp - tl.load(old + row)
+    ratio = tl.exp(tl.minimum(tl.maximum(gap, -20.0), 20.0))
+    rising = (advantage > 0) & (ratio <= 1 + clip_high)
+    falling = (advantage < 0) & (ratio >= 1 - clip_low) & (ratio <= dual_clip)
+    moves = (weight > 0) & (tl.abs(gap) <= 20) & (rising | falling)
+    slope = tl.where(moves, -weight * advantage * ratio, 0.0)
+    if KL != -1:
+        share = tl.load(bonus + row)
+        gap = tl.where(share > 0, logp - tl.load(ref + row), 0.0)
+        if KL == 0:
+            pull = 1.0
+        elif KL == 1:
+            pull = gap
+        else:
+            inverse = tl.exp(-tl.minimum(tl.maximum(gap, -5.0), 5.0))
+            pull = tl.where((tl.abs(gap) <= 5) & (inverse - 1 + gap <= 10), 1 - inverse, 0.0)
+        slope += kl_coef * share * pull
+    return slope
+
+
+@triton.jit
+def _row_kernel(
+    logits, stride, vocabulary, targets, bias, logp_out, entropy_out,
+    old, ref, advantages, policy, bonus, given, given_entropy,
+    scale, softcap, inverse_temperature, clip_low, clip_high, dual_clip, kl_coef, entropy_coef,
+    MODE: tl.constexpr, KL: tl.constexpr, ENTROPY: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    own = tl.load(logits + target).to(tl.float32)
+    own_bias = tl.load(bias + target).to(tl.float32) if BIAS else 0.0
+    own, _ = _finished(own, own_bias, scale, softcap, inverse_temperature, SOFTCAP)
+
+    # All relative to the target's logit: for a confident token nothing large cancels.
+    top, others, spread = own, 0.0, 0.0
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocabulary
+        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
+        z, _ = _finished(z, shift, scale, softcap, inverse_temperature, SOFTCAP)
+        counted = inside & (column != target)
+        higher = tl.maximum(top, tl.max(tl.where(counted, z, float("-inf")), 0))
+        rescale = tl.exp(top - higher)
+        e = tl.where(counted, tl.exp(z - higher), 0.0)
+        others = others * rescale + tl.sum(e, 0)
+        spread = spread * rescale + tl.sum(e * tl.where(counted, z - own, 0.0), 0)
+        top = higher
+    mine = tl.exp(own - top)
+    total = others + mine
+    logp = tl.where(mine > 1e-30, -_log1p(others / tl.maximum(mine, 1e-30)), own - top - tl.log(total))
+    entropy = -logp - spread / total
+    tl.store(logp_out + row, logp)
+    tl.store(entropy_out + row, entropy)
+
+    if MODE != 0:
+        if MODE == 1:
+            slope = _slope_of_objective(
+                logp, row, old, ref, advantages, policy, bonus, clip_low, clip_high, dual_clip, kl_coef, KL
+            )  # fmt: skip
+            slope_of_entropy = -entropy_coef * tl.load(bonus + row) if ENTROPY else 0.0
+        else:
+            slope = tl.load(given + row)
+            slope_of_entropy = tl.load(given_entropy + row) if ENTROPY else 0.0
+        at_target = slope * (others / total)
+        lift = logp - own
+        for start in range(0, vocabulary, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < vocabulary
+            z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+            shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
+            z, inner = _finished(z, shift, scale, softcap, inverse_temperature, SOFTCAP)
+            p = tl.exp(z + lift)
+            d = tl.where(column == target, at_target, -slope * p)
+            if ENTROPY:
+                d -= slope_of_entropy * p * (z + lift + entropy)
+            tl.store(logits + column, (d * inner).to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
+    by = tl.load(factor)
+    if by != 1:
+        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < count
+        x = tl.load(values + place, mask=inside)
+        tl.store(values + place, (x * by).to(values.dtype.element_ty), mask=inside)
+
+
+def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor) -> None:
+    """Log-probabilities and entropies from ``W h``."""
+    _launch(STATISTICS, product, targets, head, logp, entropy)
+
+
+def objective_gradient(
+    product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor, parts: Terms, settings: Settings
+) -> None:
+    """Besides, the gradient of the objective with respect to ``W h``, in its place."""
+    _launch(OBJECTIVE, product, targets, head, logp, entropy, parts, settings)
+
+
+def given_gradient(
+    product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor, slope: Tensor, spread: Tensor | None
+) -> None:
+    """Besides, the gradient with respect to ``W h`` for given ones of log-probabilities and entropies, in its place."""
+    _launch(GIVEN, product, targets, head, logp, entropy, slope=slope, spread=spread)
+
+
+def _launch(
+    mode: int,
+    product: Tensor,
+    targets: Tensor,
+    head: Head,
+    logp: Tensor,
+    entropy: Tensor,
+    parts: Terms | None = None,
+    settings: Settings | None = None,
+    slope: Tensor | None = None,
+    spread: Tensor | None = None,
+) -> None:
+    rows, vocabulary = product.shape
+    unused = logp  # a pointer for arguments that the mode does not read
+    settings = settings or Settings()
+    with_kl = mode == OBJECTIVE and settings.kl_coef != 0
+    with_entropy = settings.entropy_coef != 0 if mode == OBJECTIVE else spread is not None
+    fields = (
+        (unused,) * 5
+        if parts is None
+        else (parts.old_logp, parts.ref_logp if with_kl else unused, parts.advantages, parts.policy, parts.bonus)
+    )
+    block = min(8192, triton.next_power_of_2(vocabulary))
+    with torch.cuda.device(product.device):
+        _row_kernel[(rows,)](
+            product, product.stride(0), vocabulary, targets, unused if head.bias is None else head.bias, logp, entropy,
+            *fields, unused if slope is None else slope, unused if spread is None else spread,
+            float(head.scale), float(head.softcap or 1.0), 1 / head.temperature, settings.clip_low,
+            settings.clip_high, float("inf") if settings.dual_clip is None else float(settings.dual_clip),
+            settings.kl_coef, settings.entropy_coef,
+            MODE=mode, KL=KL_ESTIMATORS.index(settings.kl) if with_kl else -1, ENTROPY=with_entropy,
+            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, BLOCK=block, num_warps=16,
+        )  # fmt: skip
+
+
+def scale_(values: Tensor, factor: Tensor) -> Tensor:
+    """``values *= factor``, which costs a launch and nothing else where the factor, unknown to the host, is 1."""
+    block = 4096
+    with torch.cuda.device(values.device):
+        _scale_kernel[(triton.cdiv(values.numel(), block),)](values, factor, values.numel(), BLOCK=block)
+    return values

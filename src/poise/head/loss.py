@@ -1,0 +1,256 @@
+"""Loss and log-probabilities straight from hidden states, in row chunks: logits exist for one chunk at a time.
+
+A token's gradient depends on its own row alone (its log-probability, the old one, its advantage, its weight), so the
+gradient of the logits is formed in the forward pass, in their place, and no logits are computed twice: ``6·N·d·V``
+FLOP, the three products that there must be. ``token_logp`` is for losses that see more than a token at a time, such as
+sequence-level ratios: there the chunks are computed again in the backward pass, ``8·N·d·V``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from poise import objective
+from poise.batch import Phase, TokenBatch
+from poise.head import rows
+from poise.linear import Head, HeadLike, as_head
+from poise.objective import Settings, active, terms
+
+CUDA_CHUNK = 256 << 20  # bytes of logits at a time, or as much as the weight if that is more
+CPU_CHUNK = 16 << 20  # what a processor's caches like
+ALIGN = 128  # rows
+
+
+def policy_loss(
+    hidden: Tensor,
+    batch: TokenBatch,
+    phase: Phase,
+    settings: Settings | None = None,
+    *,
+    normalizer: Tensor | float,
+    head: HeadLike | None = None,
+    targets: Tensor | None = None,
+    memory: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``poise.objective.policy_loss`` from hidden states instead of log-probabilities: same loss, same metrics.
+
+    ``hidden`` is (B, T, d), where hidden[b, t] predicts targets[b, t], or (n, d) for the tokens that
+    ``poise.objective.active`` names, in row order; no others are computed. ``head`` and ``targets`` are the batch's
+    own unless given. ``memory`` bounds the bytes of logits that exist at a time: where they all fit there is one chunk,
+    which is the fastest. Gradients reach ``hidden``, and the head's weight (or master) and bias where they want one;
+    they are computed here, and ``backward`` only hands them on.
+    """
+    settings = settings or Settings()
+    linear = _linear(batch.head if head is None else head)
+    targets = batch.targets if targets is None else targets
+    if targets is None:
+        raise ValueError("policy_loss: targets are missing: give targets=, or a batch that has them")
+    tokens = active(batch, phase, settings)
+    chosen = _computed(hidden[tokens] if hidden.dim() == 3 else hidden)
+    dtype = torch.promote_types(chosen.dtype, torch.float32)
+    parts = terms(batch, phase, settings, normalizer, dtype).at(tokens)
+    if len(chosen) != len(parts.policy):
+        raise ValueError(
+            f"policy_loss: hidden has {len(chosen)} rows, but {len(parts.policy)} tokens are active: "
+            "give (B, T, d), or the states of objective.active(batch, phase, settings) in row order"
+        )
+    inputs = (chosen, _learns(linear), linear.bias)
+    gradients = _Gradients(
+        chosen, linear, [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
+    )
+    logp, entropy = _one_pass(gradients, targets[tokens], parts, settings, memory)
+
+    def placed(values: Tensor, elsewhere: Tensor) -> Tensor:
+        return torch.where(batch.mask, elsewhere.to(dtype), 0.0).masked_scatter(tokens, values)
+
+    loss, metrics = objective.policy_loss(
+        placed(logp, batch.old_logp),
+        batch,
+        phase,
+        settings,
+        normalizer=normalizer,
+        entropy=placed(entropy, torch.zeros_like(batch.old_logp)) if settings.entropy_coef else None,
+    )
+    return _KnownGradients.apply(loss, gradients, *inputs), metrics  # type: ignore[no-untyped-call]
+
+
+def token_logp(hidden: Tensor, targets: Tensor, head: HeadLike, *, memory: int | None = None) -> tuple[Tensor, Tensor]:
+    """(N,) log-probabilities of ``targets`` (N,) and entropies, with gradients, for any loss made of them.
+
+    ``hidden`` is (N, d). Logits exist for one chunk of ``memory`` bytes at a time, and again in the backward pass.
+    """
+    linear = _linear(head)
+    return _TwoPass.apply(linear, targets, memory, _computed(hidden), _learns(linear), linear.bias)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _KnownGradients(torch.autograd.Function):
+    """A loss whose gradients are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: _Gradients, *inputs: Tensor | None) -> Tensor:  # noqa: ARG004
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(None if found is None else _scaled(found, output) for found in ctx.gradients.take())
+
+
+class _TwoPass(torch.autograd.Function):
+    """Log-probabilities and entropies; the backward pass computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, targets: Tensor, memory: int | None, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = inputs[0]  # beside it weight and bias, for autograd alone
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, targets)
+        ctx.head, ctx.memory = head, memory
+        logp, entropy = _per_row(hidden), _per_row(hidden)
+        for part in _chunks(hidden, head, memory):
+            product = _product(hidden[part], head)
+            _row_pass(hidden).statistics(product, targets[part], head, logp[part], entropy[part])
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logp: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, targets = ctx.saved_tensors
+        head, gradients = ctx.head, _Gradients(hidden, ctx.head, ctx.needs_input_grad[3:])
+        slope = torch.zeros_like(_per_row(hidden)) if of_logp is None else of_logp.contiguous()
+        spread = None if of_entropy is None else of_entropy.contiguous()
+        again = _per_row(hidden)  # what the row pass also computes, and nobody needs here
+        for part in _chunks(hidden, head, ctx.memory):
+            product = _product(hidden[part], head)
+            own = None if spread is None else spread[part]
+            _row_pass(hidden).given_gradient(product, targets[part], head, again[part], again[part], slope[part], own)
+            gradients.add(part, product)
+        return None, None, None, *gradients.take()
+
+
+@torch.no_grad()
+def _one_pass(
+    gradients: _Gradients, targets: Tensor, parts: objective.Terms, settings: Settings, memory: int | None
+) -> tuple[Tensor, Tensor]:
+    hidden, head = gradients.states, gradients.head
+    logp, entropy = _per_row(hidden), _per_row(hidden)
+    for part in _chunks(hidden, head, memory):
+        product = _product(hidden[part], head)
+        _row_pass(hidden).objective_gradient(
+            product, targets[part], head, logp[part], entropy[part], parts.at(part), settings
+        )
+        gradients.add(part, product)
+    return logp, entropy
+
+
+class _Gradients:
+    """Gradients for hidden states, weight and bias, gathered chunk by chunk. Sums over chunks are float32."""
+
+    def __init__(self, states: Tensor, head: Head, wanted: Sequence[bool]) -> None:
+        self.states, self.head = states.detach(), head
+        places = (states, _learns(head), head.bias)
+        self.places = [place if wants else None for place, wants in zip(places, wanted, strict=True)]
+        self.found: list[Tensor | None] = [torch.zeros_like(self.states) if wanted[0] else None, None, None]
+        self.taken = False
+
+    def add(self, part: slice, gradient: Tensor) -> None:
+        """Take in the gradient of ``W h`` for a chunk of rows."""
+        states = self.states[part]
+        of_states, of_weight, of_bias = self.found
+        if of_states is not None:
+            torch.mm(gradient, self.head.weight.to(gradient.dtype), out=of_states[part])
+        if self.places[1] is not None:
+            whole = len(states) == len(self.states) and self.places[1].dtype == gradient.dtype  # nothing to sum
+            self.found[1] = gradient.T @ states if whole else _accumulated(of_weight, gradient.T, states)
+        if self.places[2] is not None:
+            total = gradient.sum(0, dtype=_at_least_float32(gradient))
+            self.found[2] = total if of_bias is None else of_bias.add_(total)
+
+    def take(self) -> list[Tensor | None]:
+        """The gradients, each in the dtype of what it is for. They are handed out once, not kept."""
+        if self.taken:
+            raise RuntimeError("the gradients of this loss are gone: backward() can only be called once on it")
+        self.taken, found, self.found = True, self.found, [None, None, None]
+        for i, place in enumerate(self.places):
+            gradient = found[i]
+            found[i] = (
+                None if place is None else torch.zeros_like(place) if gradient is None else gradient.to(place.dtype)
+            )
+        return found
+
+
+def _accumulated(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """``total + left @ right``, the product never rounded to half precision."""
+    if left.is_cuda and left.dtype != torch.float32 and left.dtype != torch.float64:
+        if total is None:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    dtype = _at_least_float32(left)
+    left, right = left.to(dtype), right.to(dtype)
+    return left @ right if total is None else total.addmm_(left, right)
+
+
+def _chunks(hidden: Tensor, head: Head, memory: int | None) -> list[slice]:
+    """Equal chunks of rows whose logits take at most ``memory`` bytes."""
+    size = head.vocabulary * hidden.element_size()
+    if memory is None:
+        memory = max(CUDA_CHUNK, size * head.weight.shape[1]) if hidden.is_cuda else CPU_CHUNK
+    most = max(memory // size, 1)
+    count = len(hidden)
+    rows = -(-count // max(-(-count // most), 1))
+    if ALIGN <= rows < count:
+        rows = min(-(-rows // ALIGN) * ALIGN, most)
+    return [slice(start, min(start + rows, count)) for start in range(0, count, max(rows, 1))]
+
+
+def _row_pass(hidden: Tensor) -> ModuleType:
+    """Triton's kernels on CUDA where Triton is there, else plain torch."""
+    if hidden.is_cuda and hidden.dtype != torch.float64 and find_spec("triton") is not None:
+        from poise.head import kernels
+
+        return kernels
+    return rows
+
+
+def _linear(head: HeadLike | None) -> Head:
+    if head is None:
+        raise ValueError("the head is missing: give head=, or a batch that has one")
+    found = as_head(head)
+    if not isinstance(found, Head):
+        raise TypeError("a head that is an opaque callable cannot be fused: give its weight, or a poise.Head")
+    return found
+
+
+def _learns(head: Head) -> Tensor:
+    """Where the gradient of the weight goes."""
+    return head.weight if head.master is None else head.master
+
+
+def _computed(hidden: Tensor) -> Tensor:
+    """float16 cannot hold the gradients of logits, which are as small as 1 / tokens: it is computed in float32."""
+    return hidden.float() if hidden.dtype == torch.float16 else hidden
+
+
+def _product(states: Tensor, head: Head) -> Tensor:
+    return states @ head.weight.detach().to(states.dtype).T
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    if _row_pass(gradient) is rows:
+        return gradient.mul_(factor)
+    return _row_pass(gradient).scale_(gradient, factor)  # type: ignore[no-any-return]
+
+
+def _per_row(hidden: Tensor) -> Tensor:
+    return torch.empty(len(hidden), dtype=_at_least_float32(hidden), device=hidden.device)
+
+
+def _at_least_float32(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)

@@ -1,0 +1,57 @@
+"""The row pass in plain torch: from ``W h`` of some tokens to their log-probabilities, entropies and gradients.
+
+The reference for the Triton kernels, and what runs where there is no CUDA. Everything is at least float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from poise.linear import Head
+from poise.objective import Settings, Terms, token_losses
+
+
+def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor) -> None:
+    """Log-probabilities and entropies from ``W h``."""
+    own, spread = _scores(product.to(logp.dtype), targets, head)
+    _keep(own, spread, logp, entropy)
+
+
+def objective_gradient(
+    product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor, parts: Terms, settings: Settings
+) -> None:
+    """Besides, the gradient of the objective with respect to ``W h``, in its place."""
+    with torch.enable_grad():
+        leaf = product.to(logp.dtype).detach().requires_grad_()
+        own, spread = _scores(leaf, targets, head, entropy=settings.entropy_coef != 0)
+        loss = sum(values.sum() for values in token_losses(own, spread, parts, settings).values())
+        assert isinstance(loss, Tensor)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    product.copy_(gradient)
+    _keep(own, spread, logp, entropy)
+
+
+def given_gradient(
+    product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor, slope: Tensor, spread: Tensor | None
+) -> None:
+    """Besides, the gradient with respect to ``W h`` for given ones of log-probabilities and entropies, in its place."""
+    with torch.enable_grad():
+        leaf = product.to(logp.dtype).detach().requires_grad_()
+        own, found = _scores(leaf, targets, head, entropy=spread is not None)
+        outputs = [(own, slope)] if spread is None or found is None else [(own, slope), (found, spread)]
+        (gradient,) = torch.autograd.grad([o for o, _ in outputs], leaf, [g for _, g in outputs])
+    product.copy_(gradient)
+    _keep(own, found, logp, entropy)
+
+
+def _scores(product: Tensor, targets: Tensor, head: Head, entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+    logs = head.finish(product).log_softmax(-1)
+    own = logs.gather(1, targets[:, None])[:, 0]
+    return own, -torch.linalg.vecdot(logs.exp(), logs) if entropy else None
+
+
+def _keep(own: Tensor, spread: Tensor | None, logp: Tensor, entropy: Tensor) -> None:
+    logp.copy_(own.detach())
+    if spread is not None:
+        entropy.copy_(spread.detach())

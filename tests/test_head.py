@@ -1,0 +1,278 @@
+"""The fused head against float64 autograd of the plain formula, on the CPU (the Triton part is tested in tests/gpu)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from poise import Head, Phase, TokenBatch, objective, regulators
+from poise.head import policy_loss, token_logp
+from poise.objective import AGGREGATIONS, KL_ESTIMATORS, Settings
+
+D, V = 16, 50
+HEADS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "scaled": {"scale": 0.25, "temperature": 1.3},
+    "softcap": {"softcap": 3.0, "temperature": 0.8},
+    "bias": {"bias": True, "scale": 0.5, "softcap": 5.0},
+}
+
+
+def problem(
+    dtype: torch.dtype = torch.float64, *, rows: int = 8, width: int = 12, seed: int = 0, **kind: Any
+) -> tuple[Tensor, Head, TokenBatch]:
+    """Hidden states, a head and a batch of sampled tokens whose policy has moved a little since."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden, weight = normal(rows, width, D), normal(V, D)
+    bias = (normal(V)).to(dtype).requires_grad_() if kind.pop("bias", False) else None
+    head = Head(weight.to(dtype).requires_grad_(), bias, **kind)
+    with torch.no_grad():
+        logs = Head(weight, None if bias is None else bias.double(), **kind)(hidden.flatten(0, 1)).log_softmax(-1)
+    targets = torch.multinomial(logs.exp(), 1, generator=generator)
+    logp = logs.gather(1, targets).view(rows, width)
+    lengths = torch.randint(1, width + 1, (rows,), generator=generator)
+    lengths[0] = width
+    entropy = -(logs.exp() * logs).sum(-1).view(rows, width)
+    batch = TokenBatch(
+        old_logp=(logp + 0.3 * normal(rows, width)).clamp(max=0).to(dtype),
+        mask=torch.arange(width) < lengths[:, None],
+        advantages=normal(rows).to(dtype),
+        groups=torch.arange(rows) // 4,
+        correct=torch.arange(rows) % 2 == 0,
+        ref_logp=(logp + 0.3 * normal(rows, width)).to(dtype),
+        entropy=entropy.to(dtype),
+        hidden=hidden.to(dtype),
+        head=head,
+        targets=targets.view(rows, width),
+    )
+    return hidden.to(dtype).requires_grad_(), head, batch
+
+
+def plain(hidden: Tensor, head: Head, batch: TokenBatch, phase: Phase, settings: Settings) -> tuple[Tensor, Any]:
+    """The same loss by way of all logits."""
+    assert batch.targets is not None
+    logs = head(hidden.flatten(0, 1)).view(*batch.mask.shape, -1).log_softmax(-1)
+    logp = logs.gather(-1, batch.targets[..., None])[..., 0]
+    entropy = -(logs.exp() * logs).sum(-1)
+    return objective.policy_loss(
+        logp, batch, phase, settings, normalizer=objective.normalizer(batch, settings),
+        entropy=entropy if settings.entropy_coef else None,
+    )  # fmt: skip
+
+
+def fused(hidden: Tensor, head: Head, batch: TokenBatch, phase: Phase, settings: Settings, **kw: Any) -> Any:
+    return policy_loss(
+        hidden, batch, phase, settings, normalizer=objective.normalizer(batch, settings), head=head, **kw
+    )
+
+
+def gradients(loss: Tensor, hidden: Tensor, head: Head) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [x for x in (hidden, head.weight, head.bias) if x is not None]))
+
+
+def assert_same(
+    found: tuple[Tensor, Any], expected: tuple[Tensor, Any], hidden: Tensor, head: Head, tol: float
+) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=tol, atol=tol)
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=tol, atol=tol, msg=name)
+    ours, theirs = gradients(found[0], hidden, head), gradients(expected[0], hidden, head)
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert reference.abs().max() > 0
+        assert error(mine, reference) < tol
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return float((found.double() - reference.double()).norm() / reference.double().norm())
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("memory", [None, 7 * V * 8, 1])
+def test_gradients_equal_autograd(kind: str, memory: int | None) -> None:
+    hidden, head, batch = problem(**HEADS[kind])
+    settings = Settings(kl_coef=0.05, entropy_coef=0.02)
+    phase = Phase.of(batch, torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1)).double())
+    found = fused(hidden, head, batch, phase, settings, memory=memory)
+    assert_same(found, plain(hidden, head, batch, phase, settings), hidden, head, 1e-12)
+
+
+@pytest.mark.parametrize(("aggregation", "kl"), list(product(AGGREGATIONS, KL_ESTIMATORS)))
+@pytest.mark.parametrize("name", sorted(regulators.TABLE))
+def test_every_regulator_and_aggregation(name: str, aggregation: str, kl: str) -> None:
+    settings = Settings(kl=kl, kl_coef=0.01, aggregation=aggregation, max_length=12)
+    hidden, head, batch = problem(seed=3)
+    for phase in regulators.parse(name)(batch):
+        found, expected = (way(hidden, head, batch, phase, settings) for way in (fused, plain))
+        assert_same(found, expected, hidden, head, 1e-11)
+
+
+def test_sampler_correction_is_applied() -> None:
+    hidden, head, batch = problem()
+    batch = replace(batch, sampler_logp=batch.old_logp - 0.2, groups=None)
+    phase = Phase.of(batch)
+    assert_same(
+        fused(hidden, head, batch, phase, Settings()),
+        plain(hidden, head, batch, phase, Settings()),
+        hidden,
+        head,
+        1e-12,
+    )
+
+
+def test_float32_is_within_1e5_of_float64() -> None:
+    settings = Settings(kl_coef=0.01, entropy_coef=0.01)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        hidden, head, batch = problem(torch.float32, rows=32, width=40)
+        if dtype == torch.float64:
+            hidden = hidden.detach().double().requires_grad_()
+            head = Head(head.weight.detach().double().requires_grad_())
+        loss, _ = fused(hidden, head, batch, Phase.of(batch), settings)
+        results.append(gradients(loss, hidden, head))
+    for mine, reference in zip(*results, strict=True):
+        assert error(mine, reference) < 1e-5
+
+
+def test_bfloat16_errs_no_more_than_twice_the_plain_path() -> None:
+    settings = Settings(kl_coef=0.01)
+    hidden, head, batch = problem(torch.bfloat16, rows=32, width=40)
+    phase = Phase.of(batch)
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_head = Head(head.weight.detach().double().requires_grad_())
+    exact = gradients(plain(exact_hidden, exact_head, batch, phase, settings)[0], exact_hidden, exact_head)
+
+    logs = head(hidden.flatten(0, 1)).float().view(*batch.mask.shape, -1).log_softmax(-1)
+    logp = logs.gather(-1, batch.targets[..., None])[..., 0]
+    loss, _ = objective.policy_loss(logp, batch, phase, settings, normalizer=objective.normalizer(batch, settings))
+    naive = gradients(loss, hidden, head)
+    ours = gradients(fused(hidden, head, batch, phase, settings)[0], hidden, head)
+    for mine, theirs, reference in zip(ours, naive, exact, strict=True):
+        assert error(mine, reference) <= 2 * error(theirs, reference)
+
+
+def test_only_active_tokens_are_computed_and_asked_for() -> None:
+    hidden, head, batch = problem()
+    phase = regulators.parse("lopti")(batch)[0]
+    tokens = objective.active(batch, phase, Settings())
+    assert 0 < tokens.sum() < batch.mask.sum()
+    whole = fused(hidden, head, batch, phase, Settings())
+    few = fused(hidden[tokens], head, batch, phase, Settings())
+    torch.testing.assert_close(whole[0], few[0])
+    poisoned = hidden.detach().clone()
+    poisoned[~tokens] = torch.nan
+    torch.testing.assert_close(fused(poisoned, head, batch, phase, Settings())[0], whole[0])
+    with pytest.raises(ValueError, match="tokens are active"):
+        fused(hidden[tokens][:-1], head, batch, phase, Settings())
+
+
+def test_frozen_parts_get_no_gradient() -> None:
+    hidden, head, batch = problem()
+    frozen = Head(head.weight.detach())
+    loss, _ = fused(hidden, frozen, batch, Phase.of(batch), Settings())
+    loss.backward()
+    assert frozen.weight.grad is None
+    assert hidden.grad is not None
+    loss, _ = fused(hidden.detach(), head, batch, Phase.of(batch), Settings())
+    loss.backward()
+    reference = plain(hidden.detach(), head, batch, Phase.of(batch), Settings())[0]
+    torch.testing.assert_close(head.weight.grad, torch.autograd.grad(reference, head.weight)[0])
+    with torch.no_grad():
+        assert not fused(hidden, head, batch, Phase.of(batch), Settings())[0].requires_grad
+
+
+def test_a_master_gets_the_gradient_in_float32() -> None:
+    hidden, head, batch = problem(torch.bfloat16)
+    master = head.weight.detach().float().requires_grad_()
+    with_master = Head(head.weight, master=master)
+    loss, _ = fused(hidden, with_master, batch, Phase.of(batch), Settings(), memory=7 * V * 2)
+    (3 * loss).backward()
+    assert head.weight.grad is None
+    assert master.grad is not None
+    assert master.grad.dtype == torch.float32
+    exact = Head(head.weight.detach().double().requires_grad_())
+    reference, _ = plain(hidden.detach().double(), exact, batch, Phase.of(batch), Settings())
+    assert error(master.grad, 3 * torch.autograd.grad(reference, exact.weight)[0]) < 0.02
+
+
+def test_tied_embeddings_add_up() -> None:
+    _, head, batch = problem()
+    ids = torch.randint(V, batch.mask.shape, generator=torch.Generator().manual_seed(5))
+    results = []
+    for way in (fused, plain):
+        hidden = torch.nn.functional.embedding(ids, head.weight)
+        results.append(torch.autograd.grad(way(hidden, head, batch, Phase.of(batch), Settings())[0], head.weight)[0])
+    torch.testing.assert_close(*results)
+
+
+def test_the_loss_can_be_scaled_but_not_walked_twice() -> None:
+    hidden, head, batch = problem()
+    loss, _ = fused(hidden, head, batch, Phase.of(batch), Settings())
+    (loss / 4).backward(retain_graph=True)
+    reference = plain(hidden, head, batch, Phase.of(batch), Settings())[0]
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad(reference / 4, hidden)[0])
+    with pytest.raises(RuntimeError, match="only be called once"):
+        loss.backward()
+
+
+def test_no_active_token_gives_a_loss_of_zero() -> None:
+    hidden, head, batch = problem()
+    loss, _ = fused(hidden, head, batch, Phase.of(batch, 0.0), Settings())
+    loss.backward()
+    assert loss == 0
+    assert not hidden.grad.any()
+    assert not head.weight.grad.any()
+
+
+def test_what_cannot_be_fused_says_so() -> None:
+    hidden, _, batch = problem()
+    with pytest.raises(TypeError, match="opaque"):
+        fused(hidden, lambda h: h, batch, Phase.of(batch), Settings())
+    bare = replace(batch, head=None, targets=None, hidden=None)
+    with pytest.raises(ValueError, match="head"):
+        fused(hidden, None, bare, Phase.of(batch), Settings())
+    with pytest.raises(ValueError, match="targets"):
+        fused(hidden, Head(torch.zeros(V, D)), bare, Phase.of(batch), Settings())
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("parts", [("logp",), ("entropy",), ("logp", "entropy")])
+def test_two_pass_for_any_loss(kind: str, parts: tuple[str, ...]) -> None:
+    """A sequence-level ratio (GSPO), which no single token's gradient can be formed for in one pass."""
+    hidden, head, batch = problem(**HEADS[kind])
+    rows = hidden.flatten(0, 1)
+    targets = batch.targets.flatten()
+
+    def loss(logp: Tensor, entropy: Tensor) -> Tensor:
+        gap = torch.where(batch.mask, logp.view(batch.mask.shape) - batch.old_logp, 0.0)
+        ratio = (gap.sum(1) / batch.lengths).exp()
+        pieces = {"logp": -(ratio * batch.advantages).sum(), "entropy": (entropy.sin()).sum()}
+        return torch.stack([pieces[part] for part in parts]).sum()
+
+    logs = head(rows).log_softmax(-1)
+    plain_scores = logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+    found = token_logp(rows, targets, head, memory=7 * V * 8)
+    for mine, reference in zip(found, plain_scores, strict=True):
+        torch.testing.assert_close(mine, reference)
+    ours, theirs = (gradients(loss(*scores), hidden, head) for scores in (found, plain_scores))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert error(mine, reference) < 1e-12
+
+
+def test_half_precision_that_would_underflow_is_computed_in_float32() -> None:
+    hidden, head, batch = problem(torch.float16)
+    norm = 1e7
+    loss, _ = policy_loss(hidden, batch, Phase.of(batch), Settings(), normalizer=norm, head=Head(head.weight.float()))
+    assert loss.dtype == torch.float32
+    logp, _ = token_logp(hidden.flatten(0, 1), batch.targets.flatten(), head.weight)
+    assert logp.dtype == torch.float32
