@@ -1,0 +1,85 @@
+"""What the benchmarks share: timing in turns, extra peak memory, and what to write down about the machine."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Way = Callable[[], object]
+PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel")
+
+
+def in_turns(ways: Mapping[str, Way], device: str, *, repeats: int = 15, warmup: int = 3) -> dict[str, list[float]]:
+    """Seconds of every call. The ways take turns, so that whatever else the machine does hits all of them."""
+    for way in ways.values():
+        for _ in range(warmup):
+            way()
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            times[name].append(seconds(way, device))
+    return times
+
+
+def seconds(way: Way, device: str) -> float:
+    if device != "cuda":
+        start = time.perf_counter()
+        way()
+        return time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    way()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def extra_memory(way: Way, device: str) -> int | None:
+    """Bytes at the peak of a call, beyond what there was before; results that it returns are in them."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = way()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(values: list[float], unit: float = 1e-3) -> str:
+    """Median, lowest and highest."""
+    return f"{median(values) / unit:.2f} ({min(values) / unit:.2f}–{max(values) / unit:.2f})"
+
+
+def environment(device: str) -> dict[str, Any]:
+    """The machine and the versions that a figure belongs to."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    name = (
+        torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    )
+    return {"date": time.strftime("%Y-%m-%d"), "device": name, "versions": found}
+
+
+def write(path: Path | None, results: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"wrote {path}")

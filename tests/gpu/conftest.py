@@ -1,0 +1,11 @@
+"""Tests that need CUDA: ``make test-gpu`` runs them, elsewhere they are skipped."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.path.parts:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device: make test-gpu"))
