@@ -37,7 +37,7 @@ class Head:
             expected = tuple(self.weight.shape)
             raise ValueError(f"Head: master must be {expected} as weight is, got {tuple(self.master.shape)}")
         check_range("Head", "temperature", self.temperature, 1e-6)
-        check_range("Head", "scale", self.scale)
+        check_range("Head", "scale", self.scale, 1e-6)
         if self.softcap is not None:
             check_range("Head", "softcap", self.softcap, 1e-6)
 

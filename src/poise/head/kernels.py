@@ -16,18 +16,24 @@ from torch import Tensor
 from poise.linear import Head
 from poise.objective import KL_ESTIMATORS, Settings, Terms
 
+LOG2E = tl.constexpr(1.4426950408889634)
+NEVER = tl.constexpr(-1e30)  # a logit of no probability
 STATISTICS, OBJECTIVE, GIVEN = 0, 1, 2  # what a pass is for: nothing but logp and entropy, or which gradient
 
 
 @triton.jit
-def _finished(product, bias, scale, softcap, inverse_temperature, SOFTCAP: tl.constexpr):
-    """The logit, and its derivative with respect to the product ``W h``."""
-    z = (product + bias) * scale
+def _finished(x, bias, scale, softcap, inverse_temperature, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """The logit in units of log 2, and its derivative in its own units, with respect to the product ``W h``."""
+    if BIAS:
+        x = x + bias
     slope = scale * inverse_temperature
     if SOFTCAP:
-        t = 2 * tl.sigmoid(2 * z / softcap) - 1  # tanh
-        return t * softcap * inverse_temperature, slope * (1 - t * t)
-    return z * inverse_temperature, slope + tl.zeros_like(z)
+        t = 2 * tl.sigmoid(2 * (x * scale) / softcap) - 1  # tanh
+        z = t * (softcap * inverse_temperature * LOG2E)
+        slope = slope * (1 - t * t)
+    else:
+        z = x * (slope * LOG2E)
+    return z, slope
 
 
 @triton.jit
@@ -75,29 +81,37 @@ def _row_kernel(
     target = tl.load(targets + row)
     own = tl.load(logits + target).to(tl.float32)
     own_bias = tl.load(bias + target).to(tl.float32) if BIAS else 0.0
-    own, _ = _finished(own, own_bias, scale, softcap, inverse_temperature, SOFTCAP)
+    own, own_slope = _finished(own, own_bias, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+    # The target is left out of the sums, so that for a confident token nothing large cancels. Its logit, which is kept
+    # in `own`, is made so small that it counts for nothing; that costs no comparison for every element.
+    tl.debug_barrier()
+    tl.store(logits + target, NEVER)
+    tl.debug_barrier()
 
-    # All relative to the target's logit: for a confident token nothing large cancels.
-    top, others, spread = own, 0.0, 0.0
+    top = own
+    sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = column < vocabulary
-        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
-        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-        z, _ = _finished(z, shift, scale, softcap, inverse_temperature, SOFTCAP)
-        counted = inside & (column != target)
-        higher = tl.maximum(top, tl.max(tl.where(counted, z, float("-inf")), 0))
-        rescale = tl.exp(top - higher)
-        e = tl.where(counted, tl.exp(z - higher), 0.0)
-        others = others * rescale + tl.sum(e, 0)
-        spread = spread * rescale + tl.sum(e * tl.where(counted, z - own, 0.0), 0)
+        x = tl.load(logits + column, mask=column < vocabulary, other=NEVER).to(tl.float32)
+        shift = tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32) if BIAS else 0.0
+        z, inner = _finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        if SOFTCAP:  # which would lift it up again
+            z = tl.where(x > 0.9 * NEVER, z, NEVER)
+        higher = tl.maximum(top, tl.max(z, 0))
+        rescale = tl.exp2(top - higher)
+        e = tl.exp2(z - higher)
+        sums = sums * rescale + e
+        if ENTROPY:
+            moments = moments * rescale + e * (z - own)
         top = higher
-    mine = tl.exp(own - top)
+    others, spread = tl.sum(sums, 0), tl.sum(moments, 0)
+    mine = tl.exp2(own - top)
     total = others + mine
-    logp = tl.where(mine > 1e-30, -_log1p(others / tl.maximum(mine, 1e-30)), own - top - tl.log(total))
-    entropy = -logp - spread / total
+    logp = tl.where(mine > 1e-30, -_log1p(others / tl.maximum(mine, 1e-30)), (own - top - tl.log2(total)) / LOG2E)
     tl.store(logp_out + row, logp)
-    tl.store(entropy_out + row, entropy)
+    entropy = -logp - spread / total / LOG2E
+    if ENTROPY:
+        tl.store(entropy_out + row, entropy)
 
     if MODE != 0:
         if MODE == 1:
@@ -108,19 +122,22 @@ def _row_kernel(
         else:
             slope = tl.load(given + row)
             slope_of_entropy = tl.load(given_entropy + row) if ENTROPY else 0.0
-        at_target = slope * (others / total)
-        lift = logp - own
+        lift = logp * LOG2E - own
         for start in range(0, vocabulary, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            inside = column < vocabulary
-            z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
-            shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-            z, inner = _finished(z, shift, scale, softcap, inverse_temperature, SOFTCAP)
-            p = tl.exp(z + lift)
-            d = tl.where(column == target, at_target, -slope * p)
+            x = tl.load(logits + column, mask=column < vocabulary, other=NEVER).to(tl.float32)
+            shift = tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32) if BIAS else 0.0
+            z, inner = _finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+            p = tl.exp2(z + lift)
+            d = -slope * inner * p
             if ENTROPY:
-                d -= slope_of_entropy * p * (z + lift + entropy)
-            tl.store(logits + column, (d * inner).to(logits.dtype.element_ty), mask=inside)
+                d -= slope_of_entropy * inner * p * ((z + lift) / LOG2E + entropy)
+            tl.store(logits + column, d.to(logits.dtype.element_ty), mask=column < vocabulary)
+        tl.debug_barrier()
+        d = slope * (others / total)
+        if ENTROPY:
+            d -= slope_of_entropy * tl.exp(logp) * (logp + entropy)
+        tl.store(logits + target, (d * own_slope).to(logits.dtype.element_ty))
 
 
 @triton.jit
@@ -168,7 +185,9 @@ def _launch(
     unused = logp  # a pointer for arguments that the mode does not read
     settings = settings or Settings()
     with_kl = mode == OBJECTIVE and settings.kl_coef != 0
-    with_entropy = settings.entropy_coef != 0 if mode == OBJECTIVE else spread is not None
+    with_entropy = {
+        STATISTICS: True, OBJECTIVE: settings.entropy_coef != 0, GIVEN: spread is not None
+    }[mode]  # fmt: skip
     fields = (
         (unused,) * 5
         if parts is None

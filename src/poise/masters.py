@@ -1,0 +1,53 @@
+"""Float32 master weights for a model that computes in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class Masters:
+    """What the optimizer works on: half-precision parameters by their float32 masters, all others themselves.
+
+    In bfloat16 a weight cannot take a step smaller than 1/256 of itself, and gradients of several micro-batches would
+    be rounded at every addition. So gradients are added up, and steps taken, in float32; ``publish`` then rounds the
+    masters into the model, which has no other copy of its weights.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._master_of: dict[nn.Parameter, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                master = parameter.detach().float().requires_grad_()
+                self._master_of[parameter] = master
+                parameter.register_post_accumulate_grad_hook(self._collect)
+            self.parameters[name] = self._master_of.get(parameter, parameter)
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """The master of a parameter, if it has one."""
+        return self._master_of.get(parameter)  # type: ignore[call-overload,no-any-return]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model."""
+        if self._master_of:
+            torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take the model's weights over, after something else has changed them."""
+        for parameter, master in self._master_of.items():
+            master.copy_(parameter)
+
+    def _collect(self, parameter: Tensor) -> None:
+        """Move a gradient to the master, as soon as it is there."""
+        master, gradient = self._master_of[parameter], parameter.grad  # type: ignore[index]
+        assert gradient is not None
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad.add_(gradient)
+        parameter.grad = None
