@@ -104,6 +104,7 @@ def liger(problem: Problem) -> Callable[[], Gradients]:
     """Liger's fused linear GRPO as it comes: compiled, one sequence at a time."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
+    torch._dynamo.reset()  # or it fails to recompile for another vocabulary
     fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, epsilon_low=0.2, epsilon_high=0.2, loss_type="dapo")
 
     def run() -> Gradients:

@@ -133,9 +133,13 @@ class Terms:
     share: Tensor  # what one token counts for in an average over the mini-batch
 
     def at(self, tokens: Tensor | slice) -> Terms:
-        """The terms of some tokens."""
-        values = (getattr(self, item.name) for item in fields(self))
-        return Terms(*(value if value is None else value[tokens] for value in values))  # type: ignore[arg-type]
+        """The terms of some tokens: a slice of them, or flat indices."""
+        given = {item.name: getattr(self, item.name) for item in fields(self) if getattr(self, item.name) is not None}
+        if isinstance(tokens, slice):
+            chosen = [value[tokens] for value in given.values()]
+        else:  # in one go: on a GPU these are small tensors and many launches
+            chosen = list(torch.stack([value.flatten() for value in given.values()])[:, tokens])
+        return Terms(**({"ref_logp": None} | dict(zip(given, chosen, strict=True))))
 
     def log_ratio(self, logp: Tensor) -> Tensor:
         """log(current / old); 0 for tokens that take no part: selected, not multiplied, since 0 · inf is NaN."""
@@ -193,30 +197,36 @@ def policy_loss(
     settings = settings or Settings()
     _check_inputs(logp, batch, settings, entropy)
     parts = terms(batch, phase, settings, normalizer, torch.promote_types(logp.dtype, torch.float32))
-    logp = logp.to(parts.share.dtype)
-    entropy = None if entropy is None else entropy.to(parts.share.dtype)
-    losses = {name: values.sum() for name, values in token_losses(logp, entropy, parts, settings).items()}
-    loss = torch.stack(list(losses.values())).sum() if len(losses) > 1 else losses["policy"]
-    return loss, {"optim/loss": loss.detach(), "optim/policy_loss": losses["policy"].detach()} | _metrics(
-        logp.detach(), None if entropy is None else entropy.detach(), parts, settings
+    return summed(
+        logp.to(parts.share.dtype), None if entropy is None else entropy.to(parts.share.dtype), parts, settings
     )
 
 
-def _metrics(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings) -> dict[str, Tensor]:
-    log_ratio = parts.log_ratio(logp)
-    ratio = log_ratio.exp()
-    metrics = {
-        "optim/clip_low": (ratio < 1 - settings.clip_low) & (parts.advantages < 0),
-        "optim/clip_high": (ratio > 1 + settings.clip_high) & (parts.advantages > 0),
-        "optim/drift": torch.expm1(log_ratio) - log_ratio,
+def summed(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the given tokens, and its metrics."""
+    losses = {name: values.sum() for name, values in token_losses(logp, entropy, parts, settings).items()}
+    loss = torch.stack(list(losses.values())).sum() if len(losses) > 1 else losses["policy"]
+    with torch.no_grad():
+        log_ratio = parts.log_ratio(logp)
+        ratio, carries = log_ratio.exp(), parts.bonus > 0
+        metrics = {
+            "optim/clip_low": (ratio < 1 - settings.clip_low) & (parts.advantages < 0),
+            "optim/clip_high": (ratio > 1 + settings.clip_high) & (parts.advantages > 0),
+            "optim/drift": torch.expm1(log_ratio) - log_ratio,
+        }
+        if parts.ref_logp is not None:
+            gap = torch.where(carries, logp - parts.ref_logp, 0.0)
+            metrics["optim/kl"] = kl_divergence(gap, torch.zeros_like(gap), settings.kl)
+        if entropy is not None:
+            metrics["optim/entropy"] = torch.where(carries, entropy, 0.0)
+        averages = (
+            torch.stack([values.flatten().to(ratio.dtype) for values in metrics.values()]) @ parts.share.flatten()
+        )
+    return loss, {
+        "optim/loss": loss.detach(),
+        "optim/policy_loss": losses["policy"].detach(),
+        **dict(zip(metrics, averages, strict=True)),
     }
-    carries = parts.bonus > 0
-    if parts.ref_logp is not None:
-        gap = torch.where(carries, logp - parts.ref_logp, 0.0)
-        metrics["optim/kl"] = kl_divergence(gap, torch.zeros_like(gap), settings.kl)
-    if entropy is not None:
-        metrics["optim/entropy"] = torch.where(carries, entropy, 0.0)
-    return {name: (values * parts.share).sum() for name, values in metrics.items()}
 
 
 def _check_phase(batch: TokenBatch, phase: Phase) -> None:

@@ -8,7 +8,7 @@ sequence-level ratios: there the chunks are computed again in the backward pass,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ from poise.head import rows
 from poise.linear import Head, HeadLike, as_head
 from poise.objective import Settings, active, terms
 
-CUDA_CHUNK = 256 << 20  # bytes of logits at a time, or as much as the weight if that is more
+CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or as much as the weight if that is more
 CPU_CHUNK = 16 << 20  # what a processor's caches like
 ALIGN = 128  # rows
 
@@ -37,47 +37,45 @@ def policy_loss(
     normalizer: Tensor | float,
     head: HeadLike | None = None,
     targets: Tensor | None = None,
+    tokens: Tensor | None = None,
     memory: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``poise.objective.policy_loss`` from hidden states instead of log-probabilities: same loss, same metrics.
 
     ``hidden`` is (B, T, d), where hidden[b, t] predicts targets[b, t], or (n, d) for the tokens that
-    ``poise.objective.active`` names, in row order; no others are computed. ``head`` and ``targets`` are the batch's
-    own unless given. ``memory`` bounds the bytes of logits that exist at a time: where they all fit there is one chunk,
-    which is the fastest. Gradients reach ``hidden``, and the head's weight (or master) and bias where they want one;
-    they are computed here, and ``backward`` only hands them on.
+    ``poise.objective.active`` names, in row order; no others are computed. ``tokens`` (n,) are their flat indices
+    ``b·T + t``: give them where the host knows them already, or it has to wait for the device. ``head`` and ``targets``
+    are the batch's own unless given. ``memory`` bounds the bytes of logits that exist at a time: where they all fit
+    there is one chunk, which is the fastest. Gradients reach ``hidden``, and the head's weight (or master) and bias
+    where they want one; they are computed here, and ``backward`` only hands them on. In metrics, a token that is not
+    active counts as one whose probability has not changed.
     """
     settings = settings or Settings()
     linear = _linear(batch.head if head is None else head)
     targets = batch.targets if targets is None else targets
     if targets is None:
         raise ValueError("policy_loss: targets are missing: give targets=, or a batch that has them")
-    tokens = active(batch, phase, settings)
-    chosen = _computed(hidden[tokens] if hidden.dim() == 3 else hidden)
-    dtype = torch.promote_types(chosen.dtype, torch.float32)
-    parts = terms(batch, phase, settings, normalizer, dtype).at(tokens)
-    if len(chosen) != len(parts.policy):
+    if settings.kl_coef and batch.ref_logp is None:
+        raise ValueError("policy_loss: kl_coef is not 0, so the batch needs ref_logp")
+    if tokens is None:
+        tokens = active(batch, phase, settings).flatten().nonzero()[:, 0]
+    states = _computed(hidden.flatten(0, 1)[tokens] if hidden.dim() == 3 else hidden)
+    if len(states) != len(tokens):
         raise ValueError(
-            f"policy_loss: hidden has {len(chosen)} rows, but {len(parts.policy)} tokens are active: "
+            f"policy_loss: hidden has {len(states)} rows, but {len(tokens)} tokens are active: "
             "give (B, T, d), or the states of objective.active(batch, phase, settings) in row order"
         )
-    inputs = (chosen, _learns(linear), linear.bias)
-    gradients = _Gradients(
-        chosen, linear, [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
-    )
-    logp, entropy = _one_pass(gradients, targets[tokens], parts, settings, memory)
-
-    def placed(values: Tensor, elsewhere: Tensor) -> Tensor:
-        return torch.where(batch.mask, elsewhere.to(dtype), 0.0).masked_scatter(tokens, values)
-
-    loss, metrics = objective.policy_loss(
-        placed(logp, batch.old_logp),
-        batch,
-        phase,
-        settings,
-        normalizer=normalizer,
-        entropy=placed(entropy, torch.zeros_like(batch.old_logp)) if settings.entropy_coef else None,
-    )
+    every = terms(batch, phase, settings, normalizer, _at_least_float32(states))
+    parts = every.at(tokens)
+    inputs = (states, _learns(linear), linear.bias)
+    wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
+    gradients = _Gradients(states, linear, wanted)
+    logp, entropy = _one_pass(gradients, targets.flatten()[tokens], parts, settings, memory)
+    with torch.no_grad():
+        loss, metrics = objective.summed(logp, entropy if settings.entropy_coef else None, parts, settings)
+        if "optim/kl" in metrics and not settings.kl_coef:  # only watched: tokens without a gradient belong to it too
+            now = every.old_logp.flatten().index_copy(0, tokens, logp).view_as(every.old_logp)
+            metrics["optim/kl"] = objective.summed(now, None, every, settings)[1]["optim/kl"]
     return _KnownGradients.apply(loss, gradients, *inputs), metrics  # type: ignore[no-untyped-call]
 
 
@@ -114,8 +112,7 @@ class _TwoPass(torch.autograd.Function):
         ctx.save_for_backward(hidden, targets)
         ctx.head, ctx.memory = head, memory
         logp, entropy = _per_row(hidden), _per_row(hidden)
-        for part in _chunks(hidden, head, memory):
-            product = _product(hidden[part], head)
+        for part, product in _products(hidden, head, memory):
             _row_pass(hidden).statistics(product, targets[part], head, logp[part], entropy[part])
         return logp, entropy
 
@@ -127,8 +124,7 @@ class _TwoPass(torch.autograd.Function):
         slope = torch.zeros_like(_per_row(hidden)) if of_logp is None else of_logp.contiguous()
         spread = None if of_entropy is None else of_entropy.contiguous()
         again = _per_row(hidden)  # what the row pass also computes, and nobody needs here
-        for part in _chunks(hidden, head, ctx.memory):
-            product = _product(hidden[part], head)
+        for part, product in _products(hidden, head, ctx.memory):
             own = None if spread is None else spread[part]
             _row_pass(hidden).given_gradient(product, targets[part], head, again[part], again[part], slope[part], own)
             gradients.add(part, product)
@@ -141,8 +137,7 @@ def _one_pass(
 ) -> tuple[Tensor, Tensor]:
     hidden, head = gradients.states, gradients.head
     logp, entropy = _per_row(hidden), _per_row(hidden)
-    for part in _chunks(hidden, head, memory):
-        product = _product(hidden[part], head)
+    for part, product in _products(hidden, head, memory):
         _row_pass(hidden).objective_gradient(
             product, targets[part], head, logp[part], entropy[part], parts.at(part), settings
         )
@@ -197,17 +192,20 @@ def _accumulated(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return left @ right if total is None else total.addmm_(left, right)
 
 
-def _chunks(hidden: Tensor, head: Head, memory: int | None) -> list[slice]:
-    """Equal chunks of rows whose logits take at most ``memory`` bytes."""
+def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[slice, Tensor]]:
+    """``W h`` for equal chunks of rows, each of at most ``memory`` bytes, one after the other in the same place."""
+    weight, count = head.weight.detach().to(hidden.dtype), len(hidden)
     size = head.vocabulary * hidden.element_size()
     if memory is None:
-        memory = max(CUDA_CHUNK, size * head.weight.shape[1]) if hidden.is_cuda else CPU_CHUNK
+        memory = max(CUDA_CHUNK, weight.nbytes) if hidden.is_cuda else CPU_CHUNK
     most = max(memory // size, 1)
-    count = len(hidden)
     rows = -(-count // max(-(-count // most), 1))
     if ALIGN <= rows < count:
         rows = min(-(-rows // ALIGN) * ALIGN, most)
-    return [slice(start, min(start + rows, count)) for start in range(0, count, max(rows, 1))]
+    place = hidden.new_empty(rows, head.vocabulary)
+    for start in range(0, count, max(rows, 1)):
+        part = slice(start, min(start + rows, count))
+        yield part, torch.mm(hidden.detach()[part], weight.T, out=place[: part.stop - start])
 
 
 def _row_pass(hidden: Tensor) -> ModuleType:
@@ -236,10 +234,6 @@ def _learns(head: Head) -> Tensor:
 def _computed(hidden: Tensor) -> Tensor:
     """float16 cannot hold the gradients of logits, which are as small as 1 / tokens: it is computed in float32."""
     return hidden.float() if hidden.dtype == torch.float16 else hidden
-
-
-def _product(states: Tensor, head: Head) -> Tensor:
-    return states @ head.weight.detach().to(states.dtype).T
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
