@@ -145,9 +145,7 @@ def test_both_forms_are_as_near_to_float64_as_the_naive_form(lengths, wrong, voc
     g = torch.Generator(DEVICE).manual_seed(len(lengths))
     head = make_head(g, kind, vocabulary, 96)
     hidden, targets = sample(g, head, sum(lengths) + wrong)
-    *positive, negative = zip(
-        hidden.split([*lengths, wrong]), targets.split([*lengths, wrong]), strict=True
-    )
+    *positive, negative = zip(hidden.split([*lengths, wrong]), targets.split([*lengths, wrong]), strict=True)
     exact = naive(as_double(head), hidden.double(), targets, lengths, self_inclusive)
     rough = naive(head, hidden, targets, lengths, self_inclusive)
     for form in ("pair", "linear"):
