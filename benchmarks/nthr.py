@@ -11,23 +11,19 @@ what a call adds at its peak. Errors are those of s⁻ against the naive form in
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import Way, environment, in_turns, median, spread, write
 from regulators import peak_memory
 from torch import Tensor
 
 from poise import Head, TokenBatch
 from poise import regulators as registry
-from poise.influence import Form, Scores, scores
+from poise.influence import Form, Scores, cheaper_form, scores
 
 RIGHT = WRONG = 4  # responses of a group
 Tokens = tuple[Tensor, Tensor]
@@ -85,38 +81,18 @@ def cast(group: tuple[list[Tokens], Tokens], dtype: torch.dtype) -> tuple[list[T
     return [(h.to(dtype), y) for h, y in group[0]], (group[1][0].to(dtype), group[1][1])
 
 
-def chosen_form(length: int, width: int) -> Form:
-    return "pair" if RIGHT * length < 2 * width else "linear"
-
-
 def flop(form: Form, length: int, width: int, vocabulary: int) -> float:
     """Of the products over the vocabulary, for one group."""
     n, right = (RIGHT + WRONG) * length, RIGHT * length
     return 2.0 * n * vocabulary * (width + right) if form == "pair" else 6.0 * n * vocabulary * width
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def compare(contenders: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Median, lowest and highest ms of each, taking turns, and the MiB that it adds."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    memory = {}
-    for name, run in contenders.items():
-        run()  # compiles, and lets libraries take their workspace
-        memory[name] = peak_memory(run, device)
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            wait(device)
-            begin = time.perf_counter()
-            run()
-            wait(device)
-            times[name].append(1e3 * (time.perf_counter() - begin))
+def compare(ways: dict[str, Way], device: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds of each call, taking turns, their median in ms, and the MiB that a call adds."""
+    times = in_turns(ways, device, repeats=rounds, warmup=2)  # compiles, and lets libraries take their workspace
     return {
-        name: {"ms": statistics.median(t), "low_ms": min(t), "high_ms": max(t), "mib": memory[name]}
-        for name, t in times.items()
+        name: {"ms": 1e3 * median(times[name]), "seconds": times[name], "mib": peak_memory(way, device)}
+        for name, way in ways.items()
     }
 
 
@@ -131,11 +107,11 @@ def flags(result: Scores) -> Tensor:
 def one_group(head: Tensor, length: int, device: str, rounds: int, blocks: list[int]) -> dict[str, Any]:
     vocabulary, width = head.shape
     positive, negative, entropy = make_group(head, length)
-    chosen = chosen_form(length, width)
+    chosen = cheaper_form(RIGHT * length, width)
     other: Form = "linear" if chosen == "pair" else "pair"
     full, low = torch.float32, torch.bfloat16
     inputs = {dtype: (head.to(dtype), *cast((positive, negative), dtype)) for dtype in (full, low)}
-    contenders: dict[str, Callable[[], Any]] = {
+    contenders: dict[str, Way] = {
         "poise": partial(scores, head, positive, negative),
         f"poise, {other}": partial(scores, head, positive, negative, form=other),
         "naive float32": partial(naive, *inputs[full]),
@@ -152,12 +128,13 @@ def one_group(head: Tensor, length: int, device: str, rounds: int, blocks: list[
     exact = naive(head.double(), *cast((positive, negative), torch.float64))
     for name, run in contenders.items():
         row, result = rows[name], run()
+        assert isinstance(result, Scores)
         form = other if name == f"poise, {other}" else "pair" if name.startswith("naive") else chosen
         row["tflops"] = flop(form, length, width, vocabulary) / row["ms"] / 1e9
         row["error"] = relative(result.negative, exact.negative)
         row["flags_differ"] = float((flags(result) != flags(exact)).double().mean())
         print(
-            f"  {name:17s} {row['ms']:9.2f} ms ({row['low_ms']:.2f} to {row['high_ms']:.2f})  +{row['mib']:7.1f} MiB  "
+            f"  {name:17s} {spread(row['seconds']):>24s} ms  +{row['mib']:7.1f} MiB  "
             f"{row['tflops']:6.1f} TFLOP/s  error {row['error']:.1e}  other flags {row['flags_differ']:.2%}",
             flush=True,
         )
@@ -188,25 +165,25 @@ def whole_step(
         head=Head(head),
     )
     row: dict[str, Any] = compare({"step": partial(registry.get("nthr"), batch)}, device, rounds)["step"]
-    total = groups * flop(chosen_form(length, width), length, width, vocabulary)
+    total = groups * flop(cheaper_form(RIGHT * length, width), length, width, vocabulary)
     row |= {"tokens": count * length, "tflop": total / 1e12, "tflops": total / row["ms"] / 1e9}
     share = "" if step_seconds is None else f", {row['ms'] / 10 / step_seconds:.2f} % of {step_seconds:g} s"
     print(
-        f"  the regulator on {groups} groups, {count * length} tokens: {row['ms']:.1f} ms ({row['low_ms']:.1f} to "
-        f"{row['high_ms']:.1f}){share}, +{row['mib']:.1f} MiB, {row['tflop']:.2f} TFLOP, {row['tflops']:.0f} TFLOP/s",
+        f"  the regulator on {groups} groups, {count * length} tokens: {spread(row['seconds'])} ms{share}, "
+        f"+{row['mib']:.1f} MiB, {row['tflop']:.2f} TFLOP, {row['tflops']:.0f} TFLOP/s",
         flush=True,
     )
     return row
 
 
-def growth(head: Tensor, lengths: list[int], device: str, rounds: int) -> dict[int, dict[str, float]]:
+def growth(head: Tensor, lengths: list[int], device: str, rounds: int) -> dict[int, dict[str, Any]]:
     rows = {}
     print("  growth with the length of a response:")
     for length in lengths:
         positive, negative, _ = make_group(head, length)
         rows[length] = row = compare({"poise": partial(scores, head, positive, negative)}, device, rounds)["poise"]
         tokens = (RIGHT + WRONG) * length
-        form = chosen_form(length, head.shape[1])
+        form = cheaper_form(RIGHT * length, head.shape[1])
         print(
             f"    {length:5d}: {row['ms']:9.2f} ms, {1e3 * row['ms'] / tokens:7.2f} µs a token, +{row['mib']:.1f} MiB, "
             f"{form}",
@@ -234,10 +211,9 @@ def main() -> None:
     lengths = args.lengths or ([256, 1024] if gpu else [32, 128])
     longer = args.growth if args.growth is not None else [64, 128, 256, 512, 1024, 2048] if gpu else [16, 32, 64, 128]
     groups = args.groups if args.groups is not None else 64 if gpu else 4
-    machine = torch.cuda.get_device_name() if gpu else f"{platform.machine()}, {torch.get_num_threads()} threads"
     dtype = torch.bfloat16 if gpu else torch.float32
-    print(f"torch {torch.__version__} on {machine}, {dtype}")
-    rows: dict[str, Any] = {"torch": torch.__version__, "machine": machine, "dtype": str(dtype), "sizes": {}}
+    rows: dict[str, Any] = environment(args.device) | {"dtype": str(dtype), "sizes": {}}
+    print(f"torch {torch.__version__} on {rows['device']}, {dtype}")
     torch.set_float32_matmul_precision("highest")
     with torch.no_grad():
         for size in sizes:
@@ -251,11 +227,8 @@ def main() -> None:
                     found["step"][length] = whole_step(
                         head, length, args.device, min(args.rounds, 5), groups, args.step_seconds
                     )
-                if args.json:  # after each size: a run that is cut short leaves what it has
-                    args.json.write_text(json.dumps(rows, indent=1))
             found["growth"] = growth(head, longer, args.device, args.rounds)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+            write(args.json, rows)  # after each size: a run that is cut short leaves what it has
 
 
 if __name__ == "__main__":
