@@ -61,10 +61,11 @@ def adopt(model: Any) -> bool:
     if model.config._attn_implementation not in ("sdpa", NAME):
         return False
     layers = set(getattr(config, "layer_types", None) or ())
-    if not (model._supports_attention_backend and model._supports_flash_attn and layers <= LAYERS):
+    supported = model._supports_attention_backend and getattr(model, "_supports_flash_attn", False)
+    if not supported or not layers <= LAYERS:
         return False
     model.set_attn_implementation(NAME)
-    return True
+    return bool(model.config._attn_implementation == NAME)
 
 
 def _check(module: nn.Module, settings: dict[str, Any]) -> None:
@@ -120,29 +121,31 @@ class _Repeat(torch.autograd.Function):
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None, window: int | None) -> Tensor:
     padded = packing.padded
-    first_mask, second_mask = padded.masks(window, q.dtype)
+    queries, keys, values = (_spread(x, padded) for x in (q, k, v))
+    outs = []
+    for shape, own_q, own_k, own_v in zip(padded.rectangles, queries, keys, values, strict=True):
+        if shape.longest_prefix:
+            own_k, own_v = (
+                torch.cat([_repeat(first[:, : shape.longest_prefix], shape.prefix), own], 1)
+                for first, own in ((keys[0], own_k), (values[0], own_v))
+            )
+        outs.append(_attend(own_q, own_k, own_v, shape.mask(window, q.dtype), scale))
+    return _Collect.apply(torch.cat(outs), padded.slots)  # type: ignore[no-untyped-call,no-any-return]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (n, heads, T, D)
-        k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=mask is None)
-        return out.transpose(1, 2).flatten(0, 1)
 
-    (q, q2), (k, k2), (v, v2) = (_spread(x, padded) for x in (q, k, v))
-    out = attend(q, k, v, first_mask)
-    if len(q2):
-        k2, v2 = (
-            torch.cat([_repeat(x[:, : padded.longest_prefix], padded.prefix), own], 1) for x, own in ((k, k2), (v, v2))
-        )
-        out = torch.cat([out, attend(q2, k2, v2, second_mask)])
-    return _Collect.apply(out, padded.slots)  # type: ignore[no-untyped-call,no-any-return]
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """(n, T, heads, D) queries and (n, K, fewer heads, D) keys and values to (n · T, heads, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=mask is None)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _spread(x: Tensor, padded: Padded) -> list[Tensor]:
-    """(L, heads, D) as the two rectangles, (n, T, heads, D) each."""
+    """(L, heads, D) as rectangles, (rows, width, heads, D) each."""
     slots = _Spread.apply(x, padded.index, padded.slots)  # type: ignore[no-untyped-call]
-    parts = slots.split([rows * width for rows, width in padded.sizes])
-    return [part.unflatten(0, size) for part, size in zip(parts, padded.sizes, strict=True)]
+    parts = slots.split([shape.rows * shape.width for shape in padded.rectangles])
+    return [part.unflatten(0, (s.rows, s.width)) for part, s in zip(parts, padded.rectangles, strict=True)]
 
 
 class _Spread(torch.autograd.Function):

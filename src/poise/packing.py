@@ -8,7 +8,7 @@ segment by itself, and the prefix of its responses'.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -64,7 +64,7 @@ class Packed:
 
     @cached_property
     def padded(self) -> Padded:
-        """The same segments as two rectangles, for attention that knows no variable lengths."""
+        """The same segments as rectangles, for attention that knows no variable lengths."""
         return Padded(self.segments, self.ids.device)
 
 
@@ -117,9 +117,7 @@ def layout(rollouts: Rollouts) -> Packed:
     keys, starts_q, starts_k = _keys(segments)
     indices = [prompt_text, source, position, place, keys]
     starts = torch.stack([starts_q, starts_k]).to(torch.int32)
-    text, source, position, place, keys = (
-        torch.cat(indices).to(rollouts.tokens.device).split([len(x) for x in indices])
-    )
+    text, source, position, place, keys = torch.cat(indices).to(rollouts.tokens.device).split([len(x) for x in indices])
     device_starts = starts.to(rollouts.tokens.device)
     return Packed(
         ids=torch.cat([text, rollouts.tokens.flatten()])[source][None],
@@ -168,62 +166,79 @@ def _keys(segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Padded:
-    """Segments without a prefix and segments with one as two rectangles, padded on the right.
+    """The segments as rectangles: those of like length together, padded on the right.
 
     Causality keeps padded keys out of sight of every real query, so only prefixes of different lengths need masking.
+    The first rectangle holds the segments that are prefixes, where there are any.
     """
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
-        with_prefix = segments.prefix >= 0
-        self.sizes: list[tuple[int, int]] = []  # rows and width of each rectangle
+        row_of = torch.full_like(segments.start, -1)
+        is_prefix = torch.zeros_like(row_of, dtype=torch.bool)
+        is_prefix[segments.prefix[segments.prefix >= 0]] = True
+        parts = [is_prefix.nonzero()[:, 0]] if is_prefix.any() else []
+        for kind in (~is_prefix & (segments.prefix < 0), segments.prefix >= 0):
+            parts += _alike(kind.nonzero()[:, 0], segments.length)
+        self.rectangles: list[Rectangle] = []
         index, slots, begin = [], torch.empty(int(segments.length.sum()), dtype=torch.long), 0
-        for kind in (~with_prefix, with_prefix):
-            start, length = segments.start[kind], segments.length[kind]
-            rows, width = len(start), int(length.max()) if len(start) else 0
-            column = torch.arange(width)
+        for part in parts:
+            start, length = segments.start[part], segments.length[part]
+            column = torch.arange(int(length.max()))
             packed = start[:, None] + torch.minimum(column, length[:, None] - 1)
             real = column < length[:, None]
             slots[packed[real]] = begin + real.flatten().nonzero()[:, 0]
             index.append(packed.flatten())
-            self.sizes.append((rows, width))
-            begin += rows * width
+            begin += packed.numel()
+            row_of[part] = torch.arange(len(part))
+            prefix, longest = segments.prefix_length[part], int(segments.prefix_length[part].max())
+            rows = row_of[segments.prefix[part]] if longest else prefix
+            self.rectangles.append(Rectangle(len(part), len(column), rows.to(device), prefix.to(device), longest))
         self.index = torch.cat(index).to(device)  # the packed token in each slot; some token in padding
         self.slots = slots.to(device)  # (L,) the slot of each packed token
-        number = (~with_prefix).cumsum(0) - 1
-        self.prefix = number[segments.prefix[with_prefix]].to(device)  # its row in the first rectangle
-        self.prefix_length = segments.prefix_length[with_prefix].to(device)
-        self.longest_prefix = int(segments.prefix_length.max())
-        self._masks: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor | None]] = {}
 
-    def masks(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to the scores of the two rectangles, made once for all layers; None: plain causal."""
-        if (window, dtype) not in self._masks:
-            self._masks[window, dtype] = self._first_mask(window, dtype), self._second_mask(window, dtype)
-        return self._masks[window, dtype]
 
-    def _first_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        width = self.sizes[0][1]
-        if window is None or window >= width:
+def _alike(part: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Segments by length, in parts within which it differs by a third at most: little padding, few calls."""
+    order = part[lengths[part].argsort(descending=True, stable=True)]
+    parts: list[list[int]] = []
+    widest = 0
+    for segment, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        if not parts or 3 * length < 2 * widest:
+            parts.append([])
+            widest = length
+        parts[-1].append(segment)
+    return [torch.tensor(segments) for segments in parts]
+
+
+@dataclass(eq=False)
+class Rectangle:
+    """Segments of like length."""
+
+    rows: int
+    width: int
+    prefix: Tensor  # (rows,) the row of the prefix in the first rectangle
+    prefix_length: Tensor  # (rows,); all 0 where there is none
+    longest_prefix: int
+    masks: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores, made once for all layers; None: plain causal."""
+        if (window, dtype) not in self.masks:
+            self.masks[window, dtype] = self._mask(window, dtype)
+        return self.masks[window, dtype]
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        if self.longest_prefix == 0 and (window is None or window >= self.width):
             return None
-        column = torch.arange(width, device=self.index.device)
-        back = column[:, None] - column
-        return _bias((back >= 0) & (back < window), dtype)[None, None]
-
-    def _second_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        rows, width = self.sizes[1]
-        if rows == 0:
-            return None
-        column = torch.arange(width, device=self.index.device)
-        key = torch.arange(self.longest_prefix, device=self.index.device)
+        column = torch.arange(self.width, device=self.prefix.device)
+        key = torch.arange(self.longest_prefix, device=self.prefix.device)
         length = self.prefix_length[:, None, None]
-        back = column[:, None] - column
+        back = (column[:, None] - column)[None]
         own = back >= 0
-        seen = (key < length).expand(-1, width, -1)
+        before = (key < length).expand(-1, self.width, -1)
         if window is not None:
             own = own & (back < window)
-            seen = seen & (length + column[:, None] - key < window)
-        return _bias(torch.cat([seen, own.expand(rows, -1, -1)], 2), dtype)[:, None]
-
-
-def _bias(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
+            before = before & (length + column[:, None] - key < window)
+        allowed = torch.cat([before, own.expand(self.rows, -1, -1)], 2) if self.longest_prefix else own
+        bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return bias.masked_fill_(~allowed, -torch.inf)[:, None]

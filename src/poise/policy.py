@@ -153,6 +153,10 @@ class Policy:
 
         return spread(chosen), spread(-(logp.exp() * logp).sum(-1)) if entropy else None
 
+    def budget(self, tokens: int) -> int:
+        """Tokens per pass, where ``tokens`` were asked for."""
+        return min(tokens, self.most_tokens or tokens)
+
     def save_memory(self) -> bool:
         """Keep less of each layer for the backward pass from now on; False where that is done, or cannot be."""
         if self.checkpointing or not self.packed:  # the padded form needs a cache
@@ -184,15 +188,13 @@ class Policy:
             return
         ids = (torch.arange(1, 16, device=self.device) % self._config.vocab_size).view(3, 5)
         mask = torch.arange(5, device=self.device) < torch.tensor([[3], [5], [4]], device=self.device)
-        none = torch.zeros(3, device=self.device)
-        prompts = [ids[0, :2].tolist(), ids[0, :2].tolist(), ids[2, 1:].tolist()]
+        prompts, none = [[1, 2], [1, 2], [3, 2, 1]], torch.zeros(3, device=self.device)
         tried = Rollouts(prompts, ids, mask, none, none, none)
-        alone = [torch.tensor([p], device=self.device) for p in prompts]
-        alone = [torch.cat([p, row[None, : n - 1]], 1) for p, row, n in zip(alone, ids, tried.lengths, strict=True)]
-        expected = torch.cat([
-            self.trunk(input_ids=x, use_cache=False).last_hidden_state[0, len(p) - 1 :].float()
-            for x, p in zip(alone, prompts, strict=True)
-        ])
+        alone = []
+        for prompt, row, length in zip(prompts, ids, tried.lengths, strict=True):
+            text = torch.cat([torch.tensor(prompt, device=self.device), row[: length - 1]])[None]
+            alone.append(self.trunk(input_ids=text, use_cache=False).last_hidden_state[0, len(prompt) - 1 :].float())
+        expected = torch.cat(alone)
         try:
             gap = self.hidden(tried).float() - expected
         except (TypeError, ValueError, NotImplementedError):  # a keyword that is not handed down, or not known here
@@ -264,9 +266,7 @@ def load_policy(
         ) from error
     try:
         with _progress_bars(sys.stderr.isatty()):
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                place, dtype=kind, use_safetensors=True, **common
-            )
+            model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=kind, use_safetensors=True, **common)
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: the model cannot be loaded ({_first_line(error)})") from error
     model.to(resolve_device(device))

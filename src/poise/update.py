@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,29 +51,39 @@ def update(
             if not rows:
                 continue
             norm = normalizer(batch.rows(_index(mini, batch)), settings)
-
-            def gradients(
-                part: list[int], phase: Phase = phase, norm: Tensor = norm
-            ) -> Metrics:  # of one pass, added to what is there
-                ix = _index(part, batch)
-                piece, weights = batch.rows(ix), phase.rows(ix)
-                logp, entropy = policy.score(
-                    rollouts.rows(part), None, temperature, entropy=settings.entropy_coef != 0
-                )
-                loss, metrics = policy_loss(logp, piece, weights, settings, normalizer=norm, entropy=entropy)
-                loss.backward()
-                return metrics
-
-            found = _in_memory(policy, optimizer, rollouts, rows, micro_tokens, gradients)
-            found["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
-            if not torch.isfinite(found["optim/grad_norm"]):
+            backward = partial(_backward, policy, rollouts, batch, phase, settings, norm, temperature)
+            found = _in_memory(policy, optimizer, rollouts, rows, micro_tokens, backward)
+            size = found["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+            if not torch.isfinite(size):
                 optimizer.zero_grad(set_to_none=True)
-                raise NotFiniteError(f"the gradient's norm is {float(found['optim/grad_norm'])} in phase {phase.name!r}")
-            optimizer.step()
+                raise NotFiniteError(f"the gradient's norm is {size.item()} in phase {phase.name!r}")
+            try:
+                optimizer.step()
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemoryError("in the optimizer's step") from error
             _add(totals, found)
             steps += 1
     averaged = (torch.stack([value.double() for value in totals.values()]) / steps).tolist() if totals else []
     return {**dict(zip(totals, averaged, strict=True)), "optim/steps": float(steps)}
+
+
+def _backward(
+    policy: Policy,
+    rollouts: Rollouts,
+    batch: TokenBatch,
+    phase: Phase,
+    settings: Settings,
+    norm: Tensor,
+    temperature: float,
+    rows: list[int],
+) -> Metrics:
+    """One pass: the gradient of these rows' share of the loss is added to what is there; their share of the metrics."""
+    ix = _index(rows, batch)
+    piece, weights = batch.rows(ix), phase.rows(ix)
+    logp, entropy = policy.score(rollouts.rows(rows), None, temperature, entropy=settings.entropy_coef != 0)
+    loss, metrics = policy_loss(logp, piece, weights, settings, normalizer=norm, entropy=entropy)
+    loss.backward()
+    return metrics
 
 
 def _in_memory(
@@ -81,7 +92,7 @@ def _in_memory(
     rollouts: Rollouts,
     rows: list[int],
     tokens: int,
-    gradients: Callable[[list[int]], Metrics],
+    backward: Callable[[list[int]], Metrics],
 ) -> Metrics:
     """The gradient of a mini-batch, in as many passes as memory makes necessary, and its metrics.
 
@@ -89,12 +100,12 @@ def _in_memory(
     tokens per pass. What was found to be needed stays in force.
     """
     while True:
-        bins = pack(rollouts, rows, min(tokens, policy.most_tokens or tokens))
+        bins = pack(rollouts, rows, policy.budget(tokens))
         optimizer.zero_grad(set_to_none=True)
         try:
             totals: Metrics = {}
             for part in bins:
-                _add(totals, gradients(part))
+                _add(totals, backward(part))
             return totals
         except torch.OutOfMemoryError:
             pass  # go on outside: in here, the error still holds on to what filled the memory
@@ -103,10 +114,12 @@ def _in_memory(
             torch.cuda.empty_cache()
         if policy.save_memory():
             continue
-        if max(map(len, bins)) == 1:
+        costs = [
+            sum(rollouts.lengths[row] for row in part) + _prompts(rollouts, part) for part in bins if len(part) > 1
+        ]
+        if not costs:
             raise OutOfMemoryError("with a single response per pass")
-        largest = max(sum(rollouts.lengths[row] for row in part) + _prompts(rollouts, part) for part in bins)
-        policy.most_tokens = largest // 2
+        policy.most_tokens = max(costs) // 2
 
 
 def _prompts(rollouts: Rollouts, rows: list[int]) -> int:
@@ -123,7 +136,7 @@ def _add(totals: Metrics, more: Metrics) -> None:
 def score_all(policy: Policy, rollouts: Rollouts, temperature: float, micro_tokens: int) -> Tensor:
     """(B, T) log-probabilities of all responses under the policy as it is, without gradients."""
     logp = torch.zeros_like(rollouts.logp)
-    for part in pack(rollouts, range(len(rollouts.prompts)), micro_tokens):
+    for part in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
         logp[torch.tensor(part, device=logp.device)] = policy.score(rollouts.rows(part), None, temperature)[0]
     return logp
 
