@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from poise import attention, memory
 from poise.head import Head
+from poise.packing import Packed, layout
 from poise.rollout.base import Rollouts
 from poise.run import RunFolder
 
@@ -28,7 +30,8 @@ class Policy:
     """A model and its tokenizer.
 
     ``trunk`` is everything below the head, so that hidden states can be had without the logits of every token. It is
-    checked at load that ``head(trunk(x))`` is the model's own output.
+    checked at load that ``head(trunk(x))`` is the model's own output. ``packed`` says whether responses can be run end
+    to end without padding; that is tried at load too.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -37,12 +40,21 @@ class Policy:
         self.trunk: nn.Module = getattr(base, base.base_model_prefix)
         self._output: nn.Module = base.get_output_embeddings()
         self._config = base.config
+        self.checkpointing = False  # whether layers are computed again in the backward pass instead of being kept
+        self.most_tokens: int | None = None  # fewer tokens per pass than asked for, once memory has run out
+        self.packed = attention.adopt(base)
         self._check_head()
+        self._check_packing(base)
 
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
         return self.trunk.device  # type: ignore[return-value]
+
+    @property
+    def eager(self) -> bool:
+        """Whether attention is transformers' plain code, whose masks are numbers, not bool."""
+        return str(self._config._attn_implementation) == "eager"
 
     @property
     def end_tokens(self) -> list[int]:
@@ -73,15 +85,36 @@ class Policy:
         """The text of a response, without the token that ended it."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def hidden(self, rollouts: Rollouts, select: Tensor) -> Tensor:
-        """(n, d) hidden states that predict the selected response tokens, in row order.
+    def hidden(self, rollouts: Rollouts, select: Tensor | None = None) -> Tensor:
+        """(n, d) hidden states that predict the selected response tokens, in row order; all of them by default.
 
         ``select`` (B, T) is a part of the mask. A prompt that several responses share is read once, with gradients.
         """
-        return self._states(rollouts)[select]
+        if not self.packed:
+            return self._states(rollouts).flatten(0, 1)[_chosen(rollouts, select)]
+        packed = layout(rollouts)
+        places = packed.places if select is None else packed.places[select.flatten()[rollouts.index]]
+        return self._run(packed)[places]
+
+    def _run(self, packed: Packed) -> Tensor:
+        """(L, d) hidden states of the packed tokens."""
+        # A mask of four dimensions is one that transformers takes as it is: none of L × L is made.
+        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+        with memory.checkpointed(self.trunk, self.checkpointing):
+            states: Tensor = self.trunk(
+                input_ids=packed.ids,
+                position_ids=packed.positions,
+                attention_mask=mask,
+                use_cache=False,
+                packing=packed,
+            ).last_hidden_state[0]
+        return states
 
     def _states(self, rollouts: Rollouts) -> Tensor:
-        """(B, T, d) hidden states: that of the prompt's last token, then those of all response tokens but the last."""
+        """(B, T, d) hidden states: that of the prompt's last token, then those of all response tokens but the last.
+
+        The padded form, for models that cannot be run packed: prompts, then responses on top of their cached keys.
+        """
         numbers: dict[tuple[int, ...], int] = {}
         prompt_of = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in rollouts.prompts]
         ids, seen = pad_left(list(numbers), self.device)
@@ -91,7 +124,7 @@ class Policy:
             input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
         ).last_hidden_state[:, -1:]
         index = torch.tensor(prompt_of, device=self.device)
-        count = int(rollouts.mask.sum(1).max()) - 1
+        count = max(rollouts.lengths) - 1
         if count <= 0:
             return start[index]  # type: ignore[no-any-return]
         cache.batch_select_indices(index)
@@ -107,14 +140,29 @@ class Policy:
         return torch.nn.functional.pad(states, (0, 0, 0, rollouts.mask.shape[1] - states.shape[1]))
 
     def score(
-        self, rollouts: Rollouts, select: Tensor, temperature: float, *, entropy: bool = False
+        self, rollouts: Rollouts, select: Tensor | None = None, temperature: float = 1.0, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T) log-probabilities of the selected response tokens, 0 elsewhere, and on request entropies likewise."""
         logp = self.head(temperature)(self.hidden(rollouts, select)).float().log_softmax(-1)
-        chosen = logp.gather(1, rollouts.tokens[select][:, None])[:, 0]
-        empty = torch.zeros(select.shape, dtype=chosen.dtype, device=chosen.device)
-        spread = empty.masked_scatter(select, -(logp.exp() * logp).sum(-1)) if entropy else None
-        return empty.masked_scatter(select, chosen), spread
+        index = _chosen(rollouts, select)
+        chosen = logp.gather(1, rollouts.tokens.flatten()[index][:, None])[:, 0]
+        empty = torch.zeros(rollouts.tokens.numel(), dtype=chosen.dtype, device=chosen.device)
+
+        def spread(values: Tensor) -> Tensor:
+            return empty.index_put((index,), values).view(rollouts.tokens.shape)
+
+        return spread(chosen), spread(-(logp.exp() * logp).sum(-1)) if entropy else None
+
+    def budget(self, tokens: int) -> int:
+        """Tokens per pass, where ``tokens`` were asked for."""
+        return min(tokens, self.most_tokens or tokens)
+
+    def save_memory(self) -> bool:
+        """Keep less of each layer for the backward pass from now on; False where that is done, or cannot be."""
+        if self.checkpointing or not self.packed:  # the padded form needs a cache
+            return False
+        self.checkpointing = memory.enable_checkpointing(self.trunk)
+        return self.checkpointing
 
     def save(self, folder: Path) -> None:
         """Write an ordinary transformers folder."""
@@ -132,6 +180,34 @@ class Policy:
                 f"{type(self.model).__name__} does something between trunk and head that poise does not know; "
                 "please report the architecture"
             )
+
+    @torch.no_grad()
+    def _check_packing(self, base: Any) -> None:
+        """Try it with a shared prompt and another: what leaks from one sequence into the next must not be packed."""
+        if not self.packed:
+            return
+        ids = (torch.arange(1, 16, device=self.device) % self._config.vocab_size).view(3, 5)
+        mask = torch.arange(5, device=self.device) < torch.tensor([[3], [5], [4]], device=self.device)
+        prompts, none = [[1, 2], [1, 2], [3, 2, 1]], torch.zeros(3, device=self.device)
+        tried = Rollouts(prompts, ids, mask, none, none, none)
+        alone = []
+        for prompt, row, length in zip(prompts, ids, tried.lengths, strict=True):
+            text = torch.cat([torch.tensor(prompt, device=self.device), row[: length - 1]])[None]
+            alone.append(self.trunk(input_ids=text, use_cache=False).last_hidden_state[0, len(prompt) - 1 :].float())
+        expected = torch.cat(alone)
+        try:
+            gap = self.hidden(tried).float() - expected
+        except (TypeError, ValueError, NotImplementedError):  # a keyword that is not handed down, or not known here
+            gap = expected
+        half = self._output.weight.dtype in (torch.float16, torch.bfloat16)
+        if not gap.norm() <= (3e-2 if half else 1e-4) * expected.norm():
+            self.packed = False
+            base.set_attn_implementation("sdpa")
+
+
+def _chosen(rollouts: Rollouts, select: Tensor | None) -> Tensor:
+    """(n,) places in (B, T), flattened. Counting what is selected makes the host wait for the device."""
+    return rollouts.index if select is None else select.flatten().nonzero()[:, 0]
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -190,9 +266,7 @@ def load_policy(
         ) from error
     try:
         with _progress_bars(sys.stderr.isatty()):
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                place, dtype=kind, use_safetensors=True, attn_implementation="sdpa", **common
-            )
+            model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=kind, use_safetensors=True, **common)
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: the model cannot be loaded ({_first_line(error)})") from error
     model.to(resolve_device(device))

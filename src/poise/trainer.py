@@ -22,6 +22,7 @@ from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.console import Console
 from poise.evaluate import Evaluation, evaluate
+from poise.memory import OutOfMemoryError
 from poise.optimizer_state import optimizer_tensors, restore_optimizer
 from poise.policy import Policy, load_policy
 from poise.records import Clock, reward_metrics, rollout_metrics, token_records
@@ -236,6 +237,8 @@ class Trainer:
         except NotFiniteError as error:
             remedy = "lower optim.lr, or set dtype=float32; the newest checkpoint is untouched"
             raise TrainError(f"{error}: {remedy}") from error
+        except OutOfMemoryError as error:
+            raise TrainError(str(error)) from error
         self.weights_of = step
         return metrics
 
