@@ -75,20 +75,21 @@ def responses(shape: str, device: str, prompts: int, group: int, prompt: int, le
 
 def uneven(count: int, longest: int) -> list[int]:
     """Lengths as training has them: most responses short, a few as long as allowed; on average two fifths of that."""
-    draw = torch.distributions.Exponential(2.5).sample((count,))  # type: ignore[no-untyped-call]
+    draw = torch.distributions.Exponential(2.5).sample((count,))
     return [max(8, min(longest, int(x * longest))) for x in draw.tolist()]
 
 
 class Ours:
     """poise's update."""
 
-    def __init__(self, shape: str, device: str, micro_tokens: int, compiled: bool | None) -> None:
+    def __init__(self, shape: str, device: str, micro_tokens: int, compiled: bool) -> None:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
         self.policy = Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=compiled)
-        self.policy.masters = Masters(dict(self.policy.model.named_parameters()))
+        self.policy.masters = Masters(self.policy.model)
         self.optimizer = torch.optim.AdamW(self.policy.masters.parameters.values(), lr=1e-6, fused=True)
-        self.optimizer.register_step_post_hook(lambda *_: self.policy.masters.publish())
+        publish = self.policy.masters.publish
+        self.optimizer.register_step_post_hook(lambda *_: publish())
         self.micro_tokens = micro_tokens
 
     def prepare(self, rollouts: Rollouts, regulator: str = "grpo") -> Callable[[], object]:
@@ -161,7 +162,7 @@ def needed_flop(shape: str, rollouts: Rollouts) -> float:
     tokens = sum(prompts.values()) + sum(lengths)
     pairs = sum(n * n / 2 for n in prompts.values())
     pairs += sum(n * n / 2 + n * len(p) for n, p in zip(lengths, rollouts.prompts, strict=True))
-    return 6.0 * (linear * tokens + width * vocabulary * sum(lengths)) + 3 * 4.0 * layers * width * pairs
+    return float(6.0 * (linear * tokens + width * vocabulary * sum(lengths)) + 3 * 4.0 * layers * width * pairs)
 
 
 def row_of(
@@ -275,6 +276,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     gpu = args.device == "cuda"
+    args.compile = gpu if args.compile is None else args.compile
     args.shapes = args.shapes or (["135M", "1.1B"] if gpu else ["1M"])
     args.prompts = args.prompts or (64 if gpu else 4)
     args.longest = args.longest or (1024 if gpu else 96)

@@ -102,9 +102,7 @@ class TestNothingChanges:
         some = rollouts.mask & (torch.rand(rollouts.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5)
         states = torch.zeros(*some.shape, 32)
         states[rollouts.mask] = policy.hidden(rollouts).detach()
-        torch.testing.assert_close(policy.hidden(rollouts, some), states[some])
-        everything, _ = policy.score(rollouts)
-        torch.testing.assert_close(policy.score(rollouts, some)[0], torch.where(some, everything, 0.0))
+        torch.testing.assert_close(policy.hidden(rollouts, some.flatten().nonzero()[:, 0]), states[some])
 
     @pytest.mark.parametrize("name", ["llama", "mistral"])
     def test_layers_computed_twice(self, name):

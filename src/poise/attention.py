@@ -38,11 +38,15 @@ def attention(
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
     _check(module, settings)
+    return _over_segments(query, key, value, packing, settings.get("scaling"), settings.get("sliding_window")), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer calls it as it is, whatever the lengths
+def _over_segments(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packed, scale: float | None, window: int | None
+) -> Tensor:
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
-    scale: float | None = settings.get("scaling")
-    window: int | None = settings.get("sliding_window")
-    out = (_flash if _has_kernel(q, v) else _padded)(q, k, v, packing, scale, window)
-    return out[None], None
+    return (_flash if _has_kernel(q, v) else _padded)(q, k, v, packing, scale, window)[None]
 
 
 AttentionInterface.register(NAME, attention)

@@ -194,7 +194,8 @@ class Config(_Group):
     rollouts_every: CountOrZero = 10  # steps between samples written down token by token; 0: never
     stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None  # held-out accuracy that is enough
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; the optimizer's weights are float32
+    compile: bool | None = None  # layers through torch.compile for the update; null: on CUDA, where it can
     tracking: tuple[str, ...] = ()
     remote_code: bool = False  # whether a model's own Python may run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from poise import attention, memory
-from poise.head import Head
+from poise.compiled import CompiledLayers, can_compile
+from poise.head import Head, token_logp
+from poise.masters import Masters
 from poise.packing import Packed, layout
 from poise.rollout.base import Rollouts
 from poise.run import RunFolder
@@ -34,7 +36,7 @@ class Policy:
     to end without padding; that is tried at load too.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, compiled: bool = False) -> None:
         self.model, self.tokenizer = model, tokenizer
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         self.trunk: nn.Module = getattr(base, base.base_model_prefix)
@@ -42,9 +44,13 @@ class Policy:
         self._config = base.config
         self.checkpointing = False  # whether layers are computed again in the backward pass instead of being kept
         self.most_tokens: int | None = None  # fewer tokens per pass than asked for, once memory has run out
+        self.masters: Masters | None = None  # of weights in half precision, while they are being trained
         self.packed = attention.adopt(base)
         self._check_head()
+        self._layers: CompiledLayers | None = None
         self._check_packing(base)
+        if compiled and self.packed:
+            self._layers = CompiledLayers(self.trunk)
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +76,8 @@ class Policy:
         divisor = getattr(config, "logits_scaling", None) or 1.0
         softcap = getattr(config, "final_logit_softcapping", None)
         weight, bias = self._output.weight, getattr(self._output, "bias", None)
-        return Head(weight, bias, temperature, scale / divisor, softcap)  # type: ignore[arg-type]
+        master = self.masters.of(weight) if self.masters else None  # type: ignore[arg-type]
+        return Head(weight, bias, temperature, scale / divisor, softcap, master)  # type: ignore[arg-type]
 
     def encode(self, prompt: str) -> list[int]:
         """A prompt as the model wants to see it: through its chat template where it has one."""
@@ -85,22 +92,28 @@ class Policy:
         """The text of a response, without the token that ended it."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def hidden(self, rollouts: Rollouts, select: Tensor | None = None) -> Tensor:
-        """(n, d) hidden states that predict the selected response tokens, in row order; all of them by default.
+    def hidden(self, rollouts: Rollouts, tokens: Tensor | None = None) -> Tensor:
+        """(n, d) hidden states that predict the given response tokens; all of them, row after row, by default.
 
-        ``select`` (B, T) is a part of the mask. A prompt that several responses share is read once, with gradients.
+        ``tokens`` (n,) are flat indices into (B, T). A prompt that several responses share is read once, with
+        gradients.
         """
         if not self.packed:
-            return self._states(rollouts).flatten(0, 1)[_chosen(rollouts, select)]
+            return self._states(rollouts).flatten(0, 1)[rollouts.index if tokens is None else tokens]
         packed = layout(rollouts)
-        places = packed.places if select is None else packed.places[select.flatten()[rollouts.index]]
+        places = packed.places
+        if tokens is not None:
+            of_all = places.new_zeros(rollouts.tokens.numel()).index_copy_(0, rollouts.index, places)
+            places = of_all[tokens]
         return self._run(packed)[places]
 
     def _run(self, packed: Packed) -> Tensor:
         """(L, d) hidden states of the packed tokens."""
         # A mask of four dimensions is one that transformers takes as it is: none of L × L is made.
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
-        with memory.checkpointed(self.trunk, self.checkpointing):
+        tokens = packed.ids.shape[1]
+        layers = self._layers.active(tokens) if self._layers else nullcontext()
+        with memory.checkpointed(self.trunk, self.checkpointing), layers:
             states: Tensor = self.trunk(
                 input_ids=packed.ids,
                 position_ids=packed.positions,
@@ -139,19 +152,14 @@ class Policy:
         states = torch.cat([start[index], states], 1)
         return torch.nn.functional.pad(states, (0, 0, 0, rollouts.mask.shape[1] - states.shape[1]))
 
-    def score(
-        self, rollouts: Rollouts, select: Tensor | None = None, temperature: float = 1.0, *, entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, T) log-probabilities of the selected response tokens, 0 elsewhere, and on request entropies likewise."""
-        logp = self.head(temperature)(self.hidden(rollouts, select)).float().log_softmax(-1)
-        index = _chosen(rollouts, select)
-        chosen = logp.gather(1, rollouts.tokens.flatten()[index][:, None])[:, 0]
-        empty = torch.zeros(rollouts.tokens.numel(), dtype=chosen.dtype, device=chosen.device)
-
-        def spread(values: Tensor) -> Tensor:
-            return empty.index_put((index,), values).view(rollouts.tokens.shape)
-
-        return spread(chosen), spread(-(logp.exp() * logp).sum(-1)) if entropy else None
+    def score(self, rollouts: Rollouts, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probabilities of the response tokens, and entropies; 0 elsewhere."""
+        index = rollouts.index
+        targets = rollouts.tokens.flatten()[index]
+        found = token_logp(self.hidden(rollouts), targets, self.head(temperature))
+        empty = torch.zeros(rollouts.tokens.numel(), dtype=found[0].dtype, device=index.device)
+        logp, entropy = (empty.index_put((index,), values).view(rollouts.tokens.shape) for values in found)
+        return logp, entropy
 
     def budget(self, tokens: int) -> int:
         """Tokens per pass, where ``tokens`` were asked for."""
@@ -205,11 +213,6 @@ class Policy:
             base.set_attn_implementation("sdpa")
 
 
-def _chosen(rollouts: Rollouts, select: Tensor | None) -> Tensor:
-    """(n,) places in (B, T), flattened. Counting what is selected makes the host wait for the device."""
-    return rollouts.index if select is None else select.flatten().nonzero()[:, 0]
-
-
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """(B, L) token ids, and bool where there is one: padding stands on the left, so that all rows end together."""
     longest = max(len(row) for row in rows)
@@ -235,23 +238,25 @@ def load_policy(
     dtype: str = "auto",
     lora: Any = None,
     remote_code: bool = False,
+    compiled: bool | None = False,
 ) -> Policy:
     """A model by hub id or local folder, or ``"embedded"``: safetensors only, remote code off unless asked for.
 
-    ``dtype="auto"`` is float32 on the CPU and for training in general; ``"bfloat16"`` halves the memory. ``lora`` has
-    the fields rank, alpha, dropout and targets.
+    ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha, dropout and targets.
+    ``compiled`` puts the layers through torch.compile for training; None: where that pays.
     """
     import transformers
 
     place = _resolve(name)
     folder = Path(place)
     if (folder / "adapter_config.json").exists():
-        return _load_adapter(folder, device=device, dtype=dtype, remote_code=remote_code)
+        return _load_adapter(folder, device=device, dtype=dtype, remote_code=remote_code, compiled=compiled)
     if not folder.exists() and name.startswith(("/", ".", "~")):
         raise ModelError(f"{name}: there is no such folder")
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model")
-    kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    where = resolve_device(device)
+    kind = getattr(torch, dtype) if dtype != "auto" else torch.bfloat16 if where.type == "cuda" else torch.float32
     common = {"trust_remote_code": remote_code}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **common)
@@ -269,7 +274,7 @@ def load_policy(
             model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=kind, use_safetensors=True, **common)
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: the model cannot be loaded ({_first_line(error)})") from error
-    model.to(resolve_device(device))
+    model.to(where)
     if lora is not None:
         import peft
 
@@ -281,7 +286,7 @@ def load_policy(
             ),
         )  # fmt: skip
     model.eval()  # no dropout: the probabilities of sampling and of the update must be of one policy
-    return Policy(model, tokenizer)
+    return Policy(model, tokenizer, compiled=can_compile(where) if compiled is None else compiled)
 
 
 def _resolve(name: str) -> str:
@@ -301,10 +306,12 @@ def _load_adapter(folder: Path, **settings: Any) -> Policy:
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     if Path(base).name == EMBEDDED.name:  # saved with its path on another machine, perhaps
         base = "embedded"
+    compiled = settings.pop("compiled")
     policy = load_policy(base, **settings)
     merged = peft.PeftModel.from_pretrained(policy.model, folder).merge_and_unload()
     merged.requires_grad_(True)  # peft had frozen the model under the adapter
-    return Policy(merged.eval(), policy.tokenizer)
+    wanted = can_compile(policy.device) if compiled is None else compiled
+    return Policy(merged.eval(), policy.tokenizer, compiled=wanted)
 
 
 @contextmanager

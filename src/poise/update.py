@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from poise.batch import Phase, TokenBatch
+from poise.head import policy_loss
 from poise.memory import OutOfMemoryError
-from poise.objective import Settings, active, normalizer, policy_loss
+from poise.objective import Settings, active, normalizer
 from poise.packing import pack
 from poise.policy import Policy
 from poise.rollout.base import Rollouts
@@ -41,17 +42,18 @@ def update(
     A mini-batch in which no token is active takes no step: momentum alone must not move the model. Responses without an
     active token are not run through the model, but stay in the denominator.
     """
-    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
     steps = 0
     for number, phase in enumerate(phases):
-        takes_part = active(batch, phase, settings).any(1).tolist()
+        moving = active(batch, phase, settings).cpu()
+        takes_part = moving.any(1).tolist()
         for mini in _shuffled(len(batch.mask), mini_batch, seed + number):
             rows = [row for row in mini if takes_part[row]]
             if not rows:
                 continue
             norm = normalizer(batch.rows(_index(mini, batch)), settings)
-            backward = partial(_backward, policy, rollouts, batch, phase, settings, norm, temperature)
+            backward = partial(_backward, policy, rollouts, batch, phase, moving, settings, norm, temperature)
             found = _in_memory(policy, optimizer, rollouts, rows, micro_tokens, backward)
             size = found["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
             if not torch.isfinite(size):
@@ -72,6 +74,7 @@ def _backward(
     rollouts: Rollouts,
     batch: TokenBatch,
     phase: Phase,
+    moving: Tensor,
     settings: Settings,
     norm: Tensor,
     temperature: float,
@@ -79,9 +82,12 @@ def _backward(
 ) -> Metrics:
     """One pass: the gradient of these rows' share of the loss is added to what is there; their share of the metrics."""
     ix = _index(rows, batch)
-    piece, weights = batch.rows(ix), phase.rows(ix)
-    logp, entropy = policy.score(rollouts.rows(rows), None, temperature, entropy=settings.entropy_coef != 0)
-    loss, metrics = policy_loss(logp, piece, weights, settings, normalizer=norm, entropy=entropy)
+    piece, responses = batch.rows(ix), rollouts.rows(rows)
+    tokens = moving[rows].flatten().nonzero()[:, 0].to(ix.device)
+    loss, metrics = policy_loss(
+        policy.hidden(responses, tokens), piece, phase.rows(ix), settings, normalizer=norm,
+        head=policy.head(temperature), targets=responses.tokens, tokens=tokens,
+    )  # fmt: skip
     loss.backward()
     return metrics
 
@@ -137,7 +143,7 @@ def score_all(policy: Policy, rollouts: Rollouts, temperature: float, micro_toke
     """(B, T) log-probabilities of all responses under the policy as it is, without gradients."""
     logp = torch.zeros_like(rollouts.logp)
     for part in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
-        logp[torch.tensor(part, device=logp.device)] = policy.score(rollouts.rows(part), None, temperature)[0]
+        logp[torch.tensor(part, device=logp.device)] = policy.score(rollouts.rows(part), temperature)[0].to(logp.dtype)
     return logp
 
 
