@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from poise._transfer import send
 from poise.batch import Phase, TokenBatch
 from poise.memory import OutOfMemoryError
 from poise.objective import Settings, active, normalizer, policy_loss
@@ -50,7 +51,7 @@ def update(
             rows = [row for row in mini if takes_part[row]]
             if not rows:
                 continue
-            norm = normalizer(batch.rows(_index(mini, batch)), settings)
+            norm = normalizer(batch.rows(send(mini, batch.mask.device)), settings)
             backward = partial(_backward, policy, rollouts, batch, phase, settings, norm, temperature)
             found = _in_memory(policy, optimizer, rollouts, rows, micro_tokens, backward)
             size = found["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
@@ -78,7 +79,7 @@ def _backward(
     rows: list[int],
 ) -> Metrics:
     """One pass: the gradient of these rows' share of the loss is added to what is there; their share of the metrics."""
-    ix = _index(rows, batch)
+    ix = send(rows, batch.mask.device)
     piece, weights = batch.rows(ix), phase.rows(ix)
     logp, entropy = policy.score(rollouts.rows(rows), None, temperature, entropy=settings.entropy_coef != 0)
     loss, metrics = policy_loss(logp, piece, weights, settings, normalizer=norm, entropy=entropy)
@@ -137,12 +138,8 @@ def score_all(policy: Policy, rollouts: Rollouts, temperature: float, micro_toke
     """(B, T) log-probabilities of all responses under the policy as it is, without gradients."""
     logp = torch.zeros_like(rollouts.logp)
     for part in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
-        logp[torch.tensor(part, device=logp.device)] = policy.score(rollouts.rows(part), None, temperature)[0]
+        logp[send(part, logp.device)] = policy.score(rollouts.rows(part), None, temperature)[0]
     return logp
-
-
-def _index(rows: list[int], batch: TokenBatch) -> Tensor:
-    return torch.tensor(rows, device=batch.mask.device)
 
 
 def _shuffled(count: int, size: int, seed: int) -> list[list[int]]:
