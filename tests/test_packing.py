@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, COMMON, Words, exact, prompts, responses, tiny
 
-from poise.attention import attention
+from poise.attention import _repeat, attention
 from poise.packing import first_fit, layout, pack
 from poise.policy import Policy, load_policy
 from poise.rollout.cached import CachedEngine
@@ -103,6 +103,56 @@ class TestNothingChanges:
         states = torch.zeros(*some.shape, 32)
         states[rollouts.mask] = policy.hidden(rollouts).detach()
         torch.testing.assert_close(policy.hidden(rollouts, some.flatten().nonzero()[:, 0]), states[some])
+
+    @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_what_the_flash_kernel_is_asked_for(self, name, shape, monkeypatch):
+        """Its contract in plain code, since it runs on CUDA alone: segments by their starts, aligned at their ends."""
+
+        def kernel(
+            q,
+            k,
+            v,
+            starts_q,
+            starts_k,
+            most_q,
+            most_k,
+            dropout,
+            causal,
+            debug,
+            *,
+            scale,
+            window_size_left,
+            window_size_right,
+        ):
+            assert (dropout, causal, debug, window_size_right) == (0.0, True, False, 0)
+            assert starts_q.dtype == starts_k.dtype == torch.int32
+            assert (most_q, most_k) == (int(starts_q.diff().max()), int(starts_k.diff().max()))
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            outs = []
+            for (a, b), (c, d) in zip(
+                starts_q.unfold(0, 2, 1).tolist(), starts_k.unfold(0, 2, 1).tolist(), strict=True
+            ):
+                back = torch.arange(d - c - (b - a), d - c)[:, None] - torch.arange(d - c)
+                seen = (back >= 0) & ((back <= window_size_left) | (window_size_left < 0))
+                scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scale
+                weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+                outs.append(torch.einsum("hqk,khd->qhd", weights, v[c:d]))
+            return (torch.cat(outs),)
+
+        policy = exact(tiny(name))
+        rollouts = responses(prompts(len(SHAPES[shape])), SHAPES[shape])
+        padded = gradients(policy, rollouts)
+        monkeypatch.setattr("poise.attention._has_kernel", lambda *_: True)
+        monkeypatch.setattr("poise.attention._kernel", kernel)
+        assert_same(gradients(policy, rollouts), padded)
+
+    def test_gradients_in_half_precision_are_added_up_in_float32(self):
+        x = torch.zeros(2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
+        index = torch.zeros(1000, dtype=torch.long)
+        _repeat(x, index).sum().backward()
+        assert (x.grad[0] == 1000).all()  # 256 + 1 is 256 in bfloat16
+        assert not x.grad[1].any()
 
     @pytest.mark.parametrize("name", ["llama", "mistral"])
     def test_layers_computed_twice(self, name):

@@ -21,6 +21,7 @@ from poise.packing import Packed, Padded
 
 NAME = "poise"
 UNKNOWN = ("s_aux", "softcap", "head_mask", "position_bias", "cache")  # what would change the result, and is not done
+_kernel = torch.ops.aten._flash_attention_forward
 LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -97,7 +98,7 @@ def _has_kernel(q: Tensor, v: Tensor) -> bool:
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None, window: int | None) -> Tensor:
     if packing.keys is not None:
         k, v = _repeat(k, packing.keys), _repeat(v, packing.keys)
-    out: Tensor = torch.ops.aten._flash_attention_forward(
+    out: Tensor = _kernel(
         q, k, v, packing.starts_q, packing.starts_k, packing.longest_q, packing.longest_k, 0.0, True, False,
         scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )[0]  # fmt: skip

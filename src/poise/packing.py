@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from poise._transfer import send
 from poise.rollout.base import Rollouts
 
 
@@ -115,10 +116,11 @@ def layout(rollouts: Rollouts) -> Packed:
 
     segments = _segments(group, is_prompt, alone, start, length, prompt)
     keys, starts_q, starts_k = _keys(segments)
+    device = rollouts.tokens.device
     indices = [prompt_text, source, position, place, keys]
     starts = torch.stack([starts_q, starts_k]).to(torch.int32)
-    text, source, position, place, keys = torch.cat(indices).to(rollouts.tokens.device).split([len(x) for x in indices])
-    device_starts = starts.to(rollouts.tokens.device)
+    text, source, position, place, keys = send(torch.cat(indices), device).split([len(x) for x in indices])
+    device_starts = send(starts, device)
     return Packed(
         ids=torch.cat([text, rollouts.tokens.flatten()])[source][None],
         positions=position[None],
@@ -192,9 +194,9 @@ class Padded:
             row_of[part] = torch.arange(len(part))
             prefix, longest = segments.prefix_length[part], int(segments.prefix_length[part].max())
             rows = row_of[segments.prefix[part]] if longest else prefix
-            self.rectangles.append(Rectangle(len(part), len(column), rows.to(device), prefix.to(device), longest))
-        self.index = torch.cat(index).to(device)  # the packed token in each slot; some token in padding
-        self.slots = slots.to(device)  # (L,) the slot of each packed token
+            self.rectangles.append(Rectangle(len(part), len(column), send(rows, device), send(prefix, device), longest))
+        self.index = send(torch.cat(index), device)  # the packed token in each slot; some token in padding
+        self.slots = send(slots, device)  # (L,) the slot of each packed token
 
 
 def _alike(part: Tensor, lengths: Tensor) -> list[Tensor]:

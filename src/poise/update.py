@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from poise._transfer import send
 from poise.batch import Phase, TokenBatch
 from poise.head import policy_loss
 from poise.memory import OutOfMemoryError
@@ -52,7 +53,7 @@ def update(
             rows = [row for row in mini if takes_part[row]]
             if not rows:
                 continue
-            norm = normalizer(batch.rows(_index(mini, batch)), settings)
+            norm = normalizer(batch.rows(send(mini, batch.mask.device)), settings)
             backward = partial(_backward, policy, rollouts, batch, phase, moving, settings, norm, temperature)
             found = _in_memory(policy, optimizer, rollouts, rows, micro_tokens, backward)
             size = found["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
@@ -81,9 +82,9 @@ def _backward(
     rows: list[int],
 ) -> Metrics:
     """One pass: the gradient of these rows' share of the loss is added to what is there; their share of the metrics."""
-    ix = _index(rows, batch)
+    ix = send(rows, batch.mask.device)
     piece, responses = batch.rows(ix), rollouts.rows(rows)
-    tokens = moving[rows].flatten().nonzero()[:, 0].to(ix.device)
+    tokens = send(moving[rows].flatten().nonzero()[:, 0], ix.device)
     loss, metrics = policy_loss(
         policy.hidden(responses, tokens), piece, phase.rows(ix), settings, normalizer=norm,
         head=policy.head(temperature), targets=responses.tokens, tokens=tokens,
@@ -143,12 +144,8 @@ def score_all(policy: Policy, rollouts: Rollouts, temperature: float, micro_toke
     """(B, T) log-probabilities of all responses under the policy as it is, without gradients."""
     logp = torch.zeros_like(rollouts.logp)
     for part in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
-        logp[torch.tensor(part, device=logp.device)] = policy.score(rollouts.rows(part), temperature)[0].to(logp.dtype)
+        logp[send(part, logp.device)] = policy.score(rollouts.rows(part), temperature)[0].to(logp.dtype)
     return logp
-
-
-def _index(rows: list[int], batch: TokenBatch) -> Tensor:
-    return torch.tensor(rows, device=batch.mask.device)
 
 
 def _shuffled(count: int, size: int, seed: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from poise._transfer import send
 from poise.batch import Rows
 
 
@@ -48,7 +49,7 @@ class Rollouts:
             chosen = list(range(len(self.prompts))[ix])
         else:
             chosen = ix.tolist() if isinstance(ix, Tensor) else list(ix)
-            ix = torch.as_tensor(ix, device=self.mask.device)
+            ix = send(ix, self.mask.device)
         fields = (self.tokens, self.mask, self.logp, self.entropy, self.finished)
         piece = Rollouts([self.prompts[i] for i in chosen], *(value[ix] for value in fields))
         if "lengths" in self.__dict__:
