@@ -95,6 +95,93 @@ def test_half_precision_is_accumulated_in_float32():
         torch.testing.assert_close(found.positive.double(), exact.positive, rtol=1e-4, atol=1e-4)
 
 
+def all_pairs(head, hidden, targets, lengths):
+    """The definition with whole arrays, in whatever precision it is given."""
+    errors = head(hidden).softmax(-1).neg_()
+    errors[torch.arange(len(targets)), targets] += 1
+    n = sum(lengths)
+    pairs = (errors[:n] @ errors.T).double() * (hidden[:n] @ hidden.T).double()
+    negative = pairs[:, n:].sum(0)
+    for own in torch.arange(n).split(lengths):
+        pairs[own[0] : own[-1] + 1, own[0] : own[-1] + 1] = 0
+    return negative, torch.stack([part.sum() / part.shape[1] for part in pairs[:, :n].split(lengths, 1)])
+
+
+def as_double(head):
+    bias = None if head.bias is None else head.bias.double()
+    return Head(head.weight.double(), bias, head.temperature, head.scale, head.softcap)
+
+
+def sampled_group(g, head, sizes):
+    """Targets drawn from the distributions themselves, as in rollouts."""
+    hidden = torch.randn(sum(sizes), head.weight.shape[1], generator=g).to(head.weight.dtype)
+    targets = torch.multinomial(head(hidden).float().softmax(-1), 1, generator=g)[:, 0]
+    *positive, negative = zip(hidden.split(sizes), targets.split(sizes), strict=True)
+    return hidden, targets, positive, negative
+
+
+@pytest.mark.parametrize("block", [5000, 1 << 20])
+@pytest.mark.parametrize("kind", ["plain", "softcap", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_operands_are_as_near_as_the_naive_form(dtype, kind, block):
+    """The route of a GPU, here in plain torch: at most twice the error of all pairs in bfloat16."""
+    g = torch.Generator().manual_seed(0)
+    weight = 3 * torch.randn(1501, 64, generator=g) / 8  # an entropy of about 4 nats
+    settings = {"plain": {}, "softcap": {"softcap": 12.0, "temperature": 0.7}, "bias": {"scale": 1.2}}[kind]
+    bias = torch.randn(1501, generator=g).to(dtype) if kind == "bias" else None
+    head = Head(weight.to(dtype), bias, **settings)
+    hidden, targets, positive, negative = sampled_group(g, head, sizes := [60, 90, 40, 200])
+    exact = all_pairs(as_double(head), hidden.double(), targets, sizes[:-1])
+    coarse = Head(head.weight.bfloat16(), None if bias is None else bias.bfloat16(), **settings)
+    rough = all_pairs(coarse, hidden.bfloat16(), targets, sizes[:-1])
+    for form in ("pair", "linear"):
+        found = scores(head, positive, negative, form=form, half=True, block=block)
+        for ours, theirs, truth in zip(found, rough, exact, strict=True):
+            assert ours.dtype == torch.float32
+            assert (ours - truth).norm() <= 2 * (theirs - truth).norm()
+
+
+@pytest.mark.parametrize("form", ["pair", "linear"])
+def test_confident_tokens_do_not_cancel_in_float32(form):
+    """1 − π is 1e-6 here and keeps its digits: it is summed from the other tokens, not taken from 1."""
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, 32, generator=g)
+    hidden = weight[(targets := torch.randint(0, 50, (90,), generator=g))] + torch.randn(90, 32, generator=g) / 10
+    sizes = [20, 30, 40]
+    *positive, negative = zip(hidden.split(sizes), targets.split(sizes), strict=True)
+    truth = [(h.double(), y) for h, y in (*positive, negative)]
+    exact = scores(weight.double(), truth[:-1], truth[-1], form=form)
+    for a, b in zip(scores(weight, positive, negative, form=form), exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_logits_that_rise_along_the_vocabulary(half):
+    """Each slice towers over the one before: what was summed has to shrink with the running maximum."""
+    g = torch.Generator().manual_seed(0)
+    head = Head(torch.randn(60, 8, generator=g) * torch.linspace(0.1, 40, 60)[:, None], torch.arange(60.0) * 2)
+    hidden, targets, positive, negative = sampled_group(g, head, sizes := [10, 12, 20])
+    exact = all_pairs(as_double(head), hidden.double(), targets, sizes[:-1])
+    for form in ("pair", "linear"):
+        found = scores(head, positive, negative, form=form, block=42 * 4, half=half)
+        for a, b in zip(found, exact, strict=True):
+            assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_tokens_that_cannot_be_sampled():
+    g = torch.Generator().manual_seed(0)
+    bias = torch.zeros(40, dtype=torch.float64)
+    bias[:10] = bias[30:] = -torch.inf  # whole slices of them, the first included
+    head = Head(torch.randn(40, 4, generator=g, dtype=torch.float64), bias)
+    short = Head(head.weight[10:30])
+    positive, negative = [tokens(g, n, 4, 20) for n in (3, 4)], tokens(g, 5, 4, 20)
+    expected = scores(short, positive, negative)
+    moved = [(h, y + 10) for h, y in (*positive, negative)]
+    for form in ("pair", "linear"):
+        for a, b in zip(scores(head, moved[:-1], moved[-1], form=form, block=36), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("form", ["pair", "linear"])
 def test_the_threshold_does_not_cancel_in_float32(form):
     """A response's score with itself is far larger than with the others: it must not be added and taken off again."""
@@ -125,9 +212,9 @@ def test_the_cheaper_form_is_chosen(monkeypatch):
         monkeypatch.setattr(
             influence, form, lambda *_, form=form: (chosen.append(form), (torch.zeros(1), torch.zeros(1)))[1]
         )
-    scores(make_head(g), [tokens(g, 3)], tokens(g, 50))
-    scores(make_head(g), [tokens(g, 4)], tokens(g, 1))
-    assert chosen == ["_pair", "_linear"]  # pairs below d = 4 tokens of correct responses
+    scores(make_head(g), [tokens(g, 7)], tokens(g, 50))
+    scores(make_head(g), [tokens(g, 8)], tokens(g, 1))
+    assert chosen == ["_pair", "_linear"]  # pairs below 2·d = 8 tokens of correct responses
 
 
 def test_scores_that_are_not_finite_are_an_error():

@@ -94,15 +94,18 @@ class TokenBatch:
         """(B,) count of response tokens."""
         return self.mask.sum(1)
 
-    def group_rows(self) -> Iterator[Tensor]:
-        """The row indices of each group, in the order in which groups first appear."""
+    def group_members(self) -> list[list[int]]:
+        """The rows of each group, in the order in which groups first appear."""
         if self.groups is None:
             raise ValueError("TokenBatch: groups is missing")
-        ids = self.groups.tolist()
         members: dict[int, list[int]] = {}
-        for row, group in enumerate(ids):
+        for row, group in enumerate(self.groups.tolist()):
             members.setdefault(group, []).append(row)
-        for rows in members.values():
+        return list(members.values())
+
+    def group_rows(self) -> Iterator[Tensor]:
+        """The same, as indices."""
+        for rows in self.group_members():
             yield torch.tensor(rows, device=self.mask.device)
 
     def hidden_of(self, rows: Tensor) -> Tensor:

@@ -4,32 +4,35 @@ For two tokens k and k' with hidden states h, sampled tokens y and next-token di
 gradients of their log-probabilities with respect to the head is ``⟨e_y − π, e_y' − π'⟩ · ⟨h, h'⟩``. Summed over the
 tokens k of a group's correct responses this is the score of k' (arXiv 2505.18830, equation of s⁻).
 
-Two forms of the same sum:
+Two forms of the same sum, for N tokens of which N⁺ belong to correct responses:
 
-- pair: every pair (k, k'), ``2·N⁺·(N⁺ + N⁻)·V`` FLOP;
-- linear: with ``G = Σ_k (e_y − π) hᵀ`` (V × d) the score of k' is ``(e_y' − π')ᵀ G h'``, ``2·(N⁺ + N⁻)·d·V`` FLOP.
+- pair: every pair (k, k'). One pass over the vocabulary, ``2·N·V·(d + N⁺)`` FLOP: products of exponentials are summed
+  before the normalisers are known, as in flash attention, and divided by them at the end;
+- linear: with ``G = Σ_k (e_y − π) hᵀ`` (V × d) the score of k' is ``(e_y' − π')ᵀ G h'``. Two passes, since G needs the
+  normalisers: ``6·N·V·d`` FLOP.
 
-The pair form is the cheaper one where N⁺ < d. (For the scores of the incorrect responses alone the border is N⁺·N⁻ /
-(N⁺ + N⁻) < d, but the threshold needs the correct ones scored too.) Both walk the vocabulary in slices: neither G nor
-any tokens × vocabulary array is ever whole. A head that is an opaque callable cannot be sliced; there rows are walked
-in blocks, in the pair form, and the head is called again and again on the same rows: for many tokens give a ``Head``.
+So the pair form is the cheaper one where N⁺ < 2·d. Both walk the vocabulary in slices: neither G nor any tokens ×
+vocabulary array is ever whole. A head that is an opaque callable cannot be sliced; there rows are walked in blocks, in
+the pair form, and the head is called again and again on the same rows: for many tokens give a ``Head``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from poise import influence_steps
 from poise._errors import check_choice
+from poise.influence_steps import Rows, accumulator, stored
 from poise.linear import Head, HeadLike, as_head
 
 Tokens = tuple[Tensor, Tensor]  # hidden (N, d), targets (N,)
 Form = Literal["auto", "pair", "linear"]
-
-BLOCK = 1 << 20  # elements of the largest temporary: 4 MiB in float32
 
 
 class Scores(NamedTuple):
@@ -37,6 +40,15 @@ class Scores(NamedTuple):
 
     negative: Tensor  # (N⁻,) the score s⁻ of each token of the incorrect responses
     positive: Tensor  # (n⁺,) the mean score s̄⁺ over the tokens of each correct response
+
+
+def default_block(device: torch.device, tokens: int, vocabulary: int) -> int:
+    """Elements of the largest temporary.
+
+    On a CPU what stays in its cache, 4 MiB in float32. On a GPU a sixteenth of tokens × vocabulary, a twelfth of what
+    the naive form takes in the same precision, between 16 MiB (enough work in a launch) and 64 MiB in bfloat16.
+    """
+    return 1 << 20 if device.type == "cpu" else min(max(tokens * vocabulary // 16, 1 << 23), 1 << 25)
 
 
 @torch.no_grad()
@@ -47,105 +59,191 @@ def scores(
     *,
     self_inclusive: bool = False,
     form: Form = "auto",
-    block: int = BLOCK,
+    block: int | None = None,
+    half: bool | None = None,
 ) -> Scores:
     """Score the tokens of the incorrect responses, and each correct response, against the correct responses.
 
     ``positive`` has one entry per correct response, none of them empty; ``negative`` holds the tokens of all incorrect
-    ones. A correct response is scored against the others, or with ``self_inclusive`` against itself too. Half
-    precision is computed in float32.
+    ones. A correct response is scored against the others, or with ``self_inclusive`` against itself too. ``block`` is
+    the number of elements of the largest temporary (``default_block``).
+
+    Half-precision hidden states on a GPU are multiplied as they are, with float32 sums: logits as the model makes
+    them, everything between the products in float32, bfloat16 operands. Elsewhere half precision is computed in
+    float32. ``half`` decides otherwise.
     """
     check_choice("scores", "form", form, ("auto", "pair", "linear"))
     head = as_head(head)
     hidden = torch.cat([h for h, _ in positive] + [negative[0]])
-    if isinstance(head, Head):  # a callable gets hidden states as the model made them
-        hidden = hidden.to(_accumulator(hidden))
     targets = torch.cat([y for _, y in positive] + [negative[1]])
     lengths = [len(y) for _, y in positive]
-    if form == "auto":
-        form = "pair" if sum(lengths) < hidden.shape[1] or not isinstance(head, Head) else "linear"
-    if form == "linear":
-        if not isinstance(head, Head):
-            raise ValueError("scores: the linear form needs a head that can be sliced: a weight or a poise.Head")
-        s_negative, s_positive = _linear(head, hidden, targets, lengths, self_inclusive, block)
-    else:
-        s_negative, s_positive = _pair(head, hidden, targets, lengths, self_inclusive, block)
-    return Scores(s_negative, s_positive / torch.tensor(lengths, dtype=s_positive.dtype, device=hidden.device))
+    if half is None:
+        half = hidden.is_cuda and hidden.element_size() == 2 and _sums_in_float32(hidden.device)
+    if isinstance(head, Head):
+        if not half:
+            hidden = hidden.to(accumulator(hidden.dtype))
+        if form == "auto":
+            form = "pair" if sum(lengths) < 2 * hidden.shape[1] else "linear"
+        block = block or default_block(hidden.device, len(hidden), head.vocabulary)
+        run = _linear if form == "linear" else _pair
+        with torch.cuda.device_of(hidden):  # Triton launches on the current device; does nothing on a CPU
+            by_token, by_response = run(head, hidden, targets, lengths, self_inclusive, block)
+    elif form == "linear":
+        raise ValueError("scores: the linear form needs a head that can be sliced: a weight or a poise.Head")
+    else:  # a callable gets hidden states as the model made them
+        by_token, by_response = _opaque(head, hidden, targets, lengths, self_inclusive, block, half)
+    return Scores(by_token, by_response / torch.tensor(lengths, dtype=by_response.dtype, device=hidden.device))
+
+
+def _pair(
+    head: Head, hidden: Tensor, targets: Tensor, lengths: list[int], self_inclusive: bool, block: int
+) -> tuple[Tensor, Tensor]:
+    steps = _steps(hidden)
+    rows, n_positive = Rows.start(hidden), sum(lengths)
+    pairs = hidden.new_empty(n_positive, len(hidden), dtype=accumulator(hidden.dtype))
+    for start, raw in _products(head, hidden, _width(block, len(hidden))):
+        shrink = steps.walk(raw, head, start, targets, rows, update=True, write=True)
+        if start:
+            steps.rescale(pairs, shrink[:n_positive], shrink)
+        values = stored(raw)
+        _multiply(pairs, values[:n_positive], values.T, add=start > 0)
+    del raw, values  # the slice's memory serves the rest
+
+    at_targets = head.weight[targets].to(hidden.dtype)
+    owner = _owner(lengths, len(hidden), hidden.device)
+    sums = pairs.new_zeros(len(hidden))
+    for left in _blocks(n_positive, max(1, block // (4 * len(hidden)))):
+        products = pairs.new_empty(left.stop - left.start, len(hidden))
+        _multiply(products, hidden[left], hidden.T)
+        left_at_right, right_at_left = hidden[left] @ at_targets.T, at_targets[left] @ hidden.T
+        sums += steps.columns(
+            pairs[left], products, left_at_right, right_at_left, head, targets, owner, rows, left.start, self_inclusive
+        )
+    return _by_token_and_response(sums, lengths)
 
 
 def _linear(
     head: Head, hidden: Tensor, targets: Tensor, lengths: list[int], self_inclusive: bool, block: int
 ) -> tuple[Tensor, Tensor]:
-    n_positive = sum(lengths)
-    rest = hidden[n_positive:]
-    negative, positive = hidden.new_zeros(len(rest)), hidden.new_zeros(len(lengths))
-    width = max(1, block // max(len(hidden), len(lengths) * hidden.shape[1]))
-    for errors in _errors_by_vocabulary(head, hidden, targets, width):
-        responses = zip(errors[:n_positive].split(lengths), hidden[:n_positive].split(lengths), strict=True)
-        parts = torch.stack([e.T @ h for e, h in responses])  # this slice of G_i, one for each correct response
-        total = parts.sum(0)
-        # A response's own part is left out here, not taken off the end result, where it is far larger than the rest.
-        partners = total.expand_as(parts) if self_inclusive else total - parts
-        positive += torch.linalg.vecdot(parts.flatten(1), partners.flatten(1))
-        negative += torch.linalg.vecdot(errors[n_positive:], rest @ total.T)
-    return negative, positive
+    steps = _steps(hidden)
+    rows, n_positive = Rows.start(hidden), sum(lengths)
+    for start, raw in _products(head, hidden, _width(block, len(hidden))):
+        steps.walk(raw, head, start, targets, rows, update=True, write=False)
+    del raw
+
+    exact = accumulator(hidden.dtype)
+    by_norm = (hidden[:n_positive] / -rows.norm[:n_positive, None]).to(_operand(hidden)).split(lengths)
+    rest = hidden[n_positive:].to(exact)
+    pulled, positive = torch.zeros_like(rest), rest.new_zeros(len(lengths))
+    width = _width(block, max(len(hidden), len(lengths) * hidden.shape[1]))
+    parts = hidden.new_empty(len(lengths), min(width, head.vocabulary), hidden.shape[1], dtype=_operand(hidden))
+    for start, raw in _products(head, hidden, width):
+        steps.walk(raw, head, start, targets, rows, update=False, write=True)
+        errors = stored(raw)  # (π − e_y) times the norm
+        slices = parts[:, : raw.shape[1]]  # of G_i, one for each correct response
+        for e, h, out in zip(errors[:n_positive].split(lengths), by_norm, slices, strict=True):
+            torch.mm(e.T, h, out=out)
+        total, products = steps.combine(slices, self_inclusive)
+        positive += products
+        _multiply(pulled, errors[n_positive:], total, add=True)
+    return torch.linalg.vecdot(pulled, rest) / -rows.norm[n_positive:], positive
 
 
-def _pair(
-    head: Head | Callable[[Tensor], Tensor],
+def _opaque(
+    head: Callable[[Tensor], Tensor],
     hidden: Tensor,
     targets: Tensor,
     lengths: list[int],
     self_inclusive: bool,
-    block: int,
+    block: int | None,
+    half: bool,
 ) -> tuple[Tensor, Tensor]:
-    n_positive = sum(lengths)
-    exact = hidden.to(_accumulator(hidden))
-    pairs = exact.new_zeros(n_positive, len(hidden))
-    if isinstance(head, Head):
-        for errors in _errors_by_vocabulary(head, hidden, targets, max(1, block // len(hidden))):
-            pairs.addmm_(errors[:n_positive], errors.T)
-    else:
-        size = max(1, block // head(hidden[:1]).shape[-1])
-        for left in _blocks(n_positive, 8 * size):  # each costs a pass of the head over all tokens
-            errors = _errors_of_rows(head, hidden[left], targets[left])
-            for right in _blocks(len(hidden), size):
-                pairs[left, right] = errors @ _errors_of_rows(head, hidden[right], targets[right]).T
+    def errors(part: slice) -> Tensor:
+        logits = head(hidden[part])
+        pi = logits.to(accumulator(logits.dtype)).softmax(-1).neg_()
+        pi.scatter_add_(1, targets[part, None], torch.ones_like(pi[:, :1]))
+        return pi.bfloat16() if half else pi
+
+    n_positive, vocabulary = sum(lengths), head(hidden[:1]).shape[-1]
+    size = max(1, (block or default_block(hidden.device, len(hidden), vocabulary)) // vocabulary)
+    exact = hidden.to(accumulator(hidden.dtype))
+    pairs = exact.new_empty(n_positive, len(hidden))
+    for left in _blocks(n_positive, 8 * size):  # each costs a pass of the head over all tokens
+        ours = errors(left)
+        for right in _blocks(len(hidden), size):
+            _multiply(pairs[left, right], ours, errors(right).T)
     pairs *= exact[:n_positive] @ exact.T
-    negative = pairs[:, n_positive:].sum(0)
     if not self_inclusive:
-        for own in torch.arange(n_positive, device=hidden.device).split(lengths):
-            pairs[own[0] : own[-1] + 1, own[0] : own[-1] + 1] = 0
-    positive = torch.stack([columns.sum() for columns in pairs[:, :n_positive].split(lengths, 1)])
-    return negative, positive
+        owner = _owner(lengths, len(hidden), hidden.device)
+        pairs.masked_fill_(owner[:n_positive, None] == owner, 0)
+    return _by_token_and_response(pairs.sum(0), lengths)
 
 
-def _errors_by_vocabulary(head: Head, hidden: Tensor, targets: Tensor, width: int) -> Iterator[Tensor]:
-    """``e_y − π`` of every token, one slice of the vocabulary after the other: (N, width)."""
-    slices = _blocks(head.vocabulary, width)
-    log_norm = hidden.new_full((len(hidden),), -torch.inf)
-    for vocabulary in slices:
-        log_norm = torch.logaddexp(log_norm, head.logits(hidden, vocabulary).logsumexp(1))
-    for vocabulary in slices:
-        errors = head.logits(hidden, vocabulary).sub_(log_norm[:, None]).exp_().neg_()
-        yield _add_targets(errors, targets - vocabulary.start)
+def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
+    """``W h`` of every token, one slice of the vocabulary after the other, (N, width), all in the same memory."""
+    memory = hidden.new_empty(len(hidden), min(width, head.vocabulary))
+    for vocabulary in _blocks(head.vocabulary, width):
+        raw = memory[:, : vocabulary.stop - vocabulary.start]
+        torch.mm(hidden, head.weight[vocabulary].to(hidden.dtype).T, out=raw)
+        yield vocabulary.start, raw
 
 
-def _errors_of_rows(head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor) -> Tensor:
-    """``e_y − π`` of some tokens over the whole vocabulary, from a head that only gives whole rows."""
-    logits = head(hidden)
-    return _add_targets(logits.to(_accumulator(logits)).softmax(-1).neg_(), targets)
+def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """``out = a b`` or ``out += a b``; operands may be of half precision, sums are in out's."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=int(add), out=out)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
+    else:  # no such product on a CPU: the same values, for tests
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(add), out=out)
 
 
-def _accumulator(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
+def _by_token_and_response(sums: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    *responses, negative = sums.split([*lengths, len(sums) - sum(lengths)])
+    return negative, torch.stack([tokens.sum() for tokens in responses])
 
 
-def _add_targets(errors: Tensor, column: Tensor) -> Tensor:
-    """Add 1 at each row's target where it lies within these columns, without asking the host which do."""
-    within = (column >= 0) & (column < errors.shape[1])
-    return errors.scatter_add_(1, column.clamp(0, errors.shape[1] - 1)[:, None], within[:, None].to(errors.dtype))
+def _owner(lengths: list[int], count: int, device: torch.device) -> Tensor:
+    """To which correct response each token belongs; the tokens of all incorrect ones count as one more."""
+    counts = torch.tensor([*lengths, count - sum(lengths)], device=device)
+    return torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=count)
+
+
+def _operand(hidden: Tensor) -> torch.dtype:
+    return torch.bfloat16 if hidden.element_size() == 2 else hidden.dtype
+
+
+def _width(block: int, tokens: int) -> int:
+    width = max(1, block // tokens)
+    return width - width % 128 if width > 256 else width  # rows of the slice stay aligned
 
 
 def _blocks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _steps(hidden: Tensor) -> ModuleType:
+    if hidden.is_cuda and hidden.dtype != torch.float64 and (kernels := _kernels()) is not None:
+        return kernels
+    return influence_steps
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The Triton kernels, where Triton is installed; looked for when first needed."""
+    try:
+        from poise import influence_kernels
+    except ImportError:
+        return None
+    return influence_kernels
+
+
+@cache
+def _sums_in_float32(device: torch.device) -> bool:
+    """Whether this torch can add a product of half-precision operands to a float32 sum (2.9 and later can)."""
+    a, out = torch.zeros(16, 16, dtype=torch.bfloat16, device=device), torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+    except (RuntimeError, TypeError):
+        return False
+    return True

@@ -54,8 +54,8 @@ class Head:
         """Logits of ``hidden`` (N, d) for a slice of the vocabulary, in hidden's dtype."""
         return self.finish(hidden @ self.weight[vocabulary].to(hidden.dtype).T, vocabulary)
 
-    def finish(self, product: Tensor, vocabulary: slice = slice(None)) -> Tensor:
-        """The logits, given ``W h`` for a slice of the vocabulary."""
+    def finish(self, product: Tensor, vocabulary: slice | Tensor = slice(None)) -> Tensor:
+        """The logits, given ``W h`` for a slice of the vocabulary, or for chosen tokens of it."""
         logits = product
         if self.bias is not None:
             logits = logits + self.bias[vocabulary].to(product.dtype)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from poise._errors import check_range
 from poise.batch import Phase, TokenBatch
@@ -45,37 +47,60 @@ class NTHR(Regulator):
         assert batch.correct is not None
         assert batch.head is not None
         assert batch.targets is not None
+        # A GPU is waited for here, once in _tokens, and at the end; not in every group.
+        correct, lengths = torch.stack([batch.correct.long(), batch.lengths]).tolist()
+        groups = batch.group_members()
+        scored = [group for rows in groups if (group := self._group(rows, correct, lengths))]
+        row, column, place = _tokens(batch, scored)
+
         weight = torch.ones_like(batch.mask, dtype=batch.dtype)
-        groups = scored = 0
         flagged = torch.zeros((), dtype=torch.long, device=batch.mask.device)
-        for rows in batch.group_rows():
-            groups += 1
-            occupied = batch.mask[rows].any(1)
-            right = (batch.correct[rows] & occupied).nonzero()[:, 0]
-            wrong = (~batch.correct[rows] & occupied).nonzero()[:, 0]
-            if len(wrong) == 0 or len(right) < (1 if self.self_inclusive else 2):
-                continue
-            scored += 1
-            hidden, targets, mask = batch.hidden_of(rows), batch.targets[rows], batch.mask[rows]
-            result = scores(
-                batch.head,
-                [(hidden[i][mask[i]], targets[i][mask[i]]) for i in right],
-                (hidden[wrong][mask[wrong]], targets[wrong][mask[wrong]]),
-                self_inclusive=self.self_inclusive,
-            )
-            if not all(torch.isfinite(values).all() for values in result):
-                raise ValueError(
-                    f"NTHR: the scores of the group of rows {rows.tolist()} are not finite: look at hidden and head"
-                )
-            share = float(batch.correct[rows].double().mean())
+        finite = []
+        end = 0
+        for group in scored:
+            sizes = [lengths[i] for i in group.right] + [sum(lengths[i] for i in group.wrong)]
+            begin, end = end, end + sum(sizes)
+            hidden = batch.hidden_of(torch.tensor(group.rows, device=row.device))[place[begin:end], column[begin:end]]
+            targets = batch.targets[row[begin:end], column[begin:end]]
+            *positive, negative = zip(hidden.split(sizes), targets.split(sizes), strict=True)
+            result = scores(batch.head, positive, negative, self_inclusive=self.self_inclusive)
+            finite.append(torch.stack([values.isfinite().all() for values in result]).all())
+
+            share = sum(correct[i] for i in group.rows) / len(group.rows)
             eta = 2 * abs(0.5 - share) if self.eta is None else self.eta
-            hit = torch.zeros_like(mask[wrong])
-            hit[mask[wrong]] = result.negative > self.beta * result.positive.min()
-            weight[rows[wrong]] = weight[rows[wrong]].masked_fill(hit, eta)
+            hit = result.negative > self.beta * result.positive.min()
+            incorrect = slice(end - sizes[-1], end)
+            weight[row[incorrect], column[incorrect]] = torch.ones_like(hit, dtype=weight.dtype).masked_fill_(hit, eta)
             flagged += hit.sum()
-        wrong_tokens = (batch.mask & ~batch.correct[:, None]).sum()
-        metrics = {
-            "flagged_share": float(flagged / wrong_tokens.clamp(min=1)),
-            "scored_share": scored / max(groups, 1),
-        }
+
+        n_flagged, *all_finite = torch.stack([flagged, *finite]).tolist()
+        for group, is_finite in zip(scored, all_finite, strict=True):
+            if not is_finite:
+                where = f"the group of rows {group.rows}"
+                raise ValueError(f"NTHR: the scores of {where} are not finite: look at hidden and head")
+        wrong_tokens = sum(length for length, is_correct in zip(lengths, correct, strict=True) if not is_correct)
+        metrics = {"flagged_share": n_flagged / max(wrong_tokens, 1), "scored_share": len(scored) / max(len(groups), 1)}
         return [Phase.of(batch, weight, metrics=metrics)]
+
+    def _group(self, rows: list[int], correct: list[int], lengths: list[int]) -> _Group | None:
+        """A group's responses that have tokens, if they can be scored."""
+        right = [row for row in rows if correct[row] and lengths[row]]
+        wrong = [row for row in rows if not correct[row] and lengths[row]]
+        enough = bool(wrong) and len(right) >= (1 if self.self_inclusive else 2)
+        return _Group(rows, right, wrong) if enough else None
+
+
+class _Group(NamedTuple):
+    rows: list[int]
+    right: list[int]
+    wrong: list[int]
+
+
+def _tokens(batch: TokenBatch, groups: list[_Group]) -> tuple[Tensor, Tensor, Tensor]:
+    """The row, the column, and the row's place in its group of each token: by group, correct responses first."""
+    order = [row for group in groups for row in group.right + group.wrong]
+    place = [group.rows.index(row) for group in groups for row in group.right + group.wrong]
+    order_and_place = torch.tensor([order, place], dtype=torch.long, device=batch.mask.device)
+    which, column = batch.mask[order_and_place[0]].nonzero(as_tuple=True)
+    row, within = order_and_place[:, which]
+    return row, column, within
