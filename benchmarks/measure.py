@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,14 +19,18 @@ PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel")
 
 
 def in_turns(ways: Mapping[str, Way], device: str, *, repeats: int = 15, warmup: int = 3) -> dict[str, list[float]]:
-    """Seconds of every call. The ways take turns, so that whatever else the machine does hits all of them."""
+    """Seconds of every call. The ways take turns, so that whatever else the machine does hits all of them.
+
+    The order is drawn anew for every round: a GPU is slower after a way that heated it.
+    """
+    order = random.Random(0)
     for way in ways.values():
         for _ in range(warmup):
             way()
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
-        for name, way in ways.items():
-            times[name].append(seconds(way, device))
+        for name in order.sample(list(ways), len(ways)):
+            times[name].append(seconds(ways[name], device))
     return times
 
 

@@ -16,10 +16,8 @@ from safetensors.torch import load_file
 from poise import config as configs
 from poise import regulators, tasks, trainer
 from poise.policy import ModelError, load_policy
-from poise.rollout.cached import CachedEngine
 from poise.run import CheckpointError, RunFolder
 from poise.trainer import Trainer, TrainError
-from poise.update import micro_batches
 
 SMALL = [
     "steps=4", "prompts=4", "group=4", "task.people=2", "rollout.max_tokens=48", "evaluation.problems=4",
@@ -130,21 +128,6 @@ class TestSameUpdate:
             moved = (other - start[name]).norm()
             assert moved > 0
             assert (value - other).norm() < 2e-3 * moved, name
-
-    def test_micro_batches_keep_within_the_limit_and_lose_nothing(self):
-        policy = load_policy("embedded", device="cpu")
-        prompts = [policy.encode("x " * n) for n in (3, 40, 9, 9)]
-        rollouts = CachedEngine(policy).generate(prompts, 5, max_tokens=12, temperature=1.0, seed=0)
-        rows = torch.arange(20)[torch.arange(20) % 3 > 0]
-        counts = rollouts.mask.sum(1)
-        for limit in (100, 300, 100_000):
-            parts = micro_batches(rollouts, rows, limit)
-            assert sorted(torch.cat(parts).tolist()) == rows.tolist()
-            for part in parts:
-                asked = {tuple(rollouts.prompts[i]) for i in part.tolist()}
-                cost = len(asked) * max(map(len, asked)) + len(part) * int(counts[part].max())
-                assert cost <= limit or len(part) == 1
-        assert len(micro_batches(rollouts, rows, 100)) > 2
 
     def test_old_log_probabilities_may_be_recomputed(self, tmp_path):
         settings = ("steps=1", "checkpoint_every=1", "evaluation.problems=1")

@@ -110,7 +110,7 @@ class OptimConfig(_Group):
     grad_clip: Annotated[Real, Field(gt=0)] = 1.0
     warmup_steps: CountOrZero = 0
     mini_batch: CountOrZero = 0  # responses per optimizer step; 0, or more than there are: all of them
-    micro_tokens: Count = 16384  # padded tokens per forward pass: changes memory and speed, never the result
+    micro_tokens: Count = 16384  # tokens per forward pass: changes memory and speed, never the result
 
 
 class ObjectiveConfig(_Group):
@@ -194,7 +194,8 @@ class Config(_Group):
     rollouts_every: CountOrZero = 10  # steps between samples written down token by token; 0: never
     stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None  # held-out accuracy that is enough
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; the optimizer's weights are float32
+    compile: bool | None = None  # layers through torch.compile for the update; null: on CUDA, where it can
     tracking: tuple[str, ...] = ()
     remote_code: bool = False  # whether a model's own Python may run
 

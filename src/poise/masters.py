@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -16,10 +14,12 @@ class Masters:
     masters into the model, which has no other copy of its weights.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._master_of: dict[nn.Parameter, Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 master = parameter.detach().float().requires_grad_()
                 self._master_of[parameter] = master
@@ -35,12 +35,6 @@ class Masters:
         """Round the masters into the model."""
         if self._master_of:
             torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
-
-    @torch.no_grad()
-    def adopt(self) -> None:
-        """Take the model's weights over, after something else has changed them."""
-        for parameter, master in self._master_of.items():
-            master.copy_(parameter)
 
     def _collect(self, parameter: Tensor) -> None:
         """Move a gradient to the master, as soon as it is there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from poise.head import Head
+from poise import attention, memory
+from poise.compiled import CompiledLayers, can_compile
+from poise.head import Head, token_logp
+from poise.masters import Masters
+from poise.packing import Packed, layout
 from poise.rollout.base import Rollouts
 from poise.run import RunFolder
 
@@ -28,21 +32,35 @@ class Policy:
     """A model and its tokenizer.
 
     ``trunk`` is everything below the head, so that hidden states can be had without the logits of every token. It is
-    checked at load that ``head(trunk(x))`` is the model's own output.
+    checked at load that ``head(trunk(x))`` is the model's own output. ``packed`` says whether responses can be run end
+    to end without padding; that is tried at load too.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, compiled: bool = False) -> None:
         self.model, self.tokenizer = model, tokenizer
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         self.trunk: nn.Module = getattr(base, base.base_model_prefix)
         self._output: nn.Module = base.get_output_embeddings()
         self._config = base.config
+        self.checkpointing = False  # whether layers are computed again in the backward pass instead of being kept
+        self.most_tokens: int | None = None  # fewer tokens per pass than asked for, once memory has run out
+        self.masters: Masters | None = None  # of weights in half precision, while they are being trained
+        self.packed = attention.adopt(base)
         self._check_head()
+        self._layers: CompiledLayers | None = None
+        self._check_packing(base)
+        if compiled and self.packed:
+            self._layers = CompiledLayers(self.trunk)
 
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
         return self.trunk.device  # type: ignore[return-value]
+
+    @property
+    def eager(self) -> bool:
+        """Whether attention is transformers' plain code, whose masks are numbers, not bool."""
+        return str(self._config._attn_implementation) == "eager"
 
     @property
     def end_tokens(self) -> list[int]:
@@ -58,7 +76,8 @@ class Policy:
         divisor = getattr(config, "logits_scaling", None) or 1.0
         softcap = getattr(config, "final_logit_softcapping", None)
         weight, bias = self._output.weight, getattr(self._output, "bias", None)
-        return Head(weight, bias, temperature, scale / divisor, softcap)  # type: ignore[arg-type]
+        master = self.masters.of(weight) if self.masters else None  # type: ignore[arg-type]
+        return Head(weight, bias, temperature, scale / divisor, softcap, master)  # type: ignore[arg-type]
 
     def encode(self, prompt: str) -> list[int]:
         """A prompt as the model wants to see it: through its chat template where it has one."""
@@ -73,15 +92,42 @@ class Policy:
         """The text of a response, without the token that ended it."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def hidden(self, rollouts: Rollouts, select: Tensor) -> Tensor:
-        """(n, d) hidden states that predict the selected response tokens, in row order.
+    def hidden(self, rollouts: Rollouts, tokens: Tensor | None = None) -> Tensor:
+        """(n, d) hidden states that predict the given response tokens; all of them, row after row, by default.
 
-        ``select`` (B, T) is a part of the mask. A prompt that several responses share is read once, with gradients.
+        ``tokens`` (n,) are flat indices into (B, T). A prompt that several responses share is read once, with
+        gradients.
         """
-        return self._states(rollouts)[select]
+        if not self.packed:
+            return self._states(rollouts).flatten(0, 1)[rollouts.index if tokens is None else tokens]
+        packed = layout(rollouts)
+        places = packed.places
+        if tokens is not None:
+            of_all = places.new_zeros(rollouts.tokens.numel()).index_copy_(0, rollouts.index, places)
+            places = of_all[tokens]
+        return self._run(packed)[places]
+
+    def _run(self, packed: Packed) -> Tensor:
+        """(L, d) hidden states of the packed tokens."""
+        # A mask of four dimensions is one that transformers takes as it is: none of L × L is made.
+        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+        tokens = packed.ids.shape[1]
+        layers = self._layers.active(tokens) if self._layers else nullcontext()
+        with memory.checkpointed(self.trunk, self.checkpointing), layers:
+            states: Tensor = self.trunk(
+                input_ids=packed.ids,
+                position_ids=packed.positions,
+                attention_mask=mask,
+                use_cache=False,
+                packing=packed,
+            ).last_hidden_state[0]
+        return states
 
     def _states(self, rollouts: Rollouts) -> Tensor:
-        """(B, T, d) hidden states: that of the prompt's last token, then those of all response tokens but the last."""
+        """(B, T, d) hidden states: that of the prompt's last token, then those of all response tokens but the last.
+
+        The padded form, for models that cannot be run packed: prompts, then responses on top of their cached keys.
+        """
         numbers: dict[tuple[int, ...], int] = {}
         prompt_of = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in rollouts.prompts]
         ids, seen = pad_left(list(numbers), self.device)
@@ -91,7 +137,7 @@ class Policy:
             input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
         ).last_hidden_state[:, -1:]
         index = torch.tensor(prompt_of, device=self.device)
-        count = int(rollouts.mask.sum(1).max()) - 1
+        count = max(rollouts.lengths) - 1
         if count <= 0:
             return start[index]  # type: ignore[no-any-return]
         cache.batch_select_indices(index)
@@ -106,15 +152,25 @@ class Policy:
         states = torch.cat([start[index], states], 1)
         return torch.nn.functional.pad(states, (0, 0, 0, rollouts.mask.shape[1] - states.shape[1]))
 
-    def score(
-        self, rollouts: Rollouts, select: Tensor, temperature: float, *, entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, T) log-probabilities of the selected response tokens, 0 elsewhere, and on request entropies likewise."""
-        logp = self.head(temperature)(self.hidden(rollouts, select)).float().log_softmax(-1)
-        chosen = logp.gather(1, rollouts.tokens[select][:, None])[:, 0]
-        empty = torch.zeros(select.shape, dtype=chosen.dtype, device=chosen.device)
-        spread = empty.masked_scatter(select, -(logp.exp() * logp).sum(-1)) if entropy else None
-        return empty.masked_scatter(select, chosen), spread
+    def score(self, rollouts: Rollouts, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probabilities of the response tokens, and entropies; 0 elsewhere."""
+        index = rollouts.index
+        targets = rollouts.tokens.flatten()[index]
+        found = token_logp(self.hidden(rollouts), targets, self.head(temperature))
+        empty = torch.zeros(rollouts.tokens.numel(), dtype=found[0].dtype, device=index.device)
+        logp, entropy = (empty.index_put((index,), values).view(rollouts.tokens.shape) for values in found)
+        return logp, entropy
+
+    def budget(self, tokens: int) -> int:
+        """Tokens per pass, where ``tokens`` were asked for."""
+        return min(tokens, self.most_tokens or tokens)
+
+    def save_memory(self) -> bool:
+        """Keep less of each layer for the backward pass from now on; False where that is done, or cannot be."""
+        if self.checkpointing or not self.packed:  # the padded form needs a cache
+            return False
+        self.checkpointing = memory.enable_checkpointing(self.trunk)
+        return self.checkpointing
 
     def save(self, folder: Path) -> None:
         """Write an ordinary transformers folder."""
@@ -132,6 +188,29 @@ class Policy:
                 f"{type(self.model).__name__} does something between trunk and head that poise does not know; "
                 "please report the architecture"
             )
+
+    @torch.no_grad()
+    def _check_packing(self, base: Any) -> None:
+        """Try it with a shared prompt and another: what leaks from one sequence into the next must not be packed."""
+        if not self.packed:
+            return
+        ids = (torch.arange(1, 16, device=self.device) % self._config.vocab_size).view(3, 5)
+        mask = torch.arange(5, device=self.device) < torch.tensor([[3], [5], [4]], device=self.device)
+        prompts, none = [[1, 2], [1, 2], [3, 2, 1]], torch.zeros(3, device=self.device)
+        tried = Rollouts(prompts, ids, mask, none, none, none)
+        alone = []
+        for prompt, row, length in zip(prompts, ids, tried.lengths, strict=True):
+            text = torch.cat([torch.tensor(prompt, device=self.device), row[: length - 1]])[None]
+            alone.append(self.trunk(input_ids=text, use_cache=False).last_hidden_state[0, len(prompt) - 1 :].float())
+        expected = torch.cat(alone)
+        try:
+            gap = self.hidden(tried).float() - expected
+        except (TypeError, ValueError, NotImplementedError):  # a keyword that is not handed down, or not known here
+            gap = expected
+        half = self._output.weight.dtype in (torch.float16, torch.bfloat16)
+        if not gap.norm() <= (3e-2 if half else 1e-4) * expected.norm():
+            self.packed = False
+            base.set_attn_implementation("sdpa")
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -159,23 +238,25 @@ def load_policy(
     dtype: str = "auto",
     lora: Any = None,
     remote_code: bool = False,
+    compiled: bool | None = False,
 ) -> Policy:
     """A model by hub id or local folder, or ``"embedded"``: safetensors only, remote code off unless asked for.
 
-    ``dtype="auto"`` is float32 on the CPU and for training in general; ``"bfloat16"`` halves the memory. ``lora`` has
-    the fields rank, alpha, dropout and targets.
+    ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha, dropout and targets.
+    ``compiled`` puts the layers through torch.compile for training; None: where that pays.
     """
     import transformers
 
     place = _resolve(name)
     folder = Path(place)
     if (folder / "adapter_config.json").exists():
-        return _load_adapter(folder, device=device, dtype=dtype, remote_code=remote_code)
+        return _load_adapter(folder, device=device, dtype=dtype, remote_code=remote_code, compiled=compiled)
     if not folder.exists() and name.startswith(("/", ".", "~")):
         raise ModelError(f"{name}: there is no such folder")
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model")
-    kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    where = resolve_device(device)
+    kind = getattr(torch, dtype) if dtype != "auto" else torch.bfloat16 if where.type == "cuda" else torch.float32
     common = {"trust_remote_code": remote_code}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **common)
@@ -190,12 +271,10 @@ def load_policy(
         ) from error
     try:
         with _progress_bars(sys.stderr.isatty()):
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                place, dtype=kind, use_safetensors=True, attn_implementation="sdpa", **common
-            )
+            model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=kind, use_safetensors=True, **common)
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: the model cannot be loaded ({_first_line(error)})") from error
-    model.to(resolve_device(device))
+    model.to(where)
     if lora is not None:
         import peft
 
@@ -207,7 +286,7 @@ def load_policy(
             ),
         )  # fmt: skip
     model.eval()  # no dropout: the probabilities of sampling and of the update must be of one policy
-    return Policy(model, tokenizer)
+    return Policy(model, tokenizer, compiled=can_compile(where) if compiled is None else compiled)
 
 
 def _resolve(name: str) -> str:
@@ -227,10 +306,12 @@ def _load_adapter(folder: Path, **settings: Any) -> Policy:
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     if Path(base).name == EMBEDDED.name:  # saved with its path on another machine, perhaps
         base = "embedded"
+    compiled = settings.pop("compiled")
     policy = load_policy(base, **settings)
     merged = peft.PeftModel.from_pretrained(policy.model, folder).merge_and_unload()
     merged.requires_grad_(True)  # peft had frozen the model under the adapter
-    return Policy(merged.eval(), policy.tokenizer)
+    wanted = can_compile(policy.device) if compiled is None else compiled
+    return Policy(merged.eval(), policy.tokenizer, compiled=wanted)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.console import Console
 from poise.evaluate import Evaluation, evaluate
+from poise.masters import Masters
+from poise.memory import OutOfMemoryError
 from poise.optimizer_state import optimizer_tensors, restore_optimizer
 from poise.policy import Policy, load_policy
 from poise.records import Clock, reward_metrics, rollout_metrics, token_records
@@ -70,14 +72,17 @@ class Trainer:
         self.task: Task = config.task.build()
         self.regulator = regulators.parse(config.regulator)
         self.policy = load_policy(
-            config.model, device=config.device, dtype=config.dtype, lora=config.lora, remote_code=config.remote_code
-        )
+            config.model, device=config.device, dtype=config.dtype, lora=config.lora, remote_code=config.remote_code,
+            compiled=config.compile,
+        )  # fmt: skip
         self.engine: Engine = CachedEngine(self.policy, config.rollout.batch)
-        self.parameters = {n: p for n, p in self.policy.model.named_parameters() if p.requires_grad}
+        self.masters = self.policy.masters = Masters(self.policy.model)
+        self.parameters = self.masters.parameters
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
+        self.optimizer.register_step_post_hook(lambda *_: self.masters.publish())
         self.reference = self._load_reference() if config.objective.kl_coef else None
         self.settings = config.objective.settings()
         self.saved = 0  # the step of the newest checkpoint
@@ -200,7 +205,7 @@ class Trainer:
         return score_all(policy, rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)
 
     def _hidden(self, rollouts: Rollouts) -> Tensor:
-        states = self.policy.hidden(rollouts, rollouts.mask)
+        states = self.policy.hidden(rollouts)
         places = torch.zeros(*rollouts.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
         places[rollouts.mask] = states
         return places
@@ -236,6 +241,8 @@ class Trainer:
         except NotFiniteError as error:
             remedy = "lower optim.lr, or set dtype=float32; the newest checkpoint is untouched"
             raise TrainError(f"{error}: {remedy}") from error
+        except OutOfMemoryError as error:
+            raise TrainError(str(error)) from error
         self.weights_of = step
         return metrics
 
@@ -295,6 +302,7 @@ class Trainer:
             with torch.no_grad():
                 for name, value in parameters.items():
                     self.parameters[name].copy_(value)
+            self.masters.publish()
 
         found = self.folder.load_checkpoint(read)
         self.saved = self.weights_of = found[0] if found else 0

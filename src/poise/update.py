@@ -1,19 +1,23 @@
-"""One update of the policy from one rollout batch: phases, mini-batches, micro-batches, optimizer steps."""
+"""One update of the policy from one rollout batch: phases, mini-batches, packed passes, optimizer steps."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from poise._transfer import send
 from poise.batch import Phase, TokenBatch
-from poise.objective import Settings, active, normalizer, policy_loss
+from poise.head import policy_loss
+from poise.memory import OutOfMemoryError
+from poise.objective import Settings, active, normalizer
+from poise.packing import pack
 from poise.policy import Policy
 from poise.rollout.base import Rollouts
 
-PART_OVERHEAD = 128  # tokens that a forward and backward pass costs besides its tokens
+Metrics = dict[str, Tensor]
 
 
 class NotFiniteError(RuntimeError):
@@ -39,91 +43,114 @@ def update(
     A mini-batch in which no token is active takes no step: momentum alone must not move the model. Responses without an
     active token are not run through the model, but stay in the denominator.
     """
-    parameters = [p for p in policy.model.parameters() if p.requires_grad]
-    totals: dict[str, Tensor | float] = defaultdict(float)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    totals: Metrics = {}
     steps = 0
     for number, phase in enumerate(phases):
-        for ix in _shuffled(len(batch.mask), mini_batch, seed + number, batch.mask.device):
-            mini, mini_phase, responses = batch.rows(ix), phase.rows(ix), rollouts.rows(ix)
-            rows = active(mini, mini_phase, settings).any(1).nonzero()[:, 0]
-            if len(rows) == 0:
+        moving = active(batch, phase, settings).cpu()
+        takes_part = moving.any(1).tolist()
+        for mini in _shuffled(len(batch.mask), mini_batch, seed + number):
+            rows = [row for row in mini if takes_part[row]]
+            if not rows:
                 continue
-            norm = normalizer(mini, settings)
-            optimizer.zero_grad(set_to_none=True)
-            for jx in micro_batches(responses, rows, micro_tokens):
-                piece = mini.rows(jx)
-                logp, entropy = policy.score(
-                    responses.rows(jx), piece.mask, temperature, entropy=settings.entropy_coef != 0
-                )
-                weights = mini_phase.rows(jx)
-                loss, metrics = policy_loss(logp, piece, weights, settings, normalizer=norm, entropy=entropy)
-                loss.backward()
-                for name, value in metrics.items():
-                    totals[name] += value
-            norm_of_gradient = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
-            if not torch.isfinite(norm_of_gradient):
+            norm = normalizer(batch.rows(send(mini, batch.mask.device)), settings)
+            backward = partial(_backward, policy, rollouts, batch, phase, moving, settings, norm, temperature)
+            found = _in_memory(policy, optimizer, rollouts, rows, micro_tokens, backward)
+            size = found["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+            if not torch.isfinite(size):
                 optimizer.zero_grad(set_to_none=True)
-                raise NotFiniteError(f"the gradient's norm is {norm_of_gradient.item()} in phase {phase.name!r}")
-            optimizer.step()
-            totals["optim/grad_norm"] += norm_of_gradient
+                raise NotFiniteError(f"the gradient's norm is {size.item()} in phase {phase.name!r}")
+            try:
+                optimizer.step()
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemoryError("in the optimizer's step") from error
+            _add(totals, found)
             steps += 1
-    averaged = {name: float(value) / max(steps, 1) for name, value in totals.items()}
-    return {**averaged, "optim/steps": float(steps)}
+    averaged = (torch.stack([value.double() for value in totals.values()]) / steps).tolist() if totals else []
+    return {**dict(zip(totals, averaged, strict=True)), "optim/steps": float(steps)}
 
 
-def micro_batches(rollouts: Rollouts, rows: Tensor, tokens: int) -> list[Tensor]:
-    """The given rows in parts that cost at most ``tokens`` tokens each, padding counted (a single row may cost more).
+def _backward(
+    policy: Policy,
+    rollouts: Rollouts,
+    batch: TokenBatch,
+    phase: Phase,
+    moving: Tensor,
+    settings: Settings,
+    norm: Tensor,
+    temperature: float,
+    rows: list[int],
+) -> Metrics:
+    """One pass: the gradient of these rows' share of the loss is added to what is there; their share of the metrics."""
+    ix = send(rows, batch.mask.device)
+    piece, responses = batch.rows(ix), rollouts.rows(rows)
+    tokens = send(moving[rows].flatten().nonzero()[:, 0], ix.device)
+    loss, metrics = policy_loss(
+        policy.hidden(responses, tokens), piece, phase.rows(ix), settings, normalizer=norm,
+        head=policy.head(temperature), targets=responses.tokens, tokens=tokens,
+    )  # fmt: skip
+    loss.backward()
+    return metrics
 
-    Whole groups together, so that a prompt is read once for many responses, or responses of like length together, so
-    that little is padded; in large parts or smaller ones: whichever costs least in all.
+
+def _in_memory(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    rollouts: Rollouts,
+    rows: list[int],
+    tokens: int,
+    backward: Callable[[list[int]], Metrics],
+) -> Metrics:
+    """The gradient of a mini-batch, in as many passes as memory makes necessary, and its metrics.
+
+    Where memory runs out, the mini-batch begins again: first with layers that are computed twice, then with ever fewer
+    tokens per pass. What was found to be needed stays in force.
     """
-    chosen, counts = rows.tolist(), rollouts.mask.sum(1).tolist()
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for row in chosen:
-        groups.setdefault(tuple(rollouts.prompts[row]), []).append(row)
-    sizes = {
-        row: (number, len(prompt), counts[row]) for number, (prompt, own) in enumerate(groups.items()) for row in own
-    }
-    by_group = [row for own in sorted(groups.values(), key=lambda own: max(counts[r] for r in own)) for row in own]
-    by_length = sorted(chosen, key=lambda row: (counts[row], row))
-    cuts = [
-        _cut(order, sizes, limit) for order in (by_group, by_length) for limit in (tokens, tokens // 2, tokens // 4)
-    ]
-    return [torch.tensor(part, device=rows.device) for part in min(cuts, key=lambda cut: cut[1])[0]]
+    while True:
+        bins = pack(rollouts, rows, policy.budget(tokens))
+        optimizer.zero_grad(set_to_none=True)
+        try:
+            totals: Metrics = {}
+            for part in bins:
+                _add(totals, backward(part))
+            return totals
+        except torch.OutOfMemoryError:
+            pass  # go on outside: in here, the error still holds on to what filled the memory
+        optimizer.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if policy.save_memory():
+            continue
+        costs = [
+            sum(rollouts.lengths[row] for row in part) + _prompts(rollouts, part) for part in bins if len(part) > 1
+        ]
+        if not costs:
+            raise OutOfMemoryError("with a single response per pass")
+        policy.most_tokens = max(costs) // 2
 
 
-def _cut(order: list[int], sizes: dict[int, tuple[int, int, int]], limit: int) -> tuple[list[list[int]], int]:
-    """Parts of consecutive rows, and what they cost: each distinct prompt and each response, padded to the longest."""
-    parts: list[list[int]] = []
-    total, seen, longest_prompt, longest, cost = 0, set[int](), 0, 0, 0
-    for row in order:
-        number, prompt, response = sizes[row]
-        wide, long = max(longest_prompt, prompt), max(longest, response)
-        more = len(seen | {number}) * wide + (len(parts[-1]) + 1) * long if parts else limit + 1
-        if more > limit:
-            total += cost + PART_OVERHEAD
-            parts.append([])
-            seen, wide, long, more = set(), prompt, response, prompt + response
-        parts[-1].append(row)
-        seen.add(number)
-        longest_prompt, longest, cost = wide, long, more
-    return parts, total + cost
+def _prompts(rollouts: Rollouts, rows: list[int]) -> int:
+    """The tokens of the prompts of some rows, each counted once."""
+    return sum(map(len, {tuple(rollouts.prompts[row]) for row in rows}))
+
+
+def _add(totals: Metrics, more: Metrics) -> None:
+    for name, value in more.items():
+        totals[name] = totals[name] + value if name in totals else value
 
 
 @torch.no_grad()
 def score_all(policy: Policy, rollouts: Rollouts, temperature: float, micro_tokens: int) -> Tensor:
     """(B, T) log-probabilities of all responses under the policy as it is, without gradients."""
     logp = torch.zeros_like(rollouts.logp)
-    rows = torch.arange(len(rollouts.prompts), device=logp.device)
-    for ix in micro_batches(rollouts, rows, micro_tokens):
-        piece = rollouts.rows(ix)
-        logp[ix] = policy.score(piece, piece.mask, temperature)[0]
+    for part in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
+        logp[send(part, logp.device)] = policy.score(rollouts.rows(part), temperature)[0].to(logp.dtype)
     return logp
 
 
-def _shuffled(count: int, size: int, seed: int, device: torch.device) -> list[Tensor]:
-    """Row indices of the mini-batches: all rows at once, or shuffled and cut."""
+def _shuffled(count: int, size: int, seed: int) -> list[list[int]]:
+    """Row numbers of the mini-batches: all rows at once, or shuffled and cut."""
     if size == 0 or size >= count:
-        return [torch.arange(count, device=device)]
-    generator = torch.Generator().manual_seed(seed)
-    return [part.to(device) for part in torch.randperm(count, generator=generator).split(size)]
+        return [list(range(count))]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [order[i : i + size] for i in range(0, count, size)]

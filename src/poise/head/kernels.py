@@ -90,10 +90,11 @@ def _row_kernel(
 
     top = own
     sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
+    for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + column, mask=column < vocabulary, other=NEVER).to(tl.float32)
-        shift = tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32) if BIAS else 0.0
+        inside = column < vocabulary
+        x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_last").to(tl.float32)
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
         z, inner = _finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
         if SOFTCAP:  # which would lift it up again
             z = tl.where(x > 0.9 * NEVER, z, NEVER)
@@ -123,16 +124,17 @@ def _row_kernel(
             slope = tl.load(given + row)
             slope_of_entropy = tl.load(given_entropy + row) if ENTROPY else 0.0
         lift = logp * LOG2E - own
-        for start in range(0, vocabulary, BLOCK):
+        for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
             column = start + tl.arange(0, BLOCK)
-            x = tl.load(logits + column, mask=column < vocabulary, other=NEVER).to(tl.float32)
-            shift = tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32) if BIAS else 0.0
+            inside = column < vocabulary
+            x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_first").to(tl.float32)
+            shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
             z, inner = _finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
             p = tl.exp2(z + lift)
             d = -slope * inner * p
             if ENTROPY:
                 d -= slope_of_entropy * inner * p * ((z + lift) / LOG2E + entropy)
-            tl.store(logits + column, d.to(logits.dtype.element_ty), mask=column < vocabulary)
+            tl.store(logits + column, d.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
         tl.debug_barrier()
         d = slope * (others / total)
         if ENTROPY:

@@ -65,13 +65,22 @@ def policy_loss(
             f"policy_loss: hidden has {len(states)} rows, but {len(tokens)} tokens are active: "
             "give (B, T, d), or the states of objective.active(batch, phase, settings) in row order"
         )
-    every = terms(batch, phase, settings, normalizer, _at_least_float32(states))
-    parts = every.at(tokens)
     inputs = (states, _learns(linear), linear.bias)
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
     gradients = _Gradients(states, linear, wanted)
-    logp, entropy = _one_pass(gradients, targets.flatten()[tokens], parts, settings, memory)
     with torch.no_grad():
+        every, logp, entropy = None, _per_row(states), _per_row(states)
+        for part, product in _products(states, linear, memory):
+            if every is None:  # now, while the device is at work on the product
+                every = terms(batch, phase, settings, normalizer, logp.dtype)
+                chosen, parts = targets.flatten()[tokens], every.at(tokens)
+            _row_pass(states).objective_gradient(
+                product, chosen[part], linear, logp[part], entropy[part], parts.at(part), settings
+            )
+            gradients.add(part, product)
+        if every is None:
+            every = terms(batch, phase, settings, normalizer, logp.dtype)
+            parts = every.at(tokens)
         loss, metrics = objective.summed(logp, entropy if settings.entropy_coef else None, parts, settings)
         if "optim/kl" in metrics and not settings.kl_coef:  # only watched: tokens without a gradient belong to it too
             now = every.old_logp.flatten().index_copy(0, tokens, logp).view_as(every.old_logp)
@@ -129,20 +138,6 @@ class _TwoPass(torch.autograd.Function):
             _row_pass(hidden).given_gradient(product, targets[part], head, again[part], again[part], slope[part], own)
             gradients.add(part, product)
         return None, None, None, *gradients.take()
-
-
-@torch.no_grad()
-def _one_pass(
-    gradients: _Gradients, targets: Tensor, parts: objective.Terms, settings: Settings, memory: int | None
-) -> tuple[Tensor, Tensor]:
-    hidden, head = gradients.states, gradients.head
-    logp, entropy = _per_row(hidden), _per_row(hidden)
-    for part, product in _products(hidden, head, memory):
-        _row_pass(hidden).objective_gradient(
-            product, targets[part], head, logp[part], entropy[part], parts.at(part), settings
-        )
-        gradients.add(part, product)
-    return logp, entropy
 
 
 class _Gradients:

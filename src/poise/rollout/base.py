@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from poise._transfer import send
 from poise.batch import Rows
 
 
@@ -22,12 +25,36 @@ class Rollouts:
     entropy: Tensor  # (B, T)
     finished: Tensor  # (B,) bool: ended by itself, not by the limit
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """B response lengths, on the host: fetched once, whatever rows are taken later."""
+        ends = (self.mask * torch.arange(1, self.mask.shape[1] + 1, device=self.mask.device)).amax(1)
+        counts, ends = torch.stack([self.mask.sum(1), ends]).tolist()
+        if counts != ends:
+            row = next(i for i, (count, end) in enumerate(zip(counts, ends, strict=True)) if count != end)
+            raise ValueError(f"Rollouts: mask[{row}] has holes; a response is one run of tokens from column 0 on")
+        return list(counts)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """(n,) where the response tokens lie in (B, T), flattened; row after row."""
+        counts, total = self.mask.sum(1), sum(self.lengths)
+        owner = torch.repeat_interleave(counts, output_size=total)
+        begin = torch.arange(len(counts), device=owner.device) * self.mask.shape[1] - (counts.cumsum(0) - counts)
+        return begin[owner] + torch.arange(total, device=owner.device)
+
     def rows(self, ix: Rows) -> Rollouts:
         """Some of them."""
-        chosen = range(len(self.prompts))[ix] if isinstance(ix, slice) else [int(i) for i in ix]
-        prompts = [self.prompts[i] for i in chosen]
+        if isinstance(ix, slice):
+            chosen = list(range(len(self.prompts))[ix])
+        else:
+            chosen = ix.tolist() if isinstance(ix, Tensor) else list(ix)
+            ix = send(ix, self.mask.device)
         fields = (self.tokens, self.mask, self.logp, self.entropy, self.finished)
-        return Rollouts(prompts, *(value[ix] for value in fields))
+        piece = Rollouts([self.prompts[i] for i in chosen], *(value[ix] for value in fields))
+        if "lengths" in self.__dict__:
+            piece.__dict__["lengths"] = [self.lengths[i] for i in chosen]
+        return piece
 
 
 class Engine(Protocol):

@@ -104,7 +104,7 @@ class CachedEngine:
         ).last_hidden_state[:, -1]
         cache.batch_repeat_interleave(group)
         states, seen, lengths = (x.repeat_interleave(group, 0) for x in (states, seen, lengths))
-        whole_mask = all(type(layer) is RoomyLayer for layer in cache.layers)
+        whole_mask = not policy.eager and all(type(layer) is RoomyLayer for layer in cache.layers)
 
         shape = (total, max_tokens)
         tokens = torch.zeros(shape, dtype=torch.long, device=device)

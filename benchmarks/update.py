@@ -1,0 +1,294 @@
+"""The update alone, poise against TRL: the same responses of very uneven length, the same model, one optimizer step.
+
+    pip install -c constraints.txt -e '.[train,bench]'
+    python benchmarks/update.py --json update.json                    # CUDA
+    python benchmarks/update.py --growth --json growth.json           # poise alone: by response length and model size
+    python benchmarks/update.py --device cpu                          # the embedded model's shape
+
+Models are Llamas of the named shapes with random weights: what is measured does not depend on them. Both compute in
+bfloat16 with float32 weights for the optimizer on CUDA, in float32 on a CPU, without gradient checkpointing and KL, and
+clip, normalise and step alike. TRL's update is its own ``_compute_loss``, ``backward`` and fused AdamW, at its fastest
+number of responses per pass of those tried; poise's is ``poise.update.update``. Utilisation counts the FLOP that poise
+needs, each prompt once for its group and the head for response tokens only, against 989 TFLOP/s (H200, dense bfloat16).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from measure import environment, extra_memory, in_turns, median, spread, write
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from poise import TokenBatch, regulators
+from poise.masters import Masters
+from poise.objective import Settings
+from poise.policy import EMBEDDED, Policy
+from poise.rollout.base import Rollouts
+from poise.update import update
+
+PEAK = 989e12  # FLOP/s
+SHAPES = {  # hidden, layers, heads, key heads, intermediate, vocabulary
+    "1M": (160, 4, 5, 5, 480, 796),
+    "14M": (256, 8, 4, 2, 768, 32000),
+    "135M": (576, 30, 9, 3, 1536, 49152),
+    "360M": (960, 32, 15, 5, 2560, 49152),
+    "1.1B": (2048, 16, 32, 8, 8192, 49152),
+    "1.7B": (2048, 24, 32, 32, 8192, 49152),
+}
+SETTINGS = Settings(clip_low=0.2, clip_high=0.2, dual_clip=None)
+
+
+def model_of(shape: str, device: str, dtype: torch.dtype) -> Any:
+    width, layers, heads, key_heads, middle, vocabulary = SHAPES[shape]
+    config = LlamaConfig(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=key_heads,
+        intermediate_size=middle, vocab_size=vocabulary, max_position_embeddings=16384, tie_word_embeddings=True,
+        attn_implementation="sdpa", eos_token_id=0, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype)
+
+
+def responses(shape: str, device: str, prompts: int, group: int, prompt: int, lengths: Sequence[int]) -> Rollouts:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary, count = SHAPES[shape][-1], prompts * group
+    texts = torch.randint(1, vocabulary, (prompts, prompt), generator=generator).tolist()
+    wide = max(lengths)
+    tokens = torch.randint(1, vocabulary, (count, wide), generator=generator).to(device)
+    mask = (torch.arange(wide) < torch.tensor(lengths)[:, None]).to(device)
+    logp = torch.full((count, wide), -10.0, device=device)
+    finished = torch.ones(count, dtype=torch.bool, device=device)
+    return Rollouts([texts[i // group] for i in range(count)], tokens, mask, logp, logp.abs(), finished)
+
+
+def uneven(count: int, longest: int) -> list[int]:
+    """Lengths as training has them: most responses short, a few as long as allowed; on average two fifths of that."""
+    draw = torch.distributions.Exponential(2.5).sample((count,))
+    return [max(8, min(longest, int(x * longest))) for x in draw.tolist()]
+
+
+class Ours:
+    """poise's update."""
+
+    def __init__(self, shape: str, device: str, micro_tokens: int, compiled: bool) -> None:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
+        self.policy = Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=compiled)
+        self.policy.masters = Masters(self.policy.model)
+        self.optimizer = torch.optim.AdamW(self.policy.masters.parameters.values(), lr=1e-6, fused=True)
+        publish = self.policy.masters.publish
+        self.optimizer.register_step_post_hook(lambda *_: publish())
+        self.micro_tokens = micro_tokens
+
+    def prepare(self, rollouts: Rollouts, regulator: str = "grpo") -> Callable[[], object]:
+        """A call that runs the whole update."""
+        advantages = torch.linspace(-1, 1, len(rollouts.mask), device=rollouts.mask.device) + 0.01
+        batch = TokenBatch(rollouts.logp, rollouts.mask, advantages, entropy=rollouts.entropy, targets=rollouts.tokens)
+        regulate = regulators.parse(regulator)
+        return lambda: update(
+            self.policy, self.optimizer, rollouts, batch, regulate(batch), SETTINGS, micro_tokens=self.micro_tokens
+        )
+
+
+class Theirs:
+    """TRL's update: what ``GRPOTrainer`` does with a batch once it is generated and scored."""
+
+    def __init__(self, shape: str, device: str, micro: int) -> None:
+        import trl
+        from datasets import Dataset
+
+        self.folder = tempfile.TemporaryDirectory()
+        config = trl.GRPOConfig(
+            output_dir=self.folder.name, per_device_train_batch_size=micro, num_generations=2, beta=0.0,
+            loss_type="dapo", epsilon=0.2, bf16=device == "cuda", gradient_checkpointing=False, learning_rate=1e-6,
+            use_cpu=device == "cpu", report_to="none", max_grad_norm=1.0,
+        )  # fmt: skip
+        self.trainer = trl.GRPOTrainer(
+            model=model_of(shape, device, torch.float32), reward_funcs=lambda **_: [0.0], args=config,
+            train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+            processing_class=transformers.AutoTokenizer.from_pretrained(EMBEDDED),
+        )  # fmt: skip
+        self.micro = micro
+        self.trainer.create_optimizer()
+        self.trainer.model.train()
+
+    def prepare(self, rollouts: Rollouts) -> Callable[[], object]:
+        """A call that runs the whole update, on the batch as TRL lays it out: padded to the longest."""
+        trainer, count = self.trainer, len(rollouts.prompts)
+        device = rollouts.mask.device
+        prompt = torch.tensor(rollouts.prompts, device=device)
+        advantages = torch.linspace(-1, 1, count, device=device) + 0.01
+        trainer.current_gradient_accumulation_steps = -(-count // self.micro)
+        parts = [
+            {
+                "prompt_ids": prompt[i : i + self.micro],
+                "prompt_mask": torch.ones_like(prompt[i : i + self.micro]),
+                "completion_ids": rollouts.tokens[i : i + self.micro],
+                "completion_mask": rollouts.mask[i : i + self.micro].long(),
+                "advantages": advantages[i : i + self.micro],
+                "num_items_in_batch": rollouts.mask.sum(),
+            }
+            for i in range(0, count, self.micro)
+        ]
+
+        def run() -> None:
+            for part in parts:
+                trainer.accelerator.backward(trainer._compute_loss(trainer.model, part))
+            trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+
+        return run
+
+
+def needed_flop(shape: str, rollouts: Rollouts) -> float:
+    """FLOP of an update, forward and backward: each prompt once, the head for response tokens only."""
+    width, layers, heads, key_heads, middle, vocabulary = SHAPES[shape]
+    linear = layers * (2 * width * width + 2 * width * width * key_heads // heads + 3 * width * middle)
+    prompts = {tuple(p): len(p) for p in rollouts.prompts}
+    lengths = rollouts.mask.sum(1).tolist()
+    tokens = sum(prompts.values()) + sum(lengths)
+    pairs = sum(n * n / 2 for n in prompts.values())
+    pairs += sum(n * n / 2 + n * len(p) for n, p in zip(lengths, rollouts.prompts, strict=True))
+    return float(6.0 * (linear * tokens + width * vocabulary * sum(lengths)) + 3 * 4.0 * layers * width * pairs)
+
+
+def row_of(
+    shape: str, rollouts: Rollouts, name: str, times: list[float], memory: int | None, **more: Any
+) -> dict[str, Any]:
+    tokens, flop = int(rollouts.mask.sum()), needed_flop(shape, rollouts)
+    seconds = median(times)
+    row = {
+        "shape": shape, "way": name, "responses": len(rollouts.prompts), "tokens": tokens, "seconds": times,
+        "longest": rollouts.mask.shape[1], "peak_bytes": memory, "tokens_per_s": tokens / seconds,
+        "utilisation": flop / seconds / PEAK, **more,
+    }  # fmt: skip
+    peak = f"{memory / 2**30:6.1f} GiB" if memory else ""
+    print(
+        f"{shape:>6} {name:24}{spread(times):>28} ms {tokens / seconds / 1e3:9.1f} k tokens/s"
+        f"   {100 * row['utilisation']:5.1f} %  {peak}",
+        flush=True,
+    )
+    return row
+
+
+def peak(way: Callable[[], object], device: str) -> int | None:
+    """All memory at the peak of a call: weights and optimizer state are part of what an update needs."""
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    extra = extra_memory(way, device)
+    return None if extra is None else before + extra
+
+
+def clean(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def beside_trl(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for shape in args.shapes:
+        torch.manual_seed(0)
+        count = args.prompts * args.group
+        rollouts = responses(shape, args.device, args.prompts, args.group, args.prompt, uneven(count, args.longest))
+        best: tuple[float, int] | None = None
+        for micro in args.trl_micro:
+            try:
+                run = Theirs(shape, args.device, micro).prepare(rollouts)
+                found = median(in_turns({"trl": run}, args.device, repeats=2, warmup=1)["trl"])
+            except torch.OutOfMemoryError:
+                print(f"TRL with {micro} responses per pass: out of memory")
+                continue
+            finally:
+                run = None  # type: ignore[assignment]
+                clean(args.device)
+            print(f"TRL with {micro} responses per pass: {found:.3f} s", flush=True)
+            best = min(best or (found, micro), (found, micro))
+        assert best is not None
+        ours = Ours(shape, args.device, args.micro_tokens, args.compile)
+        theirs = Theirs(shape, args.device, best[1])
+        ways = {"poise": ours.prepare(rollouts), f"trl, {best[1]} per pass": theirs.prepare(rollouts)}
+        for regulator in args.regulators:
+            ways[f"poise, {regulator}"] = ours.prepare(rollouts, regulator)
+        times = in_turns(ways, args.device, repeats=args.repeats)
+        for name, values in times.items():
+            rows.append(row_of(shape, rollouts, name, values, peak(ways[name], args.device)))
+        trl_seconds = next(median(v) for k, v in times.items() if k.startswith("trl"))
+        print(f"{shape:>6} TRL / poise: {trl_seconds / median(times['poise']):.2f}\n")
+        del ours, theirs, ways
+        clean(args.device)
+    return rows
+
+
+def growth(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """poise's time and memory by response length, at the same number of responses, and by model size."""
+    rows = []
+    for shape in ("135M", "1.1B") if args.device == "cuda" else ("1M",):
+        ours = Ours(shape, args.device, args.micro_tokens, args.compile)
+        for length in (256, 512, 1024, 2048, 4096, 8192) if args.device == "cuda" else (32, 64, 128):
+            rollouts = responses(shape, args.device, 16, 8, args.prompt, [length] * 128)
+            run = ours.prepare(rollouts)
+            times = in_turns({"poise": run}, args.device, repeats=3, warmup=2)["poise"]
+            rows.append(row_of(shape, rollouts, f"length {length}", times, peak(run, args.device), kind="length"))
+        del ours, run
+        clean(args.device)
+    for shape in [s for s in SHAPES if s != "1M"] if args.device == "cuda" else ("1M",):
+        ours = Ours(shape, args.device, args.micro_tokens, args.compile)
+        rollouts = responses(shape, args.device, 16, 8, args.prompt, [512] * 128)
+        run = ours.prepare(rollouts)
+        times = in_turns({"poise": run}, args.device, repeats=5, warmup=2)["poise"]
+        parameters = sum(p.numel() for p in ours.policy.model.parameters())
+        figures = row_of(shape, rollouts, "size", times, peak(run, args.device), kind="size", parameters=parameters)
+        rows.append(figures)
+        del ours, run
+        clean(args.device)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--growth", action="store_true", help="poise alone, by response length and model size")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--prompts", type=int)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--longest", type=int, help="tokens of the longest response")
+    parser.add_argument("--micro-tokens", type=int, help="poise's tokens per pass")
+    parser.add_argument("--trl-micro", type=int, nargs="+", help="TRL's responses per pass; the fastest is compared")
+    parser.add_argument("--regulators", nargs="*", default=["ar", "tr-grpo", "lopti"])
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="compile the layers (on CUDA by default)"
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    gpu = args.device == "cuda"
+    args.compile = gpu if args.compile is None else args.compile
+    args.shapes = args.shapes or (["135M", "1.1B"] if gpu else ["1M"])
+    args.prompts = args.prompts or (64 if gpu else 4)
+    args.longest = args.longest or (1024 if gpu else 96)
+    args.micro_tokens = args.micro_tokens or (65536 if gpu else 16384)
+    args.trl_micro = args.trl_micro or ([16, 32, 64] if gpu else [8, 16])
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    rows = growth(args) if args.growth else beside_trl(args)
+    write(
+        args.json, {**environment(args.device), "arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Tiny models of several architectures, and responses to run through them."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+from poise.policy import Policy
+from poise.rollout.base import Rollouts
+
+VOCABULARY = 97
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None,
+    "eos_token_id": 5, "pad_token_id": 0, "head_dim": 8,
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": lambda: transformers.LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=8),
+    "gemma2": lambda: transformers.Gemma2Config(**COMMON, sliding_window=8, final_logit_softcapping=3.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **COMMON, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "granite": lambda: transformers.GraniteConfig(**COMMON, logits_scaling=4.0),
+}
+
+
+class Words:
+    """As much of a tokenizer as an engine needs."""
+
+    eos_token_id = 5
+    chat_template = None
+
+
+def tiny(name):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name](), attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)  # far from uniform
+    return Policy(model, Words())
+
+
+def prompts(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(6, VOCABULARY, (int(k),), generator=g).tolist() for k in torch.randint(2, 14, (n,), generator=g)
+    ]
+
+
+def exact(policy):
+    """In float64 throughout: transformers' norms alone would still round to float32."""
+    if policy.eager:  # so would its attention, and turn the mask's float64 into −inf
+        return policy
+    policy.model.double()
+    for module in policy.model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            offset = 1.0 if name.startswith("Gemma") else 0.0
+            epsilon = getattr(module, "eps", None) or module.variance_epsilon
+            module.forward = lambda x, m=module, o=offset, e=epsilon: (
+                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + e) * (m.weight + o)
+            )
+    return policy
+
+
+def responses(asked, lengths, seed=0):
+    """Random tokens of the given lengths: one list of lengths for each prompt."""
+    counts = torch.tensor([n for own in lengths for n in own])
+    mask = torch.arange(int(counts.max())) < counts[:, None]
+    tokens = torch.randint(6, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(seed))
+    zero = torch.zeros(mask.shape)
+    repeated = [list(p) for p, own in zip(asked, lengths, strict=True) for _ in own]
+    return Rollouts(repeated, torch.where(mask, tokens, 0), mask, zero, zero, mask.any(1))
