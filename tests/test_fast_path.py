@@ -4,6 +4,8 @@ import pytest
 import torch
 import trajectories
 
+from poise.masters import Masters
+
 
 def test_twenty_steps_in_float64_are_the_same():
     made = trajectories.sampled("cpu")
@@ -14,14 +16,47 @@ def test_twenty_steps_in_float64_are_the_same():
     assert (moved - reference).norm() < 1e-6 * reference.norm()
 
 
-def test_masters_keep_what_bfloat16_would_lose():
-    """Twenty steps of bfloat16 with float32 masters end nearer to float64 than weights rounded at every step could."""
+def test_twenty_steps_in_bfloat16_err_as_the_plain_path_does():
     made = trajectories.sampled("cpu")
     _, reference = trajectories.fast(made, "cpu", torch.float64)
     _, moved = trajectories.fast(made, "cpu", torch.bfloat16)
     _, padded = trajectories.plain(made, "cpu", torch.bfloat16)
     assert (moved - reference).norm() <= 1.2 * (padded - reference).norm()
-    start = trajectories.weights(trajectories.start("cpu", torch.bfloat16)[0])
-    ends = start + reference
-    rounded = ends.bfloat16().double()  # the best that weights without masters could hold
-    assert (start + moved - ends).norm() < (rounded - ends).norm()
+
+
+def layer(dtype):
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 8, bias=False).to(dtype)
+
+
+def test_masters_take_steps_that_bfloat16_would_lose():
+    model = layer(torch.bfloat16)
+    masters = Masters(model)
+    start, optimizer = model.weight.detach().clone(), torch.optim.SGD(masters.parameters.values(), lr=1e-5)
+    for _ in range(1000):
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()  # the gradient is 1 everywhere
+        assert model.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(masters.parameters["weight"], start.float() - 0.01, rtol=0, atol=1e-5)
+    assert torch.equal(model.weight, start)
+    masters.publish()
+    assert torch.equal(model.weight, masters.parameters["weight"].bfloat16())
+    assert not torch.equal(model.weight, start)
+
+
+def test_masters_add_gradients_up_in_float32():
+    model = layer(torch.bfloat16)
+    masters = Masters(model)
+    for size in (1.0, *[2**-9] * 64):
+        (model(torch.ones(1, 8, dtype=torch.bfloat16)).sum() * size).backward()
+    assert torch.equal(masters.parameters["weight"].grad, torch.full((8, 8), 1 + 64 * 2**-9))
+
+
+def test_float32_needs_no_masters_and_frozen_weights_get_none():
+    model = torch.nn.Sequential(layer(torch.float32), layer(torch.bfloat16).requires_grad_(False))
+    masters = Masters(model)
+    assert list(masters.parameters) == ["0.weight"]
+    assert masters.parameters["0.weight"] is model[0].weight
+    assert masters.of(model[0].weight) is None
+    masters.publish()
