@@ -38,7 +38,7 @@ def test_masters_take_steps_that_bfloat16_would_lose():
         assert model.weight.grad is None
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(masters.parameters["weight"], start.float() - 0.01, rtol=0, atol=1e-5)
+    torch.testing.assert_close(masters.parameters["weight"], start.float() - 0.01, rtol=0, atol=1e-4)
     assert torch.equal(model.weight, start)
     masters.publish()
     assert torch.equal(model.weight, masters.parameters["weight"].bfloat16())

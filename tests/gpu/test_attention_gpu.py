@@ -1,5 +1,7 @@
 """Packed attention with the flash kernel, in half precision, against float32. Needs a CUDA device."""
 
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -8,9 +10,6 @@ from poise.attention import _has_kernel
 from poise.packing import layout
 from poise.policy import Policy
 from poise.rollout.base import Rollouts
-
-if not torch.cuda.is_available():
-    pytest.skip("there is no CUDA device", allow_module_level=True)
 
 COMMON = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -116,8 +115,9 @@ def test_a_pass_makes_the_host_wait_for_nothing():
     rows = list(range(len(rollouts.prompts)))
     assert sum(rollouts.lengths)  # the one transfer
     policy.score(rollouts.rows(rows))[0].sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         packed = layout(rollouts.rows(rows[3:]))
         policy.score(rollouts.rows(rows[3:]))[0].sum().backward()
     finally:

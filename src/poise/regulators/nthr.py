@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from poise._errors import check_range
+from poise._transfer import send
 from poise.batch import Phase, TokenBatch
 from poise.influence import scores
 from poise.regulators.base import Regulator
@@ -60,7 +61,7 @@ class NTHR(Regulator):
         for group in scored:
             sizes = [lengths[i] for i in group.right] + [sum(lengths[i] for i in group.wrong)]
             begin, end = end, end + sum(sizes)
-            hidden = batch.hidden_of(torch.tensor(group.rows, device=row.device))[place[begin:end], column[begin:end]]
+            hidden = batch.hidden_of(send(group.rows, row.device))[place[begin:end], column[begin:end]]
             targets = batch.targets[row[begin:end], column[begin:end]]
             *positive, negative = zip(hidden.split(sizes), targets.split(sizes), strict=True)
             result = scores(batch.head, positive, negative, self_inclusive=self.self_inclusive)
