@@ -137,21 +137,22 @@ def _linear(
     del raw
 
     exact = accumulator(hidden.dtype)
-    by_norm = (hidden[:n_positive] / -rows.norm[:n_positive, None]).to(_operand(hidden)).split(lengths)
+    correct = hidden[:n_positive].to(_operand(hidden)).split(lengths)
     rest = hidden[n_positive:].to(exact)
     pulled, positive = torch.zeros_like(rest), rest.new_zeros(len(lengths))
-    width = _width(block, max(len(hidden), len(lengths) * hidden.shape[1]))
-    parts = hidden.new_empty(len(lengths), min(width, head.vocabulary), hidden.shape[1], dtype=_operand(hidden))
+    wider = torch.finfo(exact).bits // torch.finfo(hidden.dtype).bits  # G_i are kept in float32
+    width = _width(block, max(len(hidden), wider * len(lengths) * hidden.shape[1]))
+    parts = hidden.new_empty(len(lengths), min(width, head.vocabulary), hidden.shape[1], dtype=exact)
     for start, raw in _products(head, hidden, width):
         steps.walk(raw, head, start, targets, rows, update=False, write=True)
-        errors = stored(raw)  # (π − e_y) times the norm
-        slices = parts[:, : raw.shape[1]]  # of G_i, one for each correct response
-        for e, h, out in zip(errors[:n_positive].split(lengths), by_norm, slices, strict=True):
-            torch.mm(e.T, h, out=out)
-        total, products = steps.combine(slices, self_inclusive)
+        errors = stored(raw)  # π − e_y
+        slices = parts[:, : raw.shape[1]]  # of −G_i, one for each correct response
+        for e, h, out in zip(errors[:n_positive].split(lengths), correct, slices, strict=True):
+            _multiply(out, e.T, h)
+        total, products = steps.combine(slices, self_inclusive, _operand(hidden))
         positive += products
         _multiply(pulled, errors[n_positive:], total, add=True)
-    return torch.linalg.vecdot(pulled, rest) / -rows.norm[n_positive:], positive
+    return torch.linalg.vecdot(pulled, rest), positive
 
 
 def _opaque(

@@ -65,6 +65,9 @@ def _walk_kernel(
         reference = tl.where(peak > before + LAG, peak, before)
 
     base = reference * LOG2E
+    norm = rest + tl.exp(tl.load(own + row) - before)
+    if not UPDATE:
+        base += tl.log2(norm)
     sums = tl.zeros([BLOCK], tl.float32)
     for first in range(0, width, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -82,7 +85,7 @@ def _walk_kernel(
         tl.store(own + row, mine / LOG2E, mask=here)
     else:
         tl.debug_barrier()
-        tl.store(out + column, (-rest).to(out.dtype.element_ty), mask=here)
+        tl.store(out + column, (-rest / norm).to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -200,10 +203,10 @@ def columns(
     return sums.sum(0)
 
 
-def combine(parts: Tensor, self_inclusive: bool) -> tuple[Tensor, Tensor]:
+def combine(parts: Tensor, self_inclusive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See ``influence_steps.combine``. A program has the same elements of every G_i."""
     count, width, d = parts.shape
-    total = parts.new_empty(width, d)
+    total = parts.new_empty(width, d, dtype=dtype)
     height = triton.next_power_of_2(count)
     block = max(64, 4096 // height)
     products = parts.new_empty(triton.cdiv(total.numel(), block), height, dtype=torch.float32)

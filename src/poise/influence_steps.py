@@ -50,8 +50,8 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
     """Take in one slice of the vocabulary, ``raw = W h`` from column ``start`` on, and leave exponentials in its place.
 
     With ``update`` the slice enters ``rows``, and ``exp(logit − top)`` is written with 0 for the sampled token, whose
-    part is not known before the last slice. Without, ``rows`` is final, and the sampled token's entry is ``−others``:
-    the row is ``(π − e_y)`` times the norm, and 1 − π is never formed. Without ``write`` what is left in ``raw`` means
+    part is not known before the last slice. Without, ``rows`` is final, and the row is ``π − e_y``, the sampled token's
+    entry ``−others / norm``: 1 − π is never formed. Without ``write`` what is left in ``raw`` means
     nothing. Returns by what ``exp(−top)`` has shrunk.
     """
     width = raw.shape[1]
@@ -65,8 +65,8 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
         shrink = (rows.top - top).exp()
         rows.top = top
         rows.own = torch.where(within, logits.gather(1, column)[:, 0], rows.own)
-    values = logits.sub_(rows.top[:, None]).exp_()
-    entry = torch.zeros_like(rows.top) if update else -rows.others
+    values = logits.sub_((rows.top if update else rows.top + rows.norm.log())[:, None]).exp_()
+    entry = torch.zeros_like(rows.top) if update else -rows.others / rows.norm
     values.scatter_(1, column, torch.where(within, entry, values.gather(1, column)[:, 0])[:, None])
     if update:
         rows.others = rows.others * shrink + values.sum(1)
@@ -115,10 +115,9 @@ def columns(
     return pairs.sum(0)
 
 
-def combine(parts: Tensor, self_inclusive: bool) -> tuple[Tensor, Tensor]:
-    """From one slice of each correct response's G_i, (n⁺, width, d): their sum, and ⟨G_i, Σ_j≠i G_j⟩ of each."""
-    exact = parts.to(accumulator(parts.dtype))
-    total = exact.sum(0)
+def combine(parts: Tensor, self_inclusive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """From one slice of each correct response's G_i, (n⁺, width, d): their sum, in dtype, and ⟨G_i, Σ_j≠i G_j⟩."""
+    total = parts.sum(0)
     # A response's own part is left out here, not taken off the end result, where it is far larger than the rest.
-    partners = total.expand_as(exact) if self_inclusive else total - exact
-    return total.to(parts.dtype), torch.linalg.vecdot(exact.flatten(1), partners.flatten(1))
+    partners = total.expand_as(parts) if self_inclusive else total - parts
+    return total.to(dtype), torch.linalg.vecdot(parts.flatten(1), partners.flatten(1))

@@ -97,9 +97,9 @@ def test_columns_are_those_of_plain_torch(kind, self_inclusive):
 @pytest.mark.parametrize("self_inclusive", [False, True])
 def test_combine_is_that_of_plain_torch(count, self_inclusive):
     g = torch.Generator(DEVICE).manual_seed(0)
-    parts = torch.randn(count, 50, 33, generator=g, device=DEVICE).bfloat16()[:, :41]
-    total, products = influence_kernels.combine(parts, self_inclusive)
-    expected = influence_steps.combine(parts, self_inclusive)
+    parts = torch.randn(count, 50, 33, generator=g, device=DEVICE)[:, :41]
+    total, products = influence_kernels.combine(parts, self_inclusive, torch.bfloat16)
+    expected = influence_steps.combine(parts, self_inclusive, torch.bfloat16)
     torch.testing.assert_close(total, expected[0], rtol=1e-2, atol=1e-6)
     torch.testing.assert_close(products, expected[1], rtol=1e-4, atol=1e-2)
 
