@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint types unit format benchmark clean
+.PHONY: demo test test-gpu lint types unit format benchmark clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -29,6 +29,12 @@ types: .venv/installed
 
 unit: .venv/installed
 	$(BIN)/pytest
+
+# On a machine with a CUDA device. With a python that has all it needs already: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/installed)
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make test-gpu: torch sees no CUDA device here")'
+	$(GPU_PYTHON) -m pytest tests/gpu -n 0
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -45,6 +45,8 @@ SHAPES = {  # hidden, layers, heads, key heads, intermediate, vocabulary
     "1.1B": (2048, 16, 32, 8, 8192, 49152),
     "1.7B": (2048, 24, 32, 32, 8192, 49152),
 }
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+BY_LENGTH = ("1M", "135M", "1.1B")
 SETTINGS = Settings(clip_low=0.2, clip_high=0.2, dual_clip=None)
 
 
@@ -193,6 +195,7 @@ def peak(way: Callable[[], object], device: str) -> int | None:
 
 def clean(device: str) -> None:
     gc.collect()
+    torch._dynamo.reset()
     if device == "cuda":
         torch.cuda.empty_cache()
 
@@ -233,25 +236,17 @@ def beside_trl(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def growth(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """poise's time and memory by response length, at the same number of responses, and by model size."""
+    """Time and memory of poise by model size, and for two of them by response length, at 32 responses."""
     rows = []
-    for shape in ("135M", "1.1B") if args.device == "cuda" else ("1M",):
+    for shape in args.shapes:
         ours = Ours(shape, args.device, args.micro_tokens, args.compile)
-        for length in (256, 512, 1024, 2048, 4096, 8192) if args.device == "cuda" else (32, 64, 128):
-            rollouts = responses(shape, args.device, 16, 8, args.prompt, [length] * 128)
+        parameters = sum(p.numel() for p in ours.policy.model.parameters())
+        for length in LENGTHS if shape in BY_LENGTH else LENGTHS[1:2]:
+            rollouts = responses(shape, args.device, 4, 8, args.prompt, [length] * 32)
             run = ours.prepare(rollouts)
             times = in_turns({"poise": run}, args.device, repeats=3, warmup=2)["poise"]
-            rows.append(row_of(shape, rollouts, f"length {length}", times, peak(run, args.device), kind="length"))
-        del ours, run
-        clean(args.device)
-    for shape in [s for s in SHAPES if s != "1M"] if args.device == "cuda" else ("1M",):
-        ours = Ours(shape, args.device, args.micro_tokens, args.compile)
-        rollouts = responses(shape, args.device, 16, 8, args.prompt, [512] * 128)
-        run = ours.prepare(rollouts)
-        times = in_turns({"poise": run}, args.device, repeats=5, warmup=2)["poise"]
-        parameters = sum(p.numel() for p in ours.policy.model.parameters())
-        figures = row_of(shape, rollouts, "size", times, peak(run, args.device), kind="size", parameters=parameters)
-        rows.append(figures)
+            more = {"parameters": parameters, "length": length}
+            rows.append(row_of(shape, rollouts, f"32 × {length}", times, peak(run, args.device), **more))
         del ours, run
         clean(args.device)
     return rows
@@ -277,7 +272,8 @@ def main() -> None:
     args = parser.parse_args()
     gpu = args.device == "cuda"
     args.compile = gpu if args.compile is None else args.compile
-    args.shapes = args.shapes or (["135M", "1.1B"] if gpu else ["1M"])
+    default = [shape for shape in SHAPES if shape != "1M"] if args.growth else ["135M", "1.1B"]
+    args.shapes = args.shapes or (default if gpu else ["1M"])
     args.prompts = args.prompts or (64 if gpu else 4)
     args.longest = args.longest or (1024 if gpu else 96)
     args.micro_tokens = args.micro_tokens or (65536 if gpu else 16384)

@@ -113,6 +113,15 @@ class TestOutOfMemory:
         after(made)
         assert sum(size > 60 for size in seen) == failed
 
+    def test_large_passes_become_smaller_before_that(self, monkeypatch):
+        monkeypatch.setattr("poise.update.BUSY_TOKENS", 60)
+        whole = after(make(), micro_tokens=10**6)
+        made = make()
+        self.limit(made[0], 80)
+        assert_same(after(made, micro_tokens=10**6), whole)
+        assert not made[0].checkpointing
+        assert made[0].most_tokens
+
     def test_gradients_of_the_failed_attempt_are_dropped(self):
         whole = after(make(), micro_tokens=40)
         made = make()

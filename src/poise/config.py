@@ -110,7 +110,7 @@ class OptimConfig(_Group):
     grad_clip: Annotated[Real, Field(gt=0)] = 1.0
     warmup_steps: CountOrZero = 0
     mini_batch: CountOrZero = 0  # responses per optimizer step; 0, or more than there are: all of them
-    micro_tokens: Count = 16384  # tokens per forward pass: changes memory and speed, never the result
+    micro_tokens: Count | None = None  # tokens per pass, null: by the device; changes memory and speed, not the result
 
 
 class ObjectiveConfig(_Group):

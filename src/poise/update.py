@@ -19,6 +19,14 @@ from poise.rollout.base import Rollouts
 
 Metrics = dict[str, Tensor]
 
+BUSY_TOKENS = 16384  # in a pass: enough to keep a device busy
+HEAD_MEMORY = 1 << 30  # bytes of logits at a time on CUDA: little beside the layers, and few chunks
+
+
+def default_micro_tokens(device: torch.device) -> int:
+    """Tokens per pass where nobody says: what keeps a device busy, and on CUDA its launches cheap."""
+    return BUSY_TOKENS * 4 if device.type == "cuda" else BUSY_TOKENS
+
 
 class NotFiniteError(RuntimeError):
     """The gradient is NaN or infinite: the step was not taken."""
@@ -34,7 +42,7 @@ def update(
     *,
     temperature: float = 1.0,
     mini_batch: int = 0,
-    micro_tokens: int = 16384,
+    micro_tokens: int | None = None,
     grad_clip: float = 1.0,
     seed: int = 0,
 ) -> dict[str, float]:
@@ -43,6 +51,7 @@ def update(
     A mini-batch in which no token is active takes no step: momentum alone must not move the model. Responses without an
     active token are not run through the model, but stay in the denominator.
     """
+    micro_tokens = micro_tokens or default_micro_tokens(policy.device)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
     steps = 0
@@ -88,6 +97,7 @@ def _backward(
     loss, metrics = policy_loss(
         policy.hidden(responses, tokens), piece, phase.rows(ix), settings, normalizer=norm,
         head=policy.head(temperature), targets=responses.tokens, tokens=tokens,
+        memory=HEAD_MEMORY if tokens.is_cuda else None,
     )  # fmt: skip
     loss.backward()
     return metrics
@@ -103,8 +113,9 @@ def _in_memory(
 ) -> Metrics:
     """The gradient of a mini-batch, in as many passes as memory makes necessary, and its metrics.
 
-    Where memory runs out, the mini-batch begins again: first with layers that are computed twice, then with ever fewer
-    tokens per pass. What was found to be needed stays in force.
+    Where memory runs out, the mini-batch begins again: with fewer tokens per pass, as long as those keep the device
+    busy; then with layers that are computed twice; then with ever fewer tokens. What was found to be needed stays in
+    force.
     """
     while True:
         bins = pack(rollouts, rows, policy.budget(tokens))
@@ -119,19 +130,18 @@ def _in_memory(
         optimizer.zero_grad(set_to_none=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if policy.save_memory():
+        largest = max((_cost(rollouts, part) for part in bins if len(part) > 1), default=0)
+        if largest < BUSY_TOKENS and policy.save_memory():
             continue
-        costs = [
-            sum(rollouts.lengths[row] for row in part) + _prompts(rollouts, part) for part in bins if len(part) > 1
-        ]
-        if not costs:
+        if not largest:
             raise OutOfMemoryError("with a single response per pass")
-        policy.most_tokens = max(costs) // 2
+        policy.most_tokens = largest // 2
 
 
-def _prompts(rollouts: Rollouts, rows: list[int]) -> int:
-    """The tokens of the prompts of some rows, each counted once."""
-    return sum(map(len, {tuple(rollouts.prompts[row]) for row in rows}))
+def _cost(rollouts: Rollouts, rows: list[int]) -> int:
+    """The tokens of a pass, each prompt counted once."""
+    prompts = {tuple(rollouts.prompts[row]) for row in rows}
+    return sum(rollouts.lengths[row] for row in rows) + sum(map(len, prompts))
 
 
 def _add(totals: Metrics, more: Metrics) -> None:
@@ -140,8 +150,9 @@ def _add(totals: Metrics, more: Metrics) -> None:
 
 
 @torch.no_grad()
-def score_all(policy: Policy, rollouts: Rollouts, temperature: float, micro_tokens: int) -> Tensor:
+def score_all(policy: Policy, rollouts: Rollouts, temperature: float, micro_tokens: int | None = None) -> Tensor:
     """(B, T) log-probabilities of all responses under the policy as it is, without gradients."""
+    micro_tokens = micro_tokens or default_micro_tokens(policy.device)
     logp = torch.zeros_like(rollouts.logp)
     for part in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
         logp[send(part, logp.device)] = policy.score(rollouts.rows(part), temperature)[0].to(logp.dtype)
