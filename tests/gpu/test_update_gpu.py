@@ -4,6 +4,8 @@ import pytest
 import torch
 import trajectories
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
+
 
 @pytest.fixture(scope="module")
 def made():
