@@ -6,7 +6,8 @@ from helpers import fields_of, random_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise import Head, TokenBatch, influence, regulators
+from poise import Head, TokenBatch, regulators
+from poise.influence import forms as influence
 from poise.influence import scores
 
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 from helpers import random_batch
 
-from poise import Head, TokenBatch, influence_steps, regulators
+from poise import Head, TokenBatch, regulators
 from poise.influence import scores
-from poise.influence_steps import Rows
+from poise.influence import steps as influence_steps
+from poise.influence.steps import Rows
 
 DEVICE = "cuda"
-influence_kernels = pytest.importorskip("poise.influence_kernels", reason="no Triton")
+influence_kernels = pytest.importorskip("poise.influence.kernels", reason="no Triton")
 HEADS = {
     "plain": {},
     "temperature": {"temperature": 0.7},

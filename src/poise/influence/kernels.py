@@ -1,6 +1,6 @@
-"""The steps of ``poise.influence_steps`` as Triton kernels: one pass over memory each. Same functions, same meaning.
+"""The steps of ``poise.influence.steps`` as Triton kernels: one pass over memory each. Same functions, same meaning.
 
-Imported only when a GPU is used; ``poise.influence_steps`` is the reference.
+Imported only when a GPU is used; ``poise.influence.steps`` is the reference.
 """
 # mypy: ignore-errors
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from poise.influence_steps import LAG, Rows, stored
+from poise.influence.steps import LAG, Rows, stored
 from poise.linear import Head
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -162,7 +162,7 @@ def _combine_kernel(
 
 
 def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, update: bool, write: bool) -> Tensor:
-    """See ``influence_steps.walk``. A program has one row, and reads it twice: for the peak, then for the values."""
+    """See ``steps.walk``. A program has one row, and reads it twice: for the peak, then for the values."""
     shrink = torch.empty_like(rows.top)
     width = raw.shape[1]
     _walk_kernel[(len(raw),)](
@@ -175,7 +175,7 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
 
 
 def rescale(pairs: Tensor, left: Tensor, right: Tensor) -> None:
-    """See ``influence_steps.rescale``. Tiles with nothing to do are not read."""
+    """See ``steps.rescale``. Tiles with nothing to do are not read."""
     grid = (triton.cdiv(pairs.shape[0], 32), triton.cdiv(pairs.shape[1], 128))
     _rescale_kernel[grid](pairs, left, right, *pairs.shape, pairs.stride(0), TALL=32, WIDE=128)
 
@@ -192,7 +192,7 @@ def columns(
     first: int,
     self_inclusive: bool,
 ) -> Tensor:
-    """See ``influence_steps.columns``. A program sums 128 tokens k for 64 tokens k'; ``pairs`` stays as it was."""
+    """See ``steps.columns``. A program sums 128 tokens k for 64 tokens k'; ``pairs`` stays as it was."""
     height, width = pairs.shape
     sums = pairs.new_empty(triton.cdiv(height, 128), width)
     _columns_kernel[(len(sums), triton.cdiv(width, 64))](
@@ -204,7 +204,7 @@ def columns(
 
 
 def combine(parts: Tensor, self_inclusive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See ``influence_steps.combine``. A program has the same elements of every G_i."""
+    """See ``steps.combine``. A program has the same elements of every G_i."""
     count, width, d = parts.shape
     total = parts.new_empty(width, d, dtype=dtype)
     height = triton.next_power_of_2(count)

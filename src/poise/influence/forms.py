@@ -26,9 +26,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from poise import influence_steps
 from poise._errors import check_choice
-from poise.influence_steps import Rows, accumulator, stored
+from poise.influence import steps as in_torch
+from poise.influence.steps import Rows, accumulator, stored
 from poise.linear import Head, HeadLike, as_head
 
 Tokens = tuple[Tensor, Tensor]  # hidden (N, d), targets (N,)
@@ -231,17 +231,17 @@ def _blocks(count: int, size: int) -> list[slice]:
 def _steps(hidden: Tensor) -> ModuleType:
     if hidden.is_cuda and hidden.dtype != torch.float64 and (kernels := _kernels()) is not None:
         return kernels
-    return influence_steps
+    return in_torch
 
 
 @cache
 def _kernels() -> ModuleType | None:
     """The Triton kernels, where Triton is installed; looked for when first needed."""
     try:
-        from poise import influence_kernels
+        from poise.influence import kernels
     except ImportError:
         return None
-    return influence_kernels
+    return kernels
 
 
 @cache

@@ -1,6 +1,6 @@
 """The elementwise steps behind ``poise.influence`` in plain torch: what runs without Triton, and its reference.
 
-``poise.influence_kernels`` has the same functions as Triton kernels. Arithmetic is in float32 (float64 where the input
+``poise.influence.kernels`` has the same functions as Triton kernels. Arithmetic is in float32 (float64 where the input
 is); what is stored for a matrix product with half-precision operands is bfloat16, whose range is that of float32.
 """
 
