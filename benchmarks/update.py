@@ -282,7 +282,12 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     rows = growth(args) if args.growth else beside_trl(args)
     write(
-        args.json, {**environment(args.device), "arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}
+        args.json,
+        {
+            **environment(args.device),
+            "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"},
+            "rows": rows,
+        },
     )
 
 
