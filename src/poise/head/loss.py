@@ -24,7 +24,7 @@ from poise.linear import Head, HeadLike, as_head
 from poise.objective import Settings, active, terms
 
 CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or as much as the weight if that is more
-CPU_CHUNK = 16 << 20  # what a processor's caches like
+CPU_CHUNK = 4 << 20  # what a processor's caches like
 ALIGN = 128  # rows
 
 
