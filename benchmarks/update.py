@@ -18,7 +18,7 @@ import argparse
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +200,7 @@ def clean(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def beside_trl(args: argparse.Namespace) -> list[dict[str, Any]]:
+def beside_trl(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     rows = []
     for shape in args.shapes:
         torch.manual_seed(0)
@@ -232,10 +232,10 @@ def beside_trl(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{shape:>6} TRL / poise: {trl_seconds / median(times['poise']):.2f}\n")
         del ours, theirs, ways
         clean(args.device)
-    return rows
+        yield rows
 
 
-def growth(args: argparse.Namespace) -> list[dict[str, Any]]:
+def growth(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Time and memory of poise by model size, and for two of them by response length, at 32 responses."""
     rows = []
     for shape in args.shapes:
@@ -249,7 +249,7 @@ def growth(args: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(row_of(shape, rollouts, f"32 × {length}", times, peak(run, args.device), **more))
         del ours, run
         clean(args.device)
-    return rows
+        yield rows
 
 
 def main() -> None:
@@ -280,15 +280,9 @@ def main() -> None:
     args.trl_micro = args.trl_micro or ([16, 32, 64] if gpu else [8, 16])
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    rows = growth(args) if args.growth else beside_trl(args)
-    write(
-        args.json,
-        {
-            **environment(args.device),
-            "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"},
-            "rows": rows,
-        },
-    )
+    given = {name: str(value) for name, value in vars(args).items() if name != "json"}
+    for rows in growth(args) if args.growth else beside_trl(args):  # written after every shape: nothing is lost
+        write(args.json, {**environment(args.device), "arguments": given, "rows": rows})
 
 
 if __name__ == "__main__":
