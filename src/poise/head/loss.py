@@ -147,7 +147,7 @@ class _Gradients:
         self.states, self.head = states.detach(), head
         places = (states, _learns(head), head.bias)
         self.places = [place if wants else None for place, wants in zip(places, wanted, strict=True)]
-        self.found: list[Tensor | None] = [torch.zeros_like(self.states) if wanted[0] else None, None, None]
+        self.found: list[Tensor | None] = [torch.empty_like(self.states) if wanted[0] else None, None, None]
         self.taken = False
 
     def add(self, part: slice, gradient: Tensor) -> None:
