@@ -90,8 +90,7 @@ class Ours:
         self.policy = Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=compiled)
         self.policy.masters = Masters(self.policy.model)
         self.optimizer = torch.optim.AdamW(self.policy.masters.parameters.values(), lr=1e-6, fused=True)
-        publish = self.policy.masters.publish
-        self.optimizer.register_step_post_hook(lambda *_: publish())
+        self.policy.masters.serve(self.optimizer)
         self.micro_tokens = micro_tokens
 
     def prepare(self, rollouts: Rollouts, regulator: str = "grpo") -> Callable[[], object]:

@@ -81,9 +81,9 @@ def assert_same(
     found: tuple[Tensor, Any], expected: tuple[Tensor, Any], hidden: Tensor, head: Head, tol: float
 ) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=tol, atol=tol)
-    assert found[1].keys() == expected[1].keys()
-    for name, value in expected[1].items():
-        torch.testing.assert_close(found[1][name], value, rtol=tol, atol=tol, msg=name)
+    assert expected[1].keys() - found[1].keys() <= {"optim/kl"}  # which is left out where it has no coefficient
+    for name, value in found[1].items():
+        torch.testing.assert_close(value, expected[1][name], rtol=tol, atol=tol, msg=name)
     ours, theirs = gradients(found[0], hidden, head), gradients(expected[0], hidden, head)
     for mine, reference in zip(ours, theirs, strict=True):
         assert reference.abs().max() > 0

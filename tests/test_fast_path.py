@@ -1,5 +1,8 @@
 """A training run through the packed pass and the fused head tracks the run through padding and all logits."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import trajectories
@@ -60,3 +63,30 @@ def test_float32_needs_no_masters_and_frozen_weights_get_none():
     assert masters.parameters["0.weight"] is model[0].weight
     assert masters.of(model[0].weight) is None
     masters.publish()
+
+
+def test_a_gradient_that_finds_no_memory_is_not_left_behind(monkeypatch):
+    model = layer(torch.bfloat16)
+    masters = Masters(model)
+    ones = torch.ones(1, 8, dtype=torch.bfloat16)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "float", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(ones).sum().backward()
+    assert model.weight.grad is None
+    model(ones).sum().backward()
+    assert torch.equal(masters.parameters["weight"].grad, torch.ones(8, 8))
+
+
+def test_masters_do_not_keep_a_model_alive():
+    model = layer(torch.bfloat16)
+    masters = Masters(model)
+    model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    alive = [weakref.ref(model), weakref.ref(masters), weakref.ref(masters.parameters["weight"])]
+    del model, masters
+    gc.collect()
+    assert [one() for one in alive] == [None, None, None]

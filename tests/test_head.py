@@ -189,8 +189,94 @@ def test_two_pass_for_any_loss(kind: str, parts: tuple[str, ...]) -> None:
 
 def test_half_precision_that_would_underflow_is_computed_in_float32() -> None:
     hidden, head, batch = problem(torch.float16)
-    norm = 1e7
-    loss, _ = policy_loss(hidden, batch, Phase.of(batch), Settings(), normalizer=norm, head=Head(head.weight.float()))
-    assert loss.dtype == torch.float32
+    norm = 1e7  # a gradient of 1e-7 is below what float16 can hold
+    weight = head.weight.detach().float().requires_grad_()
+    loss, _ = policy_loss(hidden, batch, Phase.of(batch), Settings(), normalizer=norm, head=Head(weight))
+    (found,) = torch.autograd.grad(loss, weight)
+    exact = Head(weight.detach().double().requires_grad_())
+    expected = plain(hidden.detach().double(), exact, batch, Phase.of(batch), Settings())[0]
+    scale = float(objective.normalizer(batch, Settings())) / norm
+    assert error(found, scale * torch.autograd.grad(expected, exact.weight)[0]) < 1e-3
     logp, _ = token_logp(hidden.flatten(0, 1), batch.targets.flatten(), head.weight)
     assert logp.dtype == torch.float32
+
+
+def test_tokens_without_advantage_count_as_unchanged() -> None:
+    hidden, head, batch = problem()
+    some = replace(batch, advantages=batch.advantages * (torch.arange(8) % 3 > 0), ref_logp=None, hidden=None)
+    phase, settings = Phase.of(some), Settings()
+    found, metrics = fused(hidden, head, some, phase, settings)
+    expected, reference = plain(hidden, head, some, phase, settings)
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(gradients(found, hidden, head), gradients(expected, hidden, head), strict=True):
+        assert error(mine, theirs) < 1e-12
+    assert metrics["optim/drift"] < reference["optim/drift"]
+    logs = head(hidden.flatten(0, 1)).view(*some.mask.shape, -1).log_softmax(-1)
+    now = logs.gather(-1, some.targets[..., None])[..., 0].detach()
+    unchanged = torch.where(some.token_advantages != 0, now, some.old_logp)
+    norm = objective.normalizer(some, settings)
+    _, same = objective.policy_loss(unchanged, some, phase, settings, normalizer=norm)
+    for name, value in metrics.items():
+        torch.testing.assert_close(value, same[name], msg=name)
+
+
+def test_confident_tokens_in_bfloat16() -> None:
+    """Where 1 − p cancels: states that point at their targets, probabilities up to 1 − 1e-6."""
+    hidden, head, batch = problem(torch.bfloat16, rows=16, width=20)
+    pull = torch.linspace(0, 1, 320)[:, None] * head.weight.detach()[batch.targets.flatten()].float()
+    sure = (hidden.detach().flatten(0, 1).float() * 0.3 + pull).bfloat16().view_as(hidden).requires_grad_()
+    twin = Head(head.weight.detach().double().requires_grad_())
+    truth_in = sure.detach().double().requires_grad_()
+    phase, settings = Phase.of(batch), Settings(dual_clip=None, clip_high=1e9, clip_low=1.0)
+    truth = gradients(plain(truth_in, twin, batch, phase, settings)[0], truth_in, twin)
+    logs = head(sure.flatten(0, 1)).float().view(*batch.mask.shape, -1).log_softmax(-1)
+    logp = logs.gather(-1, batch.targets[..., None])[..., 0]
+    norm = objective.normalizer(batch, settings)
+    rough = gradients(objective.policy_loss(logp, batch, phase, settings, normalizer=norm)[0], sure, head)
+    ours = gradients(fused(sure, head, batch, phase, settings)[0], sure, head)
+    confident = batch.mask & (logp > -1e-3)
+    assert confident.sum() > 20
+    assert error(ours[0][confident], truth[0][confident]) <= 2 * error(rough[0][confident], truth[0][confident])
+    assert error(ours[1], truth[1]) <= 2 * error(rough[1], truth[1])
+
+
+@pytest.mark.parametrize("memory", [None, 7 * V * 4])
+def test_autocast_changes_nothing(memory: int | None) -> None:
+    hidden, head, batch = problem(torch.float32)
+    rows, targets = hidden.flatten(0, 1), batch.targets.flatten()
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss, metrics = fused(hidden, head, batch, Phase.of(batch), Settings(kl_coef=0.1), memory=memory)
+            logp, entropy = token_logp(rows, targets, head, memory=memory)
+        every = gradients(loss + (logp * entropy).sum(), hidden, head)
+        results.append([loss, logp, entropy, *metrics.values(), *every])
+    for off, on in zip(*results, strict=True):
+        assert on.dtype == torch.float32
+        torch.testing.assert_close(on, off, rtol=0, atol=0)
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    hidden, head, batch = problem()
+    phase, settings = Phase.of(batch), Settings()
+    with pytest.raises(ValueError, match="hidden must be"):
+        fused(torch.cat([hidden, hidden[:, :1]], 1), head, batch, phase, settings)  # not shifted
+    with pytest.raises(ValueError, match="hidden must be"):
+        fused(hidden[..., 1:], head, batch, phase, settings)
+    with pytest.raises(ValueError, match="targets must be"):
+        fused(hidden, head, batch, phase, settings, targets=batch.targets[:, 1:])
+    with pytest.raises(ValueError, match="token_logp"):
+        token_logp(hidden.flatten(0, 1), batch.targets, head)
+    with pytest.raises(ValueError, match="cuts gradients off"):
+        fused(hidden, None, replace(batch, head=head.weight), phase, settings)
+
+
+def test_targets_may_be_any_view_and_weights_may_not_change_in_between() -> None:
+    hidden, head, batch = problem()
+    targets = torch.stack([batch.targets.flatten()] * 2, 1)[:, 1]
+    logp, _ = token_logp(hidden.flatten(0, 1), targets, head)
+    torch.testing.assert_close(logp, token_logp(hidden.flatten(0, 1), batch.targets.flatten(), head)[0])
+    with torch.no_grad():
+        head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logp.sum().backward()

@@ -213,9 +213,9 @@ def test_the_cheaper_form_is_chosen(monkeypatch):
         monkeypatch.setattr(
             influence, form, lambda *_, form=form: (chosen.append(form), (torch.zeros(1), torch.zeros(1)))[1]
         )
-    scores(make_head(g), [tokens(g, 7)], tokens(g, 50))
-    scores(make_head(g), [tokens(g, 8)], tokens(g, 1))
-    assert chosen == ["_pair", "_linear"]  # pairs below 2·d = 8 tokens of correct responses
+    scores(make_head(g), [tokens(g, 8)], tokens(g, 50))
+    scores(make_head(g), [tokens(g, 9)], tokens(g, 1))
+    assert chosen == ["_pair", "_linear"]  # pairs up to 2·d = 8 tokens of correct responses
 
 
 def test_scores_that_are_not_finite_are_an_error():

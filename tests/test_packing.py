@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, COMMON, Words, exact, prompts, responses, tiny
 
-from poise.attention import _repeat, attention
+from poise.attention import attention, repeat
+from poise.compiled import compile_layers
 from poise.packing import first_fit, layout, pack
-from poise.policy import Policy, load_policy
+from poise.policy import ModelError, Policy, load_policy
 from poise.rollout.cached import CachedEngine
 
 PACKED = [name for name in ARCHITECTURES if name != "gemma2"]
@@ -150,7 +151,7 @@ class TestNothingChanges:
     def test_gradients_in_half_precision_are_added_up_in_float32(self):
         x = torch.zeros(2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
         index = torch.zeros(1000, dtype=torch.long)
-        _repeat(x, index).sum().backward()
+        repeat(x, index).sum().backward()
         assert (x.grad[0] == 1000).all()  # 256 + 1 is 256 in bfloat16
         assert not x.grad[1].any()
 
@@ -232,8 +233,8 @@ class TestWhatCannotBePacked:
         config = transformers.Qwen3NextConfig(
             **COMMON, layer_types=["linear_attention", "full_attention", "full_attention"]
         )
-        policy = Policy(transformers.AutoModelForCausalLM.from_config(config).eval(), Words())
-        assert not policy.packed
+        with pytest.raises(ModelError, match="recurrent"):
+            Policy(transformers.AutoModelForCausalLM.from_config(config).eval(), Words())
 
     def test_an_architecture_that_keeps_keywords_to_itself(self):
         class Deaf(transformers.LlamaForCausalLM):
@@ -270,3 +271,44 @@ def test_a_checkpoint_does_not_ask_for_our_attention(tmp_path):
     assert policy.packed
     policy.save(tmp_path)
     assert "poise" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # packed and padded
+def test_a_pass_of_nothing_but_single_tokens(name):
+    policy = tiny(name)
+    rollouts = responses(prompts(2), [[1, 1], [5]])
+    with torch.no_grad():
+        everything = policy.score(rollouts)[0]
+        torch.testing.assert_close(policy.score(rollouts.rows([0, 1]))[0], everything[:2])
+
+
+def test_an_adapter_on_the_head_is_refused():
+    import peft
+
+    model = tiny("qwen2").model
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"]))
+    with pytest.raises(ModelError, match=r"lora\.targets"):
+        Policy(adapted, Words())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers(checkpointing, monkeypatch):
+    """Packed passes through torch.compile, also where layers are computed twice; everybody else sees plain layers."""
+    monkeypatch.setattr("poise.compiled.FEWEST_TOKENS", 1)
+    rollouts = responses(prompts(3), [[7, 1, 12, 3], [4, 9], [20, 2, 5]])
+    results = []
+    for compiled in (False, True):
+        policy = tiny("llama")
+        if compiled:
+            compile_layers(policy.trunk, backend="aot_eager")
+        if checkpointing:
+            assert policy.save_memory()
+        states = policy.hidden(rollouts)
+        direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
+        (states * direction).sum().backward()
+        results.append([states.detach(), *(p.grad for p in policy.trunk.parameters())])
+        ids = torch.arange(6, 20)[None]
+        results[-1].append(policy.model(ids, use_cache=True).logits.detach())
+    for plain, found in zip(*results, strict=True):
+        assert (plain - found).norm() <= 1e-5 * plain.norm()

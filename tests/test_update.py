@@ -147,7 +147,7 @@ class TestOutOfMemory:
         made = make()
         before = {n: p.detach().clone() for n, p in made[0].model.named_parameters()}
         self.limit(made[0], 3)
-        with pytest.raises(OutOfMemoryError, match=r"single response.*lower optim\.micro_tokens"):
+        with pytest.raises(OutOfMemoryError, match=r"single response.*lower rollout\.max_tokens"):
             after(made)
         for name, value in made[0].model.named_parameters():
             assert torch.equal(value, before[name])

@@ -42,8 +42,7 @@ def start(device: str, dtype: torch.dtype, *, compiled: bool = False) -> tuple[P
     policy = Policy(policy.model.to(dtype), policy.tokenizer, compiled=compiled)
     policy.masters = Masters(policy.model)
     optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=1e-4)
-    publish = policy.masters.publish
-    optimizer.register_step_post_hook(lambda *_: publish())
+    policy.masters.serve(optimizer)
     return policy, optimizer
 
 

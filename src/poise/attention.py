@@ -97,7 +97,7 @@ def _has_kernel(q: Tensor, v: Tensor) -> bool:
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None, window: int | None) -> Tensor:
     if packing.keys is not None:
-        k, v = _repeat(k, packing.keys), _repeat(v, packing.keys)
+        k, v = repeat(k, packing.keys), repeat(v, packing.keys)
     out: Tensor = _kernel(
         q, k, v, packing.starts_q, packing.starts_k, packing.longest_q, packing.longest_k, 0.0, True, False,
         scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
@@ -105,13 +105,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None
     return out
 
 
-def _repeat(x: Tensor, index: Tensor) -> Tensor:
+def repeat(x: Tensor, index: Tensor) -> Tensor:
+    """Some rows of x, often several times, with gradients that are added up in float32."""
     half = x.dtype in (torch.bfloat16, torch.float16)
     return _Repeat.apply(x, index) if half else x.index_select(0, index)  # type: ignore[no-untyped-call]
 
 
 class _Repeat(torch.autograd.Function):
-    """Some rows, often several times. The gradient is added up in float32: rounding at every addition would show."""
+    """Rounding to half precision at every addition would show."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | Non
     for shape, own_q, own_k, own_v in zip(padded.rectangles, queries, keys, values, strict=True):
         if shape.longest_prefix:
             own_k, own_v = (
-                torch.cat([_repeat(first[:, : shape.longest_prefix], shape.prefix), own], 1)
+                torch.cat([repeat(first[:, : shape.longest_prefix], shape.prefix), own], 1)
                 for first, own in ((keys[0], own_k), (values[0], own_v))
             )
         outs.append(_attend(own_q, own_k, own_v, shape.mask(window, q.dtype), scale))

@@ -1,46 +1,44 @@
 """A model's layers through torch.compile, for the packed passes of the update only.
 
-Layers of a transformer are alike, so one is compiled for all of them, which takes about fifteen seconds. The modules
-stay as they are for everybody else: sampling, saving, the user.
+Layers of a transformer are alike, so one is compiled for all of them, which takes about fifteen seconds. Everybody else
+who calls a layer, sampling for one, gets it as it was.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+
+from poise import _triton
+from poise.packing import Packed
 
 FEWEST_TOKENS = 1024  # in a pass: below, there is nothing to gain
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether it pays, and what torch.compile needs is there: Triton and a C compiler."""
-    compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
-    return device.type == "cuda" and find_spec("triton") is not None and compiler is not None
+    """Whether it pays, and what torch.compile needs is there."""
+    return device.type == "cuda" and _triton.available()
 
 
-class CompiledLayers:
-    """The layers of a trunk, compiled for any number of tokens."""
+def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:
+    """Compile the trunk's layers for packed passes of any number of tokens.
 
-    def __init__(self, trunk: nn.Module) -> None:
-        layers = getattr(trunk, "layers", None)
-        self.layers = list(layers) if isinstance(layers, nn.ModuleList) else []
-        self.forwards = [torch.compile(layer.forward, dynamic=True) for layer in self.layers]
+    The layer itself decides, by its ``packing`` keyword, whenever it is called: where layers are computed again in the
+    backward pass, that must be done as it was done the first time.
+    """
+    layers = getattr(trunk, "layers", None)
+    for layer in layers if isinstance(layers, nn.ModuleList) else ():
+        layer.forward = _dispatch(layer.forward, torch.compile(layer.forward, dynamic=True, backend=backend))
 
-    @contextmanager
-    def active(self, tokens: int) -> Iterator[None]:
-        """Inside, the layers run compiled, if there are enough tokens."""
-        if tokens < FEWEST_TOKENS:
-            yield
-            return
-        for layer, forward in zip(self.layers, self.forwards, strict=True):
-            layer.forward = forward
-        try:
-            yield
-        finally:
-            for layer in self.layers:
-                del layer.forward
+
+def _dispatch(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, packing: Packed | None = None, **kwargs: Any) -> Any:
+        if packing is None:
+            return plain(*args, **kwargs)
+        large = packing.ids.shape[1] >= FEWEST_TOKENS
+        return (compiled if large else plain)(*args, packing=packing, **kwargs)
+
+    return forward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ class Masters:
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 master = parameter.detach().float().requires_grad_()
                 self._master_of[parameter] = master
-                parameter.register_post_accumulate_grad_hook(self._collect)
+                parameter.register_post_accumulate_grad_hook(partial(_collect, master))
             self.parameters[name] = self._master_of.get(parameter, parameter)
 
     def of(self, parameter: Tensor) -> Tensor | None:
@@ -36,12 +38,21 @@ class Masters:
         if self._master_of:
             torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
 
-    def _collect(self, parameter: Tensor) -> None:
-        """Move a gradient to the master, as soon as it is there."""
-        master, gradient = self._master_of[parameter], parameter.grad  # type: ignore[index]
-        assert gradient is not None
-        if master.grad is None:
-            master.grad = gradient.float()
-        else:
-            master.grad.add_(gradient)
-        parameter.grad = None
+    def serve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Publish after every step of the optimizer from now on."""
+        optimizer.register_step_post_hook(lambda *_: self.publish())
+
+
+def _collect(master: Tensor, parameter: Tensor) -> None:
+    """Move a gradient to the master, as soon as it is there.
+
+    It is taken off the parameter first: if there is no memory for what follows, nothing must be left behind. (A bound
+    method of Masters as a hook would keep the model alive for ever.)
+    """
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return
+    if master.grad is None:
+        master.grad = gradient.float()
+    else:
+        master.grad.add_(gradient)

@@ -16,8 +16,8 @@ class OutOfMemoryError(RuntimeError):
 
     def __init__(self, doing: str) -> None:
         super().__init__(
-            f"out of memory {doing}: lower optim.micro_tokens or rollout.max_tokens, train an adapter (lora.rank=16), "
-            "or set dtype=bfloat16"
+            f"out of memory {doing}: lower rollout.max_tokens, train an adapter (lora.rank=16), or, unless it is that "
+            "already, set dtype=bfloat16"
         )
 
 

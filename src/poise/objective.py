@@ -132,9 +132,10 @@ class Terms:
     bonus: Tensor  # weight of the KL and entropy terms, before their coefficients
     share: Tensor  # what one token counts for in an average over the mini-batch
 
-    def at(self, tokens: Tensor | slice) -> Terms:
-        """The terms of some tokens: a slice of them, or flat indices."""
-        given = {item.name: getattr(self, item.name) for item in fields(self) if getattr(self, item.name) is not None}
+    def at(self, tokens: Tensor | slice, *, ref: bool = True) -> Terms:
+        """The terms of some tokens, a slice of them or flat indices; without the reference policy's if so wished."""
+        names = [item.name for item in fields(self) if ref or item.name != "ref_logp"]
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if isinstance(tokens, slice):
             chosen = [value[tokens] for value in given.values()]
         else:  # in one go: on a GPU these are small tensors and many launches
@@ -219,9 +220,8 @@ def summed(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Setting
             metrics["optim/kl"] = kl_divergence(gap, torch.zeros_like(gap), settings.kl)
         if entropy is not None:
             metrics["optim/entropy"] = torch.where(carries, entropy, 0.0)
-        averages = (
-            torch.stack([values.flatten().to(ratio.dtype) for values in metrics.values()]) @ parts.share.flatten()
-        )
+        values = torch.stack([of_tokens.flatten().to(ratio.dtype) for of_tokens in metrics.values()])
+        averages = (values * parts.share.flatten()).sum(1)  # no product of matrices: autocast would round it
     return loss, {
         "optim/loss": loss.detach(),
         "optim/policy_loss": losses["policy"].detach(),

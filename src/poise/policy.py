@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from poise import attention, memory
-from poise.compiled import CompiledLayers, can_compile
+from poise.compiled import can_compile, compile_layers
 from poise.head import Head, token_logp
 from poise.masters import Masters
 from poise.packing import Packed, layout
@@ -39,18 +39,23 @@ class Policy:
     def __init__(self, model: Any, tokenizer: Any, *, compiled: bool = False) -> None:
         self.model, self.tokenizer = model, tokenizer
         base = model.get_base_model() if hasattr(model, "peft_config") else model
-        self.trunk: nn.Module = getattr(base, base.base_model_prefix)
-        self._output: nn.Module = base.get_output_embeddings()
+        trunk, output = getattr(base, base.base_model_prefix, None), base.get_output_embeddings()
+        if not isinstance(trunk, nn.Module) or type(output) not in (nn.Linear, nn.Embedding):
+            raise ModelError(
+                f"{type(base).__name__}: poise needs a causal language model with a plain linear head"
+                + ("; leave lm_head out of lora.targets" if hasattr(output, "lora_A") else "")
+            )
+        self.trunk: nn.Module = trunk
+        self._output: nn.Module = output
         self._config = base.config
         self.checkpointing = False  # whether layers are computed again in the backward pass instead of being kept
         self.most_tokens: int | None = None  # fewer tokens per pass than asked for, once memory has run out
         self.masters: Masters | None = None  # of weights in half precision, while they are being trained
         self.packed = attention.adopt(base)
         self._check_head()
-        self._layers: CompiledLayers | None = None
-        self._check_packing(base)
+        self._check_passes(base)
         if compiled and self.packed:
-            self._layers = CompiledLayers(self.trunk)
+            compile_layers(self.trunk)
 
     @property
     def device(self) -> torch.device:
@@ -105,15 +110,13 @@ class Policy:
         if tokens is not None:
             of_all = places.new_zeros(rollouts.tokens.numel()).index_copy_(0, rollouts.index, places)
             places = of_all[tokens]
-        return self._run(packed)[places]
+        return attention.repeat(self._run(packed), places)
 
     def _run(self, packed: Packed) -> Tensor:
         """(L, d) hidden states of the packed tokens."""
         # A mask of four dimensions is one that transformers takes as it is: none of L × L is made.
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
-        tokens = packed.ids.shape[1]
-        layers = self._layers.active(tokens) if self._layers else nullcontext()
-        with memory.checkpointed(self.trunk, self.checkpointing), layers:
+        with memory.checkpointed(self.trunk, self.checkpointing):
             states: Tensor = self.trunk(
                 input_ids=packed.ids,
                 position_ids=packed.positions,
@@ -137,9 +140,9 @@ class Policy:
             input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
         ).last_hidden_state[:, -1:]
         index = torch.tensor(prompt_of, device=self.device)
-        count = max(rollouts.lengths) - 1
+        count, width = max(rollouts.lengths) - 1, rollouts.mask.shape[1]
         if count <= 0:
-            return start[index]  # type: ignore[no-any-return]
+            return torch.nn.functional.pad(start[index], (0, 0, 0, width - 1))
         cache.batch_select_indices(index)
         inputs, inside = rollouts.tokens[:, :count], rollouts.mask[:, 1 : count + 1]
         states = self.trunk(
@@ -150,7 +153,7 @@ class Policy:
             use_cache=True,
         ).last_hidden_state
         states = torch.cat([start[index], states], 1)
-        return torch.nn.functional.pad(states, (0, 0, 0, rollouts.mask.shape[1] - states.shape[1]))
+        return torch.nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
 
     def score(self, rollouts: Rollouts, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities of the response tokens, and entropies; 0 elsewhere."""
@@ -190,10 +193,8 @@ class Policy:
             )
 
     @torch.no_grad()
-    def _check_packing(self, base: Any) -> None:
-        """Try it with a shared prompt and another: what leaks from one sequence into the next must not be packed."""
-        if not self.packed:
-            return
+    def _check_passes(self, base: Any) -> None:
+        """Try both ways with a shared prompt and another: what leaks from one sequence into the next is not used."""
         ids = (torch.arange(1, 16, device=self.device) % self._config.vocab_size).view(3, 5)
         mask = torch.arange(5, device=self.device) < torch.tensor([[3], [5], [4]], device=self.device)
         prompts, none = [[1, 2], [1, 2], [3, 2, 1]], torch.zeros(3, device=self.device)
@@ -203,14 +204,24 @@ class Policy:
             text = torch.cat([torch.tensor(prompt, device=self.device), row[: length - 1]])[None]
             alone.append(self.trunk(input_ids=text, use_cache=False).last_hidden_state[0, len(prompt) - 1 :].float())
         expected = torch.cat(alone)
-        try:
-            gap = self.hidden(tried).float() - expected
-        except (TypeError, ValueError, NotImplementedError):  # a keyword that is not handed down, or not known here
-            gap = expected
-        half = self._output.weight.dtype in (torch.float16, torch.bfloat16)
-        if not gap.norm() <= (3e-2 if half else 1e-4) * expected.norm():
+        if self.packed and not self._agrees(tried, expected):
             self.packed = False
             base.set_attn_implementation("sdpa")
+        if not self.packed and not self._agrees(tried, expected):
+            raise ModelError(
+                f"{type(base).__name__} keeps a state that responses to the same prompt cannot share, "
+                "as recurrent layers do; poise cannot train it yet"
+            )
+
+    def _agrees(self, tried: Rollouts, expected: Tensor) -> bool:
+        try:
+            gap = self.hidden(tried).float() - expected
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # what is handed down is not known, or not held
+            return False
+        half = self._output.weight.dtype in (torch.float16, torch.bfloat16)
+        return bool(gap.norm() <= (3e-2 if half else 1e-4) * expected.norm())
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

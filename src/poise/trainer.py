@@ -82,7 +82,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
-        self.optimizer.register_step_post_hook(lambda *_: self.masters.publish())
+        self.masters.serve(self.optimizer)
         self.reference = self._load_reference() if config.objective.kl_coef else None
         self.settings = config.objective.settings()
         self.saved = 0  # the step of the newest checkpoint

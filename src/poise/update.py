@@ -119,7 +119,7 @@ def _in_memory(
     """
     while True:
         bins = pack(rollouts, rows, policy.budget(tokens))
-        optimizer.zero_grad(set_to_none=True)
+        _clear(policy, optimizer)
         try:
             totals: Metrics = {}
             for part in bins:
@@ -127,7 +127,7 @@ def _in_memory(
             return totals
         except torch.OutOfMemoryError:
             pass  # go on outside: in here, the error still holds on to what filled the memory
-        optimizer.zero_grad(set_to_none=True)
+        _clear(policy, optimizer)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         largest = max((_cost(rollouts, part) for part in bins if len(part) > 1), default=0)
@@ -136,6 +136,12 @@ def _in_memory(
         if not largest:
             raise OutOfMemoryError("with a single response per pass")
         policy.most_tokens = largest // 2
+
+
+def _clear(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """No gradient is left, neither at the optimizer's weights nor, from a pass that was cut off, at the model's."""
+    optimizer.zero_grad(set_to_none=True)
+    policy.model.zero_grad(set_to_none=True)
 
 
 def _cost(rollouts: Rollouts, rows: list[int]) -> int:

@@ -79,7 +79,9 @@ def _row_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    own = tl.load(logits + target).to(tl.float32)
+    known = (target >= 0) & (target < vocabulary)
+    target = tl.where(known, target, 0)  # what is not a token gets NaN, and writes nowhere else
+    own = tl.where(known, tl.load(logits + target).to(tl.float32), float("nan"))
     own_bias = tl.load(bias + target).to(tl.float32) if BIAS else 0.0
     own, own_slope = _finished(own, own_bias, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
     # The target is left out of the sums, so that for a confident token nothing large cancels. Its logit, which is kept

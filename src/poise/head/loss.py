@@ -9,7 +9,7 @@ sequence-level ratios: there the chunks are computed again in the backward pass,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from poise import objective
+from poise import _triton, objective
 from poise.batch import Phase, TokenBatch
 from poise.head import rows
 from poise.linear import Head, HeadLike, as_head
@@ -47,16 +47,17 @@ def policy_loss(
     ``b·T + t``: give them where the host knows them already, or it has to wait for the device. ``head`` and ``targets``
     are the batch's own unless given. ``memory`` bounds the bytes of logits that exist at a time: where they all fit
     there is one chunk, which is the fastest. Gradients reach ``hidden``, and the head's weight (or master) and bias
-    where they want one; they are computed here, and ``backward`` only hands them on. In metrics, a token that is not
-    active counts as one whose probability has not changed.
+    where they want one; they are computed here, and ``backward`` only hands them on. Of the metrics, KL and entropy are
+    there where they have a coefficient; a token that is not active counts as one whose probability has not changed.
     """
     settings = settings or Settings()
-    linear = _linear(batch.head if head is None else head)
+    linear = _linear(_of_batch(batch) if head is None else head)
     targets = batch.targets if targets is None else targets
     if targets is None:
         raise ValueError("policy_loss: targets are missing: give targets=, or a batch that has them")
     if settings.kl_coef and batch.ref_logp is None:
         raise ValueError("policy_loss: kl_coef is not 0, so the batch needs ref_logp")
+    _check_shapes(hidden, targets, batch, linear)
     if tokens is None:
         tokens = active(batch, phase, settings).flatten().nonzero()[:, 0]
     states = _computed(hidden.flatten(0, 1)[tokens] if hidden.dim() == 3 else hidden)
@@ -68,23 +69,18 @@ def policy_loss(
     inputs = (states, _learns(linear), linear.bias)
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
     gradients = _Gradients(states, linear, wanted)
-    with torch.no_grad():
-        every, logp, entropy = None, _per_row(states), _per_row(states)
-        for part, product in _products(states, linear, memory):
-            if every is None:  # now, while the device is at work on the product
-                every = terms(batch, phase, settings, normalizer, logp.dtype)
-                chosen, parts = targets.flatten()[tokens], every.at(tokens)
+    with torch.no_grad(), _as_it_is(states):
+        products = _products(states, linear, memory)
+        first = next(products, None)  # the device has work now, while the host goes on
+        every = terms(batch, phase, settings, normalizer, _at_least_float32(states))
+        chosen, parts = targets.flatten()[tokens], every.at(tokens, ref=settings.kl_coef != 0)
+        logp, entropy = _per_row(states), _per_row(states)
+        for part, product in chain([first] if first else [], products):
             _row_pass(states).objective_gradient(
                 product, chosen[part], linear, logp[part], entropy[part], parts.at(part), settings
             )
             gradients.add(part, product)
-        if every is None:
-            every = terms(batch, phase, settings, normalizer, logp.dtype)
-            parts = every.at(tokens)
         loss, metrics = objective.summed(logp, entropy if settings.entropy_coef else None, parts, settings)
-        if "optim/kl" in metrics and not settings.kl_coef:  # only watched: tokens without a gradient belong to it too
-            now = every.old_logp.flatten().index_copy(0, tokens, logp).view_as(every.old_logp)
-            metrics["optim/kl"] = objective.summed(now, None, every, settings)[1]["optim/kl"]
     return _KnownGradients.apply(loss, gradients, *inputs), metrics  # type: ignore[no-untyped-call]
 
 
@@ -94,7 +90,10 @@ def token_logp(hidden: Tensor, targets: Tensor, head: HeadLike, *, memory: int |
     ``hidden`` is (N, d). Logits exist for one chunk of ``memory`` bytes at a time, and again in the backward pass.
     """
     linear = _linear(head)
-    return _TwoPass.apply(linear, targets, memory, _computed(hidden), _learns(linear), linear.bias)  # type: ignore[no-untyped-call,no-any-return]
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or hidden.shape[1] != linear.weight.shape[1]:
+        expected = f"(N, {linear.weight.shape[1]}) and targets (N,)"
+        raise ValueError(f"token_logp: hidden must be {expected}, got {tuple(hidden.shape)} and {tuple(targets.shape)}")
+    return _TwoPass.apply(linear, targets.contiguous(), memory, _computed(hidden), _learns(linear), linear.bias)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _KnownGradients(torch.autograd.Function):
@@ -116,27 +115,29 @@ class _TwoPass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, head: Head, targets: Tensor, memory: int | None, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = inputs[0]  # beside it weight and bias, for autograd alone
+        hidden = inputs[0]  # beside it what learns, for autograd alone
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, targets)
+        ctx.save_for_backward(hidden, targets, head.weight, head.bias)  # whoever changes them in between is told
         ctx.head, ctx.memory = head, memory
         logp, entropy = _per_row(hidden), _per_row(hidden)
-        for part, product in _products(hidden, head, memory):
-            _row_pass(hidden).statistics(product, targets[part], head, logp[part], entropy[part])
+        with _as_it_is(hidden):
+            for part, product in _products(hidden, head, memory):
+                _row_pass(hidden).statistics(product, targets[part], head, logp[part], entropy[part])
         return logp, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logp: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, targets = ctx.saved_tensors
+        hidden, targets, *_ = ctx.saved_tensors
         head, gradients = ctx.head, _Gradients(hidden, ctx.head, ctx.needs_input_grad[3:])
         slope = torch.zeros_like(_per_row(hidden)) if of_logp is None else of_logp.contiguous()
         spread = None if of_entropy is None else of_entropy.contiguous()
         again = _per_row(hidden)  # what the row pass also computes, and nobody needs here
-        for part, product in _products(hidden, head, ctx.memory):
-            own = None if spread is None else spread[part]
-            _row_pass(hidden).given_gradient(product, targets[part], head, again[part], again[part], slope[part], own)
-            gradients.add(part, product)
+        with _as_it_is(hidden):
+            for part, product in _products(hidden, head, ctx.memory):
+                own, unused = None if spread is None else spread[part], again[part]
+                _row_pass(hidden).given_gradient(product, targets[part], head, unused, unused, slope[part], own)
+                gradients.add(part, product)
         return None, None, None, *gradients.take()
 
 
@@ -144,7 +145,7 @@ class _Gradients:
     """Gradients for hidden states, weight and bias, gathered chunk by chunk. Sums over chunks are float32."""
 
     def __init__(self, states: Tensor, head: Head, wanted: Sequence[bool]) -> None:
-        self.states, self.head = states.detach(), head
+        self.states, self.weight = states.detach(), head.weight.detach().to(states.dtype)
         places = (states, _learns(head), head.bias)
         self.places = [place if wants else None for place, wants in zip(places, wanted, strict=True)]
         self.found: list[Tensor | None] = [torch.empty_like(self.states) if wanted[0] else None, None, None]
@@ -155,7 +156,7 @@ class _Gradients:
         states = self.states[part]
         of_states, of_weight, of_bias = self.found
         if of_states is not None:
-            torch.mm(gradient, self.head.weight.to(gradient.dtype), out=of_states[part])
+            torch.mm(gradient, self.weight, out=of_states[part])
         if self.places[1] is not None:
             whole = len(states) == len(self.states) and self.places[1].dtype == gradient.dtype  # nothing to sum
             self.found[1] = gradient.T @ states if whole else _accumulated(of_weight, gradient.T, states)
@@ -168,6 +169,7 @@ class _Gradients:
         if self.taken:
             raise RuntimeError("the gradients of this loss are gone: backward() can only be called once on it")
         self.taken, found, self.found = True, self.found, [None, None, None]
+        del self.states, self.weight
         for i, place in enumerate(self.places):
             gradient = found[i]
             found[i] = (
@@ -204,17 +206,37 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
 
 
 def _row_pass(hidden: Tensor) -> ModuleType:
-    """Triton's kernels on CUDA where Triton is there, else plain torch."""
-    if hidden.is_cuda and hidden.dtype != torch.float64 and find_spec("triton") is not None:
+    """Triton's kernels on CUDA where Triton can be used, else plain torch."""
+    if _triton.suits(hidden):
         from poise.head import kernels
 
         return kernels
     return rows
 
 
-def _linear(head: HeadLike | None) -> Head:
-    if head is None:
-        raise ValueError("the head is missing: give head=, or a batch that has one")
+def _of_batch(batch: TokenBatch) -> HeadLike:
+    if batch.head is None:
+        raise ValueError("policy_loss: the head is missing: give head=, or a batch that has one")
+    if isinstance(batch.head, Tensor) and torch.is_grad_enabled():
+        raise ValueError("policy_loss: a batch cuts gradients off a weight; give head=weight, or a batch with a Head")
+    return batch.head
+
+
+def _check_shapes(hidden: Tensor, targets: Tensor, batch: TokenBatch, head: Head) -> None:
+    rows, width = tuple(batch.mask.shape), head.weight.shape[1]
+    if targets.shape != rows:
+        raise ValueError(f"policy_loss: targets must be {rows} as the batch is, got {tuple(targets.shape)}")
+    if hidden.shape not in ((*rows, width), (len(hidden), width)):
+        allowed = f"{(*rows, width)}, or (n, {width}) for the active tokens"
+        raise ValueError(f"policy_loss: hidden must be {allowed}, got {tuple(hidden.shape)}")
+
+
+def _as_it_is(values: Tensor) -> torch.autocast:
+    """No autocast inside: what is computed in which precision is decided here."""
+    return torch.autocast(values.device.type, enabled=False)
+
+
+def _linear(head: HeadLike) -> Head:
     found = as_head(head)
     if not isinstance(found, Head):
         raise TypeError("a head that is an opaque callable cannot be fused: give its weight, or a poise.Head")

@@ -11,7 +11,7 @@ Two forms of the same sum, for N tokens of which N⁺ belong to correct response
 - linear: with ``G = Σ_k (e_y − π) hᵀ`` (V × d) the score of k' is ``(e_y' − π')ᵀ G h'``. Two passes, since G needs the
   normalisers: ``6·N·V·d`` FLOP.
 
-So the pair form is the cheaper one where N⁺ < 2·d. Both walk the vocabulary in slices: neither G nor any tokens ×
+So the pair form is the cheaper one where N⁺ ≤ 2·d. Both walk the vocabulary in slices: neither G nor any tokens ×
 vocabulary array is ever whole. A head that is an opaque callable cannot be sliced; there rows are walked in blocks, in
 the pair form, and the head is called again and again on the same rows: for many tokens give a ``Head``.
 """
@@ -19,13 +19,13 @@ the pair form, and the head is called again and again on the same rows: for many
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from poise import _triton
 from poise._errors import check_choice
 from poise.influence import steps as in_torch
 from poise.influence.steps import Rows, accumulator, stored
@@ -53,7 +53,7 @@ def default_block(device: torch.device, tokens: int, vocabulary: int) -> int:
 
 def cheaper_form(n_positive: int, width: int) -> Form:
     """By FLOP: see above."""
-    return "pair" if n_positive < 2 * width else "linear"
+    return "pair" if n_positive <= 2 * width else "linear"
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def scores(
     targets = torch.cat([y for _, y in positive] + [negative[1]])
     lengths = [len(y) for _, y in positive]
     if half is None:
-        half = hidden.is_cuda and hidden.element_size() == 2 and _sums_in_float32(hidden.device)
+        half = hidden.is_cuda and hidden.element_size() == 2
     if isinstance(head, Head):
         if not half:
             hidden = hidden.to(accumulator(hidden.dtype))
@@ -229,27 +229,8 @@ def _blocks(count: int, size: int) -> list[slice]:
 
 
 def _steps(hidden: Tensor) -> ModuleType:
-    if hidden.is_cuda and hidden.dtype != torch.float64 and (kernels := _kernels()) is not None:
+    if _triton.suits(hidden):
+        from poise.influence import kernels
+
         return kernels
     return in_torch
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """The Triton kernels, where Triton is installed; looked for when first needed."""
-    try:
-        from poise.influence import kernels
-    except ImportError:
-        return None
-    return kernels
-
-
-@cache
-def _sums_in_float32(device: torch.device) -> bool:
-    """Whether this torch can add a product of half-precision operands to a float32 sum (2.9 and later can)."""
-    a, out = torch.zeros(16, 16, dtype=torch.bfloat16, device=device), torch.zeros(16, 16, device=device)
-    try:
-        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
-    except (RuntimeError, TypeError):
-        return False
-    return True
