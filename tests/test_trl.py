@@ -1,0 +1,415 @@
+"""Poise inside TRL, with the real TRL on the embedded model."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+trl = pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
+
+import trl_runs  # noqa: E402
+from trl_runs import DATA, build, config, weights  # noqa: E402
+
+from poise import TokenBatch, objective, regulators  # noqa: E402
+from poise.head import Head  # noqa: E402
+from poise.integrations import trl_checks  # noqa: E402
+from poise.integrations.probe import probe  # noqa: E402
+from poise.integrations.trl import KEPT, WEIGHTS, RegulatedGRPOTrainer, RegulatorMixin  # noqa: E402
+from poise.integrations.trl_checks import CannotRegulateError  # noqa: E402
+
+STOCK = trl.GRPOTrainer
+METHODS = [*regulators.TABLE, "grpo(passes=2)", "ar(alpha=0.3) | lopti(threshold=0.5)", "nthr | lopti"]
+TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+
+
+def phases_of(method):
+    return len(probe(regulators.parse(method)).phases)
+
+
+def rollouts(trainer, count=2):
+    """One generation batch, as TRL's loop would have it, and a model that has moved on since."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [DATA[i] for i in range(count) for _ in range(trainer.num_generations)]
+    inputs = trainer._generate_and_score_completions(rows)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator) * parameter.std())
+    return inputs
+
+
+def gradient(trainer, loss):
+    trainer.model.zero_grad()
+    loss.backward()
+    return torch.cat(
+        [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in trainer.model.parameters()]
+    )
+
+
+def close(ours, theirs, tolerance=1e-5):
+    assert torch.isfinite(theirs).all()
+    assert theirs.norm() > 0
+    return (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+# --- TRL is left as it is
+
+
+def test_grpo_is_stock_trl_bit_for_bit(tmp_path):
+    settings = {"max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    stock = build(tmp_path, kind=STOCK, **settings)
+    before = weights(stock)
+    stock.train()
+    ours = build(tmp_path, "grpo", **settings)  # after that run: making a trainer seeds torch
+    ours.train()
+    assert not torch.equal(before, weights(stock))
+    assert torch.equal(weights(ours), weights(stock))
+    for row, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        own = {name for name in row if name.startswith("reg/")}
+        assert own or "train_runtime" in row
+        assert {k: v for k, v in row.items() if k not in TIMES | own} == {
+            k: v for k, v in theirs.items() if k not in TIMES
+        }
+
+
+def test_evaluation_is_stock_trl(tmp_path):
+    found = []
+    for kind, regulator in ((STOCK, None), (RegulatedGRPOTrainer, "lopti")):
+        trainer = build(tmp_path, regulator, kind=kind, num_iterations=2, more={"eval_dataset": DATA.select(range(4))})
+        found.append({k: v for k, v in trainer.evaluate().items() if "time" not in k and "per_second" not in k})
+    assert found[0] == found[1]
+    assert "eval_reward" in found[0]
+
+
+def test_inputs_are_not_mutated(tmp_path):
+    trainer = build(tmp_path, "lopti", num_iterations=2, beta=0.1)
+    inputs = rollouts(trainer)
+    before = {name: value.clone() for name, value in inputs.items()}
+    trainer._compute_loss(trainer.model, inputs)
+    assert inputs.keys() == before.keys()
+    assert all(torch.equal(inputs[name], before[name]) for name in before)
+
+
+# --- the update is the regulator's
+
+
+def by_hand(trainer, inputs, temperature):
+    """The same batch from plain transformers calls: log-probabilities with gradients, entropies, hidden states."""
+    length = inputs["completion_ids"].shape[1]
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    out = trainer.model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    logp = (out.logits[:, -length - 1 : -1] / temperature).log_softmax(-1)
+    chosen = logp.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+    return chosen, -(logp.exp() * logp).sum(-1), out.hidden_states[-1][:, -length - 1 : -1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_gradient_is_that_of_poise(method, tmp_path):
+    trainer = build(
+        tmp_path, method, correct="spread", num_iterations=max(phases_of(method), 2), temperature=0.9, epsilon=0.1,
+        epsilon_high=0.2,
+    )  # fmt: skip
+    state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    inputs = rollouts(trainer, count=3)
+    moved = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(state)
+    with torch.no_grad():
+        old_logp, entropy, hidden = by_hand(trainer, inputs, 0.9)
+    trainer.model.load_state_dict(moved)
+    batch = TokenBatch(
+        old_logp, inputs["completion_mask"], inputs["advantages"], groups=torch.arange(12) // 4, entropy=entropy,
+        correct=torch.arange(12) % 2 == 1, hidden=hidden, head=Head(state["lm_head.weight"], temperature=0.9),
+        targets=inputs["completion_ids"],
+    )  # fmt: skip
+    settings = objective.Settings(clip_low=0.1, clip_high=0.2, dual_clip=None)
+    phases = regulators.parse(method)(batch)
+    assert len(phases) == inputs[WEIGHTS].shape[1]
+    for number, phase in enumerate(phases):
+        logp, _, _ = by_hand(trainer, inputs, 0.9)
+        loss, metrics = objective.policy_loss(logp, batch, phase, settings, normalizer=batch.mask.sum())
+        expected = gradient(trainer, loss)
+        assert metrics["optim/clip_high"] > 0  # the ratio is live
+        trainer._step = number
+        ours = trainer._compute_loss(trainer.model, inputs)
+        assert close(ours, loss)
+        assert close(gradient(trainer, ours), expected)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "beta"),
+    [(loss_type, 0.0) for loss_type in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo")]
+    + [(loss_type, 0.3) for loss_type in trl_checks.MASKABLE],
+)
+def test_the_phases_of_lopti_add_up_to_trl(loss_type, beta, tmp_path):
+    trainer = build(tmp_path, "lopti(threshold=0.9)", num_iterations=2, loss_type=loss_type, beta=beta)
+    inputs = rollouts(trainer)
+    assert (KEPT in inputs) == (beta != 0)
+    full = STOCK._compute_loss(trainer, trainer.model, inputs)
+    expected = gradient(trainer, full)
+    if beta:
+        assert trainer._metrics["train"]["kl"][-1] > 0
+    total, parts = 0.0, []
+    for trainer._step in range(2):
+        loss = trainer._compute_loss(trainer.model, inputs)
+        parts.append(gradient(trainer, loss))
+        total = total + loss.detach()
+    assert min(part.norm() for part in parts) > 1e-3 * expected.norm()
+    assert torch.isclose(total, full.detach(), rtol=1e-5, atol=1e-6)
+    assert close(sum(parts), expected)
+
+
+def test_gradient_accumulation_changes_nothing(tmp_path):
+    found = []
+    for rows in (8, 4, 2):
+        trainer = build(
+            tmp_path, "ar | lopti(threshold=0.9)", num_iterations=2, beta=0.1, reward=trl_runs.parity, optim="sgd",
+            learning_rate=0.1, per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows,
+            more={"rollout_func": trl_runs.injected},
+        )  # fmt: skip
+        before = weights(trainer)
+        trainer.train()
+        found.append(weights(trainer) - before)
+    assert close(found[1], found[0], 1e-4)
+    assert close(found[2], found[0], 1e-4)
+
+
+def test_lora(tmp_path):
+    import peft
+
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = build(
+        tmp_path, "nthr | lopti(threshold=0.9)", correct="spread", num_iterations=2, beta=0.1, temperature=0.9,
+        more={"peft_config": adapter},
+    )  # fmt: skip
+    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    for name, value in trainer.model.named_parameters():
+        assert torch.equal(value, before[name]) == ("lora" not in name)
+    assert 0 < trainer.state.log_history[0]["reg/low/weight_mean"] < 1
+    assert "reg/high/flagged_share" in trainer.state.log_history[0]
+
+
+# --- phases and TRL's loop
+
+
+class Watched(RegulatedGRPOTrainer):
+    """Writes down when rollouts are made, and which phase follows."""
+
+    def _generate_and_score_completions(self, inputs):
+        self.seen = [*getattr(self, "seen", []), "rollouts"]
+        return super()._generate_and_score_completions(inputs)
+
+    def _compute_loss(self, model, inputs):
+        self.seen.append(self._phase())
+        return super()._compute_loss(model, inputs)
+
+
+def test_fresh_rollouts_begin_in_the_first_phase_also_after_resume(tmp_path):
+    settings = {
+        "regulator": "lopti", "kind": Watched, "num_iterations": 2, "steps_per_generation": 2, "max_steps": 8,
+        "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 4,
+    }  # fmt: skip
+    trainer = build(tmp_path, **settings)
+    trainer.train()
+    assert trainer.seen == ["rollouts", 0, 0, 1, 1] * 2
+    whole = weights(trainer)
+
+    again = build(tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.seen == ["rollouts", 0, 0, 1, 1]
+    assert torch.allclose(weights(again), whole, atol=1e-6)
+
+    again._step = 3  # as a run leaves it that was stopped
+    again.seen = []
+    again.train()
+    assert again.seen == ["rollouts", 0, 0, 1, 1] * 2
+
+    broken = shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-6")
+    state = json.loads((broken / "trainer_state.json").read_text())
+    (broken / "trainer_state.json").write_text(json.dumps(state | {"global_step": 6}))
+    with pytest.raises(CannotRegulateError, match=r"between the phases of lopti.*Resume from checkpoint-4"):
+        build(tmp_path, **settings).train(resume_from_checkpoint=str(broken))
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+def test_a_phase_without_a_token_does_not_move_the_model(threshold, tmp_path):
+    """Adam has momentum and weight decay: a step without a gradient would show."""
+    stock = build(tmp_path, kind=STOCK, max_steps=4, per_device_train_batch_size=4)
+    before = weights(stock)
+    stock.train()
+    ours = build(
+        tmp_path, f"lopti(threshold={threshold})", num_iterations=2, max_steps=8, per_device_train_batch_size=4
+    )
+    ours.train()
+    assert close(weights(ours) - before, weights(stock) - before, 1e-4)
+    idle = [row["reg/idle_steps"] for row in ours.state.log_history[:-1]]
+    assert idle == ([1.0, 0.0] if threshold == 0 else [0.0, 1.0]) * 4
+
+
+def test_two_processes_train_as_one(tmp_path):
+    """Three groups of four on two processes with six responses each: the middle group is split between them."""
+    alone, logged = trl_runs.train_together(tmp_path, rows=12)
+    assert 0.05 < logged[0]["reg/low/weight_mean"] < logged[0]["reg/high/weight_mean"] + 0.5 < 1
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", trl_runs.__file__]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    together, theirs = torch.load(tmp_path / "result.pt")
+    start = weights(build(tmp_path, "grpo"))
+    assert close(together - start, alone - start, 1e-4)
+    for row, other in zip(logged, theirs, strict=True):
+        assert row == pytest.approx(other, rel=1e-4)
+
+
+# --- what cannot be done is refused
+
+
+TWO = {"num_iterations": 2}
+REFUSED = [
+    ("ar", {"importance_sampling_level": "sequence", "loss_type": "grpo"}, "collapse to their mean.*='token'"),
+    ("tr-grpo", {"beta": 0.1}, r"tr-grpo\(kl_weighted=False\)"),
+    ("tr-grpo", {"entropy_coef": 0.1}, "entropy_coef=0.*kl_weighted=False"),
+    ("lopti", {"entropy_coef": 0.1} | TWO, "set entropy_coef=0"),
+    ("lopti", {"use_adaptive_entropy": True} | TWO, "use_adaptive_entropy=False"),
+    *[("lopti", {"beta": 0.1, "loss_type": kind} | TWO, "beta=0, or loss_type to one of dapo")
+      for kind in ("grpo", "sapo", "bnpo", "vespo")],
+    ("lopti", {"beta": 0.1, "top_entropy_quantile": 0.2} | TWO, r"'entropy\(quantile=0.2\)"),
+    ("lopti", {"beta": 0.1, "off_policy_mask_threshold": 0.5} | TWO, "off_policy_mask_threshold"),
+    ("lopti", {}, r"2 phases \(low, high\).*num_iterations=2 in GRPOConfig, not 1"),
+    ("lopti", {"num_iterations": 4}, "num_iterations=2 in GRPOConfig, not 4"),
+    ("lopti", {"gradient_accumulation_steps": 2, "steps_per_generation": 1} | TWO, "mix the phases"),
+    ("lopti", {"max_steps": 5} | TWO, r"max_steps \(5\) must be a multiple of 2"),
+    ("lopti", {"save_strategy": "steps", "save_steps": 3} | TWO, r"save_steps \(3\) must be a multiple of 2"),
+    ("lopti", {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "r"} | TWO,
+     r"eval_steps \(3\) must be a multiple of 2"),
+    ("lopti", {"optim": "adalomo"} | TWO, "another optimizer"),
+    ("nthr", {}, "pass correct="),
+    ("lopty", {}, "did you mean 'lopti'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "settings", "message"), REFUSED, ids=[f"{m}-{s}" for m, s, _ in REFUSED])
+def test_refused_before_the_model_is_loaded(method, settings, message, tmp_path):
+    args = config(tmp_path, **settings)
+    with pytest.raises(ValueError, match=message):
+        RegulatedGRPOTrainer("no/such-model", trl_runs.spread, args, DATA, regulator=method)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("grpo", {"importance_sampling_level": "sequence", "loss_type": "grpo", "beta": 0.1, "entropy_coef": 0.1}),
+        ("tr-grpo(kl_weighted=False)", {"beta": 0.1, "loss_type": "grpo", "entropy_coef": 0.1}),
+        ("grpo(passes=2)", {"beta": 0.1, "loss_type": "bnpo", "entropy_coef": 0.1} | TWO),
+        ("lopti", {"loss_type": "grpo", "top_entropy_quantile": 0.2, "save_strategy": "epoch"} | TWO),
+        ("ar", {"num_iterations": 3, "max_steps": 5}),
+    ],
+)
+def test_what_can_be_done_is_not_refused(method, settings, tmp_path):
+    trl_checks.check_config(config(tmp_path, **settings), probe(regulators.parse(method)), method)
+
+
+def test_saves_by_share_are_checked_when_training_starts(tmp_path):
+    trainer = build(tmp_path, "lopti", save_strategy="steps", save_steps=0.25, max_steps=4, **TWO)
+    with pytest.raises(CannotRegulateError, match=r"save_steps \(1\) must be a multiple of 2"):
+        trainer.train()
+
+
+def fake(**settings):
+    args = SimpleNamespace(per_device_train_batch_size=2, steps_per_generation=1)
+    return SimpleNamespace(
+        **{
+            "aux_loss_enabled": False, "is_deepspeed_enabled": False, "is_fsdp_enabled": False, "args": args,
+            "accelerator": SimpleNamespace(num_processes=2), "num_generations": 4,
+        }
+        | settings
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("lopti", {"aux_loss_enabled": True}, "router_aux_loss_coef=0"),
+        ("lopti", {"is_deepspeed_enabled": True}, "use FSDP or DDP"),
+        ("nthr", {"is_fsdp_enabled": True}, "use DDP"),
+        ("nthr", {}, "whole groups on each process"),
+        ("nthr | entropy", {}, "TopEntropy may look at the whole batch"),
+    ],
+)
+def test_refused_once_the_trainer_is_known(method, settings, message):
+    regulator = regulators.parse(method)
+    with pytest.raises(CannotRegulateError, match=message):
+        trl_checks.check_trainer(fake(**settings), regulator, probe(regulator), method)
+
+
+def test_another_version_of_trl_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(trl, "__version__", "1.17.0")
+    with pytest.raises(CannotRegulateError, match=r"tested with TRL 1.16, this is 1.17.0"):
+        build(tmp_path, "grpo")
+
+
+def test_a_patched_trainer_is_refused(monkeypatch, tmp_path):
+    class Replaced(RegulatorMixin, type("GRPOTrainer", (), {"__module__": "unsloth_cache"})):
+        pass
+
+    with pytest.raises(CannotRegulateError, match=r"does not inherit from trl.trainer.grpo_trainer.GRPOTrainer"):
+        Replaced(regulator="ar")
+    monkeypatch.setattr(STOCK, "compute_loss", lambda *_: None)
+    with pytest.raises(CannotRegulateError, match=r"GRPOTrainer.compute_loss is not TRL's own but comes from test_trl"):
+        build(tmp_path, "ar")
+
+
+def test_a_loss_that_goes_past_poise_is_noticed(tmp_path):
+    class Mine(RegulatedGRPOTrainer):
+        def compute_loss(self, model, inputs, **_):
+            return STOCK._compute_loss(self, model, inputs)
+
+    class Other(RegulatedGRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return STOCK._generate_and_score_completions(self, inputs)
+
+    with pytest.raises(RuntimeError, match="computed past poise: ar had no effect"):
+        build(tmp_path, "ar", kind=Mine).train()
+    with pytest.raises(RuntimeError, match="carries no weights of ar"):
+        build(tmp_path, "ar", kind=Other).train()
+
+
+def test_what_is_correct_is_never_guessed(tmp_path):
+    with pytest.raises(CannotRegulateError, match=r"'nobody' is not a reward function.*parity"):
+        build(tmp_path, "nthr", correct="nobody", reward=trl_runs.parity)
+    trainer = build(tmp_path, "nthr", correct="parity", reward=trl_runs.parity)
+    with pytest.raises(CannotRegulateError, match="does not say what is correct"):
+        rollouts(trainer)
+    trainer._correct = lambda rewards: rewards[:, 0] > 2
+    assert WEIGHTS in rollouts(trainer)
+
+
+def fickle(batch):
+    """Phases that are not those it had when it was tried."""
+    return regulators.parse("grpo" if batch.mask.shape == (8, 16) else "lopti")(batch)
+
+
+def test_a_regulator_that_changes_its_phases_is_refused(tmp_path):
+    trainer = build(tmp_path, fickle)
+    with pytest.raises(CannotRegulateError, match=r"has made 2 phases \(low, high\), where there were 1"):
+        rollouts(trainer)
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    from test_docs import ROOT, snippets
+
+    monkeypatch.chdir(tmp_path)
+    found = snippets(ROOT / "docs/trl.md")
+    assert found
+    namespace = {"__name__": "snippets"}
+    for code in found:
+        exec(compile(code, "docs/trl.md", "exec"), namespace)
+    assert Path("runs").exists()
