@@ -81,20 +81,48 @@ def injected(prompts, trainer):
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
 
-def train_together(folder, rows):
-    """Two optimizer steps on three groups of four, on as many processes as there are: weights, and what was logged."""
-    trainer = build(
-        folder, "entropy(quantile=0.5) | lopti(threshold=0.05)", reward=parity, more={"rollout_func": injected},
-        per_device_train_batch_size=rows, num_iterations=2, beta=0.05, optim="sgd", max_steps=4, weight_decay=0.0,
-        learning_rate=0.5,
-    )  # fmt: skip
-    trainer.train()
-    logged = [{k: v for k, v in row.items() if k.startswith("reg/")} for row in trainer.state.log_history]
-    return weights(trainer), logged
+def ragged(prompts, trainer):
+    """TRL's own samples, cut to different lengths: the model ends none of them by itself so soon."""
+    prompt_ids, images, fields = trainer._tokenize_prompts(prompts)
+    completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, fields, trainer.num_generations)
+    cut = [ids[: len(ids) - i % 5] for i, ids in enumerate(completion_ids)]
+    return {"prompt_ids": prompt_ids, "completion_ids": cut, "logprobs": None}
+
+
+def holed(prompts, trainer):
+    """The same, with tokens in between that are not the model's, as a tool's answer is not: TRL's tool_mask."""
+    made = ragged(prompts, trainer)
+    masks = [
+        [int(not 2 <= place - i % 3 < 4) for place in range(len(ids))] for i, ids in enumerate(made["completion_ids"])
+    ]
+    return {**made, "env_mask": masks}
+
+
+TOGETHER = {"entropy(quantile=0.5) | lopti(threshold=0.05)": 12, "nthr | lopti(threshold=0.05)": 16}
+
+
+def train_together(folder, processes):
+    """Two generation batches of each method on injected rollouts: how far the weights came, and what was logged.
+
+    Twelve responses in groups of four: with two processes the middle group is split between them.
+    """
+    found = {}
+    for method, rows in TOGETHER.items():
+        trainer = build(
+            folder, method, reward=parity, more={"rollout_func": injected}, correct=lambda rewards: rewards[:, 0] > 1,
+            per_device_train_batch_size=rows // processes, num_iterations=2, beta=0.05, optim="sgd", max_steps=4,
+            weight_decay=0.0, learning_rate=0.5,
+        )  # fmt: skip
+        assert trainer.accelerator.num_processes == processes
+        before = weights(trainer)
+        trainer.train()
+        logged = [{k: v for k, v in row.items() if k.startswith("reg/")} for row in trainer.state.log_history]
+        found[method] = weights(trainer) - before, logged
+    return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    result = train_together(Path(sys.argv[1]), rows=6)
+    result = train_together(Path(sys.argv[1]), processes=2)
     if os.environ["RANK"] == "0":
         torch.save(result, Path(sys.argv[1]) / "result.pt")
