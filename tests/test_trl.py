@@ -12,6 +12,7 @@ import pytest
 import torch
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
+peft = pytest.importorskip("peft")
 
 import trl_runs  # noqa: E402
 from trl_runs import DATA, build, config, weights  # noqa: E402
@@ -73,8 +74,11 @@ def close(ours, theirs, tolerance=1e-5):
 # --- TRL is left as it is
 
 
-def test_grpo_is_stock_trl_bit_for_bit(tmp_path):
-    settings = {"max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+@pytest.mark.parametrize(("steps", "dropout"), [(8, None), (3, 0.3)])
+def test_grpo_is_stock_trl_bit_for_bit(steps, dropout, tmp_path):
+    settings = {"max_steps": steps, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    if dropout:
+        settings["more"] = {"peft_config": peft.LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear")}
     stock = build(tmp_path, kind=STOCK, **settings)
     before = weights(stock)
     stock.train()
@@ -210,8 +214,6 @@ def test_gradient_accumulation_changes_nothing(tmp_path):
 
 
 def test_lora(tmp_path):
-    import peft
-
     adapter = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = build(
         tmp_path, "nthr | lopti(threshold=0.9)", correct="spread", num_iterations=2, beta=0.1, temperature=0.9,
@@ -295,6 +297,7 @@ def test_a_phase_without_a_token_does_not_move_the_model(threshold, tmp_path):
 def test_two_processes_train_as_one(tmp_path):
     alone = trl_runs.train_together(tmp_path, processes=1)
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    # On a CPU `accelerate launch` starts a single process unless there is MPI; on GPUs it starts this launcher too.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", trl_runs.__file__]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

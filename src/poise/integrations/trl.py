@@ -26,7 +26,6 @@ try:
     from accelerate.utils import gather_object
     from transformers import TrainerCallback
     from trl import GRPOTrainer
-    from trl.models.utils import disable_gradient_checkpointing
 except ImportError as error:
     raise ImportError(f"poise.integrations.trl needs TRL: install poise with its extra 'trl' ({error})") from error
 
@@ -37,6 +36,11 @@ from poise.linear import Head
 from poise.regulators import Regulator, parse, summary
 
 WEIGHTS, KEPT = "poise_weights", "poise_kept"  # (B, phases, T) in TRL's batch
+_FIELDS = {  # of TokenBatch, as TRL names them
+    "targets": "completion_ids",
+    "ref_logp": "ref_per_token_logps",
+    "sampler_logp": "sampling_per_token_logps",
+}
 _Mixed: Any = object  # the mixin's methods call those of TRL's trainer by super()
 Correct = str | Callable[[Tensor], Tensor]
 
@@ -120,7 +124,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             moving = moving | (inputs[KEPT][:, phase] != 0)
         elif self.beta != 0 or self._entropy_bonus_enabled:
             moving = moving | (inputs["completion_mask"] != 0)
-        self._poise.moving.append(moving.sum())
+        self._poise.moving.append(moving.sum())  # on the device: it is asked for once per optimizer step
         return super()._compute_loss(model, weighted)
 
     # --- ours
@@ -198,8 +202,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             fields["entropy"] = whole(entropy.float())
         if hidden is not None:
             fields |= {"hidden": hidden, "head": self._head()}
-        if "targets" in needs:
-            fields["targets"] = whole(output["completion_ids"])
+        for name, theirs in _FIELDS.items():
+            if name in needs and theirs in output:
+                fields[name] = whole(output[theirs])
         batch = TokenBatch(
             whole(old_logp.float()),
             whole(mask.long()),
@@ -213,7 +218,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         """Log-probabilities, entropies and hidden states of the sampled tokens, before the update.
 
         Where generation and update are aligned TRL has no old log-probabilities, and takes the current ones for them in
-        the loss. They are computed for the weights alone, so that TRL's loss remains what it is.
+        the loss. They are computed for the weights alone, so that TRL's loss remains what it is; without dropout, which
+        would make them noisy and use up random numbers.
         """
         needs = self.regulator.needs
         logp = output.get("old_per_token_logps")
@@ -223,8 +229,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         known = inspect.signature(self._get_per_token_logps_and_entropies).parameters
         images = {name: output[name] for name in known if name in output}
         states: list[Tensor] = []
-        checkpointing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with checkpointing, self._hidden_states(states, length):
+        with self._without_dropout(), self._hidden_states(states, length):
             found, entropy, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
@@ -238,6 +243,14 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if hidden is not None and not self._poise.head_checked:
             self._check_head(hidden, found, output)
         return found if logp is None else logp, entropy, hidden
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
 
     @contextmanager
     def _hidden_states(self, states: list[Tensor], length: int) -> Iterator[None]:
@@ -271,7 +284,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         logits = self._head()(hidden[row, column]).float()
         ours = logits.log_softmax(-1).gather(-1, output["completion_ids"][row, column][:, None])[:, 0]
         gap = float((ours - logp[row, column].float()).abs().max()) if len(row) else 0.0
-        if not gap <= (1e-3 if hidden.dtype == torch.float32 else 0.3):
+        exact = hidden.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
+        if not gap <= (1e-3 if exact else 0.3):
             raise CannotRegulateError(
                 f"{type(self._causal_model()).__name__} does something between its base model and its head that poise "
                 f"does not know (log-probabilities differ by {gap:.2g}): {self._regulator_name} cannot be used with it"
