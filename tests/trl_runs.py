@@ -64,6 +64,20 @@ def build(folder, regulator=None, *, kind=RegulatedGRPOTrainer, reward=spread, c
     return trainer
 
 
+def rollouts(trainer, count=2):
+    """One generation batch, as TRL's loop would have it, and a model that has moved on since."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [DATA[i] for i in range(count) for _ in range(trainer.num_generations)]
+    inputs = trainer._generate_and_score_completions(rows)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator) * parameter.std())
+    return inputs
+
+
 def weights(trainer):
     model = trainer.accelerator.unwrap_model(trainer.model)
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
