@@ -43,6 +43,7 @@ _FIELDS = {  # of TokenBatch, as TRL names them
 }
 _Mixed: Any = object  # the mixin's methods call those of TRL's trainer by super()
 Correct = str | Callable[[Tensor], Tensor]
+Method = str | Regulator | Callable[[TokenBatch], Any]
 
 
 @dataclass
@@ -64,7 +65,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     the rewards (B, reward functions) that returns bool (B,).
     """
 
-    def __init__(self, *args: Any, regulator: str | Regulator, correct: Correct | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, regulator: Method, correct: Correct | None = None, **kwargs: Any) -> None:
         check_trl(type(self))
         self.regulator = parse(regulator)
         self._regulator_name = regulator if isinstance(regulator, str) else repr(regulator)
