@@ -1,0 +1,354 @@
+"""Regulators inside TRL: ``RegulatedGRPOTrainer``, and the mixin behind it for those who subclass already.
+
+>>> trainer = RegulatedGRPOTrainer(model, reward, GRPOConfig(num_iterations=2, ...), dataset, regulator="lopti")
+
+TRL's loop, loss, checkpoints and logging stay as they are. Groups are whole only where TRL has just generated and
+scored (``_generate_and_score_completions``); there the regulator is run, and its weights join the batch as tensors that
+travel through TRL's shuffling and splitting. ``_compute_loss`` takes advantages of shape (B, T): weights are not
+negative, so weighting the advantage is weighting the clipped policy term.
+
+The phases of a regulator are iterations of TRL (``num_iterations``): the step counter and the learning-rate schedule
+tick in each of them. What TRL cannot express is refused by ``trl_checks``. Evaluation is TRL's own, all tokens alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from accelerate.utils import gather_object
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+except ImportError as error:
+    raise ImportError(f"poise.integrations.trl needs TRL: install poise with its extra 'trl' ({error})") from error
+
+from poise.batch import Phase, TokenBatch
+from poise.integrations.probe import ALL, PART, Demands, demands, probe
+from poise.integrations.trl_checks import CannotRegulateError, check_config, check_start, check_trainer, check_trl
+from poise.linear import Head
+from poise.regulators import Regulator, parse, summary
+
+WEIGHTS, KEPT = "poise_weights", "poise_kept"  # (B, phases, T) in TRL's batch
+_FIELDS = {  # of TokenBatch, as TRL names them
+    "targets": "completion_ids",
+    "ref_logp": "ref_per_token_logps",
+    "sampler_logp": "sampling_per_token_logps",
+}
+_Mixed: Any = object  # the mixin's methods call those of TRL's trainer by super()
+Correct = str | Callable[[Tensor], Tensor]
+Method = str | Regulator | Callable[[TokenBatch], Any]
+
+
+@dataclass
+class _State:
+    """What the mixin keeps between TRL's calls."""
+
+    rewards: Tensor | None = None  # (all rows, reward functions), of the last generation
+    hooked: bool = False  # whether the loss under way went through us
+    moving: list[Tensor] = field(default_factory=list)  # how many tokens took part since the last optimizer step
+    head_checked: bool = False
+    demands: Demands = field(default=Demands(("all",), True, ALL))
+
+
+class RegulatorMixin(_Mixed):  # type: ignore[misc]
+    """Puts a regulator into a subclass of TRL's ``GRPOTrainer``: ``class Mine(RegulatorMixin, MyTrainer)``.
+
+    ``regulator`` is the text form, a ``Regulator``, or a function from a batch to phases. ``correct`` tells methods
+    that need the verifier's word (NTHR) what it is: the name of a reward function that returns 0 or 1, or a function of
+    the rewards (B, reward functions) that returns bool (B,).
+    """
+
+    def __init__(self, *args: Any, regulator: Method, correct: Correct | None = None, **kwargs: Any) -> None:
+        check_trl(type(self))
+        self.regulator = parse(regulator)
+        self._regulator_name = regulator if isinstance(regulator, str) else repr(regulator)
+        self._correct = correct
+        self._poise = _State(demands=probe(self.regulator))
+        if "correct" in self.regulator.needs and correct is None:
+            raise CannotRegulateError(
+                f"{self._regulator_name} needs the verifier's word: pass correct=, the name of a reward function that "
+                "returns 0 or 1, or a function of the rewards (B, reward functions) that returns bool (B,)"
+            )
+        for value in (*args, *kwargs.values()):  # before the model is loaded
+            if hasattr(value, "steps_per_generation"):
+                check_config(value, self._poise.demands, self._regulator_name)
+        super().__init__(*args, **kwargs)
+        check_config(self.args, self._poise.demands, self._regulator_name)
+        check_trainer(self, self.regulator, self._poise.demands, self._regulator_name)
+        if isinstance(correct, str) and correct not in self.reward_func_names:
+            known = ", ".join(self.reward_func_names)
+            raise CannotRegulateError(f"correct={correct!r} is not a reward function (there are: {known})")
+        self.add_callback(_Callback(self))
+
+    # --- TRL's hooks, in the order in which a step passes through them
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, and a check that its loss went through ours."""
+        self._poise.hooked = False
+        loss = super().training_step(*args, **kwargs)
+        if not self._poise.hooked:
+            raise RuntimeError(
+                f"the loss was computed past poise: {self._regulator_name} had no effect. Something overrides "
+                "compute_loss or _compute_loss; put RegulatorMixin first among the bases, and call super() there"
+            )
+        return loss
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        self._poise.rewards = super()._calculate_rewards(*args, **kwargs)
+        return self._poise.rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        return {**output, **self._weights(output)} if self.model.training else output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        self._poise.hooked = True
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        if WEIGHTS not in inputs:
+            raise RuntimeError(f"the batch carries no weights of {self._regulator_name}: it was generated past poise")
+        phase = self._phase()
+        weights = inputs[WEIGHTS][:, phase]
+        advantages = inputs["advantages"]
+        weighted = {name: value for name, value in inputs.items() if name not in (WEIGHTS, KEPT)}
+        weighted["advantages"] = (advantages if advantages.dim() == 2 else advantages[:, None]) * weights
+        moving = weighted["advantages"] != 0
+        if KEPT in inputs:  # never completion_mask: that is the attention mask too
+            weighted["tool_mask"] = inputs[KEPT][:, phase]
+            moving = moving | (inputs[KEPT][:, phase] != 0)
+        elif self.beta != 0 or self._entropy_bonus_enabled:
+            moving = moving | (inputs["completion_mask"] != 0)
+        self._poise.moving.append(moving.sum())  # on the device: it is asked for once per optimizer step
+        return super()._compute_loss(model, weighted)
+
+    # --- ours
+
+    def _phase(self) -> int:
+        """Which of the regulator's phases this iteration is."""
+        iteration = self._step // self.args.steps_per_generation % self.num_iterations
+        return int(iteration) if len(self._poise.demands.phases) > 1 else 0
+
+    @torch.no_grad()
+    def _weights(self, output: dict[str, Any]) -> dict[str, Tensor]:
+        """Run the regulator on a fresh generation batch: what is to travel with it, and metrics for TRL's log."""
+        wants = self._poise.demands
+        if len(wants.phases) > 1 and self._step % (self.args.steps_per_generation * self.num_iterations):
+            raise RuntimeError("fresh rollouts would begin in the middle of their phases: TRL's step count is off")
+        batch, rows = self._token_batch(output)
+        phases = self.regulator(batch)
+        self._check_phases(phases, batch)
+        for name, value in self._summary(phases, batch).items():
+            self._metrics["train"][name].append(value)
+
+        length = output["completion_mask"].shape[1]
+        travels = {WEIGHTS: torch.stack([phase.policy[rows, :length] for phase in phases], 1)}
+        if wants.kl == PART and self.beta != 0:
+            kept = torch.stack([phase.kl[rows, :length] != 0 for phase in phases], 1)  # tool_mask is in there
+            travels[KEPT] = kept.to(output["completion_mask"].dtype)
+        return travels
+
+    def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> None:
+        """The regulator must do what it did when it was tried, as far as TRL cares."""
+        wants = self._poise.demands
+        if len(phases) != len(wants.phases):
+            names = ", ".join(phase.name for phase in phases)
+            raise CannotRegulateError(
+                f"{self._regulator_name} has made {len(phases)} phases ({names}), where there were {len(wants.phases)} "
+                "when it was tried: return all phases every time, even those without a token"
+            )
+        if self.beta != 0 or self._entropy_bonus_enabled:
+            now = demands(phases, batch)
+            if now.kl not in (ALL, wants.kl):
+                check_config(self.args, now, self._regulator_name)
+                if now.kl == PART:
+                    raise CannotRegulateError(
+                        f"{self._regulator_name} masked no KL term when it was tried, but does now"
+                    )
+
+    def _token_batch(self, output: dict[str, Any]) -> tuple[TokenBatch, slice]:
+        """The whole generation batch, that of all processes, and which rows are ours.
+
+        Hidden states are not gathered: where they are needed it is the batch of this process, with whole groups.
+        """
+        needs = self.regulator.needs
+        mask = output["completion_mask"]
+        if "tool_mask" in output:
+            mask = mask * output["tool_mask"]
+        old_logp, entropy, hidden = self._old_policy(output)
+        count, rank = len(mask), self.accelerator.process_index
+        ours = slice(rank * count, (rank + 1) * count)
+        alone = hidden is not None
+
+        def whole(values: Tensor) -> Tensor:
+            if alone or self.accelerator.num_processes == 1:
+                return values
+            if values.dim() == 2:
+                values = self.accelerator.pad_across_processes(values, dim=1)
+            return self.accelerator.gather(values.contiguous())  # type: ignore[no-any-return]
+
+        rewards = self._poise.rewards
+        assert rewards is not None
+        scores = rewards[ours] if alone else rewards
+        fields: dict[str, Any] = {"rewards": (scores * self.reward_weights.to(scores.device)).nansum(1)}
+        if self._correct is not None:
+            fields["correct"] = self._is_correct(scores)
+        if entropy is not None:
+            fields["entropy"] = whole(entropy.float())
+        if hidden is not None:
+            fields |= {"hidden": hidden, "head": self._head()}
+        for name, theirs in _FIELDS.items():
+            if name in needs and theirs in output:
+                fields[name] = whole(output[theirs])
+        batch = TokenBatch(
+            whole(old_logp.float()),
+            whole(mask.long()),
+            whole(output["advantages"].float()),
+            groups=torch.arange(len(scores), device=mask.device) // self.num_generations,  # by the order of prompts
+            **fields,
+        )
+        return batch, slice(None) if alone else ours
+
+    def _old_policy(self, output: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities, entropies and hidden states of the sampled tokens, before the update.
+
+        Where generation and update are aligned TRL has no old log-probabilities, and takes the current ones for them in
+        the loss. They are computed for the weights alone, so that TRL's loss remains what it is; without dropout, which
+        would make them noisy and use up random numbers.
+        """
+        needs = self.regulator.needs
+        logp = output.get("old_per_token_logps")
+        if logp is not None and not needs & {"entropy", "hidden"}:
+            return logp, None, None
+        length = output["completion_ids"].shape[1]
+        known = inspect.signature(self._get_per_token_logps_and_entropies).parameters
+        images = {name: output[name] for name in known if name in output}
+        states: list[Tensor] = []
+        with self._without_dropout(), self._hidden_states(states, length):
+            found, entropy, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
+                torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
+                length,
+                batch_size=self.args.per_device_train_batch_size,
+                compute_entropy="entropy" in needs,
+                **images,
+            )
+        hidden = torch.cat(states) if states else None
+        if hidden is not None and not self._poise.head_checked:
+            self._check_head(hidden, found, output)
+        return found if logp is None else logp, entropy, hidden
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+
+    @contextmanager
+    def _hidden_states(self, states: list[Tensor], length: int) -> Iterator[None]:
+        """Collects what the base model hands to the head at the places that predict the completion."""
+        if "hidden" not in self.regulator.needs:
+            yield
+            return
+        hook = self._causal_model().base_model.register_forward_hook(
+            lambda _module, _args, out: states.append(out.last_hidden_state[:, -length - 1 : -1].detach())
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _causal_model(self) -> Any:
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if hasattr(model, "peft_config") else model
+
+    def _head(self) -> Head:
+        model = self._causal_model()
+        output, config = model.get_output_embeddings(), model.config.get_text_config()
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        bias = getattr(output, "bias", None)
+        return Head(output.weight.detach(), None if bias is None else bias.detach(), self.temperature, scale, softcap)
+
+    def _check_head(self, hidden: Tensor, logp: Tensor, output: dict[str, Any]) -> None:
+        """Our log-probabilities from these hidden states against TRL's, for some tokens, once."""
+        row, column = (places[:64] for places in output["completion_mask"].nonzero(as_tuple=True))
+        logits = self._head()(hidden[row, column]).float()
+        ours = logits.log_softmax(-1).gather(-1, output["completion_ids"][row, column][:, None])[:, 0]
+        gap = float((ours - logp[row, column].float()).abs().max()) if len(row) else 0.0
+        exact = hidden.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
+        if not gap <= (1e-3 if exact else 0.3):
+            raise CannotRegulateError(
+                f"{type(self._causal_model()).__name__} does something between its base model and its head that poise "
+                f"does not know (log-probabilities differ by {gap:.2g}): {self._regulator_name} cannot be used with it"
+            )
+        self._poise.head_checked = True
+
+    def _is_correct(self, rewards: Tensor) -> Tensor:
+        if callable(self._correct):
+            return self._correct(rewards)
+        values = rewards[:, self.reward_func_names.index(self._correct)].nan_to_num(0.0)
+        if ((values != 0) & (values != 1)).any():
+            found = values[(values != 0) & (values != 1)][0].item()
+            raise CannotRegulateError(
+                f"the reward function {self._correct!r} returned {found:g}, so it does not say what is correct; pass "
+                "correct=, a function of the rewards (B, reward functions) that returns bool (B,)"
+            )
+        return values == 1
+
+    def _summary(self, phases: list[Phase], batch: TokenBatch) -> dict[str, float]:
+        """``reg/…`` metrics over all processes."""
+        numbers = summary(phases, batch)
+        if batch.hidden is None or self.accelerator.num_processes == 1:
+            return numbers
+        found = gather_object([numbers])  # each process has a batch of its own
+        names = {name: [one[name] for one in found if name in one] for one in found for name in one}
+        return {name: sum(values) / len(values) for name, values in names.items()}
+
+    def _start(self) -> None:
+        """Training begins, perhaps for the second time, perhaps in the middle: rollouts are made afresh."""
+        wants = self._poise.demands
+        check_start(self.args, self.state, wants, self._regulator_name)
+        self._poise.moving = []
+        if len(wants.phases) > 1:
+            self._step, self._buffered_inputs = 0, None
+
+    def _hold_still(self) -> None:
+        """Keep the optimizer from moving the model by momentum alone, where no token of a phase took part.
+
+        A parameter without a gradient is left alone by every optimizer, with its state. Regulators with one phase are
+        left to TRL, which does step on a batch without advantages.
+        """
+        moving, self._poise.moving = self._poise.moving, []
+        if len(self._poise.demands.phases) == 1:
+            return
+        idle = int(self.accelerator.reduce(torch.stack(moving).sum(), reduction="sum")) == 0
+        self._metrics["train"]["reg/idle_steps"].append(float(idle))
+        if idle:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+
+class _Callback(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, trainer: RegulatorMixin) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.trainer._start()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.trainer._hold_still()
+
+
+class RegulatedGRPOTrainer(RegulatorMixin, GRPOTrainer):  # type: ignore[misc]
+    """TRL's ``GRPOTrainer`` with ``regulator=``, say ``"ar(alpha=0.3) | lopti(threshold=0.5)"``."""

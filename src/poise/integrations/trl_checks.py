@@ -1,0 +1,212 @@
+"""What TRL cannot be made to do with a regulator: refused before training starts, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trl
+
+from poise.integrations.probe import ALL, PART, Demands
+from poise.regulators import (
+    NTHR,
+    AdvantageReweighting,
+    Amplify,
+    Compose,
+    Constant,
+    Identity,
+    Lopti,
+    Regulator,
+    TokenRegulation,
+)
+
+TESTED = "1.16"
+HOME = "trl.trainer.grpo_trainer"
+# What the mixin hangs on. All of these must be TRL's own.
+HOOKS = (
+    "training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "_generate_and_score_completions",
+    "_calculate_rewards", "_get_per_token_logps_and_entropies",
+)  # fmt: skip
+# Loss types in which ``tool_mask`` leaves the denominator alone, so that it can take terms out of a phase.
+MASKABLE = ("dapo", "dr_grpo", "cispo", "luspo")
+# Regulators that look at no more than a group, so that each process can work on its own groups.
+GROUP_LOCAL = (Identity, AdvantageReweighting, Amplify, Constant, Lopti, NTHR, TokenRegulation)
+
+
+class CannotRegulateError(ValueError):
+    """TRL, as it is set up, cannot do what the regulator asks for."""
+
+
+def check_trl(trainer: type) -> None:
+    """The version, and that the methods are TRL's own."""
+    if trl.__version__.split(".")[:2] != TESTED.split("."):
+        raise CannotRegulateError(
+            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}: what it rests on may have "
+            f"changed. Install 'trl=={TESTED}.*', as poise's extra 'trl' does"
+        )
+    base = next((kind for kind in trainer.__mro__ if (kind.__module__, kind.__name__) == (HOME, "GRPOTrainer")), None)
+    if base is None:
+        raise CannotRegulateError(
+            f"{trainer.__name__} does not inherit from {HOME}.GRPOTrainer. Another library may have put its own class "
+            "in its place (Unsloth does), which computes the loss past poise: train without that library, or import "
+            "poise.integrations.trl before it"
+        )
+    for name in HOOKS:
+        found = getattr(vars(base).get(name), "__module__", None)
+        if found != HOME:
+            raise CannotRegulateError(
+                f"GRPOTrainer.{name} is not TRL's own but comes from {found}: it may compute the loss past poise. "
+                "Train without the library that patches it"
+            )
+
+
+def check_config(args: Any, wants: Demands, name: str) -> None:
+    """What can be said from the GRPOConfig alone. ``name`` is the regulator, as the user wrote it."""
+    _check_ratio(args, wants, name)
+    _check_kl(args, wants, name)
+    count = len(wants.phases)
+    if count == 1:
+        return
+    listed = ", ".join(wants.phases)
+    if args.num_iterations != count:
+        raise CannotRegulateError(
+            f"{name} updates in {count} phases ({listed}), each an iteration of TRL: set num_iterations={count} in "
+            f"GRPOConfig, not {args.num_iterations}"
+        )
+    if args.steps_per_generation % args.gradient_accumulation_steps:
+        raise CannotRegulateError(
+            f"one optimizer step would mix the phases ({listed}) of {name}: steps_per_generation "
+            f"({args.steps_per_generation}) must be a multiple of gradient_accumulation_steps "
+            f"({args.gradient_accumulation_steps})"
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optimizer or "layerwise" in optimizer:
+        raise CannotRegulateError(
+            f"optim={optimizer!r} updates the weights inside the backward pass, so that a phase of {name} without a "
+            "token could not be kept from moving the model; take another optimizer, such as 'adamw_torch_fused'"
+        )
+    if args.fp16 and not args.max_grad_norm:
+        raise CannotRegulateError(
+            f"fp16 without gradient clipping cannot leave out the step of a phase of {name} without a token; set "
+            "max_grad_norm (1e9 clips nothing), or bf16=True"
+        )
+    _check_saves(args, name)
+
+
+def period(args: Any) -> int:
+    """Optimizer steps per generation batch, all iterations together."""
+    return int(args.steps_per_generation * args.num_iterations) // int(args.gradient_accumulation_steps)
+
+
+def check_start(args: Any, state: Any, wants: Demands, name: str) -> None:
+    """What is known once training is about to start: how long it is, and where it resumes."""
+    if len(wants.phases) == 1:
+        return
+    steps = period(args)
+    if state.global_step % steps:
+        whole = state.global_step // steps * steps
+        remedy = f"Resume from checkpoint-{whole}" if whole else "Start afresh"
+        raise CannotRegulateError(
+            f"step {state.global_step} lies between the phases of {name}: a generation batch takes {steps} optimizer "
+            f"steps, and its rollouts are not in the checkpoint. {remedy}, or from another multiple of {steps}"
+        )
+    _check_multiple("max_steps", state.max_steps, steps, name)
+    _check_multiple(*_save_interval(args, state.save_steps, state.eval_steps), steps, name)
+
+
+def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str) -> None:
+    """What only the finished trainer can say: the model, the engine, the processes, the rewards."""
+    if trainer.aux_loss_enabled and wants.split:
+        raise CannotRegulateError(
+            f"the MoE auxiliary loss would act in every phase of {name}; set router_aux_loss_coef=0 in GRPOConfig"
+        )
+    if trainer.is_deepspeed_enabled and len(wants.phases) > 1:
+        raise CannotRegulateError(
+            f"DeepSpeed takes the optimizer step inside the backward pass, so that a phase of {name} without a token "
+            "could not be kept from moving the model; use FSDP or DDP"
+        )
+    if "hidden" not in regulator.needs:
+        return
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise CannotRegulateError(f"{name} needs the whole output weight, which FSDP and DeepSpeed shard; use DDP")
+    if trainer.accelerator.num_processes == 1:
+        return
+    parts = regulator.parts if isinstance(regulator, Compose) else (regulator,)
+    for part in parts:
+        if not isinstance(part, GROUP_LOCAL):
+            raise CannotRegulateError(
+                f"{type(part).__name__} may look at the whole batch, but hidden states, which {name} needs, are not "
+                "gathered from other processes; use one process, or leave it out"
+            )
+    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    if rows % trainer.num_generations:
+        raise CannotRegulateError(
+            f"{name} needs whole groups on each process: per_device_train_batch_size × steps_per_generation ({rows}) "
+            f"must be a multiple of num_generations ({trainer.num_generations})"
+        )
+
+
+def _check_ratio(args: Any, wants: Demands, name: str) -> None:
+    if args.importance_sampling_level != "token" and not wants.plain:
+        raise CannotRegulateError(
+            f"importance_sampling_level={args.importance_sampling_level!r} has one ratio for a whole response, in "
+            f"which the token weights of {name} collapse to their mean; set importance_sampling_level='token'"
+        )
+
+
+def _check_kl(args: Any, wants: Demands, name: str) -> None:
+    bonus = args.entropy_coef != 0 or args.use_adaptive_entropy
+    if wants.kl == ALL:
+        return
+    if bonus:
+        raise CannotRegulateError(
+            f"{name} does not leave the entropy bonus alone, and TRL cannot weight it token by token; set "
+            "entropy_coef=0 and use_adaptive_entropy=False"
+            + ("" if wants.split else ", or kl_weighted=False where the method has it")
+        )
+    if args.beta == 0:
+        return
+    if wants.kl != PART:
+        raise CannotRegulateError(
+            f"{name} weights the KL term token by token, which TRL cannot express; set beta=0, or kl_weighted=False "
+            "where the method has it, as in 'tr-grpo(kl_weighted=False)'"
+        )
+    if args.loss_type not in MASKABLE:
+        raise CannotRegulateError(
+            f"{name} masks the KL term, but with loss_type={args.loss_type!r} a mask would change the loss of the "
+            f"other tokens too; set beta=0, or loss_type to one of {', '.join(MASKABLE)}"
+        )
+    if args.top_entropy_quantile < 1:
+        raise CannotRegulateError(
+            f"{name} masks the KL term, and TRL would take the quantile of top_entropy_quantile inside that mask; set "
+            f"it to 1 and use poise's own, 'entropy(quantile={args.top_entropy_quantile}) | ...', or set beta=0"
+        )
+    if args.off_policy_mask_threshold is not None:
+        raise CannotRegulateError(
+            f"{name} masks the KL term, and TRL would measure off_policy_mask_threshold inside that mask; set it to "
+            "None, or set beta=0"
+        )
+
+
+def _check_saves(args: Any, name: str) -> None:
+    steps = period(args)
+    if args.max_steps > 0:
+        _check_multiple("max_steps", args.max_steps, steps, name)
+    field, value = _save_interval(args, args.save_steps, args.eval_steps)
+    if value is not None and value >= 1:  # a share of the steps is not known yet
+        _check_multiple(field, value, steps, name)
+
+
+def _save_interval(args: Any, save_steps: float, eval_steps: float | None) -> tuple[str, float | None]:
+    kind = getattr(args.save_strategy, "value", args.save_strategy)
+    if kind == "steps":
+        return "save_steps", save_steps
+    by_steps = getattr(args.eval_strategy, "value", args.eval_strategy) == "steps"
+    return "eval_steps", eval_steps if kind == "best" and by_steps else None
+
+
+def _check_multiple(field: str, value: float | None, steps: int, name: str) -> None:
+    if value is not None and value % steps:
+        raise CannotRegulateError(
+            f"{field} ({value:g}) must be a multiple of {steps}: a generation batch takes that many optimizer steps "
+            f"with {name}, and training cannot go on from between its phases"
+        )

@@ -1,0 +1,43 @@
+"""What regulators ask of a framework."""
+
+import pytest
+
+from poise import Phase, regulators
+from poise.integrations.probe import probe
+
+
+@pytest.mark.parametrize(
+    ("method", "phases", "plain", "kl", "split"),
+    [
+        ("grpo", ("all",), True, "all", False),
+        ("grpo(passes=2)", ("pass1", "pass2"), True, "all", False),
+        ("ar", ("all",), False, "all", False),
+        ("ar(alpha=0)", ("all",), True, "all", False),
+        ("entropy", ("all",), False, "all", False),
+        ("nthr", ("all",), False, "all", False),
+        ("tr-grpo", ("all",), False, "weighted", False),
+        ("tr-grpo(kl_weighted=False)", ("all",), False, "all", False),
+        ("ar | lopti", ("low", "high"), False, "part", True),
+        ("lopti(threshold=0)", ("low", "high"), False, "part", True),
+        ("tr-grpo | lopti", ("low", "high"), False, "weighted", True),
+    ],
+)
+def test_demands(method, phases, plain, kl, split):
+    found = probe(regulators.parse(method))
+    assert (found.phases, found.plain, found.kl, found.split) == (phases, plain, kl, split)
+
+
+def test_a_mask_that_would_take_the_policy_term_away_is_no_mask():
+    def no_kl(batch):
+        return [Phase.of(batch, 1.0, 0.0)]
+
+    assert probe(regulators.parse(no_kl)).kl == "weighted"
+
+
+def test_an_error_says_where_it_came_up():
+    def broken(_):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        probe(regulators.parse(broken))
+    assert "made-up batch" in caught.value.__notes__[0]
