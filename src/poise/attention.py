@@ -70,10 +70,10 @@ def _decode(
     _check(module, settings)
     layer, scale, window = int(module.layer_idx), settings.get("scaling"), settings.get("sliding_window")  # type: ignore[arg-type]
     if packing is None:
-        tokens = (x[:, :, 0] for x in (query, key, value))
-        return decoding.attend(layer, *tokens, scale, window)[:, None]
+        return decoding.attend(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, window)[:, None]
     decoding.keep(layer, key[0], value[0])
-    return _over_segments(query, key, value, packing, scale, window)
+    out: Tensor = _over_segments(query, key, value, packing, scale, window)
+    return out
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer calls it as it is, whatever the lengths
@@ -119,14 +119,15 @@ def _check(module: nn.Module, settings: dict[str, Any]) -> None:
 
 
 @cache
-def _has_flash(device: torch.device) -> bool:
+def has_flash(device: torch.device) -> bool:
+    """Whether torch's flash kernel runs on this CUDA device."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def _has_kernel(q: Tensor, v: Tensor) -> bool:
     width = q.shape[-1]
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and width == v.shape[-1] and width % 8 == 0 and width <= 256 and _has_flash(q.device)
+    return q.is_cuda and half and width == v.shape[-1] and width % 8 == 0 and width <= 256 and has_flash(q.device)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None, window: int | None) -> Tensor:

@@ -9,9 +9,9 @@ from poise.linear import Head
 from poise.packing import layout_prompts
 from poise.policy import Policy
 from poise.rollout.sampling import Sampling
-from poise.rollout.slots import SharedKeys, SlotKeys
+from poise.rollout.slots import Shape, SharedKeys, SlotKeys
 
-EVERY = 16  # steps between two looks at what has finished
+EVERY = {"cpu": 8, "cuda": 16}  # steps between two looks at what has finished; a look makes the host wait
 
 
 class Decoder:
@@ -25,13 +25,18 @@ class Decoder:
     def __init__(self, policy: Policy, keys: SharedKeys | SlotKeys) -> None:
         self.policy, self.keys = policy, keys
         like = keys.states
+        self.every = EVERY.get(like.device.type, 16)
         self.hidden = torch.zeros_like(like)  # (slots, d) what the next token is drawn from
-        self.points = torch.zeros((EVERY, keys.slots), device=like.device)  # random numbers, a row per step
-        self.tokens = torch.zeros((EVERY, keys.slots), dtype=torch.long, device=like.device)
+        self.points = torch.zeros((self.every, keys.slots), device=like.device)  # random numbers, a row per step
+        self.tokens = torch.zeros((self.every, keys.slots), dtype=torch.long, device=like.device)
         self.logp, self.entropy = torch.zeros_like(self.points), torch.zeros_like(self.points)
         self.tick = torch.zeros(1, dtype=torch.long, device=like.device)  # the step's number since the last look
         # A mask of four dimensions is one that transformers takes as it is.
         self.mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=like.device)
+
+    def size(self, n: int) -> int:
+        """How many rows to decode where n are taken: as many."""
+        return n
 
     def read(self, prompts: list[list[int]], numbers: list[int], rows: list[int]) -> None:
         """Run different prompts through the model, packed, and keep their keys."""
@@ -68,3 +73,27 @@ class Decoder:
             input_ids=ids, position_ids=positions, attention_mask=self.mask, use_cache=False, decoding=self.keys, **more
         ).last_hidden_state
         return states
+
+
+def layer_shapes(policy: Policy) -> list[Shape]:
+    """What the keys of every layer look like, as one token shows it."""
+    packed = layout_prompts([[0]], policy.device)
+    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=policy.device)
+    probe = _Probe()
+    with torch.no_grad():
+        policy.trunk(
+            input_ids=packed.ids, position_ids=packed.positions, attention_mask=mask, use_cache=False, packing=packed,
+            decoding=probe,
+        )  # fmt: skip
+    count = len(probe.shapes)
+    if sorted(probe.shapes) != list(range(count)):
+        raise NotImplementedError(f"layers are numbered {sorted(probe.shapes)}")
+    return [probe.shapes[layer] for layer in range(count)]
+
+
+class _Probe:
+    def __init__(self) -> None:
+        self.shapes: dict[int, Shape] = {}
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.shapes[layer] = (key.shape[0], key.shape[2], value.shape[2])

@@ -47,7 +47,7 @@ class Sampling:
         if self.top_p == 1 and kept == size:
             return _invert(probs, point)
         # Stable: of equals the first is kept, however many rows there are.
-        ordered, index = probs.sort(-1, descending=True, stable=True)
+        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
         ordered, index = ordered[:, :kept], index[:, :kept]
         reached = ordered.cumsum(-1)
         # A token stays if those before it do not reach top_p; the first always does.

@@ -34,7 +34,8 @@ class Keys:
         self.rows = torch.arange(slots, device=like.device)
         self.position = torch.zeros(slots, dtype=torch.long, device=like.device)  # of the token that comes next
         self.count = torch.zeros_like(self.position)  # response tokens before it
-        self.n = 0
+        self.device, self.n = like.device, 0
+        self.nbytes = 0  # of keys and values
         self.clear()
 
     def clear(self) -> None:
@@ -44,7 +45,7 @@ class Keys:
 
     def place(self, prompts: Sequence[int], counts: Sequence[int]) -> None:
         """From here on the first rows are decoded: the lengths of their prompts, and response tokens so far."""
-        self.n, self.host_counts = len(prompts), list(counts)
+        self.n = len(prompts)
         both = send(torch.tensor([prompts, counts]), self.position.device)
         self.position[: self.n] = both.sum(0)
         self.count[: self.n] = both[1]
@@ -53,7 +54,6 @@ class Keys:
         """All rows have one token more. Nobody reads what lies behind a row's end, so a finished one may go on."""
         self.position[: self.n] += 1
         self.count[: self.n] += 1
-        self.host_counts = [count + 1 for count in self.host_counts]
 
     def keep_states(self, prompts: Sequence[int], states: Tensor) -> None:
         """The states of the prompts' last tokens."""
@@ -78,7 +78,9 @@ class SharedKeys(Keys):
         kind = torch.promote_types(like.dtype, torch.float32)
 
         def make(rows: int, tokens: int, of: int) -> list[Tensor]:
-            return [torch.zeros((rows, s[0], tokens, s[of]), dtype=kind, device=like.device) for s in shapes]
+            made = [torch.zeros((rows, s[0], tokens, s[of]), dtype=kind, device=like.device) for s in shapes]
+            self.nbytes += sum(x.nbytes for x in made)
+            return made
 
         self.prompt_keys, self.prompt_values = (make(prompts, longest_prompt, of) for of in (1, 2))
         self.own_keys, self.own_values = (make(slots, length, of) for of in (1, 2))
@@ -136,6 +138,7 @@ class SharedKeys(Keys):
     def place(self, prompts: Sequence[int], counts: Sequence[int]) -> None:
         """Besides, work out which rows share a prompt."""
         super().place(prompts, counts)
+        self.host_counts = list(counts)
         groups: list[list[int]] = [[] for _ in self.lengths]
         for row in range(self.n):
             groups[self.home[self.prompt_of[row]]].append(row)
@@ -154,6 +157,7 @@ class SharedKeys(Keys):
     def advance(self) -> None:
         """All rows have one token more."""
         super().advance()
+        self.host_counts = [count + 1 for count in self.host_counts]
         self.begin()
 
     def begin(self) -> None:
@@ -236,7 +240,9 @@ class SlotKeys(Keys):
         super().__init__(slots, length, width, like)
 
         def make(of: int) -> list[Tensor]:
-            return [torch.zeros((slots, length, s[0], s[of]), dtype=like.dtype, device=like.device) for s in shapes]
+            made = [torch.zeros((slots, length, s[0], s[of]), dtype=like.dtype, device=like.device) for s in shapes]
+            self.nbytes += sum(x.nbytes for x in made)
+            return made
 
         self.keys, self.values = make(1), make(2)
         self.starts_q = torch.arange(slots + 1, dtype=torch.int32, device=like.device)
