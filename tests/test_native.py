@@ -195,6 +195,21 @@ class TestNeighbours:
         assert not torch.equal(first, draw(2))
         assert len({tuple(row) for row in first[:4].tolist()}) == 4
 
+    def test_a_call_that_was_interrupted_leaves_nothing_behind(self, monkeypatch):
+        policy = tiny("llama")
+        engine = NativeEngine(policy)
+        run = Decoder.run
+        monkeypatch.setattr(Decoder, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
+        monkeypatch.setattr(Decoder, "run", run)
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(0.8)
+        after = engine.generate(prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
+        fresh = CachedEngine(policy).generate(prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
+        assert torch.equal(after.tokens, fresh.tokens)
+
     def test_weights_that_have_changed_are_used(self):
         policy = tiny("llama")
         engine = NativeEngine(policy)

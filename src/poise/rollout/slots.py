@@ -22,6 +22,7 @@ from poise._transfer import send
 from poise.attention import over_slots
 from poise.packing import Packed
 
+ROUND = 16  # response tokens: products of fewer go a slower way in torch, and fewer shapes are better anyway
 Shape = tuple[int, int, int]  # of a layer: key heads, width of a key, width of a value
 
 
@@ -66,7 +67,10 @@ class Keys:
 
 
 class SharedKeys(Keys):
-    """Prompts apart from responses: (prompts, heads, length, D) and (slots, heads, length, D) for every layer."""
+    """Prompts apart from responses: (prompts, heads, length, D) and (slots, heads, length, D) for every layer.
+
+    A prompt's keys lie as (heads, D, length), since that is how a product takes them fastest.
+    """
 
     def __init__(
         self, shapes: Sequence[Shape], slots: int, prompts: int, longest_prompt: int, length: int, width: int,
@@ -82,7 +86,8 @@ class SharedKeys(Keys):
             self.nbytes += sum(x.nbytes for x in made)
             return made
 
-        self.prompt_keys, self.prompt_values = (make(prompts, longest_prompt, of) for of in (1, 2))
+        self.prompt_keys = [x.transpose(2, 3).contiguous() for x in make(prompts, longest_prompt, 1)]
+        self.prompt_values = make(prompts, longest_prompt, 2)
         self.own_keys, self.own_values = (make(slots, length, of) for of in (1, 2))
 
     def clear(self) -> None:
@@ -102,8 +107,8 @@ class SharedKeys(Keys):
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """The keys of packed prompt tokens, (heads, L, D)."""
         home, position = self.target
-        for store, new in ((self.prompt_keys, key), (self.prompt_values, value)):
-            store[layer][home, :, position] = new.transpose(0, 1).to(store[layer].dtype)
+        for store, new in ((self.prompt_keys[layer].transpose(2, 3), key), (self.prompt_values[layer], value)):
+            store[home, :, position] = new.transpose(0, 1).to(store.dtype)
 
     def join(self, rows: Sequence[int], prompts: Sequence[int]) -> Tensor:
         """Sequences take these rows; their prompts have been read. Returns the states that the first tokens need."""
@@ -124,7 +129,8 @@ class SharedKeys(Keys):
             self.lengths[b] = self.lengths[a]
         del self.lengths[len(kept) :]
         longest = max(self.lengths, default=0)
-        _move([self.states, *(x[:, :, :longest] for x in (*self.prompt_keys, *self.prompt_values))], sources, holes)
+        keys = [x[..., :longest] for x in self.prompt_keys]
+        _move([self.states, *keys, *(x[:, :, :longest] for x in self.prompt_values)], sources, holes)
 
     def move(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Sequences go to other rows, which are free."""
@@ -151,7 +157,6 @@ class SharedKeys(Keys):
             where = {row: at for at, row in reversed(list(enumerate(in_order)))}
             self.members, self.at = send(in_order, device), send([where[row] for row in range(self.n)], device)
         self.prompt_length = send(list(prompts), device)
-        self.even = min(prompts) == max(prompts)
         self.begin()
 
     def advance(self) -> None:
@@ -164,7 +169,8 @@ class SharedKeys(Keys):
         """What a step's layers have in common."""
         self.biases: dict[int | None, Tensor | None] = {}
         self.lockstep = min(self.host_counts) == max(self.host_counts)
-        self.used = min(max(self.host_counts) + 1, self.length)
+        self.newest = min(max(self.host_counts), self.length - 1)
+        self.used = min(-(-(self.newest + 1) // ROUND) * ROUND, self.length)
         self.column = self.count[: self.n].clamp(max=self.length - 1)  # where the row's next key goes
 
     def attend(
@@ -175,16 +181,14 @@ class SharedKeys(Keys):
         own_keys, own_values = self.own_keys[layer], self.own_values[layer]
         for store, new in ((own_keys, key), (own_values, value)):
             if self.lockstep:
-                store[:n, :, self.used - 1] = new
+                store[:n, :, self.newest] = new
             else:
                 store[self.rows[:n], :, self.column] = new.to(store.dtype)
         key_heads, longest = key.shape[1], max(self.lengths)
         each = heads // key_heads  # queries per key head
         queries = (query * (width**-0.5 if scale is None else scale)).to(own_keys.dtype)
-        first, own = (
-            x.flatten(0, 1).transpose(1, 2)
-            for x in (self.prompt_keys[layer][: self.groups, :, :longest], own_keys[:n, :, : self.used])
-        )
+        first = self.prompt_keys[layer][: self.groups, ..., :longest].flatten(0, 1)
+        own = own_keys[:n, :, : self.used].flatten(0, 1).transpose(1, 2)
         # One product per prompt and key head, for all of the group's queries; one per row and key head.
         scores = torch.cat(
             [
@@ -222,7 +226,7 @@ class SharedKeys(Keys):
         return self.biases[window]
 
     def _make_bias(self, window: int | None, longest: int, kind: torch.dtype) -> Tensor | None:
-        if window is None and self.even and self.lockstep and longest == max(self.lengths) == min(self.lengths):
+        if window is None and self.lockstep and self.used == self.newest + 1 and longest == min(self.lengths):
             return None
         count, before = self.column[:, None], self.prompt_length[:, None]
         first = torch.arange(longest, device=count.device)
@@ -248,11 +252,17 @@ class SlotKeys(Keys):
         self.starts_q = torch.arange(slots + 1, dtype=torch.int32, device=like.device)
         self.starts_k = self.starts_q * length
 
+    def clear(self) -> None:
+        """Forget all sequences: the weights may have changed."""
+        super().clear()
+        self.longest = 0  # of the prompts so far
+
     # Who is where
 
     def reading(self, packed: Packed, prompts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> None:
         """These prompts are about to be read, packed, each into a row that will be a sequence of its."""
         self.home.update(zip(prompts, rows, strict=True))
+        self.longest = max(self.longest, *lengths)
         row, position = self._of_tokens(packed, rows, lengths)
         self.target = row * self.length + position
 
@@ -265,7 +275,8 @@ class SlotKeys(Keys):
         """Sequences take these rows; their prompts have been read, and are copied from where they are."""
         self.prompt_of.update(zip(rows, prompts, strict=True))
         pairs = [(self.home[p], row) for row, p in zip(rows, prompts, strict=True) if self.home[p] != row]
-        _move([self.states, *self.keys, *self.values], [a for a, _ in pairs], [b for _, b in pairs])
+        parts = [x[:, : self.longest] for x in (*self.keys, *self.values)]
+        _move([self.states, *parts], [a for a, _ in pairs], [b for _, b in pairs])
         return self.states[send(list(rows), self.states.device)]
 
     def leave(self, rows: Sequence[int]) -> None:
