@@ -2,13 +2,14 @@
 
 Registered as ``"poise"``. Without ``packing=`` it is transformers' own "sdpa", mask included. With it, a keyword that
 transformers' models hand down to their attention, the tokens are those of a ``Packed``: half precision on CUDA goes to
-the variable-length flash kernel that comes with torch; anything else is padded here, inside the attention alone.
+the variable-length flash kernel that comes with torch; anything else is padded here, inside the attention alone. With
+``decoding=`` the keys and values are those of an engine (``rollout/slots.py``).
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,20 @@ _kernel = torch.ops.aten._flash_attention_forward
 LAYERS = {"full_attention", "sliding_attention"}
 
 
+class Decoding(Protocol):
+    """An engine's keys and values."""
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take the keys and values of packed tokens, (heads, L, D)."""
+        ...
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Attention of one token per sequence, (n, heads, D), to all that went before it and to itself."""
+        ...
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -33,13 +48,32 @@ def attention(
     attention_mask: Tensor | None,
     *,
     packing: Packed | None = None,
+    decoding: Decoding | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """(1, H, L, D) queries, keys and values to (1, L, H, D), as transformers calls it."""
+    """(1, H, L, D) queries, keys and values to (1, L, H, D), as transformers calls it.
+
+    In decoding (n, H, 1, D) to (n, 1, H, D); while a prompt is read, packed, its keys are kept for that.
+    """
+    if decoding is not None:
+        return _decode(module, query, key, value, packing, decoding, settings), None
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
     _check(module, settings)
     return _over_segments(query, key, value, packing, settings.get("scaling"), settings.get("sliding_window")), None
+
+
+def _decode(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, packing: Packed | None, decoding: Decoding,
+    settings: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    _check(module, settings)
+    layer, scale, window = int(module.layer_idx), settings.get("scaling"), settings.get("sliding_window")  # type: ignore[arg-type]
+    if packing is None:
+        return decoding.attend(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, window)[:, None]
+    decoding.keep(layer, key[0], value[0])
+    out: Tensor = _over_segments(query, key, value, packing, scale, window)
+    return out
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer calls it as it is, whatever the lengths
@@ -85,14 +119,15 @@ def _check(module: nn.Module, settings: dict[str, Any]) -> None:
 
 
 @cache
-def _has_flash(device: torch.device) -> bool:
+def has_flash(device: torch.device) -> bool:
+    """Whether torch's flash kernel runs on this CUDA device."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def _has_kernel(q: Tensor, v: Tensor) -> bool:
     width = q.shape[-1]
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and width == v.shape[-1] and width % 8 == 0 and width <= 256 and _has_flash(q.device)
+    return q.is_cuda and half and width == v.shape[-1] and width % 8 == 0 and width <= 256 and has_flash(q.device)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None, window: int | None) -> Tensor:
@@ -103,6 +138,27 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None
         scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )[0]  # fmt: skip
     return out
+
+
+def over_slots(
+    q: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor, position: Tensor, scale: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """(n, heads, D) queries, one per slot of (n, length, fewer heads, D) keys, which see them up to ``position`` (n,).
+
+    ``starts_q`` and ``starts_k`` are where queries and slots begin, int32: 0, 1, … and 0, length, …
+    """
+    if _has_kernel(q, values):
+        out: Tensor = _kernel(
+            q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), starts_q, starts_k, 1, keys.shape[1], 0.0, True,
+            False, scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+            seqused_k=(position + 1).to(torch.int32),
+        )[0]  # fmt: skip
+        return out
+    back = position[:, None] - torch.arange(keys.shape[1], device=q.device)
+    seen = back >= 0 if window is None else (back >= 0) & (back < window)
+    k, v = (repeat_kv(x.transpose(1, 2), q.shape[1] // x.shape[2]) for x in (keys, values))
+    return scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=seen[:, None, None], scale=scale)[:, :, 0]
 
 
 def repeat(x: Tensor, index: Tensor) -> Tensor:

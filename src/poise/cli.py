@@ -161,6 +161,10 @@ def evaluate(
     n: Annotated[int, typer.Option("--n", min=1, help="Samples per problem: the k of avg@k, pass@k, maj@k.")] = 8,
     problems: Annotated[int, typer.Option(min=1, help="How many held-out problems.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(min=1e-6, max=1.0, help="Draw from the likeliest tokens that reach it.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=1)] = 512,
     batch: Annotated[int, typer.Option(min=0, help="Responses decoded together; 0: all.")] = 256,
     seed: Annotated[int, typer.Option()] = 0,
@@ -181,7 +185,7 @@ def evaluate(
     from poise.console import Console
     from poise.evaluate import evaluate as run
     from poise.policy import load_policy
-    from poise.rollout.cached import CachedEngine
+    from poise.rollout.choose import choose
 
     with explained():
         built = _task(task, people, args or [])
@@ -189,8 +193,8 @@ def evaluate(
             fail(f"--json {json_to}: there is no folder {json_to.parent}")
         policy = load_policy(model, device=device, remote_code=remote_code)
         result = run(
-            policy, CachedEngine(policy, batch), built, problems=problems, samples=n, temperature=temperature,
-            max_tokens=max_tokens, seed=seed, progress=_progress,
+            policy, choose(policy, "transformers", batch, note=_note), built, problems=problems, samples=n,
+            temperature=temperature, max_tokens=max_tokens, seed=seed, top_p=top_p, top_k=top_k, progress=_progress,
         )  # fmt: skip
         summary = result.summary()
         with Console(0) as console:
@@ -199,6 +203,10 @@ def evaluate(
         if json_to:
             about = {"model": model, "task": task, "people": people, "settings": args or [], "seed": seed}
             json_to.write_text(json.dumps({**about, **summary}, indent=1))
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _progress(done: int, total: int) -> None:

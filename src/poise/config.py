@@ -96,6 +96,11 @@ class RolloutConfig(_Group):
     temperature: Annotated[Real, Field(gt=0)] = 1.0
     batch: CountOrZero = 0  # sequences that are decoded together; 0: all of a step
     max_prompt: Count = 512  # longest prompt, in tokens
+    # Tokens to draw from: the most likely ones that together reach top_p, or top_k of them; 1 and 0: all. Ratios and
+    # entropies are of the whole distribution all the same.
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    top_k: CountOrZero = 0
+    engine: Literal["auto", "native", "transformers"] = "transformers"  # auto: native, where the model can use it
     # Where the old policy's log-probabilities come from: the sampler, or a forward pass of the training model. The
     # second costs that pass, and is for samplers whose arithmetic differs from the trainer's.
     old_logp: Literal["sampled", "recomputed"] = "sampled"

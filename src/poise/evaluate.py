@@ -63,6 +63,8 @@ def evaluate(
     temperature: float,
     max_tokens: int,
     seed: int = 0,
+    top_p: float = 1.0,
+    top_k: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Sample ``samples`` responses to each of the first ``problems`` held-out problems of a seed, and one greedily.
@@ -77,7 +79,13 @@ def evaluate(
 
     def scores(part: Sequence[Problem], at: int, group: int, heat: float) -> list[list[Score]]:
         out = engine.generate(
-            prompts[at : at + len(part)], group, max_tokens=max_tokens, temperature=heat, seed=seed * 1_000_003 + at
+            prompts[at : at + len(part)],
+            group,
+            max_tokens=max_tokens,
+            temperature=heat,
+            seed=seed * 1_000_003 + at,
+            top_p=top_p,
+            top_k=top_k,
         )
         texts = [policy.decode(row[mask].tolist()) for row, mask in zip(out.tokens, out.mask, strict=True)]
         return [[judge(task, p, t) for t in texts[i * group : (i + 1) * group]] for i, p in enumerate(part)]

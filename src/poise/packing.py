@@ -134,6 +134,15 @@ def layout(rollouts: Rollouts) -> Packed:
     )
 
 
+def layout_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Packed:
+    """Pack different prompts by themselves; ``places`` are their last tokens."""
+    one = torch.ones((len(prompts), 1), dtype=torch.bool, device=device)
+    zero = torch.zeros_like(one, dtype=torch.long)
+    alone = Rollouts([list(prompt) for prompt in prompts], zero, one, zero, zero, one[:, 0])
+    alone.__dict__["lengths"] = [1] * len(prompts)  # known here: the device need not be asked
+    return layout(alone)
+
+
 def ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """For rows of the given lengths, end to end: the row of each entry, and its number in it."""
     owner = torch.repeat_interleave(lengths)

@@ -28,7 +28,7 @@ from poise.optimizer_state import optimizer_tensors, restore_optimizer
 from poise.policy import Policy, load_policy
 from poise.records import Clock, reward_metrics, rollout_metrics, token_records
 from poise.rollout.base import Engine, Rollouts
-from poise.rollout.cached import CachedEngine
+from poise.rollout.choose import choose
 from poise.run import RunFolder
 from poise.stopping import Stopper
 from poise.tasks import Problem, Score, Task, judge
@@ -75,7 +75,8 @@ class Trainer:
             config.model, device=config.device, dtype=config.dtype, lora=config.lora, remote_code=config.remote_code,
             compiled=config.compile,
         )  # fmt: skip
-        self.engine: Engine = CachedEngine(self.policy, config.rollout.batch)
+        self.notes: list[str] = []  # for whoever watches, once there is a console
+        self.engine: Engine = choose(self.policy, config.rollout.engine, config.rollout.batch, self.notes.append)
         self.masters = self.policy.masters = Masters(self.policy.model)
         self.parameters = self.masters.parameters
         optim = config.optim
@@ -96,6 +97,8 @@ class Trainer:
         done = self._restore()
         trackers = open_trackers(config.tracking, self.folder.path, config.model_dump(mode="json"), start_step=done)
         with Console(config.steps, done, quiet=self.quiet) as console, Stopper(console.note) as stopper:
+            for note in self.notes:
+                console.note(note)
             before = self._before(console)
             if done >= config.steps:
                 console.note(f"already at step {done}: nothing to train; to go on, raise steps=")
@@ -145,6 +148,8 @@ class Trainer:
                 max_tokens=config.rollout.max_tokens,
                 temperature=config.rollout.temperature,
                 seed=seed,
+                top_p=config.rollout.top_p,
+                top_k=config.rollout.top_k,
             )
         with clock("score"):
             texts = [self.policy.decode(t[m].tolist()) for t, m in zip(rollouts.tokens, rollouts.mask, strict=True)]
@@ -259,7 +264,8 @@ class Trainer:
         return evaluate(
             self.policy, self.engine, self.task, problems=asked.problems, samples=asked.samples, seed=asked.seed,
             temperature=config.rollout.temperature if asked.temperature is None else asked.temperature,
-            max_tokens=config.rollout.max_tokens, progress=lambda done, total: console.note(f"  {done}/{total}"),
+            max_tokens=config.rollout.max_tokens, top_p=config.rollout.top_p, top_k=config.rollout.top_k,
+            progress=lambda done, total: console.note(f"  {done}/{total}"),
         )  # fmt: skip
 
     def _before(self, console: Console) -> dict[str, Any]:

@@ -61,7 +61,19 @@ class Engine(Protocol):
     """Samples responses from the policy as it is now."""
 
     def generate(
-        self, prompts: Sequence[list[int]], group: int, *, max_tokens: int, temperature: float, seed: int
+        self,
+        prompts: Sequence[list[int]],
+        group: int,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> Rollouts:
-        """``group`` responses to each prompt. Temperature 0 is greedy. The same seed gives the same tokens."""
+        """``group`` responses to each prompt. Temperature 0 is greedy. The same seed gives the same tokens.
+
+        ``top_p`` and ``top_k`` leave out unlikely tokens when drawing (1 and 0: none). Log-probabilities and entropies
+        are those of the whole softmax all the same.
+        """
         ...

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from poise.policy import Policy, pad_left
 from poise.rollout.base import Rollouts
+from poise.rollout.sampling import Sampling
 
 ROOM = 64  # tokens that a cache grows by
 COMPACT_EVERY = 16  # steps between looks for finished responses to drop
@@ -64,15 +65,24 @@ class CachedEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[list[int]], group: int, *, max_tokens: int, temperature: float, seed: int
+        self,
+        prompts: Sequence[list[int]],
+        group: int,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> Rollouts:
         """``group`` responses to each prompt, group after group."""
         if not prompts:
             raise ValueError("generate: there is no prompt")
+        sampling = Sampling(temperature, top_p, top_k)
         generator = torch.Generator(self.policy.device).manual_seed(seed)
         at_once = max(self.batch // group, 1) if self.batch else len(prompts)
         parts = [
-            self._decode(prompts[i : i + at_once], group, max_tokens, temperature, generator)
+            self._decode(prompts[i : i + at_once], group, max_tokens, sampling, generator)
             for i in range(0, len(prompts), at_once)
         ]
         width = max(part[0].shape[1] for part in parts)
@@ -84,10 +94,10 @@ class CachedEngine:
         return Rollouts([list(p) for p in prompts for _ in range(group)], tokens, mask, logp, entropy, finished)
 
     def _decode(
-        self, prompts: Sequence[list[int]], group: int, max_tokens: int, temperature: float, generator: torch.Generator
+        self, prompts: Sequence[list[int]], group: int, max_tokens: int, sampling: Sampling, generator: torch.Generator
     ) -> tuple[Tensor, ...]:
         policy, device = self.policy, self.policy.device
-        head = policy.head(temperature or 1.0)
+        head = policy.head(sampling.temperature or 1.0)
         ends = torch.tensor(policy.end_tokens, device=device)
         ids, seen = pad_left(prompts, device)
         longest, total, lengths = ids.shape[1], len(prompts) * group, seen.sum(1)
@@ -113,14 +123,13 @@ class CachedEngine:
         finished = torch.zeros(total, dtype=torch.bool, device=device)
         alive = torch.arange(total, device=device)  # the rows that are still being decoded
         for step in range(max_tokens):
-            logs = head(states).float().log_softmax(-1)
-            probs = logs.exp()
-            chosen = logs.argmax(-1) if temperature == 0 else _draw(probs, generator)
+            point = torch.rand(len(states), generator=generator, device=device)
+            chosen, own, spread = sampling.draw(head(states), point)
             going = ~finished[alive]
             tokens[alive, step] = torch.where(going, chosen, 0)
             mask[alive, step] = going
-            logp[alive, step] = logs.gather(1, chosen[:, None])[:, 0] * going
-            entropy[alive, step] = -(probs * logs).sum(-1) * going
+            logp[alive, step] = own.float() * going
+            entropy[alive, step] = spread.float() * going
             finished[alive] |= torch.isin(chosen, ends)
             if step + 1 == max_tokens:
                 break
@@ -141,13 +150,6 @@ class CachedEngine:
             ).last_hidden_state[:, -1]
         used = max(int(mask.any(0).sum()), 1)
         return tokens[:, :used], logp[:, :used], entropy[:, :used], mask[:, :used], finished
-
-
-def _draw(probs: Tensor, generator: torch.Generator) -> Tensor:
-    """One index per row by the inverse of the distribution function: a single random number per row."""
-    reached = probs.cumsum(-1)
-    point = torch.rand(len(probs), 1, generator=generator, device=probs.device) * reached[:, -1:]
-    return torch.searchsorted(reached, point, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def _roomy_cache(policy: Policy) -> Any:

@@ -1,0 +1,26 @@
+"""The engine that a setting means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from poise.policy import ModelError, Policy
+from poise.rollout.base import Engine
+from poise.rollout.cached import CachedEngine
+from poise.rollout.native import NativeEngine, supports
+
+Choice = Literal["auto", "native", "transformers"]
+
+
+def choose(policy: Policy, choice: Choice = "auto", batch: int = 0, note: Callable[[str], None] = print) -> Engine:
+    """The native engine wherever the model can use it, the one on transformers' cache elsewhere; then it is said."""
+    if choice == "transformers":
+        return CachedEngine(policy, batch)
+    if supports(policy):
+        return NativeEngine(policy, batch)
+    name = type(policy.model).__name__
+    if choice == "native":
+        raise ModelError(f"rollout.engine=native cannot decode with {name}: use auto, or transformers")
+    note(f"{name} cannot use the native engine, so sampling goes through transformers' cache, which is slower")
+    return CachedEngine(policy, batch)

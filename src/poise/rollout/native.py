@@ -1,0 +1,125 @@
+"""The engine: prompts read once for their group, sequences in rows that are taken again as soon as one has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from poise.policy import Policy
+from poise.rollout import graphs
+from poise.rollout.base import Rollouts
+from poise.rollout.decoder import Decoder, layer_shapes
+from poise.rollout.queue import Queue, Request
+from poise.rollout.sampling import Sampling
+from poise.rollout.slots import SharedKeys
+
+STEP = 64  # prompt lengths are rounded up to this, so that room is rarely made anew
+
+
+class NativeEngine:
+    """Decodes in the trainer's process, with the trainer's weights, through transformers' own model code.
+
+    ``batch`` bounds how many responses are decoded together; 0 means all. A response depends on the seed, its number
+    and its prompt, and not on what else is decoded or when.
+    """
+
+    def __init__(self, policy: Policy, batch: int = 0) -> None:
+        self.policy, self.batch = policy, batch
+        self.shapes = layer_shapes(policy)
+        self._room_for: tuple[object, ...] = ()
+        self._decoder: Decoder | None = None
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        group: int,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        top_p: float = 1.0,
+        top_k: int = 0,
+    ) -> Rollouts:
+        """``group`` responses to each prompt, group after group."""
+        ends = self.policy.end_tokens
+        wanted = [Request(prompt, max_tokens, ends) for prompt in prompts for _ in range(group)]
+        return self.answer(wanted, Sampling(temperature, top_p, top_k), seed)
+
+    @torch.no_grad()
+    def answer(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
+        """A response to each request, in their order."""
+        _check(requests)
+        made = Queue(requests, self._room(requests), sampling, seed).work()
+        if self._decoder is not None and not graphs.may_stay(self._decoder.keys):
+            self.release()
+        return made
+
+    def release(self) -> None:
+        """Give back the memory of keys and values; the next call takes it again."""
+        self._decoder, self._room_for = None, ()
+
+    def _room(self, requests: Sequence[Request]) -> Decoder:
+        """Keys and values for these requests: those of the call before where it was the same.
+
+        How much is made depends on the requests alone, and not on earlier ones: where a matrix lies may change the last
+        bits of a product, and a run that is resumed is to go on exactly.
+        """
+        like = next(self.policy.trunk.parameters())
+        slots = min(len(requests), self.batch or len(requests))
+        prompts = min(slots, len({tuple(request.prompt) for request in requests}))
+        longest = -(-max(len(request.prompt) for request in requests) // STEP) * STEP
+        length = max(request.max_tokens for request in requests)
+        wanted = (slots, prompts, longest, length, like.dtype, like.device)
+        if self._decoder is None or wanted != self._room_for:
+            self.release()
+            width = self.policy.head().weight.shape[1]
+            if graphs.usable(self.policy, self.shapes):
+                self._decoder = graphs.decoder(self.policy, self.shapes, slots, longest + length, width, like)
+            else:
+                keys = SharedKeys(self.shapes, slots, prompts, longest, length, width, like)
+                self._decoder = Decoder(self.policy, keys)
+            self._room_for = wanted
+        return self._decoder
+
+
+def _check(requests: Sequence[Request]) -> None:
+    if not requests:
+        raise ValueError("generate: there is no prompt")
+    for i, request in enumerate(requests):
+        if not len(request.prompt):
+            raise ValueError(f"request {i}: an empty prompt predicts nothing")
+        if request.max_tokens < 1:
+            raise ValueError(f"request {i}: max_tokens = {request.max_tokens} must be at least 1")
+
+
+@torch.no_grad()
+def supports(policy: Policy) -> bool:
+    """Whether the engine can decode with this model: tried on two prompts, one of them with two responses.
+
+    Their states must be those of a pass over prompt and response in one. Layers that share keys, keep a state of their
+    own, or do not hand keywords down to the attention function would show.
+    """
+    if not policy.packed:
+        return False
+    size = policy.head().vocabulary
+    prompts, tokens = [[1 % size, 2 % size, 3 % size], [3 % size, 1 % size]], [2 % size, 4 % size, 5 % size]
+    owners, like = [0, 0, 1], next(policy.trunk.parameters())
+    expected = []
+    for owner, token in zip(owners, tokens, strict=True):
+        ids = torch.tensor([[*prompts[owner], token]], device=policy.device)
+        expected.append(policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0, -2:])
+    try:
+        keys = SharedKeys(layer_shapes(policy), 3, 2, 3, 1, policy.head().weight.shape[1], like)
+        decoder = Decoder(policy, keys)
+        decoder.read(prompts, [0, 1], [0, 2])
+        before = keys.join([0, 1, 2], owners)
+        keys.place([len(prompts[owner]) for owner in owners], [0, 0, 0])
+        decoder.token = torch.tensor(tokens, device=policy.device)
+        decoder.forward(3)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    wanted = torch.stack(expected).float()
+    gap = torch.stack([before, decoder.hidden], 1).float() - wanted
+    half = like.dtype in (torch.float16, torch.bfloat16)
+    return bool(gap.norm() <= (3e-2 if half else 1e-4) * wanted.norm())
