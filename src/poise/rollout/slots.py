@@ -157,6 +157,9 @@ class SharedKeys(Keys):
             where = {row: at for at, row in reversed(list(enumerate(in_order)))}
             self.members, self.at = send(in_order, device), send([where[row] for row in range(self.n)], device)
         self.prompt_length = send(list(prompts), device)
+        longest = max(self.lengths)
+        seen = torch.arange(longest) < torch.tensor(self.lengths)[:, None]
+        self.padding = None if min(self.lengths) == longest else self._bias(send(seen, device))[:, None, None, None]
         self.begin()
 
     def advance(self) -> None:
@@ -167,7 +170,7 @@ class SharedKeys(Keys):
 
     def begin(self) -> None:
         """What a step's layers have in common."""
-        self.biases: dict[int | None, Tensor | None] = {}
+        self.biases: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}
         self.lockstep = min(self.host_counts) == max(self.host_counts)
         self.newest = min(max(self.host_counts), self.length - 1)
         self.used = min(-(-(self.newest + 1) // ROUND) * ROUND, self.length)
@@ -176,7 +179,11 @@ class SharedKeys(Keys):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """(n, heads, D) queries, and keys and values of the same tokens, to (n, heads, D)."""
+        """(n, heads, D) queries, and keys and values of the same tokens, to (n, heads, D).
+
+        Over the prompt, with one product for all of a group's queries; over the response so far, with one for each
+        row; and put together by the sums of their exponentials.
+        """
         n, heads, width = query.shape
         own_keys, own_values = self.own_keys[layer], self.own_values[layer]
         for store, new in ((own_keys, key), (own_values, value)):
@@ -184,28 +191,27 @@ class SharedKeys(Keys):
                 store[:n, :, self.newest] = new
             else:
                 store[self.rows[:n], :, self.column] = new.to(store.dtype)
-        key_heads, longest = key.shape[1], max(self.lengths)
-        each = heads // key_heads  # queries per key head
+        key_heads, longest, used = key.shape[1], max(self.lengths), self.used
         queries = (query * (width**-0.5 if scale is None else scale)).to(own_keys.dtype)
-        first = self.prompt_keys[layer][: self.groups, ..., :longest].flatten(0, 1)
-        own = own_keys[:n, :, : self.used].flatten(0, 1).transpose(1, 2)
-        # One product per prompt and key head, for all of the group's queries; one per row and key head.
-        scores = torch.cat(
-            [
-                self._apart(self._together(queries, key_heads) @ first, key_heads),
-                (queries.reshape(n * key_heads, each, width) @ own).view(n, heads, self.used),
-            ],
-            -1,
+        if window not in self.biases:
+            self.biases[window] = self._biases(window, longest)
+        padding, behind = self.biases[window]
+
+        scores = self._together(queries, key_heads) @ self.prompt_keys[layer][: self.groups, ..., :longest].flatten(
+            0, 1
         )
-        bias = self._bias(window, longest, scores.dtype)
-        if bias is not None:
-            scores += bias
-        weights = scores.softmax(-1)
-        before, after = weights.split([longest, self.used], -1)
-        values = self.prompt_values[layer][: self.groups, :, :longest].flatten(0, 1)
-        out = self._apart(self._together(before, key_heads) @ values, key_heads)
-        mine = after.reshape(n * key_heads, each, self.used) @ own_values[:n, :, : self.used].flatten(0, 1)
-        return out.add_(mine.view_as(out)).to(query.dtype)
+        if padding is not None:
+            scores.view(self.groups, key_heads, self.widest, -1, longest).add_(padding)
+        first, of_first = _weighted(scores, self.prompt_values[layer][: self.groups, :, :longest].flatten(0, 1))
+        first, of_first = self._apart(first, key_heads), self._apart(of_first, key_heads)
+
+        parts = queries.reshape(n * key_heads, heads // key_heads, width)
+        scores = parts @ own_keys[:n, :, :used].flatten(0, 1).transpose(1, 2)
+        if behind is not None:
+            scores.view(n, heads, used).add_(behind)
+        own, of_own = _weighted(scores, own_values[:n, :, :used].flatten(0, 1))
+        share = torch.sigmoid(of_own.view_as(of_first) - of_first)
+        return torch.lerp(first, own.view_as(first), share).to(query.dtype)
 
     def _together(self, x: Tensor, key_heads: int) -> Tensor:
         """(n, heads, K) by group: (groups · key heads, rows · queries per key head, K)."""
@@ -219,22 +225,28 @@ class SharedKeys(Keys):
         rows = parts.reshape(self.groups * self.widest, -1, x.shape[-1])
         return rows if self.members is None else rows.index_select(0, self.at)
 
-    def _bias(self, window: int | None, longest: int, kind: torch.dtype) -> Tensor | None:
-        """(n, 1, keys) what is added to the scores: −∞ for what a row does not see. The same for all layers."""
-        if window not in self.biases:
-            self.biases[window] = self._make_bias(window, longest, kind)
-        return self.biases[window]
+    def _biases(self, window: int | None, longest: int) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to the scores of prompts (by group) and of responses. The same for all layers."""
+        count, own = self.column[:, None], torch.arange(self.used, device=self.rows.device)
+        if window is None:
+            whole = self.lockstep and self.used == self.newest + 1
+            return self.padding, None if whole else self._bias(own <= count)[:, None]
+        first, before = torch.arange(longest, device=own.device), self.prompt_length[:, None]
+        padding = self._bias((first < before) & (before + count - first < window))
+        padding = padding if self.members is None else padding.index_select(0, self.members)
+        behind = self._bias((own <= count) & (count - own < window))
+        return padding.view(self.groups, 1, self.widest, 1, longest), behind[:, None]
 
-    def _make_bias(self, window: int | None, longest: int, kind: torch.dtype) -> Tensor | None:
-        if window is None and self.lockstep and self.used == self.newest + 1 and longest == min(self.lengths):
-            return None
-        count, before = self.column[:, None], self.prompt_length[:, None]
-        first = torch.arange(longest, device=count.device)
-        own = torch.arange(self.used, device=count.device)
-        seen = torch.cat([first < before, own <= count], 1)
-        if window is not None:
-            seen &= torch.cat([before + count - first < window, count - own < window], 1)
-        return torch.zeros(seen.shape, dtype=kind, device=count.device).masked_fill_(~seen, -torch.inf)[:, None]
+    def _bias(self, seen: Tensor) -> Tensor:
+        # Not −∞: a row may see nothing of its prompt any more, and must get numbers from there, with a share of 0.
+        kind = self.prompt_values[0].dtype
+        return torch.zeros(seen.shape, dtype=kind, device=seen.device).masked_fill_(~seen, torch.finfo(kind).min / 2)
+
+
+def _weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """(…, R, K) scores to the values weighted by their softmax, (…, R, D), and log Σ exp, (…, R, 1)."""
+    weights = scores.softmax(-1)  # the largest weight is 1 / Σ exp(score − largest)
+    return weights @ values, scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
 
 
 class SlotKeys(Keys):
