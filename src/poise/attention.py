@@ -119,15 +119,18 @@ def _check(module: nn.Module, settings: dict[str, Any]) -> None:
 
 
 @cache
-def has_flash(device: torch.device) -> bool:
-    """Whether torch's flash kernel runs on this CUDA device."""
+def _has_flash(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
 
 
+def flash_takes(like: Tensor, key: int, value: int) -> bool:
+    """Whether torch's flash kernel takes heads of these widths, where and in the precision that ``like`` is."""
+    half = like.dtype in (torch.bfloat16, torch.float16)
+    return like.is_cuda and half and key == value and key % 8 == 0 and key <= 256 and _has_flash(like.device)
+
+
 def _has_kernel(q: Tensor, v: Tensor) -> bool:
-    width = q.shape[-1]
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and width == v.shape[-1] and width % 8 == 0 and width <= 256 and has_flash(q.device)
+    return flash_takes(q, q.shape[-1], v.shape[-1])
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None, window: int | None) -> Tensor:

@@ -185,7 +185,7 @@ def evaluate(
     from poise.console import Console
     from poise.evaluate import evaluate as run
     from poise.policy import load_policy
-    from poise.rollout.choose import choose
+    from poise.rollout.cached import CachedEngine
 
     with explained():
         built = _task(task, people, args or [])
@@ -193,7 +193,7 @@ def evaluate(
             fail(f"--json {json_to}: there is no folder {json_to.parent}")
         policy = load_policy(model, device=device, remote_code=remote_code)
         result = run(
-            policy, choose(policy, "transformers", batch, note=_note), built, problems=problems, samples=n,
+            policy, CachedEngine(policy, batch), built, problems=problems, samples=n,
             temperature=temperature, max_tokens=max_tokens, seed=seed, top_p=top_p, top_k=top_k, progress=_progress,
         )  # fmt: skip
         summary = result.summary()
@@ -203,10 +203,6 @@ def evaluate(
         if json_to:
             about = {"model": model, "task": task, "people": people, "settings": args or [], "seed": seed}
             json_to.write_text(json.dumps({**about, **summary}, indent=1))
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _progress(done: int, total: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,13 @@ class Head:
         check_range("Head", "scale", self.scale, 1e-6)
         if self.softcap is not None:
             check_range("Head", "softcap", self.softcap, 1e-6)
+
+    @classmethod
+    def of(cls, output: Any, config: Any, temperature: float = 1.0, master: Tensor | None = None) -> Head:
+        """From a transformers model's output embeddings, and what its config says is done to the logits."""
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(output.weight, getattr(output, "bias", None), temperature, scale, softcap, master)
 
     @property
     def vocabulary(self) -> int:

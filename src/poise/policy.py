@@ -76,13 +76,8 @@ class Policy:
 
     def head(self, temperature: float = 1.0) -> Head:
         """The model's head with the temperature that sampling uses. Gradients reach its weight."""
-        config = self._config
-        scale = getattr(config, "logit_scale", None) or 1.0
-        divisor = getattr(config, "logits_scaling", None) or 1.0
-        softcap = getattr(config, "final_logit_softcapping", None)
-        weight, bias = self._output.weight, getattr(self._output, "bias", None)
-        master = self.masters.of(weight) if self.masters else None  # type: ignore[arg-type]
-        return Head(weight, bias, temperature, scale / divisor, softcap, master)  # type: ignore[arg-type]
+        master = self.masters.of(self._output.weight) if self.masters else None  # type: ignore[arg-type]
+        return Head.of(self._output, self._config, temperature, master)
 
     def encode(self, prompt: str) -> list[int]:
         """A prompt as the model wants to see it: through its chat template where it has one."""

@@ -212,7 +212,7 @@ class Trainer:
     def _hidden(self, rollouts: Rollouts) -> Tensor:
         states = self.policy.hidden(rollouts)
         places = torch.zeros(*rollouts.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
-        places[rollouts.mask] = states
+        places.view(-1, states.shape[-1])[rollouts.index] = states  # by index: a mask would make the host wait
         return places
 
     def _load_reference(self) -> Policy | None:

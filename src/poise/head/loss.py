@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from poise import _triton, objective
+from poise._float32 import accumulator, multiply
 from poise.batch import Phase, TokenBatch
 from poise.head import rows
 from poise.linear import Head, HeadLike, as_head
@@ -40,7 +41,7 @@ def policy_loss(
     tokens: Tensor | None = None,
     memory: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``poise.objective.policy_loss`` from hidden states instead of log-probabilities: same loss, same metrics.
+    """``poise.objective.policy_loss`` from hidden states instead of log-probabilities: the same loss.
 
     ``hidden`` is (B, T, d), where hidden[b, t] predicts targets[b, t], or (n, d) for the tokens that
     ``poise.objective.active`` names, in row order; no others are computed. ``tokens`` (n,) are their flat indices
@@ -72,8 +73,8 @@ def policy_loss(
     with torch.no_grad(), _as_it_is(states):
         products = _products(states, linear, memory)
         first = next(products, None)  # the device has work now, while the host goes on
-        every = terms(batch, phase, settings, normalizer, _at_least_float32(states))
-        chosen, parts = targets.flatten()[tokens], every.at(tokens, ref=settings.kl_coef != 0)
+        every = terms(batch, phase, settings, normalizer, accumulator(states.dtype))
+        parts, chosen = every.at(tokens, ref=settings.kl_coef != 0), targets.flatten()[tokens]
         logp, entropy = _per_row(states), _per_row(states)
         for part, product in chain([first] if first else [], products):
             _row_pass(states).objective_gradient(
@@ -158,10 +159,13 @@ class _Gradients:
         if of_states is not None:
             torch.mm(gradient, self.weight, out=of_states[part])
         if self.places[1] is not None:
-            whole = len(states) == len(self.states) and self.places[1].dtype == gradient.dtype  # nothing to sum
-            self.found[1] = gradient.T @ states if whole else _accumulated(of_weight, gradient.T, states)
+            if of_weight is None:
+                whole = len(states) == len(self.states)  # nothing to sum: at once what is wanted
+                kind = self.places[1].dtype if whole else accumulator(gradient.dtype)
+                of_weight = self.found[1] = gradient.new_empty(self.weight.shape, dtype=kind)
+            multiply(of_weight, gradient.T, states, add=part.start > 0)
         if self.places[2] is not None:
-            total = gradient.sum(0, dtype=_at_least_float32(gradient))
+            total = gradient.sum(0, dtype=accumulator(gradient.dtype))
             self.found[2] = total if of_bias is None else of_bias.add_(total)
 
     def take(self) -> list[Tensor | None]:
@@ -176,17 +180,6 @@ class _Gradients:
                 None if place is None else torch.zeros_like(place) if gradient is None else gradient.to(place.dtype)
             )
         return found
-
-
-def _accumulated(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """``total + left @ right``, the product never rounded to half precision."""
-    if left.is_cuda and left.dtype != torch.float32 and left.dtype != torch.float64:
-        if total is None:
-            return torch.mm(left, right, out_dtype=torch.float32)
-        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    dtype = _at_least_float32(left)
-    left, right = left.to(dtype), right.to(dtype)
-    return left @ right if total is None else total.addmm_(left, right)
 
 
 def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[slice, Tensor]]:
@@ -260,8 +253,4 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _per_row(hidden: Tensor) -> Tensor:
-    return torch.empty(len(hidden), dtype=_at_least_float32(hidden), device=hidden.device)
-
-
-def _at_least_float32(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
+    return torch.empty(len(hidden), dtype=accumulator(hidden.dtype), device=hidden.device)

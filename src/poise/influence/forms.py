@@ -27,8 +27,9 @@ from torch import Tensor
 
 from poise import _triton
 from poise._errors import check_choice
+from poise._float32 import accumulator, multiply
 from poise.influence import steps as in_torch
-from poise.influence.steps import Rows, accumulator, stored
+from poise.influence.steps import Rows, stored
 from poise.linear import Head, HeadLike, as_head
 
 Tokens = tuple[Tensor, Tensor]  # hidden (N, d), targets (N,)
@@ -111,7 +112,7 @@ def _pair(
         if start:
             steps.rescale(pairs, shrink[:n_positive], shrink)
         values = stored(raw)
-        _multiply(pairs, values[:n_positive], values.T, add=start > 0)
+        multiply(pairs, values[:n_positive], values.T, add=start > 0)
     del raw, values  # the slice's memory serves the rest
 
     at_targets = head.weight[targets].to(hidden.dtype)
@@ -119,7 +120,7 @@ def _pair(
     sums = pairs.new_zeros(len(hidden))
     for left in _blocks(n_positive, max(1, block // (4 * len(hidden)))):
         products = pairs.new_empty(left.stop - left.start, len(hidden))
-        _multiply(products, hidden[left], hidden.T)
+        multiply(products, hidden[left], hidden.T)
         left_at_right, right_at_left = hidden[left] @ at_targets.T, at_targets[left] @ hidden.T
         sums += steps.columns(
             pairs[left], products, left_at_right, right_at_left, head, targets, owner, rows, left.start, self_inclusive
@@ -148,10 +149,10 @@ def _linear(
         errors = stored(raw)  # π − e_y
         slices = parts[:, : raw.shape[1]]  # of −G_i, one for each correct response
         for e, h, out in zip(errors[:n_positive].split(lengths), correct, slices, strict=True):
-            _multiply(out, e.T, h)
+            multiply(out, e.T, h)
         total, products = steps.combine(slices, self_inclusive, _operand(hidden))
         positive += products
-        _multiply(pulled, errors[n_positive:], total, add=True)
+        multiply(pulled, errors[n_positive:], total, add=True)
     return torch.linalg.vecdot(pulled, rest), positive
 
 
@@ -177,7 +178,7 @@ def _opaque(
     for left in _blocks(n_positive, 8 * size):  # each costs a pass of the head over all tokens
         ours = errors(left)
         for right in _blocks(len(hidden), size):
-            _multiply(pairs[left, right], ours, errors(right).T)
+            multiply(pairs[left, right], ours, errors(right).T)
     pairs *= exact[:n_positive] @ exact.T
     if not self_inclusive:
         owner = _owner(lengths, len(hidden), hidden.device)
@@ -192,16 +193,6 @@ def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Ten
         raw = memory[:, : vocabulary.stop - vocabulary.start]
         torch.mm(hidden, head.weight[vocabulary].to(hidden.dtype).T, out=raw)
         yield vocabulary.start, raw
-
-
-def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """``out = a b`` or ``out += a b``; operands may be of half precision, sums are in out's."""
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, beta=int(add), out=out)
-    elif out.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
-    else:  # no such product on a CPU: the same values, for tests
-        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(add), out=out)
 
 
 def _by_token_and_response(sums: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from poise._float32 import accumulator
 from poise.linear import Head
 
 LAG = 20.0  # how far the running maximum may rise before what was summed is brought to the new one
@@ -34,11 +35,6 @@ class Rows:
     def norm(self) -> Tensor:
         """(N,) Σ exp(logit − top) over the vocabulary."""
         return self.others + (self.own - self.top).exp()
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """In what sums are kept."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def stored(raw: Tensor) -> Tensor:

@@ -273,11 +273,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
     def _head(self) -> Head:
         model = self._causal_model()
-        output, config = model.get_output_embeddings(), model.config.get_text_config()
-        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None)
-        bias = getattr(output, "bias", None)
-        return Head(output.weight.detach(), None if bias is None else bias.detach(), self.temperature, scale, softcap)
+        return Head.of(model.get_output_embeddings(), model.config.get_text_config(), self.temperature)
 
     def _check_head(self, hidden: Tensor, logp: Tensor, output: dict[str, Any]) -> None:
         """Our log-probabilities from these hidden states against TRL's, for some tokens, once."""

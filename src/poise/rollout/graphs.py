@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poise.attention import has_flash
+from poise.attention import flash_takes
 from poise.policy import Policy
 from poise.rollout.decoder import Decoder
 from poise.rollout.sampling import Sampling
@@ -22,9 +22,7 @@ WARM_UP = 2  # steps before one is recorded
 def usable(policy: Policy, shapes: Sequence[Shape]) -> bool:
     """Whether the flash kernel that comes with torch takes this model's keys."""
     like = next(policy.trunk.parameters())
-    half = like.dtype in (torch.bfloat16, torch.float16)
-    known = all(k == v and k % 8 == 0 and k <= 256 for _, k, v in shapes)
-    return like.is_cuda and half and known and has_flash(like.device)
+    return all(flash_takes(like, key, value) for _, key, value in shapes)
 
 
 def decoder(
