@@ -13,27 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from poise._kernels import LOG2E, NEVER, finished
 from poise.linear import Head
 from poise.objective import KL_ESTIMATORS, Settings, Terms
 
-LOG2E = tl.constexpr(1.4426950408889634)
-NEVER = tl.constexpr(-1e30)  # a logit of no probability
 STATISTICS, OBJECTIVE, GIVEN = 0, 1, 2  # what a pass is for: nothing but logp and entropy, or which gradient
-
-
-@triton.jit
-def _finished(x, bias, scale, softcap, inverse_temperature, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """The logit in units of log 2, and its derivative in its own units, with respect to the product ``W h``."""
-    if BIAS:
-        x = x + bias
-    slope = scale * inverse_temperature
-    if SOFTCAP:
-        t = 2 * tl.sigmoid(2 * (x * scale) / softcap) - 1  # tanh
-        z = t * (softcap * inverse_temperature * LOG2E)
-        slope = slope * (1 - t * t)
-    else:
-        z = x * (slope * LOG2E)
-    return z, slope
 
 
 @triton.jit
@@ -83,7 +67,7 @@ def _row_kernel(
     target = tl.where(known, target, 0)  # what is not a token gets NaN, and writes nowhere else
     own = tl.where(known, tl.load(logits + target).to(tl.float32), float("nan"))
     own_bias = tl.load(bias + target).to(tl.float32) if BIAS else 0.0
-    own, own_slope = _finished(own, own_bias, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+    own, own_slope = finished(own, own_bias, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
     # The target is left out of the sums, so that for a confident token nothing large cancels. Its logit, which is kept
     # in `own`, is made so small that it counts for nothing; that costs no comparison for every element.
     tl.debug_barrier()
@@ -97,9 +81,7 @@ def _row_kernel(
         inside = column < vocabulary
         x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_last").to(tl.float32)
         shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-        z, inner = _finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
-        if SOFTCAP:  # which would lift it up again
-            z = tl.where(x > 0.9 * NEVER, z, NEVER)
+        z, inner = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
         higher = tl.maximum(top, tl.max(z, 0))
         rescale = tl.exp2(top - higher)
         e = tl.exp2(z - higher)
@@ -131,7 +113,7 @@ def _row_kernel(
             inside = column < vocabulary
             x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_first").to(tl.float32)
             shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-            z, inner = _finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+            z, inner = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
             p = tl.exp2(z + lift)
             d = -slope * inner * p
             if ENTROPY:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from poise import _triton
 from poise.linear import Head
 from poise.packing import layout_prompts
 from poise.policy import Policy
@@ -56,15 +57,24 @@ class Decoder:
 
     def draw(self, n: int, head: Head, sampling: Sampling) -> None:
         """A token for each row, written down beside those of the steps before."""
-        point = self.points.index_select(0, self.tick)[0, :n]
-        found = sampling.draw(head(self.hidden[:n]), point)
-        for store, new in zip((self.tokens, self.logp, self.entropy), found, strict=True):
-            store[:, :n].index_copy_(0, self.tick, new[None].to(store.dtype))
-        self.token = found[0]
+        stores = (self.tokens, self.logp, self.entropy)
+        if sampling.whole and _triton.suits(self.hidden):
+            from poise.rollout import kernels
+
+            product = self.hidden[:n] @ head.weight.T.to(self.hidden.dtype)
+            kernels.draw(product, head, sampling.temperature == 0, self.points, self.tick, *stores)
+            self.token = self.tokens.index_select(0, self.tick)[0, :n]
+        else:
+            point = self.points.index_select(0, self.tick)[0, :n]
+            found = sampling.draw(head(self.hidden[:n]), point)
+            for store, new in zip(stores, found, strict=True):
+                store[:, :n].index_copy_(0, self.tick, new[None].to(store.dtype))
+            self.token = found[0]
         self.tick += 1
 
     def forward(self, n: int) -> None:
         """The tokens just drawn, through the model."""
+        self.keys.begin()
         self.hidden[:n] = self._trunk(self.token[:, None], self.keys.position[:n, None])[:, 0]
         self.keys.advance()
 

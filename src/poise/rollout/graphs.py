@@ -114,8 +114,8 @@ class GraphedDecoder(Decoder):
 
 
 def sizes(slots: int) -> list[int]:
-    """Powers of two and the steps half-way between them, up to all slots: at most a third of the rows idle."""
+    """Powers of two and the steps half-way between them, from 8 up to all slots: at most a third of the rows idle."""
     found = {slots}
-    for power in range(slots.bit_length()):
+    for power in range(3, slots.bit_length()):
         found |= {size for size in (1 << power, 3 << power >> 1) if size <= slots}
     return sorted(found)
