@@ -75,13 +75,15 @@ def policy_loss(
         first = next(products, None)  # the device has work now, while the host goes on
         every = terms(batch, phase, settings, normalizer, accumulator(states.dtype))
         parts, chosen = every.at(tokens, ref=settings.kl_coef != 0), targets.flatten()[tokens]
-        logp, entropy = _per_row(states), _per_row(states)
+        metrics: dict[str, Tensor] = {}
         for part, product in chain([first] if first else [], products):
-            _row_pass(states).objective_gradient(
-                product, chosen[part], linear, logp[part], entropy[part], parts.at(part), settings
-            )
+            found = _row_pass(states).objective_gradient(product, chosen[part], linear, parts.at(part), settings)
+            metrics = {name: metrics[name] + value for name, value in found.items()} if metrics else found
             gradients.add(part, product)
-        loss, metrics = objective.summed(logp, entropy if settings.entropy_coef else None, parts, settings)
+        if first is None:  # there is no token
+            none = _per_row(states)
+            metrics = objective.summed(none, none if settings.entropy_coef else None, parts, settings)[1]
+    loss = metrics["optim/loss"]
     return _KnownGradients.apply(loss, gradients, *inputs), metrics  # type: ignore[no-untyped-call]
 
 
@@ -133,11 +135,10 @@ class _TwoPass(torch.autograd.Function):
         head, gradients = ctx.head, _Gradients(hidden, ctx.head, ctx.needs_input_grad[3:])
         slope = torch.zeros_like(_per_row(hidden)) if of_logp is None else of_logp.contiguous()
         spread = None if of_entropy is None else of_entropy.contiguous()
-        again = _per_row(hidden)  # what the row pass also computes, and nobody needs here
         with _as_it_is(hidden):
             for part, product in _products(hidden, head, ctx.memory):
-                own, unused = None if spread is None else spread[part], again[part]
-                _row_pass(hidden).given_gradient(product, targets[part], head, unused, unused, slope[part], own)
+                own = None if spread is None else spread[part]
+                _row_pass(hidden).given_gradient(product, targets[part], head, slope[part], own)
                 gradients.add(part, product)
         return None, None, None, *gradients.take()
 

@@ -1,10 +1,12 @@
-"""A token for each row of logits, by one Triton kernel: ``Sampling.draw`` where no token is left out.
+"""Decoding in Triton: attention of one token per slot to what its slot holds, and a token drawn for each row of logits.
 
-A row's logits are read twice, the second time out of the cache, and nothing of their size is written.
+Each sequence's result depends on its own row alone, whatever stands beside it.
 """
 # mypy: ignore-errors
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -13,6 +15,89 @@ from torch import Tensor
 
 from poise._kernels import LOG2E, NEVER, finished
 from poise.linear import Head
+
+
+@triton.jit
+def _attend_kernel(
+    query, query_row, query_head, new_key, key_row, key_head, new_value, value_row, value_head,
+    keys, values, length, used, out, scale, window,
+    HEADS: tl.constexpr, SHARING: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    own, at = tl.arange(0, 16), tl.arange(0, PADDED)  # a product of matrices takes at least 16 rows
+    inside = at < WIDTH
+    place = (own[:, None] < SHARING) & inside[None, :]
+    q = tl.load(
+        query + row * query_row + (head * SHARING + own[:, None]) * query_head + at[None, :], mask=place, other=0.0
+    )
+    k = tl.load(new_key + row * key_row + head * key_head + at, mask=inside, other=0.0)
+    v = tl.load(new_value + row * value_row + head * value_head + at, mask=inside, other=0.0)
+    last = tl.load(used + row) - 1  # where the new key goes
+    step = HEADS * WIDTH
+    keys += row * length * step + head * WIDTH
+    values += row * length * step + head * WIDTH
+    tl.store(keys + last * step + at, k, mask=inside)
+    tl.store(values + last * step + at, v, mask=inside)
+
+    # The new key out of registers: nobody has to wait until it is written.
+    top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    total = tl.full([16], 1.0, tl.float32)
+    sums = tl.zeros([16, PADDED], tl.float32) + v.to(tl.float32)[None, :]
+    first = 0
+    if WINDOW:
+        first = tl.maximum(last - window + 1, 0) // BLOCK * BLOCK
+    for start in tl.range(first, last, BLOCK, num_stages=3):
+        position = start + tl.arange(0, BLOCK)
+        seen = position < last
+        if WINDOW:
+            seen = seen & (position > last - window)
+        old_k = tl.load(keys + position[None, :] * step + at[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
+        old_v = tl.load(
+            values + position[:, None] * step + at[None, :], mask=seen[:, None] & inside[None, :], other=0.0
+        )
+        scores = tl.where(seen[None, :], tl.dot(q, old_k) * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        e, less = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
+        total = total * less + tl.sum(e, 1)
+        sums = sums * less[:, None] + tl.dot(e.to(old_v.dtype), old_v)
+        top = higher
+    place_out = (row * HEADS * SHARING + head * SHARING + own[:, None]) * WIDTH + at[None, :]
+    tl.store(out + place_out, (sums / total[:, None]).to(out.dtype.element_ty), mask=place)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """Put a new key and value (n, key heads, D) into each slot, and attend to all that are in it then.
+
+    (n, heads, D) queries over (slots, length, key heads, D), of which ``used`` (n,) count, the new one included.
+    """
+    rows, heads, width = query.shape
+    shared = keys.shape[2]
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
+    with torch.cuda.device(query.device):
+        _attend_kernel[(rows, shared)](
+            query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
+            value, value.stride(0), value.stride(1), keys, values, keys.shape[1], used, out,
+            (width**-0.5 if scale is None else scale) * LOG2E.value, window or 0,
+            HEADS=shared, SHARING=heads // shared, WIDTH=width, PADDED=max(triton.next_power_of_2(width), 16),
+            WINDOW=window is not None, BLOCK=64 if width <= 128 else 32, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def suits(query: Tensor, keys: Tensor) -> bool:
+    """Whether ``attend`` is the way: enough rows and key heads to keep the device busy. Few are better split up."""
+    sharing, busy = query.shape[1] // keys.shape[2], 2 * _processors(query.device)
+    return sharing <= 16 and len(query) * keys.shape[2] >= busy and keys.shape[3] <= 256
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit
@@ -74,7 +159,7 @@ def draw(
 ) -> None:  # fmt: skip
     """From ``W h`` (n, V) and row ``step`` of points (steps, slots) to the same row of the last three, first n places.
 
-    A sequence's draw depends on its own row alone, whatever stands beside it.
+    A row's logits are read twice, the second time out of the cache, and nothing of their size is written.
     """
     rows, vocabulary = product.shape
     block = min(4096, triton.next_power_of_2(vocabulary))

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from poise import _triton
 from poise._transfer import send
 from poise.attention import over_slots
 from poise.packing import Packed
@@ -314,6 +315,11 @@ class SlotKeys(Keys):
     ) -> Tensor:
         """(n, heads, D) queries, and keys and values of the same tokens, to (n, heads, D)."""
         n, keys, values = len(query), self.keys[layer], self.values[layer]
+        if _triton.suits(query):
+            from poise.rollout import kernels
+
+            if kernels.suits(query, keys):
+                return kernels.attend(query, key, value, keys, values, self.used, scale, window)
         for store, new in ((keys, key), (values, value)):
             store.flatten(0, 1).index_copy_(0, self.newest, new)
         starts = self.starts_q[: n + 1], self.starts_k[: n + 1]
