@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from poise._kernels import LOG2E, NEVER, finished
+from poise.head.rows import TALLY
 from poise.linear import Head
 from poise.objective import KL_ESTIMATORS, Settings, Terms
 
-TALLY = ("loss", "policy_loss", "clip_low", "clip_high", "drift", "kl", "entropy")  # what is added up over tokens
 COLUMNS = tl.constexpr(len(TALLY))
 STATISTICS, OBJECTIVE, GIVEN = 0, 1, 2  # what a pass is for: nothing but logp and entropy, or which gradient
 
@@ -176,15 +176,11 @@ def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entro
     _launch(STATISTICS, product, targets, head, logp=logp, entropy=entropy)
 
 
-def objective_gradient(
-    product: Tensor, targets: Tensor, head: Head, parts: Terms, settings: Settings
-) -> dict[str, Tensor]:
-    """The metrics of ``poise.objective.summed``; the gradient with respect to ``W h`` is left in its place."""
+def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Terms, settings: Settings) -> Tensor:
+    """The sums of what ``TALLY`` names; the gradient with respect to ``W h`` is left in its place."""
     tally = torch.zeros((len(product), len(TALLY)), device=product.device)
     _launch(OBJECTIVE, product, targets, head, parts=parts, settings=settings, tally=tally)
-    without = {"kl"} if not settings.kl_coef else set()
-    without |= {"entropy"} if not settings.entropy_coef else set()
-    return {f"optim/{name}": total for name, total in zip(TALLY, tally.sum(0), strict=True) if name not in without}
+    return tally.sum(0)
 
 
 def given_gradient(product: Tensor, targets: Tensor, head: Head, slope: Tensor, spread: Tensor | None) -> None:
@@ -215,7 +211,7 @@ def _launch(
     fields = (None,) * 6
     if parts is not None:
         fields = (parts.old_logp, parts.ref_logp, parts.advantages, parts.policy, parts.bonus, parts.share)
-    block = min(8192, triton.next_power_of_2(vocabulary))
+    block = min(4096, triton.next_power_of_2(vocabulary))
     with torch.cuda.device(product.device):
         _row_kernel[(rows,)](
             product, product.stride(0), vocabulary, targets, head.bias, logp, entropy, tally, *fields, slope, spread,
@@ -223,7 +219,7 @@ def _launch(
             settings.clip_high, float("inf") if settings.dual_clip is None else float(settings.dual_clip),
             settings.kl_coef, settings.entropy_coef,
             MODE=mode, KL=KL_ESTIMATORS.index(settings.kl) if with_kl else -1, ENTROPY=with_entropy,
-            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, BLOCK=block, num_warps=16,
+            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
 
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from poise import _triton, objective
+from poise import _triton
 from poise._float32 import accumulator, multiply
 from poise.batch import Phase, TokenBatch
 from poise.head import rows
 from poise.linear import Head, HeadLike, as_head
 from poise.objective import Settings, active, terms
 
-CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or as much as the weight if that is more
+CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or a third more than the weight if that is more
 CPU_CHUNK = 4 << 20  # what a processor's caches like
 ALIGN = 128  # rows
 
@@ -75,14 +75,12 @@ def policy_loss(
         first = next(products, None)  # the device has work now, while the host goes on
         every = terms(batch, phase, settings, normalizer, accumulator(states.dtype))
         parts, chosen = every.at(tokens, ref=settings.kl_coef != 0), targets.flatten()[tokens]
-        metrics: dict[str, Tensor] = {}
+        totals = states.new_zeros(len(rows.TALLY), dtype=parts.share.dtype)
         for part, product in chain([first] if first else [], products):
-            found = _row_pass(states).objective_gradient(product, chosen[part], linear, parts.at(part), settings)
-            metrics = {name: metrics[name] + value for name, value in found.items()} if metrics else found
+            totals += _row_pass(states).objective_gradient(product, chosen[part], linear, parts.at(part), settings)
             gradients.add(part, product)
-        if first is None:  # there is no token
-            none = _per_row(states)
-            metrics = objective.summed(none, none if settings.entropy_coef else None, parts, settings)[1]
+        absent = {"kl": not settings.kl_coef, "entropy": not settings.entropy_coef}
+        metrics = {f"optim/{n}": value for n, value in zip(rows.TALLY, totals, strict=True) if not absent.get(n)}
     loss = metrics["optim/loss"]
     return _KnownGradients.apply(loss, gradients, *inputs), metrics  # type: ignore[no-untyped-call]
 
@@ -188,7 +186,7 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
     weight, count = head.weight.detach().to(hidden.dtype), len(hidden)
     size = head.vocabulary * hidden.element_size()
     if memory is None:
-        memory = max(CUDA_CHUNK, weight.nbytes) if hidden.is_cuda else CPU_CHUNK
+        memory = max(CUDA_CHUNK, weight.nbytes * 4 // 3) if hidden.is_cuda else CPU_CHUNK
     most = max(memory // size, 1)
     rows = -(-count // max(-(-count // most), 1))
     if ALIGN <= rows < count:

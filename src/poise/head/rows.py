@@ -11,6 +11,8 @@ from torch import Tensor
 from poise.linear import Head
 from poise.objective import Settings, Terms, summed
 
+TALLY = ("loss", "policy_loss", "clip_low", "clip_high", "drift", "kl", "entropy")  # metrics, added up over tokens
+
 
 def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor) -> None:
     """Log-probabilities and entropies from ``W h``."""
@@ -20,17 +22,15 @@ def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entro
     entropy.copy_(spread)
 
 
-def objective_gradient(
-    product: Tensor, targets: Tensor, head: Head, parts: Terms, settings: Settings
-) -> dict[str, Tensor]:
-    """The metrics of ``poise.objective.summed``; the gradient with respect to ``W h`` is left in its place."""
+def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Terms, settings: Settings) -> Tensor:
+    """The sums of what ``TALLY`` names; the gradient with respect to ``W h`` is left in its place."""
     with torch.enable_grad():
         leaf = product.to(parts.share.dtype).detach().requires_grad_()
         own, spread = _scores(leaf, targets, head, entropy=settings.entropy_coef != 0)
         loss, metrics = summed(own, spread, parts, settings)
         (gradient,) = torch.autograd.grad(loss, leaf)
     product.copy_(gradient)
-    return metrics
+    return torch.stack([metrics.get(f"optim/{name}", torch.zeros_like(loss)) for name in TALLY]).detach()
 
 
 def given_gradient(product: Tensor, targets: Tensor, head: Head, slope: Tensor, spread: Tensor | None) -> None:

@@ -39,13 +39,13 @@ def _walk_kernel(
     reference = before
     if UPDATE:
         bias_here = tl.load(bias + column, mask=here, other=0.0).to(tl.float32) if BIAS else 0.0
-        mine, _ = finished(mine, bias_here, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        mine = finished(mine, bias_here, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
         peaks = tl.full([BLOCK], float("-inf"), tl.float32)
         for first in range(0, width, BLOCK):
             at = first + tl.arange(0, BLOCK)
             x = tl.load(raw + at, mask=at < width, other=NEVER).to(tl.float32)
             shift = tl.load(bias + at, mask=at < width, other=0.0).to(tl.float32) if BIAS else 0.0
-            z, _ = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+            z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
             peaks = tl.maximum(peaks, z)
         peak = tl.maximum(tl.max(peaks, 0), tl.where(here, mine, float("-inf"))) / LOG2E
         reference = tl.where(peak > before + LAG, peak, before)
@@ -59,7 +59,7 @@ def _walk_kernel(
         at = first + tl.arange(0, BLOCK)
         x = tl.load(raw + at, mask=at < width, other=NEVER).to(tl.float32)
         shift = tl.load(bias + at, mask=at < width, other=0.0).to(tl.float32) if BIAS else 0.0
-        z, _ = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
         values = tl.exp2(z - base)
         sums += values
         if WRITE:
@@ -117,10 +117,10 @@ def _columns_kernel(
         inside = there[:, None] & here[None, :]
         at = i.to(tl.int64)[:, None] * width + j[None, :]
         theirs = tl.load(right_at_left + at, mask=inside, other=0.0).to(tl.float32)
-        theirs, _ = finished(theirs, bias_left[:, None], scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        theirs = finished(theirs, bias_left[:, None], scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
         theirs = miss_left[:, None] * tl.exp2(theirs - (top_right * LOG2E)[None, :]) / norm_right[None, :]
         ours = tl.load(left_at_right + at, mask=inside, other=0.0).to(tl.float32)
-        ours, _ = finished(ours, bias_right[None, :], scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        ours = finished(ours, bias_right[None, :], scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
         ours = miss_right[None, :] * tl.exp2(ours - (top_left * LOG2E)[:, None]) / norm_left[:, None]
         errors = tl.load(pairs + at, mask=inside, other=0.0) / norm_left[:, None] / norm_right[None, :]
         same = y_left[:, None] == y_right[None, :]

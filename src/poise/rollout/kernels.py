@@ -116,7 +116,7 @@ def _draw_kernel(
         inside = column < vocabulary
         x = tl.load(product + column, mask=inside, other=NEVER, eviction_policy="evict_last").to(tl.float32)
         shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-        z, _ = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
         highest = tl.max(z, 0)
         if GREEDY:  # of equals the first, as torch has it
             first = tl.min(tl.where(z == highest, column, vocabulary), 0)
@@ -137,7 +137,7 @@ def _draw_kernel(
             inside = column < vocabulary
             x = tl.load(product + column, mask=inside, other=NEVER).to(tl.float32)
             shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-            z, _ = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+            z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
             e = tl.exp2(z - top)
             token = tl.min(tl.where((reached + tl.cumsum(e, 0) > goal) & (e > 0), column, vocabulary), 0)
             last = tl.maximum(last, tl.max(tl.where(e > 0, column, 0), 0))
@@ -147,7 +147,7 @@ def _draw_kernel(
 
     x = tl.load(product + token).to(tl.float32)
     shift = tl.load(bias + token).to(tl.float32) if BIAS else 0.0
-    z, _ = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+    z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
     tl.store(tokens + place, token.to(tl.int64))
     tl.store(logps + place, (z - top - tl.log2(total)) / LOG2E)
     tl.store(entropies + place, (tl.log2(total) - moment / total) / LOG2E)
