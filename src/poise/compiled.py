@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from poise import _triton
+from poise.joined import compiler, join_projections
 from poise.packing import Packed
 
 FEWEST_TOKENS = 1024  # in a pass: below, there is nothing to gain
@@ -29,9 +30,11 @@ def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:
     The layer itself decides, by its ``packing`` and ``decoding`` keywords, whenever it is called: where layers are
     computed again in the backward pass, that must be done as it was done the first time.
     """
+    join_projections(trunk)
+    joint = compiler(backend)
     layers = getattr(trunk, "layers", None)
     for layer in layers if isinstance(layers, nn.ModuleList) else ():
-        layer.forward = _dispatch(layer.forward, torch.compile(layer.forward, dynamic=True, backend=backend))
+        layer.forward = _dispatch(layer.forward, torch.compile(layer.forward, dynamic=True, backend=joint))
 
 
 def _dispatch(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:

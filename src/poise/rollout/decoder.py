@@ -51,16 +51,16 @@ class Decoder:
         self.tick.zero_()
         head = self.policy.head(sampling.temperature or 1.0)
         for step in range(steps):
-            token = self.draw(slice(0, n), head, sampling)
+            token = self.draw(n, head, sampling)
             self.tick += 1
             if not (last and step + 1 == steps):
-                self.forward(slice(0, n), token)
+                self.forward(n, token)
                 self.keys.advance()
 
-    def draw(self, rows: slice, head: Head, sampling: Sampling) -> Tensor:
-        """A token for each of these rows, written down beside those of the steps before."""
-        stores = [store[:, rows] for store in (self.tokens, self.logp, self.entropy)]
-        hidden, points = self.hidden[rows], self.points[:, rows]
+    def draw(self, n: int, head: Head, sampling: Sampling) -> Tensor:
+        """A token for each row, written down beside those of the steps before."""
+        stores = [store[:, :n] for store in (self.tokens, self.logp, self.entropy)]
+        hidden, points = self.hidden[:n], self.points[:, :n]
         if sampling.whole and _triton.suits(hidden):
             from poise.rollout import kernels
 
@@ -72,10 +72,10 @@ class Decoder:
             store.index_copy_(0, self.tick, new[None].to(store.dtype))
         return found[0]
 
-    def forward(self, rows: slice, token: Tensor) -> None:
+    def forward(self, n: int, token: Tensor) -> None:
         """The tokens just drawn, through the model."""
-        self.keys.begin(rows)
-        self.hidden[rows] = self._trunk(token[:, None], self.keys.position[rows, None])[:, 0]
+        self.keys.begin()
+        self.hidden[:n] = self._trunk(token[:, None], self.keys.position[:n, None])[:, 0]
 
     def _trunk(self, ids: Tensor, positions: Tensor, **more: object) -> Tensor:
         states: Tensor = self.policy.trunk(

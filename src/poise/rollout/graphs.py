@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from poise.attention import flash_takes
-from poise.linear import Head
 from poise.policy import Policy
 from poise.rollout.decoder import Decoder
 from poise.rollout.sampling import Sampling
@@ -18,8 +17,6 @@ from poise.rollout.slots import Shape, SharedKeys, SlotKeys
 SHARE = 0.85  # of the free memory that keys and values may take
 STAY = 0.2  # of the device's memory that they may keep while they are not needed: an update needs the rest
 WARM_UP = 2  # steps before one is recorded
-HALVES = 64  # rows from which on a small model's are decoded in two halves, side by side
-SMALL = 1 << 30  # bytes of weights: to read them twice must cost little
 
 
 def usable(policy: Policy, shapes: Sequence[Shape]) -> bool:
@@ -77,7 +74,6 @@ class GraphedDecoder(Decoder):
         super().__init__(policy, keys)
         self.sizes = sizes(keys.slots)
         self.graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
-        self.small = sum(weight.nbytes for weight in policy.trunk.parameters()) < SMALL
 
     def size(self, n: int) -> int:
         """The next number of rows for which there may be a graph."""
@@ -95,32 +91,24 @@ class GraphedDecoder(Decoder):
         state = (self.hidden, self.keys.position, self.keys.count)
         kept = [x.clone() for x in state]
         head = self.policy.head(sampling.temperature or 1.0)
-        main, side = torch.cuda.current_stream(self.hidden.device), torch.cuda.Stream(self.hidden.device)
+
+        def step() -> None:
+            self.forward(n, self.draw(n, head, sampling))
+            self.tick += 1
+            self.keys.advance()
+
         self.tick.zero_()
         for _ in range(WARM_UP):
-            self._step(n, head, sampling, side)
+            step()
+        torch.cuda.synchronize(self.hidden.device)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        main.synchronize()
         with torch.cuda.graph(graph, pool=pool):
-            self._step(n, head, sampling, side)
+            step()
         for x, old in zip(state, kept, strict=True):
             x.copy_(old)
         self.graphs[n, sampling] = graph
         return graph
-
-    def _step(self, n: int, head: Head, sampling: Sampling, side: torch.cuda.Stream) -> None:
-        """Half of the rows on another stream: a small model's kernels are too short to fill the device one by one."""
-        half = n // 2 if n >= HALVES and self.small else n
-        main = torch.cuda.current_stream(self.hidden.device)
-        side.wait_stream(main)
-        for rows, stream in ((slice(half, n), side), (slice(0, half), main)):
-            if rows.start < rows.stop:
-                with torch.cuda.stream(stream):
-                    self.forward(rows, self.draw(rows, head, sampling))
-        main.wait_stream(side)
-        self.tick += 1
-        self.keys.advance()
 
 
 def sizes(slots: int) -> list[int]:

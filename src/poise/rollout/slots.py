@@ -167,8 +167,8 @@ class SharedKeys(Keys):
         super().advance()
         self.host_counts = [count + 1 for count in self.host_counts]
 
-    def begin(self, rows: slice) -> None:  # noqa: ARG002
-        """What a step's layers have in common. All rows go together."""
+    def begin(self) -> None:
+        """What a step's layers have in common."""
         self.biases: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}
         self.lockstep = min(self.host_counts) == max(self.host_counts)
         self.newest = min(max(self.host_counts), self.length - 1)
@@ -305,17 +305,16 @@ class SlotKeys(Keys):
 
     # Attention
 
-    def begin(self, rows: slice) -> None:
-        """What a step's layers have in common, for some rows: where the newest keys go, and how many are in use."""
-        position = self.position[rows].clamp(max=self.length - 1)
-        self.now, self.newest = rows, self.rows[: len(position)] * self.length + position
-        self.used = (position + 1).to(torch.int32)
+    def begin(self) -> None:
+        """What a step's layers have in common: where the newest keys go, and how many of a slot's are in use."""
+        position = self.position[: self.n].clamp(max=self.length - 1)
+        self.newest, self.used = self.rows[: self.n] * self.length + position, (position + 1).to(torch.int32)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """(n, heads, D) queries, and keys and values of the same tokens, to (n, heads, D)."""
-        n, keys, values = len(query), self.keys[layer][self.now], self.values[layer][self.now]
+        n, keys, values = len(query), self.keys[layer][: self.n], self.values[layer][: self.n]
         if _triton.suits(query):
             from poise.rollout import kernels
 
