@@ -4,6 +4,8 @@ import pytest
 import torch
 import transfer_queue as tq
 import verl_cpu
+from verl.single_controller.base.decorator import _split_args_kwargs_data_proto
+from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
 from verl_cpu import HOT, fields, prepare, rollouts, step, trainer
 
 from poise import TokenBatch, objective, regulators
@@ -178,6 +180,9 @@ def test_rows_of_live_mini_batches_with_several_processes():
     low = torch.zeros(8, 3, dtype=torch.bool)
     low[6, 1] = True  # process 1, second mini-batch, which is rows 2, 3, 6, 7
     batch = TokenBatch(torch.where(low, -3.0, -0.1), torch.ones(8, 3), torch.ones(8))
+    meta = rollouts()
+    (halves,), _ = _split_args_kwargs_data_proto(2, meta)  # how verl divides a batch between processes
+    assert [batch_meta2kv_batch_meta(half).keys for half in halves] == [meta.keys[:4], meta.keys[4:]]
     first, second = built.regulator(batch)
     assert built._live_rows(batch, first) == [2, 3, 6, 7]
     assert built._live_rows(batch, second) == list(range(8))
@@ -193,7 +198,7 @@ def test_padding_rows_of_verl_are_no_members_of_a_group():
     built = trainer("ar")
     batch = prepare(built, rollouts(), {})
     batch.tags[1]["is_padding"] = True
-    assert built._token_batch(batch).groups.tolist() == [0, 1, 2, 2, 3, 3, 4, 4]
+    assert built._token_batch(batch)[0].groups.tolist() == [0, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_a_regulator_that_changes_its_mind_is_stopped():

@@ -58,6 +58,7 @@ from poise.integrations.verl_trainer import RegulatedTrainer  # noqa: E402
 from poise.policy import EMBEDDED  # noqa: E402
 from poise.tasks.knights_knaves import KnightsKnaves  # noqa: E402
 
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # tests talk to nobody
 HOT = 3.0  # as hot as it takes for the embedded model to hesitate: probabilities from 0 to 1
 
 

@@ -74,11 +74,10 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """verl's, once for each phase, with advantages that carry its weights."""
-        found = self._token_batch(batch)
+        found, stored = self._token_batch(batch)
         phases = self.regulator(found)
         self._check_phases(phases, found)
         metrics.update(summary(phases, found))
-        stored = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[ADVANTAGES, MASK])
         for phase in phases:
             rows = self._live_rows(found, phase)
             if not len(rows):
@@ -94,8 +93,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             batch.extra_info.update(piece.extra_info)
         return batch
 
-    def _token_batch(self, batch: Any) -> TokenBatch:
-        """The batch of this step as the regulator sees it, from verl's queue."""
+    def _token_batch(self, batch: Any) -> tuple[TokenBatch, TensorDict]:
+        """The batch of this step as the regulator sees it, from verl's queue; and what of the queue will change."""
         extra = {ours: theirs for ours, theirs in _FIELDS.items() if ours in self.regulator.needs}
         names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values()]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
@@ -105,8 +104,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             for key, tag, uid in zip(batch.keys, batch.tags, data.pop("uid").tolist(), strict=True)
         ]
         groups = [numbers.setdefault(name, len(numbers)) for name in names]
+        stored = data.select(ADVANTAGES, MASK)
         data = data.to_padded_tensor()
-        return TokenBatch(
+        found = TokenBatch(
             data["old_log_probs"].float(),
             data[MASK],
             data[ADVANTAGES].float(),
@@ -114,6 +114,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             rewards=data["rm_scores"].float().sum(1),
             **{ours: data[theirs] if ours == "targets" else data[theirs].float() for ours, theirs in extra.items()},
         )
+        return found, stored
 
     def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> None:
         """The regulator must do what it did when it was tried, as far as verl cares."""
