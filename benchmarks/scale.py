@@ -109,7 +109,7 @@ def queue(batch: TokenBatch, repeats: int) -> dict[str, dict[str, float]]:
         return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}))
+    tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     try:
         fields = TensorDict(
             {
