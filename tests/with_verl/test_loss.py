@@ -100,6 +100,13 @@ def test_every_way_to_average(mode):
     assert (loss - plain).abs() > 1e-3 * plain.abs()
 
 
+def test_grpo_goes_with_any_loss():
+    loss, gradient, _ = run(actor("grpo", "geo_mean"))
+    expected, theirs, _ = run(actor(None, "geo_mean"))
+    assert torch.equal(loss, expected)
+    assert torch.equal(gradient, theirs)
+
+
 def test_the_mean_weight_is_logged():
     _, _, metrics = run(actor("constant(weight=0.5)"))
     assert metrics["reg/weight_mean"].aggregate() == pytest.approx(0.5)

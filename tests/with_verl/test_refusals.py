@@ -74,7 +74,7 @@ def mine(batch):
 @pytest.mark.parametrize(
     ("method", "base", "message"),
     [
-        ("lopti", "vanilla", r"has 2 phases.*trainer_mode=poise_sync \+trainer.v1.poise_sync.regulator='lopti'"),
+        ("lopti", "vanilla", r"has 2 phases.*trainer_mode=poise_sync \+trainer.v1.poise_sync.regulator=\"'lopti'\""),
         ("ar | entropy", "vanilla", "has TopEntropy in it"),
         ("nthr", "vanilla", "has NTHR in it"),
         ("test_refusals.mine", "vanilla", "has Function in it"),

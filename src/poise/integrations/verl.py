@@ -67,10 +67,10 @@ def regulated_policy_loss(
             "poise.integrations.verl.RegulatedPolicyLoss, and policy_loss.regulator"
         )
     base = get_policy_loss_fn(settings.base_loss)
-    if (key := (settings.base_loss, loss_agg_mode)) not in _tried:
+    regulator, wants = check_policy_loss(settings.regulator, settings.base_loss)
+    if not wants.plain and (key := (settings.base_loss, loss_agg_mode)) not in _tried:
         check_linear(base, config, *key)
         _tried.add(key)
-    regulator = check_policy_loss(settings.regulator, settings.base_loss)
     (phase,) = regulator(TokenBatch(old_log_prob.float(), response_mask, advantages.float()))
     loss, metrics = base(
         old_log_prob=old_log_prob,

@@ -5,6 +5,7 @@ verl is imported inside the functions: importing verl imports its plugins, and t
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def check_verl() -> None:
         )
 
 
-def check_policy_loss(text: str, base: str) -> Regulator:
+@cache
+def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
     """A regulator that is to work inside a policy loss, which sees a few responses at a time and no KL term."""
     if not text:
         raise CannotRegulateError("policy_loss.regulator is missing: which one, say 'ar(alpha=0.2)'?")
@@ -51,7 +53,7 @@ def check_policy_loss(text: str, base: str) -> Regulator:
         why = f"has {len(wants.phases)} phases" if len(wants.phases) > 1 else f"has {type(part).__name__} in it"
         raise CannotRegulateError(
             f"{text} {why}, and a policy loss sees one micro-batch at a time: leave policy_loss as it is and use "
-            f"poise's trainer, trainer.v1.trainer_mode={TRAINER} +trainer.v1.{TRAINER}.regulator='{text}'"
+            f"poise's trainer, trainer.v1.trainer_mode={TRAINER} +trainer.v1.{TRAINER}.regulator=\"'{text}'\""
         )
     if wants.kl != ALL:
         raise CannotRegulateError(
@@ -62,7 +64,7 @@ def check_policy_loss(text: str, base: str) -> Regulator:
         raise CannotRegulateError("policy_loss.base_loss is the loss to be weighted, one of verl's, such as 'vanilla'")
     if not wants.plain:
         _check_fit(base, text)
-    return regulator
+    return regulator, wants
 
 
 def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -> None:

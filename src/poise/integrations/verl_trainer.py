@@ -60,7 +60,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         self._regulator_name = str(settings.get("regulator") or "")
         if not self._regulator_name:
             raise CannotRegulateError(
-                f"which regulator? Set it with +trainer.v1.{mode}.regulator='lopti(threshold=0.4)' or the like"
+                f"which regulator? Set it with +trainer.v1.{mode}.regulator=\"'lopti(threshold=0.4)'\""
             )
         self.regulator = parse(self._regulator_name)
         self._wants: Demands = probe(self.regulator)
