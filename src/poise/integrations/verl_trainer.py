@@ -99,11 +99,11 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values()]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
         numbers: dict[str, int] = {}
-        names = [
+        owners = [
             key if tag.get("is_padding", False) else str(uid)  # verl fills up batches with copies that have no token
             for key, tag, uid in zip(batch.keys, batch.tags, data.pop("uid").tolist(), strict=True)
         ]
-        groups = [numbers.setdefault(name, len(numbers)) for name in names]
+        groups = [numbers.setdefault(name, len(numbers)) for name in owners]
         stored = data.select(ADVANTAGES, MASK)
         data = data.to_padded_tensor()
         found = TokenBatch(
