@@ -4,10 +4,11 @@
     python benchmarks/head.py --json head.json                 # CUDA; on a CPU small sizes, without TRL and Liger
 
 All ways get the same bfloat16 hidden states and weight, and compute the same loss: clipped GRPO, mean over tokens, no
-KL. Timed is forward and backward; memory is what a call adds at its peak, gradients of hidden states and weight
-included. "gemm" is the three products alone (``6·N·d·V`` FLOP), the floor of any way. "poise, whole" lets poise hold
-all logits at once, "poise, master" returns the weight's gradient in float32, and "poise, two-pass" is
-``poise.head.token_logp``, for losses that need log-probabilities first.
+KL. Timed is forward and backward, with the host ahead of the device as it is inside an update; "alone" is the same for
+a device that has nothing else to do, so that the host's launches show. Memory is what a call adds at its peak,
+gradients of hidden states and weight included. "gemm" is the three products alone (``6·N·d·V`` FLOP), the floor of any
+way. "poise, whole" lets poise hold all logits at once, "poise, master" returns the weight's gradient in float32, and
+"poise, two-pass" is ``poise.head.token_logp``, for losses that need log-probabilities first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from poise.objective import Settings
 SIZES = {"cuda": [(8192, 576, 49152), (8192, 2048, 151936), (32768, 576, 49152)], "cpu": [(512, 64, 4096)]}
 SETTINGS = Settings(clip_low=0.2, clip_high=0.2, dual_clip=None)
 LENGTH = 512  # of a response
+LEAD = 15_000_000  # cycles, about 8 ms
 Gradients = tuple[Tensor, Tensor, Tensor]  # loss, of hidden states, of weight
 
 
@@ -136,21 +138,22 @@ def measure(n: int, d: int, v: int, device: str, peers: bool, repeats: int) -> l
     reference = naive(problem)
     checks = {name: agreement(way(), reference) for name, way in ways.items() if name != "gemm"}
     del reference
-    times = in_turns(ways, device, repeats=repeats)
+    times = in_turns(ways, device, repeats=repeats, lead=LEAD)
+    alone = in_turns(ways, device, repeats=repeats)
     memory = {name: extra_memory(way, device) for name, way in ways.items()}
     floor, poise = median(times["gemm"]), median(times["poise"])
     print(f"\n{n} × {d} × {v}, bfloat16")
-    print(f"{'':20}{'ms':>26}{'/ gemm':>9}{'/ poise':>9}{'GiB':>8}{'TFLOP/s':>9}   gradients against naive")
+    print(f"{'':20}{'ms':>26}{'alone':>9}{'/ gemm':>9}{'/ poise':>9}{'GiB':>8}{'TFLOP/s':>9}   gradients against naive")
     rows: list[dict[str, object]] = []
     for name, values in times.items():
         found, gib = median(values), (memory[name] or 0) / 2**30
         rate = 6 * n * d * v / found / 1e12
         check = checks.get(name, "")
-        print(
-            f"{name:20}{spread(values):>26}{found / floor:>9.2f}{found / poise:>9.2f}{gib:>8.2f}{rate:>9.0f}   {check}"
-        )
+        ratios = f"{1e3 * median(alone[name]):>9.2f}{found / floor:>9.2f}{found / poise:>9.2f}"
+        print(f"{name:20}{spread(values):>26}{ratios}{gib:>8.2f}{rate:>9.0f}   {check}")
         rows.append({
-            "tokens": n, "width": d, "vocabulary": v, "way": name, "seconds": values, "extra_bytes": memory[name],
+            "tokens": n, "width": d, "vocabulary": v, "way": name, "seconds": values, "seconds_alone": alone[name],
+            "extra_bytes": memory[name],
             "over_gemm": found / floor, "over_poise": found / poise, "check": check,
         })  # fmt: skip
     return rows

@@ -18,10 +18,13 @@ Way = Callable[[], object]
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel")
 
 
-def in_turns(ways: Mapping[str, Way], device: str, *, repeats: int = 15, warmup: int = 3) -> dict[str, list[float]]:
+def in_turns(
+    ways: Mapping[str, Way], device: str, *, repeats: int = 15, warmup: int = 3, lead: int = 0
+) -> dict[str, list[float]]:
     """Seconds of every call. The ways take turns, so that whatever else the machine does hits all of them.
 
-    The order is drawn anew for every round: a GPU is slower after a way that heated it.
+    The order is drawn anew for every round: a GPU is slower after a way that heated it. On CUDA the device may first be
+    given ``lead`` cycles to wait: then it has work in its queue from the beginning, and what is timed is the device.
     """
     order = random.Random(0)
     for way in ways.values():
@@ -30,17 +33,18 @@ def in_turns(ways: Mapping[str, Way], device: str, *, repeats: int = 15, warmup:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name in order.sample(list(ways), len(ways)):
-            times[name].append(seconds(ways[name], device))
+            times[name].append(seconds(ways[name], device, lead))
     return times
 
 
-def seconds(way: Way, device: str) -> float:
+def seconds(way: Way, device: str, lead: int = 0) -> float:
     if device != "cuda":
         start = time.perf_counter()
         way()
         return time.perf_counter() - start
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    torch.cuda._sleep(lead)  # cycles of the device, in which the host can go ahead, as it does in a training loop
     begin.record()
     way()
     end.record()

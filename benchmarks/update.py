@@ -244,7 +244,7 @@ def growth(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         for length in LENGTHS if shape in BY_LENGTH else LENGTHS[1:2]:
             rollouts = responses(shape, args.device, 4, 8, args.prompt, [length] * 32)
             run = ours.prepare(rollouts)
-            times = in_turns({"poise": run}, args.device, repeats=3, warmup=2)["poise"]
+            times = in_turns({"poise": run}, args.device, repeats=2 if length > 2048 else 3, warmup=1)["poise"]
             more = {"parameters": parameters, "length": length}
             rows.append(row_of(shape, rollouts, f"32 × {length}", times, peak(run, args.device), **more))
         del ours, run
@@ -272,7 +272,7 @@ def main() -> None:
     args = parser.parse_args()
     gpu = args.device == "cuda"
     args.compile = gpu if args.compile is None else args.compile
-    default = [shape for shape in SHAPES if shape != "1M"] if args.growth else ["135M", "1.1B"]
+    default = [shape for shape in SHAPES if shape not in ("1M", "1.5B")] if args.growth else ["135M", "1.1B"]
     args.shapes = args.shapes or (default if gpu else ["1M"])
     args.prompts = args.prompts or (64 if gpu else 4)
     args.longest = args.longest or (1024 if gpu else 96)

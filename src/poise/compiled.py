@@ -32,6 +32,9 @@ def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:
     """
     join_projections(trunk)
     joint = compiler(backend)
+    for name in ("rotary_emb", "norm"):  # many small kernels each, if they are not
+        if isinstance(getattr(trunk, name, None), nn.Module):
+            getattr(trunk, name).compile(dynamic=True, backend=joint)
     layers = getattr(trunk, "layers", None)
     for layer in layers if isinstance(layers, nn.ModuleList) else ():
         layer.forward = _dispatch(layer.forward, torch.compile(layer.forward, dynamic=True, backend=joint))

@@ -7,6 +7,8 @@ from tiny_models import VOCABULARY, prompts, tiny
 
 from poise.linear import Head
 from poise.rollout import graphs
+from poise.rollout.cached import CachedEngine
+from poise.rollout.choose import choose
 from poise.rollout.graphs import GraphedDecoder
 from poise.rollout.native import NativeEngine, supports
 from poise.rollout.queue import Request
@@ -109,6 +111,21 @@ def test_graphs_see_weights_that_have_changed():
     with torch.no_grad():
         logp, _ = policy.score(out)
     assert (logp - out.logp)[out.mask].abs().max() < 0.2
+
+
+def test_a_model_that_no_graph_can_hold_gets_the_other_engine():
+    policy = tiny("llama", "cuda", torch.bfloat16)
+    assert supports(policy)
+    plain = policy.trunk.rotary_emb.forward
+
+    def waits(x, position_ids):
+        return plain(x, position_ids.clamp(max=int(position_ids.max())))
+
+    policy.trunk.rotary_emb.forward = waits
+    assert not supports(policy)
+    notes = []
+    assert isinstance(choose(policy, "auto", note=notes.append), CachedEngine)
+    assert len(notes) == 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"top_k": 9}, {"temperature": 0.0}])

@@ -24,7 +24,7 @@ from poise.head import rows
 from poise.linear import Head, HeadLike, as_head
 from poise.objective import Settings, active, terms
 
-CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or two fifths more than the weight if that is more
+CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or as much as the weight if that is more
 CPU_CHUNK = 4 << 20  # what a processor's caches like
 ALIGN = 128  # rows
 
@@ -186,7 +186,7 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
     weight, count = head.weight.detach().to(hidden.dtype), len(hidden)
     size = head.vocabulary * hidden.element_size()
     if memory is None:
-        memory = max(CUDA_CHUNK, weight.nbytes * 7 // 5) if hidden.is_cuda else CPU_CHUNK
+        memory = max(CUDA_CHUNK, weight.nbytes) if hidden.is_cuda else CPU_CHUNK
     most = max(memory // size, 1)
     rows = -(-count // max(-(-count // most), 1))
     if ALIGN <= rows < count:

@@ -12,7 +12,7 @@ from poise.policy import Policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.slots import Shape, SharedKeys, SlotKeys
 
-EVERY = {"cpu": 8, "cuda": 16}  # steps between two looks at what has finished; a look makes the host wait
+EVERY = {"cpu": 8, "cuda": 32}  # steps between two looks at what has finished; a look makes the host wait
 
 
 class Decoder:
@@ -26,7 +26,7 @@ class Decoder:
     def __init__(self, policy: Policy, keys: SharedKeys | SlotKeys) -> None:
         self.policy, self.keys = policy, keys
         like = keys.states
-        self.every = EVERY.get(like.device.type, 16)
+        self.every = EVERY.get(like.device.type, 32)
         self.hidden = torch.zeros_like(like)  # (slots, d) what the next token is drawn from
         self.points = torch.zeros((self.every, keys.slots), device=like.device)  # random numbers, a row per step
         self.tokens = torch.zeros((self.every, keys.slots), dtype=torch.long, device=like.device)

@@ -110,7 +110,8 @@ def _draw_kernel(
     product += row.to(tl.int64) * stride
     place = tl.load(step) * width + row
 
-    top, total, moment, best = NEVER * 1.0, 0.0, 0.0, 0
+    top, best = NEVER * 1.0, 0
+    sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # of e, and of e · (logit − largest)
     for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocabulary
@@ -122,11 +123,11 @@ def _draw_kernel(
             first = tl.min(tl.where(z == highest, column, vocabulary), 0)
             best = tl.where(highest > top, first, best)
         higher = tl.maximum(top, highest)
-        e = tl.exp2(z - higher)
-        less = tl.exp2(top - higher)
-        moment = less * (moment + total * (top - higher)) + tl.sum(e * (z - higher), 0)  # of e, around the largest
-        total = total * less + tl.sum(e, 0)
+        e, less = tl.exp2(z - higher), tl.exp2(top - higher)
+        moments = less * (moments + sums * (top - higher)) + e * (z - higher)
+        sums = sums * less + e
         top = higher
+    total, moment = tl.sum(sums, 0), tl.sum(moments, 0)
 
     token = best
     if not GREEDY:  # where the distribution function passes the point, and never where it does not rise

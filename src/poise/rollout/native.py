@@ -110,15 +110,24 @@ def supports(policy: Policy) -> bool:
         ids = torch.tensor([[*prompts[owner], token]], device=policy.device)
         expected.append(policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0, -2:])
     try:
-        keys = SharedKeys(layer_shapes(policy), 3, 2, 3, 1, policy.head().weight.shape[1], like)
-        decoder = Decoder(policy, keys)
+        shapes, width = layer_shapes(policy), policy.head().weight.shape[1]
+        decoder = (
+            graphs.decoder(policy, shapes, 3, 8, width, like)
+            if graphs.usable(policy, shapes)
+            else Decoder(policy, SharedKeys(shapes, 3, 2, 3, 5, width, like))
+        )
         decoder.read(prompts, [0, 1], [0, 2])
-        before = keys.join([0, 1, 2], owners)
-        keys.place([len(prompts[owner]) for owner in owners], [0, 0, 0])
+        before = decoder.keys.join([0, 1, 2], owners)
+        decoder.keys.place([len(prompts[owner]) for owner in owners], [0, 0, 0])
         decoder.forward(3, torch.tensor(tokens, device=policy.device))
+        after = decoder.hidden.clone()
+        decoder.keys.advance()
+        decoder.run(3, 1, Sampling(), last=False)  # as a graph, where there are any
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False
     wanted = torch.stack(expected).float()
-    gap = torch.stack([before, decoder.hidden], 1).float() - wanted
+    gap = torch.stack([before, after], 1).float() - wanted
     half = like.dtype in (torch.float16, torch.bfloat16)
     return bool(gap.norm() <= (3e-2 if half else 1e-4) * wanted.norm())
