@@ -174,8 +174,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     peers = args.device == "cuda" and not args.no_peers
-    rows = [row for size in SIZES[args.device] for row in measure(*size, args.device, peers, args.repeats)]
-    write(args.json, {**environment(args.device), "rows": rows})
+    rows: list[dict[str, object]] = []
+    for size in SIZES[args.device]:  # written after every size: nothing is lost
+        rows += measure(*size, args.device, peers, args.repeats)
+        write(args.json, {**environment(args.device), "rows": rows})
 
 
 if __name__ == "__main__":

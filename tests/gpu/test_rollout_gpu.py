@@ -5,6 +5,7 @@ import torch
 from scipy_free import chi_square
 from tiny_models import VOCABULARY, prompts, tiny
 
+from poise.attention import over_slots
 from poise.linear import Head
 from poise.rollout import graphs
 from poise.rollout.cached import CachedEngine
@@ -143,6 +144,36 @@ HEADS = {
     "softcap": {"softcap": 10.0},
     "scaled": {"temperature": 0.7, "scale": 0.5, "bias": True},
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 8, 70])
+@pytest.mark.parametrize(("heads", "shared", "width"), [(9, 3, 64), (4, 2, 8), (4, 4, 96), (12, 2, 128), (8, 1, 256)])
+def test_attention_to_slots(heads, shared, width, window, dtype):
+    from poise.rollout import kernels
+
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, device="cuda").to(dtype)
+
+    keys, values = normal(7, 150, shared, width), normal(7, 150, shared, width)
+    query, key, value = (
+        normal(5, heads, width),
+        normal(5, 1, shared, width).transpose(1, 2)[:, :, 0],
+        normal(5, shared, width),
+    )
+    used = torch.tensor([1, 5, 64, 65, 150], dtype=torch.int32, device="cuda")
+    wanted = [x.clone() for x in (keys, values)]
+    for store, new in zip(wanted, (key, value), strict=True):
+        store[torch.arange(5), used.long() - 1] = new
+    exact = over_slots(
+        query.double(), *(x[:5].double() for x in wanted), *[used] * 2, used.long(), None, window
+    )  # fmt: skip
+    found = kernels.attend(query, key, value, keys, values, used, None, window)
+    assert torch.equal(keys, wanted[0])
+    assert torch.equal(values, wanted[1])
+    assert (found - exact).norm() < 0.01 * exact.norm()
 
 
 class TestDrawing:

@@ -16,6 +16,8 @@ from torch import Tensor
 from poise._kernels import LOG2E, NEVER, finished
 from poise.linear import Head
 
+SHORT = 1024  # keys that one program may go through while others are idle
+
 
 @triton.jit
 def _attend_kernel(
@@ -90,9 +92,10 @@ def attend(
 
 
 def suits(query: Tensor, keys: Tensor) -> bool:
-    """Whether ``attend`` is the way: enough rows and key heads to keep the device busy. Few are better split up."""
+    """Whether ``attend`` is the way. A few rows of many keys are not: they had better be split up."""
     sharing, busy = query.shape[1] // keys.shape[2], 2 * _processors(query.device)
-    return sharing <= 16 and len(query) * keys.shape[2] >= busy and keys.shape[3] <= 256
+    enough = len(query) * keys.shape[2] >= busy or keys.shape[1] <= SHORT
+    return sharing <= 16 and keys.shape[3] <= 256 and enough
 
 
 @cache
