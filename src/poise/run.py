@@ -171,14 +171,18 @@ class RunFolder:
 
     def save_tokens(self, step: int, arrays: Mapping[str, Tensor], texts: Mapping[int, str]) -> Path:
         """Write the tokens of those responses (``records.token_arrays``), and the text of each token that occurs."""
-        path = self._tokens / f"{_name(step)}.safetensors"
+        path = self.tokens_path(step)
         with replacing(path) as file:
             file.write(save(dict(arrays), {"texts": dumps({str(k): v for k, v in texts.items()}).decode("ascii")}))
         return path
 
+    def tokens_path(self, step: int) -> Path:
+        """Where the tokens of a step are, or would be."""
+        return self._tokens / f"{_name(step)}.safetensors"
+
     def tokens(self, step: int) -> tuple[dict[str, Tensor], dict[int, str]] | None:
         """What ``save_tokens`` wrote at that step; None where it did not."""
-        path = self._tokens / f"{_name(step)}.safetensors"
+        path = self.tokens_path(step)
         if not path.exists():
             return None
         with safe_open(path, "pt") as file:
@@ -260,7 +264,7 @@ class RunFolder:
         for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
             remove(self._rollouts / f"{_name(later)}.jsonl.gz")
         for later in [s for s in _steps(self._tokens, ".safetensors") if s > step]:
-            remove(self._tokens / f"{_name(later)}.safetensors")
+            remove(self.tokens_path(later))
         for later in [s for s in self.checkpoints() if s > step]:
             aside = self._checkpoints / (ASIDE + _name(later))
             remove(aside)

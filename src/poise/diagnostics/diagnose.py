@@ -26,6 +26,7 @@ from poise.tasks import Problem, Score, Task, judge
 from poise.trainer import ADVANTAGES
 from poise.update import score_all, update
 
+SUSPECTS = 20  # tokens with the highest NTHR scores that are named
 METHODS = ("grpo", "ar", "lopti", "tr-grpo", "nthr")
 Progress = Callable[[str], None]
 
@@ -82,6 +83,7 @@ def diagnose(
     config: Config,
     folder: RunFolder,
     *,
+    task: Task | None = None,
     methods: Sequence[str] = METHODS,
     intervals: Intervals | None = None,
     batches: int = 3,
@@ -90,6 +92,8 @@ def diagnose(
 ) -> dict[str, Any]:
     """Draw ``batches`` batches from the config's model and task, and measure each (``dominance``). Nothing is trained.
 
+    ``task`` may be any task at all; by default it is the config's.
+
     Steps are AdamW's, scaled by second moments that were gathered on ``warmup`` batches more, at these same weights: on
     a fresh state Adam's first step is only the gradient's signs, whatever its size. There is no momentum, which would
     carry tokens of other batches into every step. The KL term is left out. Responses and tokens are written to
@@ -97,7 +101,7 @@ def diagnose(
     """
     intervals = intervals or Intervals()
     chosen = {name: regulators.parse(name) for name in methods}
-    task: Task = config.task.build()
+    task = task or config.task.build()
     policy = load_policy(config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code)
     policy.masters = Masters(policy.model)
     engine = choose(policy, config.rollout.engine, config.rollout.batch, say)
@@ -113,7 +117,7 @@ def diagnose(
         state["exp_avg"].zero_()
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = optim.lr, optim.weight_decay
-    found = []
+    found, suspects = [], list[dict[str, Any]]()
     for number in range(1, batches + 1):
         say(f"batch {number} of {batches}: sampling {config.prompts} × {config.group} responses")
         sampled = sample(policy, engine, task, config, seed=number)
@@ -123,11 +127,13 @@ def diagnose(
             loop, _announced(chosen, said, say), optimizer, intervals=intervals, clip=optim.grad_clip
         )
         found.append(numbers)
+        suspects += _suspects(number, sampled, policy, tokens)
         _record(folder, number, sampled, policy, tokens)
     mean, error = combine(found)
     result = {
         "intervals": intervals.names, "edges": list(intervals.edges), "mean": mean, "error": error, "batches": found,
         "verdict": verdict(mean, error, intervals.names), "settings": {"batches": batches, "warmup": warmup},
+        "suspects": sorted(suspects, key=lambda each: -each["score"])[:SUSPECTS],
     }  # fmt: skip
     folder.write_json("diagnose.json", result)
     folder.write_json("environment.json", environment(policy.device))
@@ -179,6 +185,23 @@ def _announced(chosen: dict[str, regulators.Regulator], said: str, say: Progress
         return regulators.Function(announce)
 
     return {name: told(name, regulator) for name, regulator in chosen.items()}
+
+
+def _suspects(step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """The tokens of wrong responses that pull most on the right ones of their group, with what stands before them."""
+    if "nthr" not in tokens:
+        return []
+    scores, prob, ids = tokens["nthr"].nan_to_num(-torch.inf), sampled.batch.prob, sampled.rollouts.tokens
+    values, places = scores.flatten().topk(min(SUSPECTS, scores.numel()))
+    named = []
+    for score, place in zip(values.tolist(), places.tolist(), strict=True):
+        row, column = divmod(place, scores.shape[1])
+        if score > 0:
+            before = policy.decode(ids[row, max(0, column - 12) : column].tolist())
+            text = policy.decode(ids[row, column : column + 1].tolist())
+            at = {"step": step, "row": row, "column": column, "p": float(prob[row, column])}
+            named.append({"score": score, "text": text, "before": before, **at})
+    return named
 
 
 def _record(folder: RunFolder, step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Tensor]) -> None:
