@@ -13,10 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import WORDS, add_step, chromium, make_run, response
+from test_dominance import Table
 
+from poise import regulators
+from poise.diagnostics import Intervals, dominance
 from poise.diagnostics.report import serve, write_report
 from poise.diagnostics.report.data import Source
 from poise.diagnostics.report.page import in_html
+from poise.diagnostics.verdict import combine, verdict
 
 HOSTILE = (
     "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'></script><!-- <svg onload=window.hacked=3>"
@@ -216,6 +220,35 @@ def test_curves_show_values_and_zoom_together(page, tmp_path):
     assert all("20" not in steps and "12" in steps for steps in axes)
     page.click("#unzoom")
     assert page.query_selector("svg text[y='160']:last-of-type").text_content() == "20"
+
+
+def test_the_figures_of_diagnose(page, tmp_path):
+    table = Table(rows=20)
+    methods = {name: regulators.parse(name) for name in ("grpo", "ar(alpha=0.5)")}
+    optimizer = torch.optim.SGD([table.logits], lr=0.1)
+    found = dominance(table.loop(), methods, optimizer)[0]
+    mean, error = combine([found, found])
+    folder = make_run(tmp_path / "run")
+    (folder.path / "diagnose").mkdir()
+    names = Intervals().names
+    written = {"intervals": names, "mean": mean, "error": error, "verdict": verdict(mean, error, names)}
+    suspect = {"score": 2.5, "p": 0.125, "text": HOSTILE, "before": "so", "step": 1, "row": 0}
+    folder.write_json("diagnose/diagnose.json", {**written, "settings": {"batches": 2}, "suspects": [suspect]})
+    look(page, tmp_path, folder, tab="dominance")
+    assert written["verdict"][0] in page.inner_text(".verdict")
+    cards = {card.query_selector("h3").inner_text(): card for card in page.query_selector_all(".card")}
+    assert len([name for name in cards if re.match(r"\([a-f]\)", name)]) == 8  # (a) and (d) have two
+    moved = [row["moved"] for row in mean["regulators"]["grpo"]["influence"]]
+    cells = [text.text_content() for text in cards["Cross-influence"].query_selector_all("text.value")]
+    assert [float(cell) for cell in cells] == pytest.approx([v for row in moved for v in row], rel=1e-2)
+    cards["(d) Gradient norm"].query_selector_all(".bar-mark")[0].hover()
+    assert f"{mean['regulators']['grpo']['norm'][0]:.4g}" in page.inner_text("#tip")
+    page.select_option("article select", "ar(alpha=0.5)")
+    first = page.text_content(".card:has(h3:text-is('Cross-influence')) svg")
+    page.select_option("article select", "grpo")
+    assert page.text_content(".card:has(h3:text-is('Cross-influence')) svg") != first
+    assert page.text_content("td code").startswith("<script>")
+    assert page.evaluate("window.hacked") is None
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

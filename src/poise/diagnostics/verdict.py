@@ -109,4 +109,6 @@ def _percent(value: float, error: float | None = None) -> str:
 
 
 def _ratio(value: float, of: float) -> str:
-    return f"{value / of:.2g}" if of else "?"
+    if not of:
+        return "?"
+    return f"{value / of:,.0f}" if value / of >= 10 else f"{value / of:.2g}"

@@ -12,7 +12,7 @@ function fill(element, attributes, children) {
     else if (name === "style") Object.assign(element.style, value);
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return element;
 }
 const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
