@@ -1,7 +1,7 @@
 """A picture of a report, for the docs: python benchmarks/screenshots.py REPORT.html PICTURE.png [settings]
 
     python benchmarks/screenshots.py runs/demo/report.html docs/images/curves.png --view curves
-    python benchmarks/screenshots.py runs/demo/report.html docs/images/phone.png --view responses --size 390x800 --theme dark
+    python benchmarks/screenshots.py runs/demo/report.html phone.png --view responses --size 390x800 --theme dark
 
 Needs playwright (extra dev) and a Chromium.
 """
