@@ -8,12 +8,12 @@ const SHADES = {
   weight: { of: total, middle: 1, note: "all phases added up; warm: above 1, cool: below" },
   advantage: { of: (b, i) => b.advantage[i], middle: 0, note: "warm: positive, cool: negative" },
   gradient: {
-    of: (b, i) => Math.abs(total(b, i) * b.advantage[i]) * (b.size ? b.size[i] : -Math.expm1(b.logp[i])), middle: 0,
+    of: (b, i) => Math.abs(total(b, i) * b.advantage[i]) * (b.size ? b.size[i] : -Math.expm1(b.logp[i])), middle: 0, positive: true,
     note: "w·|A|·‖e − π‖ where it was measured, else w·|A|·(1 − p), its part at the sampled token",
   },
   nthr: { of: (b, i) => (b.nthr ? b.nthr[i] : NaN), middle: 0, note: "NTHR score of tokens of wrong responses; warm: lowers the right ones with it" },
   change: { of: (b, i) => (b.change ? b.change[i] : NaN), middle: 0, note: "Δ log p by the measured update" },
-  entropy: { of: (b, i) => b.entropy[i], middle: 0, note: "of the next token, nats" },
+  entropy: { of: (b, i) => b.entropy[i], middle: 0, positive: true, note: "of the next token, nats" },
 };
 
 const viewer = {
@@ -149,9 +149,8 @@ const viewer = {
     };
     tokens.addEventListener("pointermove", tell);
     tokens.addEventListener("pointerleave", tip.hide);
-    const from = (shading.middle ?? 0) === 0 ? number(shading.middle === undefined ? 0 : -most) : number(shading.middle - most);
-    const [low, high] = shading.ends || [from, number((shading.middle ?? 0) + most)];
-    const ramp = shading.ends ? "linear-gradient(90deg, transparent, rgba(var(--warm), .62))"
+    const [low, high] = shading.ends || [number(shading.positive ? 0 : shading.middle - most), number(shading.middle + most)];
+    const ramp = shading.ends || shading.positive ? "linear-gradient(90deg, transparent, rgba(var(--warm), .62))"
       : "linear-gradient(90deg, rgba(var(--cool), .62), transparent, rgba(var(--warm), .62))";
     return el("section", { class: "card pane" },
       el("h3", {}, `${row.correct ? "Correct" : "Wrong"}, reward ${number(row.reward)}`),
