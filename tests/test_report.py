@@ -103,6 +103,17 @@ def test_blocks_hold_the_exact_values(tmp_path):
         source.block((0, 2, 99))
 
 
+def test_a_step_that_a_resumed_run_wrote_anew_is_read_anew(tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,))
+    source = Source([folder.path])
+    before = source.index()["rows"][0], source.block((0, 1, 0))
+    add_step(folder, 1, records=[response(1, 0, reward=-9.0, text="another")])
+    rows = source.index()["rows"]
+    assert len(rows) == 1
+    assert rows[0] != before[0]
+    assert source.block((0, 1, 0)) != before[1]
+
+
 # The page
 
 

@@ -115,7 +115,7 @@ def _pulls(
     squared = inner(full, full)
     norm = gram.diagonal().clamp(min=0).sqrt()
     gap = _sum([*parts, [None if part is None else -part for part in full]])
-    count = masks.sum((1, 2))
+    count, total = masks.sum((1, 2)).cpu(), int(loop.batch.mask.sum())
     influence = []
     for part in parts:
         with unchanged(loop, optimizer):
@@ -126,7 +126,7 @@ def _pulls(
     return {
         "norm": norm.tolist(),
         "full": squared**0.5,
-        "per_token": _numbers(norm * loop.batch.mask.sum() / count),
+        "per_token": _numbers(norm * total / count),
         "share": _numbers(torch.tensor([inner(part, full) for part in parts], dtype=torch.float64) / squared),
         "norm_share": _numbers(norm / norm.sum()),
         "residual": (inner(gap, gap) / squared) ** 0.5 if squared else 0.0,

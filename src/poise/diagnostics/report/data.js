@@ -14,6 +14,7 @@ const data = {
       : JSON.parse(document.getElementById("data").textContent);
     const same = this.stamp === index.stamp;
     this.stamp = index.stamp;
+    this.blocks.clear();
     this.runs = index.runs;
     this.prompts = index.prompts;
     this.rows = index.rows.map((row, number) =>

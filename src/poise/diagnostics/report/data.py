@@ -22,14 +22,14 @@ Block = tuple[int, int, int]  # run, step, row: where a response is
 
 
 class Source:
-    """Run folders, as the page asks for them. Steps that were read once are not read again: they never change."""
+    """Run folders, as the page asks for them. A step is read once, and again if a resumed run has written it anew."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self.folders = [RunFolder.open(path, resume=False) for path in paths]
         self.names = _names([folder.path for folder in self.folders])
         self._words: list[dict[str, int]] = [{} for _ in paths]
         self._fields: list[list[str]] = [[] for _ in paths]
-        self._rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._rows: dict[tuple[int, int], tuple[int, list[dict[str, Any]]]] = {}
         self._step = lru_cache(maxsize=4)(self._read)
 
     def stamp(self) -> str:
@@ -73,7 +73,7 @@ class Source:
         run, step, row = at
         if not 0 <= run < len(self.folders) or step not in self.folders[run].recorded():
             raise KeyError(at)
-        records, arrays = self._records(run, step), self._step(run, step)
+        records, arrays = self._records(run, step), self._step(run, step, self._written(run, step))
         if not 0 <= row < len(records):
             raise KeyError(at)
         text = records[row]["text"].encode("utf-8", "surrogatepass")
@@ -107,14 +107,18 @@ class Source:
             record["difficulty"], record["problem"], prompt, record["parts"],
         ]  # fmt: skip
 
-    def _records(self, run: int, step: int) -> list[dict[str, Any]]:
-        if (run, step) not in self._rows:
-            records = self.folders[run].rollouts(step)
-            lengths = self._step(run, step)["start"].diff().tolist()
-            self._rows[run, step] = [record | {"length": n} for record, n in zip(records, lengths, strict=True)]
-        return self._rows[run, step]
+    def _written(self, run: int, step: int) -> int:
+        return self.folders[run].tokens_path(step).stat().st_mtime_ns
 
-    def _read(self, run: int, step: int) -> dict[str, Tensor]:
+    def _records(self, run: int, step: int) -> list[dict[str, Any]]:
+        written = self._written(run, step)
+        if self._rows.get((run, step), (0, []))[0] != written:
+            records = self.folders[run].rollouts(step)
+            lengths = self._step(run, step, written)["start"].diff().tolist()
+            self._rows[run, step] = written, [r | {"length": n} for r, n in zip(records, lengths, strict=True)]
+        return self._rows[run, step][1]
+
+    def _read(self, run: int, step: int, written: int) -> dict[str, Tensor]:  # noqa: ARG002 - part of the cache's key
         found = self.folders[run].tokens(step)
         assert found is not None
         arrays, texts = found
