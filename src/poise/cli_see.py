@@ -110,10 +110,10 @@ def _settings(model: str, task: str | None, args: list[str]) -> Any:
         if regulated:
             fail("methods are given with --regulator")
         return configs.restore(merge(RunFolder.open(model, resume=False).config, changes) | {"model": model})
-    small = [f"model={model}", "prompts=8", *named]
-    if model == "embedded":
-        return configs.load("demo", [*small, *args])
-    return configs.load("grpo", [*small, "rollout.max_tokens=512", "rollout.old_logp=sampled", *args])
+    if model == "embedded":  # within a minute on a laptop
+        return configs.load("demo", ["prompts=6", *named, *args])
+    small = [f"model={model}", "prompts=8", "rollout.max_tokens=512", "rollout.old_logp=sampled"]
+    return configs.load("grpo", [*small, *named, *args])
 
 
 @app.command()

@@ -198,7 +198,7 @@ def _suspects(step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Ten
         row, column = divmod(place, scores.shape[1])
         if score > 0:
             before = policy.decode(ids[row, max(0, column - 12) : column].tolist())
-            text = policy.decode(ids[row, column : column + 1].tolist())
+            text = policy.texts(ids[row, column])[int(ids[row, column])]  # an end token has a text here
             at = {"step": step, "row": row, "column": column, "p": float(prob[row, column])}
             named.append({"score": score, "text": text, "before": before, **at})
     return named
