@@ -26,6 +26,12 @@ def call(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.parametrize("command", ["diagnose", "report", "tokens"])
+def test_help_shows_examples(command):
+    assert command in call("--help").output
+    assert f"poise {command} " in call(command, "--help").output
+
+
 @pytest.fixture(scope="module")
 def embedded():
     policy = load_policy("embedded", device="cpu")
