@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-gpu lint types unit format benchmark clean
+.PHONY: demo test test-verl test-gpu lint types unit format benchmark clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -30,6 +30,16 @@ types: .venv/installed
 unit: .venv/installed
 	$(BIN)/pytest
 
+# verl has an environment of its own: it wants an older transformers. Ray's warnings are not ours to fix.
+.venv-verl/installed: pyproject.toml constraints-verl.txt
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-verl.txt -e '.[train,verl]' \
+	  hypothesis pytest pytest-xdist
+	@touch $@
+
+test-verl: .venv-verl/installed
+	.venv-verl/bin/python -m pytest tests/with_verl -n 1 -p no:warnings -o filterwarnings=
+
 # On a machine with a CUDA device. With a python that has all it needs already: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/installed)
@@ -44,4 +54,4 @@ benchmark: .venv/installed
 	$(BIN)/python benchmarks/regulators.py
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info
+	rm -rf .venv .venv-verl .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -47,6 +47,7 @@ class Problem:
         self.batch = TokenBatch(self.old, self.mask, self.advantages, targets=self.targets)
         self.phase = Phase.of(self.batch)
         self.norm = float(n)
+        self.tokens = torch.arange(n, device=device)
 
     def loss(self, logp: Tensor) -> Tensor:
         """The loss from log-probabilities, (B, T) or flat."""
@@ -72,9 +73,11 @@ def gemm(problem: Problem) -> Callable[[], object]:
 
 
 def ours(problem: Problem, head: Head, memory: int | None = None) -> Gradients:
+    """As the update calls it: with the states of the active tokens, whose places the host knows."""
     loss, _ = policy_loss(
-        problem.hidden, problem.batch, problem.phase, SETTINGS, normalizer=problem.norm, head=head, memory=memory
-    )
+        problem.hidden.flatten(0, 1), problem.batch, problem.phase, SETTINGS, normalizer=problem.norm, head=head,
+        tokens=problem.tokens, memory=memory,
+    )  # fmt: skip
     return problem.gradients(loss, head.master)
 
 

@@ -1,100 +1,231 @@
 """What sampling takes: the native engine, the one on transformers' cache, and transformers' own ``generate``.
 
-    OMP_WAIT_POLICY=passive python benchmarks/rollout.py                 # the embedded model; two minutes on two cores
-    python benchmarks/rollout.py --model HuggingFaceTB/SmolLM2-135M --device cuda --prompts 64 --max-tokens 256
+    OMP_WAIT_POLICY=passive python benchmarks/rollout.py                      # the embedded model, two minutes on a CPU
+    python benchmarks/rollout.py --device cuda --shape 135M --json out.json   # 512 responses of 256 tokens
+    python benchmarks/rollout.py --device cuda --shape 135M --uneven          # ... of very uneven length, up to 1,024
+    python benchmarks/rollout.py --device cuda --growth --json growth.json    # the native engine alone
 
-They take turns, in one process. Responses end where the model ends them, so each is asked for the same prompts but
-samples other responses; with ``--endless`` none ends early, and all do the same work. Prompts are Knights & Knaves'.
+They take turns, in one process, on the same prompts. With the embedded model, responses to Knights & Knaves end where
+the model ends them. A ``--shape`` has random weights and prompts of 128 random tokens, and lengths are given: all the
+same, or (``--uneven``) most of them short and a few long. ``generate`` cannot be given a length per response: it
+decodes all of them until the longest has ended, as it does in training. It gets a model of its own, as transformers
+makes it, with "sdpa" attention. "static" is ``generate`` with a static cache, for which transformers compiles the
+model's forward pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from measure import environment, extra_memory, in_turns, median, spread, write
+from update import SHAPES, model_of, uneven
 
-from poise.policy import Policy, load_policy, pad_left
-from poise.rollout.base import Engine
+from poise.policy import EMBEDDED, Policy, load_policy, pad_left
 from poise.rollout.cached import CachedEngine
 from poise.rollout.native import NativeEngine
+from poise.rollout.queue import Request
+from poise.rollout.sampling import Sampling
 from poise.tasks import get
 
 NEVER = 1_000_000  # an end token that no vocabulary has
+PROMPT = 128  # tokens
+BATCHES = (1, 8, 32, 128, 512, 2048)
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+BY_SIZE = ("14M", "135M", "360M", "1.1B", "1.7B")
+
+
+def random_policy(shape: str, device: str) -> Policy:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=device == "cuda")
+
+
+def random_requests(shape: str, prompts: int, group: int, lengths: list[int]) -> list[Request]:
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(1, SHAPES[shape][-1], (prompts, PROMPT), generator=generator).tolist()
+    return [Request(texts[i // group], length) for i, length in enumerate(lengths)]
+
+
+def real_requests(policy: Policy, prompts: int, group: int, longest: int) -> list[Request]:
+    problems = islice(get("kk", people="2-3").problems("train", 1), prompts)
+    asked = [policy.encode(problem.prompt) for problem in problems]
+    return [Request(prompt, longest, policy.end_tokens) for prompt in asked for _ in range(group)]
+
+
+def native(policy: Policy, requests: list[Request], batch: int = 0) -> Callable[[int], int]:
+    engine = NativeEngine(policy, batch)
+    return lambda seed: sum(engine.answer(requests, Sampling(1.0), seed).lengths)
+
+
+def cached(policy: Policy, requests: list[Request], group: int) -> Callable[[int], int]:
+    """It knows no length per response: what is sampled beyond a response's own is not counted."""
+    engine, asked = CachedEngine(policy), [list(request.prompt) for request in requests[::group]]
+    longest, limits = max(r.max_tokens for r in requests), [r.max_tokens for r in requests]
+
+    def run(seed: int) -> int:
+        made = engine.generate(asked, group, max_tokens=longest, temperature=1.0, seed=seed)
+        return sum(min(pair) for pair in zip(made.lengths, limits, strict=True))
+
+    return run
+
+
+def generate(model: Any, requests: list[Request], **more: Any) -> Callable[[int], int]:
+    """transformers' own sampling; the number of response tokens."""
+    ids, seen = pad_left([list(request.prompt) for request in requests], model.device)
+    limits = torch.tensor([r.max_tokens for r in requests], device=model.device)
+    ends = torch.tensor([*requests[0].stop, -1], device=model.device)
+
+    @torch.no_grad()
+    def run(seed: int) -> int:
+        torch.manual_seed(seed)
+        out = model.generate(
+            ids, attention_mask=seen, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=int(limits.max()),
+            pad_token_id=0, eos_token_id=list(requests[0].stop) or [NEVER], **more,
+        )[:, ids.shape[1] :]  # fmt: skip
+        ending = torch.isin(out, ends).long()
+        inside = (ending.cumsum(1) - ending == 0) & (torch.arange(out.shape[1], device=out.device) < limits[:, None])
+        return int(inside.sum())
+
+    return run
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    count = args.prompts * args.group
+    if args.shape:
+        torch.manual_seed(0)
+        policy = random_policy(args.shape, args.device)
+        lengths = uneven(count, args.max_tokens) if args.uneven else [args.max_tokens] * count
+        requests = random_requests(args.shape, args.prompts, args.group, lengths)
+        policy.model.generation_config.eos_token_id, policy.tokenizer.eos_token = NEVER, None
+        peer = model_of(args.shape, args.device, policy.head().weight.dtype).eval()
+    else:
+        policy = load_policy(args.model, device=args.device, dtype=args.dtype)
+        requests = real_requests(policy, args.prompts, args.group, args.max_tokens)
+        peer = policy.model
+    every: dict[str, Callable[[], Callable[[int], int]]] = {
+        "native": lambda: native(policy, requests, args.batch),
+        "cached": lambda: cached(policy, requests, args.group),
+        "generate": lambda: generate(peer, requests),
+        "static": lambda: generate(peer, requests, cache_implementation="static"),
+    }
+    made = {name: every[name]() for name in args.ways}
+    used: dict[str, list[tuple[int, float]]] = {name: [] for name in made}
+
+    def way(name: str) -> Callable[[], None]:
+        def run() -> None:
+            begin = time.process_time()
+            tokens = made[name](len(used[name]))
+            used[name].append((tokens, time.process_time() - begin))
+
+        return run
+
+    ways = {name: way(name) for name in made}
+    memory = {}  # what the first call adds at its peak, and all that there is then
+    for name, run in ways.items():
+        extra = extra_memory(run, args.device)
+        memory[name] = (extra, None if extra is None else torch.cuda.max_memory_allocated())
+    times = in_turns(ways, args.device, repeats=args.repeats, warmup=args.warm_up)
+    kind = f"of very uneven length, at most {args.max_tokens}" if args.uneven else f"of at most {args.max_tokens}"
+    title = f"{args.shape or args.model}, {args.prompts} × {args.group} responses {kind} tokens"
+    print(f"{title} on {environment(args.device)['device']}: medians of {args.repeats} (lowest–highest)")
+    rows = []
+    for name in ways:
+        rounds = used[name][-args.repeats :]
+        tokens = sum(count for count, _ in rounds) / len(rounds)
+        extra, total = memory[name]
+        row = {"way": name, "wall_s": times[name], "cpu_s": [cpu for _, cpu in rounds], "tokens": tokens}
+        rows.append({**row, "extra_bytes": extra, "peak_bytes": total})
+        ratio = median(times[name]) / median(times["native"]) if "native" in times else float("nan")
+        rate, cpu = tokens / median(times[name]), median([seconds for _, seconds in rounds])
+        line = (
+            f"  {name:9s} {spread(times[name], 1):>20} s = {ratio:5.2f} × native {rate:9,.0f} tokens/s, cpu {cpu:.2f} s"
+        )
+        more = f", {extra / 2**30:.2f} GiB, {total / 2**30:.2f} in all" if extra is not None and total else ""
+        print(line + more, flush=True)
+    return {"case": title, "rows": rows}
+
+
+def growth(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Tokens per second of the native engine by rows, by length and by model size."""
+    rows: list[dict[str, Any]] = []
+
+    def measure(kind: str, shape: str, engine: NativeEngine, count: int, length: int) -> None:
+        group = min(count, 8)
+        requests = random_requests(shape, count // group, group, [length] * count)
+        seconds = []
+        for seed in range(2 if length > 1024 else 3):  # the first records graphs
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            engine.answer(requests, Sampling(1.0), seed)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+            if length > 2048:
+                break
+        found, peak = min(seconds[1:] or seconds), torch.cuda.max_memory_allocated()
+        parameters = sum(p.numel() for p in engine.policy.model.parameters())
+        row = {"kind": kind, "shape": shape, "rows": count, "length": length, "parameters": parameters}
+        rows.append(row | {"seconds": found, "tokens_per_s": count * length / found, "peak_bytes": peak})
+        print(
+            f"{kind:7s} {shape:>5s} {count:5d} × {length:5d} tokens: {found:7.3f} s {count * length / found:10,.0f} "
+            f"tokens/s {peak / 2**30:6.1f} GiB", flush=True,
+        )  # fmt: skip
+        engine.release()
+
+    for shape in args.shapes or BY_SIZE:
+        policy = random_policy(shape, args.device)
+        engine = NativeEngine(policy)
+        measure("size", shape, engine, 512, 256)
+        if shape == "135M":
+            for count in BATCHES:
+                measure("rows", shape, engine, count, 256)
+            for length in LENGTHS:
+                measure("length", shape, engine, 128, length)
+        del policy, engine
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        yield rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
+    parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape instead of a model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=112)
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument(
+        "--uneven", action="store_true", help="lengths of a --shape: most short, a few as long as allowed"
+    )
     parser.add_argument("--batch", type=int, default=0, help="rows of the native engine; 0: all")
-    parser.add_argument("--endless", action="store_true", help="no response ends before max-tokens")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--ways", nargs="+", choices=["native", "cached", "generate", "static"])
+    parser.add_argument("--growth", action="store_true", help="the native engine alone, by rows, length and model size")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="of --growth")
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--warm-up", type=int, default=1, help="calls before those that are timed, besides one")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
-    policy = load_policy(args.model, device=args.device, dtype=args.dtype)
-    if args.endless:
-        policy.model.generation_config.eos_token_id = NEVER
-        policy.tokenizer.eos_token = None
-    asked = [policy.encode(p.prompt) for p in islice(get("kk", people="2-3").problems("train", 1), args.prompts)]
-
-    used: dict[str, list[tuple[int, float]]] = {}
-
-    def way(name: str, sample: Callable[[int], int]) -> Callable[[], None]:
-        def run() -> None:
-            begin = time.process_time()
-            tokens = sample(len(used.setdefault(name, [])))
-            used[name].append((tokens, time.process_time() - begin))
-
-        return run
-
-    def by(engine: Engine) -> Callable[[int], int]:
-        settings = {"max_tokens": args.max_tokens, "temperature": 1.0}
-        return lambda seed: sum(engine.generate(asked, args.group, seed=seed, **settings).lengths)
-
-    ways = {
-        "native": way("native", by(NativeEngine(policy, args.batch))),
-        "cached": way("cached", by(CachedEngine(policy))),
-        "generate": way("generate", lambda seed: generate(policy, asked, args.group, args.max_tokens, seed)),
-    }
-    warm_up = 1
-    times = in_turns(ways, args.device, repeats=args.repeats, warmup=warm_up)
-    title = f"{args.model}, {args.prompts} × {args.group} responses of at most {args.max_tokens} tokens"
-    print(f"{title} on {environment(args.device)['device']}: medians of {args.repeats} (lowest–highest)")
-    results = []
-    for name in ways:
-        rounds = used[name][warm_up:]
-        tokens = sum(count for count, _ in rounds) / len(rounds)
-        memory = extra_memory(ways[name], args.device)
-        row = {"way": name, "wall_s": times[name], "cpu_s": [cpu for _, cpu in rounds], "tokens": tokens}
-        results.append({**row, "extra_memory": memory})
-        print(
-            f"  {name:9s} wall {spread(times[name], 1)} s   processor {spread([cpu for _, cpu in rounds], 1)} s   "
-            f"{tokens / median(times[name]):,.0f} tokens/s" + (f"   {memory / 2**30:.2f} GiB" if memory else "")
-        )
-    write(args.json, {**environment(args.device), "case": title, "endless": args.endless, "results": results})
-
-
-@torch.no_grad()
-def generate(policy: Policy, prompts: list[list[int]], group: int, max_tokens: int, seed: int) -> int:
-    """transformers' own sampling; the number of response tokens."""
-    torch.manual_seed(seed)
-    ids, seen = pad_left([prompt for prompt in prompts for _ in range(group)], policy.device)
-    ends = policy.end_tokens
-    out = policy.model.generate(
-        ids, attention_mask=seen, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max_tokens, pad_token_id=0,
-        eos_token_id=ends,
-    )[:, ids.shape[1] :]  # fmt: skip
-    ending = torch.isin(out, torch.tensor(ends, device=out.device)).long()
-    return int((ending.cumsum(1) - ending == 0).sum())
+    gpu = args.device == "cuda"
+    args.prompts = args.prompts or (64 if args.shape else 16)
+    args.max_tokens = args.max_tokens or (1024 if args.uneven else 256 if args.shape else 112)
+    args.ways = args.ways or (["native", "generate", "static"] if gpu else ["native", "cached", "generate"])
+    args.repeats = args.repeats or (3 if gpu else 7)
+    transformers.logging.set_verbosity_error()
+    head = {**environment(args.device), "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"}}
+    if args.growth:
+        for rows in growth(args):  # written after every shape: nothing is lost
+            write(args.json, {**head, "rows": rows})
+    else:
+        write(args.json, {**head, **compare(args)})
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
     pip install -c constraints.txt -e '.[train,bench]'
     OMP_WAIT_POLICY=passive python benchmarks/step.py            # about three minutes on two idle cores
-    python benchmarks/step.py --device cuda --json out.json
+    python benchmarks/step.py --device cuda --shape 135M --json out.json
 
-Both train the embedded model in float32, 16 prompts × 8 responses to an optimizer step, without KL. The trainers take
-turns, a step each, so that whatever else the machine does hits both. The first row is training as it is: responses end
-where the model ends them, and poise leaves out of the update what has no advantage. In the second (``--fixed-length``)
-no response ends early and all have an advantage, so that both do the same work.
+Both train the embedded model in float32, 16 prompts × 8 responses to an optimizer step, without KL. With ``--shape`` it
+is a model of that shape with random weights, 64 × 8 responses of 256 tokens, in bfloat16 with float32 weights for the
+optimizer, each trainer's own way.
+
+The trainers take turns, a step each, so that whatever else the machine does hits both. The first row is training as it
+is: responses end where the model ends them, and poise leaves out of the update what has no advantage. In the second
+(``--fixed-length``) no response ends early and all have an advantage, so that both do the same work.
 
 TRL runs at the fastest setting that we found (see ``trl_config``), through its default engine, transformers' generate.
 A step of TRL is all that its loop does between two optimizer steps, loading the batch included; a step of poise is
@@ -34,6 +37,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from update import SHAPES, model_of
 
 from poise.config import Config, load
 from poise.console import Console
@@ -88,9 +92,11 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         self.theirs: TimedTrainer | None = None
         self.console = Console(ours.config.steps, quiet=True)
         self.rows: list[dict[str, dict[str, float]]] = []
+        self.parts: list[dict[str, float]] = []  # of poise's steps
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
+        self.before = at_rest(self.ours.policy.device.type)
         self.start = now(self.ours.policy.device.type)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -101,6 +107,8 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         assert theirs.prompt_ids == self.prompt_ids[state.global_step - 1], "the prompts differ"
         rows = {"trl": row(seconds, theirs.generation_s, theirs.lengths, 1.0)}
 
+        rows["trl"]["extra_gib"] = extra_gib(device, self.before)
+        self.before = at_rest(device)
         start = now(device)
         metrics = self.ours.step(state.global_step, self.console)
         seconds = now(device) - start
@@ -108,7 +116,10 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         config = self.ours.config
         lengths = [metrics["rollout/length"]] * (config.prompts * config.group)
         rows["poise"] = row(seconds, metrics["time/rollout"], lengths, 1 - metrics["reward/no_spread"])
+        rows["poise"]["extra_gib"] = extra_gib(device, self.before)
+        self.parts.append({name: value for name, value in metrics.items() if name.startswith("time/")})
         self.rows.append(rows)
+        self.before = at_rest(device)
         self.start = now(device)
 
 
@@ -128,6 +139,19 @@ def now(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def at_rest(device: str) -> int:
+    """Bytes that both trainers hold between steps."""
+    if device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def extra_gib(device: str, before: int) -> float:
+    """What a step took beyond that, at its peak."""
+    return (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else 0.0
 
 
 def our_trainer(config: Config, task: Task, endless: bool) -> Trainer:
@@ -167,7 +191,7 @@ def trl_config(config: Config, folder: Path, micro: int, endless: bool) -> Any:
         lr_scheduler_type="constant",
         weight_decay=config.optim.weight_decay,
         max_grad_norm=config.optim.grad_clip,
-        bf16=False,
+        bf16=config.dtype == "auto" and config.device == "cuda",
         fp16=False,
         gradient_checkpointing=False,  # on by default: slower, and there is memory enough
         use_cpu=config.device == "cpu",
@@ -198,14 +222,14 @@ def compare(config: Config, warm_up: int, micro: int, endless: bool) -> list[dic
     )
     prompts = [[{"role": "user", "content": problem.prompt}] for problem in problems]
     theirs = TimedTrainer(
-        model=str(EMBEDDED),
+        model=str(EMBEDDED) if config.model == "embedded" else config.model,
         reward_funcs=reward,
         args=trl_config(config, Path(config.run) / "trl", micro, endless),
         train_dataset=Dataset.from_dict({"prompt": prompts, "number": list(range(len(problems)))}),
         callbacks=[turns],
     )
     theirs.remove_callback(transformers.PrinterCallback)
-    assert next(theirs.model.parameters()).dtype == next(ours.policy.model.parameters()).dtype == torch.float32
+    assert next(theirs.model.parameters()).dtype == next(iter(ours.parameters.values())).dtype == torch.float32
     turns.theirs = theirs
     if endless:
         theirs.eos_token_ids = [NEVER]
@@ -214,7 +238,17 @@ def compare(config: Config, warm_up: int, micro: int, endless: bool) -> list[dic
     for step in turns.rows if endless else ():
         lengths = {name: figures["length"] for name, figures in step.items()}
         assert set(lengths.values()) == {config.rollout.max_tokens}, f"lengths should be equal: {lengths}"
+    parts = turns.parts[warm_up:]
+    print({name: round(statistics.median(part[name] for part in parts), 4) for name in parts[0]})
     return turns.rows[warm_up:]
+
+
+def random_model(shape: str, folder: str) -> Path:
+    """A folder with a model of this shape and the embedded model's tokenizer."""
+    path = Path(folder) / "model"
+    model_of(shape, "cpu", torch.float32).save_pretrained(path)
+    transformers.AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(path)
+    return path
 
 
 def summary(rows: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
@@ -237,7 +271,7 @@ def summary(rows: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
 
 def show(title: str, found: dict[str, Any]) -> None:
     print(f"\n{title}")
-    heads = ("s/step", "s/1k tokens", "generation s", "rest s", "length", "updated")
+    heads = ("s/step", "s/1k tokens", "generation s", "rest s", "length", "updated", "extra GiB")
     print(f"  {'':9s}" + "".join(f"{head:>22s}" for head in heads))
 
     def cell(value: dict[str, float] | None, digits: int) -> str:
@@ -245,7 +279,15 @@ def show(title: str, found: dict[str, Any]) -> None:
             return ""
         return f"{value['median']:.{digits}f} ({value['low']:.{digits}f}–{value['high']:.{digits}f})"
 
-    keys = (("step_s", 2), ("s_per_1k", 3), ("generation_s", 2), ("rest_s", 2), ("length", 1), ("updated", 2))
+    keys = (
+        ("step_s", 2),
+        ("s_per_1k", 3),
+        ("generation_s", 2),
+        ("rest_s", 2),
+        ("length", 1),
+        ("updated", 2),
+        ("extra_gib", 1),
+    )
     for name in ("poise", "trl", "ratio"):
         label = "TRL/poise" if name == "ratio" else name
         print(
@@ -259,13 +301,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here too, those of every step among them")
     parser.add_argument("--steps", type=int, default=6, help="measured steps of each trainer, per row")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before them")
-    parser.add_argument("--fixed-length", type=int, default=112, metavar="L", help="of the second row; 0: no such row")
+    parser.add_argument("--fixed-length", type=int, metavar="L", help="of the second row; 0: no such row")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), help="random weights of this shape; all responses of one length"
+    )
+    parser.add_argument("--engine", default="auto", help="poise's: auto, native or transformers")
     parser.add_argument("--only-fixed", action="store_true", help="no first row")
     parser.add_argument(
         "--trl-micro", type=int, help="responses per forward pass of TRL's update (CPU: 16, CUDA: 128, the fastest)"
     )
     args = parser.parse_args()
     micro = args.trl_micro or (128 if args.device == "cuda" else 16)
+    if args.fixed_length is None:
+        args.fixed_length = 256 if args.shape else 112
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     machine = (
@@ -279,17 +327,19 @@ def main() -> None:
         "machine": machine, "steps": args.steps, "warm_up": args.warm_up, "trl_micro": micro,
     }  # fmt: skip
     for name, length in (("sampled", 0), ("fixed", args.fixed_length)):
-        if args.only_fixed if name == "sampled" else not length:
+        if args.only_fixed or args.shape if name == "sampled" else not length:
             continue
         with tempfile.TemporaryDirectory() as folder:
+            size = [f"model={random_model(args.shape, folder)}", "prompts=64"] if args.shape else ["dtype=float32"]
             config = load(
                 "demo",
                 [
-                    f"run={folder}/run", f"steps={args.warm_up + args.steps}", f"device={args.device}", "dtype=float32",
-                    f"optim.lr={LR}", "rollouts_every=0", *([f"rollout.max_tokens={length}"] if length else []),
+                    f"run={folder}/run", f"steps={args.warm_up + args.steps}", f"device={args.device}", *size,
+                    f"optim.lr={LR}", "rollouts_every=0", f"rollout.engine={args.engine}",
+                    *([f"rollout.max_tokens={length}"] if length else []),
                 ],
             )  # fmt: skip
-            assert (config.prompts, config.group) == (16, 8)
+            assert (config.prompts, config.group) == (64 if args.shape else 16, 8)
             rows = compare(config, args.warm_up, micro, endless=bool(length))
         figures[name] = summary(rows) | {"each": rows}
         title = (

@@ -302,7 +302,7 @@ class TestRows:
 
     def test_graphs_are_of_few_sizes(self):
         assert graphs.sizes(1) == [1]
-        assert graphs.sizes(12) == [1, 2, 3, 4, 6, 8, 12]
+        assert graphs.sizes(20) == [8, 12, 16, 20]
         assert graphs.sizes(100)[-2:] == [96, 100]
 
     def test_slots_fit_the_memory_or_it_is_said_what_to_lower(self):

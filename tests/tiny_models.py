@@ -34,13 +34,13 @@ class Words:
     chat_template = None
 
 
-def tiny(name):
+def tiny(name, device="cpu", dtype=torch.float32, *, compiled=False):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name](), attn_implementation="sdpa").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)  # far from uniform
-    return Policy(model, Words())
+    return Policy(model.to(device, dtype), Words(), compiled=compiled)
 
 
 def prompts(n, seed=0):

@@ -63,6 +63,7 @@ def attention(
     return _over_segments(query, key, value, packing, settings.get("scaling"), settings.get("sliding_window")), None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # what is kept where is no business of a compiled layer
 def _decode(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, packing: Packed | None, decoding: Decoding,
     settings: dict[str, Any],
@@ -144,21 +145,24 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None
 
 
 def over_slots(
-    q: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor, position: Tensor, scale: float | None,
+    q: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor, used: Tensor, scale: float | None,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """(n, heads, D) queries, one per slot of (n, length, fewer heads, D) keys, which see them up to ``position`` (n,).
+    """(n, heads, D) queries, one per slot of (n, length, fewer heads, D) keys, of which the first ``used`` (n,) count.
 
-    ``starts_q`` and ``starts_k`` are where queries and slots begin, int32: 0, 1, … and 0, length, …
+    A query is that of the last key used. ``starts_q`` and ``starts_k`` are where queries and slots begin: 0, 1, … and
+    0, length, …; all three are int32.
     """
     if _has_kernel(q, values):
+        # Neither causal nor bounded on the right, which would change nothing: without both, the kernel reads a key once
+        # for all query heads that share it.
         out: Tensor = _kernel(
-            q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), starts_q, starts_k, 1, keys.shape[1], 0.0, True,
-            False, scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-            seqused_k=(position + 1).to(torch.int32),
+            q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), starts_q, starts_k, 1, keys.shape[1], 0.0, False,
+            False, scale=scale, window_size_left=-1 if window is None else window - 1,
+            window_size_right=-1 if window is None else 0, seqused_k=used,
         )[0]  # fmt: skip
         return out
-    back = position[:, None] - torch.arange(keys.shape[1], device=q.device)
+    back = used[:, None] - 1 - torch.arange(keys.shape[1], device=q.device)
     seen = back >= 0 if window is None else (back >= 0) & (back < window)
     k, v = (repeat_kv(x.transpose(1, 2), q.shape[1] // x.shape[2]) for x in (keys, values))
     return scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=seen[:, None, None], scale=scale)[:, :, 0]

@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 tasks_app = typer.Typer(help="List the tasks, or look at a problem of one.", invoke_without_command=True)
 app.add_typer(tasks_app, name="tasks")
+doctor_app = typer.Typer(help="Is poise alive inside another framework?", no_args_is_help=True)
+app.add_typer(doctor_app, name="doctor")
 
 
 def fail(message: object) -> NoReturn:
@@ -255,6 +257,26 @@ def warmstart(
     with explained(), Console(settings.steps) as console:
         run(settings, out, device=device, say=console.step)
     print(f"saved to {out}; measure it with: poise eval {out} --people {settings.task_settings.get('people', '3-7')}")
+
+
+@doctor_app.command("verl")
+def doctor_verl(
+    args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
+    config_path: Annotated[Optional[Path], typer.Option(help="A folder with configurations of yours.")] = None,  # noqa: UP045
+    config_name: Annotated[str, typer.Option(help="Which one.")] = "ppo_trainer",
+) -> None:
+    """Tell whether verl has loaded poise, which it does not say itself; with settings, whether they can be trained.
+
+    Examples:
+
+    - `poise doctor verl`
+    - `poise doctor verl trainer.v1.trainer_mode=poise_sync +trainer.v1.poise_sync.regulator=lopti ...`
+    - `poise doctor verl --config-path examples/scale --config-name verl-8gpu`
+    """
+    from poise.integrations import doctor
+
+    if not doctor.verl(print, args or [], config_path, config_name):
+        raise typer.Exit(1)
 
 
 @tasks_app.callback()

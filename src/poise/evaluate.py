@@ -87,7 +87,8 @@ def evaluate(
             top_p=top_p,
             top_k=top_k,
         )
-        texts = [policy.decode(row[mask].tolist()) for row, mask in zip(out.tokens, out.mask, strict=True)]
+        rows = zip(out.tokens.tolist(), out.lengths, strict=True)
+        texts = [policy.decode(row[:length]) for row, length in rows]
         return [[judge(task, p, t) for t in texts[i * group : (i + 1) * group]] for i, p in enumerate(part)]
 
     for at in range(0, problems, CHUNK):

@@ -118,4 +118,5 @@ class Clock:
         """``time/…`` in seconds, and the sampled tokens per second of the whole step."""
         total = time.perf_counter() - self.start
         named = {f"time/{name}": seconds for name, seconds in self.spent.items()}
+        named["time/other"] = total - sum(self.spent.values())  # so that the parts add up to the step
         return {**named, "time/step": total, "time/tokens_per_s": tokens / total}

@@ -153,7 +153,8 @@ class Trainer:
                 top_k=config.rollout.top_k,
             )
         with clock("score"):
-            texts = [self.policy.decode(t[m].tolist()) for t, m in zip(rollouts.tokens, rollouts.mask, strict=True)]
+            rows = zip(rollouts.tokens.tolist(), rollouts.lengths, strict=True)
+            texts = [self.policy.decode(row[:length]) for row, length in rows]
             asked = [problem for problem in problems for _ in range(config.group)]
             scores = [judge(self.task, problem, text) for problem, text in zip(asked, texts, strict=True)]
         with clock("regulate"):

@@ -1,8 +1,8 @@
 """The row pass in Triton: one program reads a token's logits and leaves their gradient in place.
 
-What it computes is what ``poise.head.rows`` computes in plain torch, which is the reference. The derivatives of the
-objective with respect to a token's log-probability and entropy stand here a second time, by hand: every setting is
-checked against ``poise.objective`` in tests/gpu.
+What it computes is what ``poise.head.rows`` computes in plain torch, which is the reference. A token's loss,
+metrics and derivatives stand here a second time, by hand: every setting is checked against ``poise.objective`` in
+tests/gpu.
 """
 # mypy: ignore-errors
 
@@ -13,27 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from poise._kernels import LOG2E, NEVER, finished
+from poise.head.rows import TALLY
 from poise.linear import Head
 from poise.objective import KL_ESTIMATORS, Settings, Terms
 
-LOG2E = tl.constexpr(1.4426950408889634)
-NEVER = tl.constexpr(-1e30)  # a logit of no probability
+COLUMNS = tl.constexpr(len(TALLY))
 STATISTICS, OBJECTIVE, GIVEN = 0, 1, 2  # what a pass is for: nothing but logp and entropy, or which gradient
-
-
-@triton.jit
-def _finished(x, bias, scale, softcap, inverse_temperature, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """The logit in units of log 2, and its derivative in its own units, with respect to the product ``W h``."""
-    if BIAS:
-        x = x + bias
-    slope = scale * inverse_temperature
-    if SOFTCAP:
-        t = 2 * tl.sigmoid(2 * (x * scale) / softcap) - 1  # tanh
-        z = t * (softcap * inverse_temperature * LOG2E)
-        slope = slope * (1 - t * t)
-    else:
-        z = x * (slope * LOG2E)
-    return z, slope
 
 
 @triton.jit
@@ -43,35 +29,53 @@ def _log1p(x):
 
 
 @triton.jit
-def _slope_of_objective(
+def _excess(x):
+    """exp(x) − 1 − x, which would cancel for small x."""
+    series = x * x * 0.5 * (1 + x * (1 / 3 + x * (1 / 12 + x * (1 / 60 + x * (1 / 360)))))
+    return tl.where(tl.abs(x) < 0.3, series, tl.exp(x) - 1 - x)
+
+
+@triton.jit
+def _objective(
     logp, row, old, ref, advantages, policy, bonus, clip_low, clip_high, dual_clip, kl_coef, KL: tl.constexpr
 ):  # fmt: skip
-    """The derivative of the token's loss with respect to its log-probability."""
+    """The token's loss without entropy, its derivative with respect to the log-probability, and what it is made of."""
     advantage, weight = tl.load(advantages + row), tl.load(policy + row)
-    gap = logp - tl.load(old + row)
-    ratio = tl.exp(tl.minimum(tl.maximum(gap, -20.0), 20.0))
+    gap = tl.where(weight > 0, logp - tl.load(old + row), 0.0)
+    held = tl.minimum(tl.maximum(gap, -20.0), 20.0)
+    ratio = tl.exp(held)
     rising = (advantage > 0) & (ratio <= 1 + clip_high)
     falling = (advantage < 0) & (ratio >= 1 - clip_low) & (ratio <= dual_clip)
     moves = (weight > 0) & (tl.abs(gap) <= 20) & (rising | falling)
     slope = tl.where(moves, -weight * advantage * ratio, 0.0)
+    clipped = tl.minimum(tl.maximum(ratio, 1 - clip_low), 1 + clip_high)
+    value = tl.minimum(ratio * advantage, clipped * advantage)
+    value = tl.where(advantage < 0, tl.maximum(value, dual_clip * advantage), value)
+    low = tl.where((ratio < 1 - clip_low) & (advantage < 0), 1.0, 0.0)
+    high = tl.where((ratio > 1 + clip_high) & (advantage > 0), 1.0, 0.0)
+    kl = 0.0
+    of_policy = -weight * value
+    loss = of_policy
     if KL != -1:
         share = tl.load(bonus + row)
         gap = tl.where(share > 0, logp - tl.load(ref + row), 0.0)
         if KL == 0:
-            pull = 1.0
+            kl, pull = gap, 1.0
         elif KL == 1:
-            pull = gap
+            kl, pull = 0.5 * gap * gap, gap
         else:
-            inverse = tl.exp(-tl.minimum(tl.maximum(gap, -5.0), 5.0))
+            near = tl.minimum(tl.maximum(gap, -5.0), 5.0)
+            kl, inverse = tl.minimum(_excess(-near), 10.0), tl.exp(-near)
             pull = tl.where((tl.abs(gap) <= 5) & (inverse - 1 + gap <= 10), 1 - inverse, 0.0)
         slope += kl_coef * share * pull
-    return slope
+        loss += kl_coef * share * kl
+    return loss, slope, of_policy, low, high, _excess(held), kl
 
 
 @triton.jit
 def _row_kernel(
-    logits, stride, vocabulary, targets, bias, logp_out, entropy_out,
-    old, ref, advantages, policy, bonus, given, given_entropy,
+    logits, stride, vocabulary, targets, bias, logp_out, entropy_out, tally,
+    old, ref, advantages, policy, bonus, share, given, given_entropy,
     scale, softcap, inverse_temperature, clip_low, clip_high, dual_clip, kl_coef, entropy_coef,
     MODE: tl.constexpr, KL: tl.constexpr, ENTROPY: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -83,7 +87,7 @@ def _row_kernel(
     target = tl.where(known, target, 0)  # what is not a token gets NaN, and writes nowhere else
     own = tl.where(known, tl.load(logits + target).to(tl.float32), float("nan"))
     own_bias = tl.load(bias + target).to(tl.float32) if BIAS else 0.0
-    own, own_slope = _finished(own, own_bias, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+    own, own_slope = finished(own, own_bias, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
     # The target is left out of the sums, so that for a confident token nothing large cancels. Its logit, which is kept
     # in `own`, is made so small that it counts for nothing; that costs no comparison for every element.
     tl.debug_barrier()
@@ -97,9 +101,7 @@ def _row_kernel(
         inside = column < vocabulary
         x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_last").to(tl.float32)
         shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-        z, inner = _finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
-        if SOFTCAP:  # which would lift it up again
-            z = tl.where(x > 0.9 * NEVER, z, NEVER)
+        z, inner = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
         higher = tl.maximum(top, tl.max(z, 0))
         rescale = tl.exp2(top - higher)
         e = tl.exp2(z - higher)
@@ -111,17 +113,32 @@ def _row_kernel(
     mine = tl.exp2(own - top)
     total = others + mine
     logp = tl.where(mine > 1e-30, -_log1p(others / tl.maximum(mine, 1e-30)), (own - top - tl.log2(total)) / LOG2E)
-    tl.store(logp_out + row, logp)
     entropy = -logp - spread / total / LOG2E
-    if ENTROPY:
-        tl.store(entropy_out + row, entropy)
+    if MODE == 0:
+        tl.store(logp_out + row, logp)
+        if ENTROPY:
+            tl.store(entropy_out + row, entropy)
 
     if MODE != 0:
         if MODE == 1:
-            slope = _slope_of_objective(
+            loss, slope, of_policy, low, high, drift, kl = _objective(
                 logp, row, old, ref, advantages, policy, bonus, clip_low, clip_high, dual_clip, kl_coef, KL
             )  # fmt: skip
-            slope_of_entropy = -entropy_coef * tl.load(bonus + row) if ENTROPY else 0.0
+            slope_of_entropy = 0.0
+            if ENTROPY:
+                weight = tl.load(bonus + row)
+                slope_of_entropy = -entropy_coef * weight
+                carried = tl.where(weight > 0, entropy, 0.0)
+                loss += slope_of_entropy * carried
+            counts, tally = tl.load(share + row), tally + row * COLUMNS
+            tl.store(tally, loss)
+            tl.store(tally + 1, of_policy)
+            tl.store(tally + 2, low * counts)
+            tl.store(tally + 3, high * counts)
+            tl.store(tally + 4, drift * counts)
+            tl.store(tally + 5, kl * counts)
+            if ENTROPY:
+                tl.store(tally + 6, carried * counts)
         else:
             slope = tl.load(given + row)
             slope_of_entropy = tl.load(given_entropy + row) if ENTROPY else 0.0
@@ -131,7 +148,7 @@ def _row_kernel(
             inside = column < vocabulary
             x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_first").to(tl.float32)
             shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-            z, inner = _finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+            z, inner = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
             p = tl.exp2(z + lift)
             d = -slope * inner * p
             if ENTROPY:
@@ -156,21 +173,19 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 
 def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor) -> None:
     """Log-probabilities and entropies from ``W h``."""
-    _launch(STATISTICS, product, targets, head, logp, entropy)
+    _launch(STATISTICS, product, targets, head, logp=logp, entropy=entropy)
 
 
-def objective_gradient(
-    product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor, parts: Terms, settings: Settings
-) -> None:
-    """Besides, the gradient of the objective with respect to ``W h``, in its place."""
-    _launch(OBJECTIVE, product, targets, head, logp, entropy, parts, settings)
+def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Terms, settings: Settings) -> Tensor:
+    """The sums of what ``TALLY`` names; the gradient with respect to ``W h`` is left in its place."""
+    tally = torch.zeros((len(product), len(TALLY)), device=product.device)
+    _launch(OBJECTIVE, product, targets, head, parts=parts, settings=settings, tally=tally)
+    return tally.sum(0)
 
 
-def given_gradient(
-    product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor, slope: Tensor, spread: Tensor | None
-) -> None:
-    """Besides, the gradient with respect to ``W h`` for given ones of log-probabilities and entropies, in its place."""
-    _launch(GIVEN, product, targets, head, logp, entropy, slope=slope, spread=spread)
+def given_gradient(product: Tensor, targets: Tensor, head: Head, slope: Tensor, spread: Tensor | None) -> None:
+    """The gradient with respect to ``W h`` for given ones of log-probabilities and entropies, in its place."""
+    _launch(GIVEN, product, targets, head, slope=slope, spread=spread)
 
 
 def _launch(
@@ -178,35 +193,33 @@ def _launch(
     product: Tensor,
     targets: Tensor,
     head: Head,
-    logp: Tensor,
-    entropy: Tensor,
+    *,
+    logp: Tensor | None = None,
+    entropy: Tensor | None = None,
     parts: Terms | None = None,
     settings: Settings | None = None,
+    tally: Tensor | None = None,
     slope: Tensor | None = None,
     spread: Tensor | None = None,
 ) -> None:
     rows, vocabulary = product.shape
-    unused = logp  # a pointer for arguments that the mode does not read
     settings = settings or Settings()
     with_kl = mode == OBJECTIVE and settings.kl_coef != 0
     with_entropy = {
         STATISTICS: True, OBJECTIVE: settings.entropy_coef != 0, GIVEN: spread is not None
     }[mode]  # fmt: skip
-    fields = (
-        (unused,) * 5
-        if parts is None
-        else (parts.old_logp, parts.ref_logp if with_kl else unused, parts.advantages, parts.policy, parts.bonus)
-    )
-    block = min(8192, triton.next_power_of_2(vocabulary))
+    fields = (None,) * 6
+    if parts is not None:
+        fields = (parts.old_logp, parts.ref_logp, parts.advantages, parts.policy, parts.bonus, parts.share)
+    block = min(4096, triton.next_power_of_2(vocabulary))
     with torch.cuda.device(product.device):
         _row_kernel[(rows,)](
-            product, product.stride(0), vocabulary, targets, unused if head.bias is None else head.bias, logp, entropy,
-            *fields, unused if slope is None else slope, unused if spread is None else spread,
+            product, product.stride(0), vocabulary, targets, head.bias, logp, entropy, tally, *fields, slope, spread,
             float(head.scale), float(head.softcap or 1.0), 1 / head.temperature, settings.clip_low,
             settings.clip_high, float("inf") if settings.dual_clip is None else float(settings.dual_clip),
             settings.kl_coef, settings.entropy_coef,
             MODE=mode, KL=KL_ESTIMATORS.index(settings.kl) if with_kl else -1, ENTROPY=with_entropy,
-            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, BLOCK=block, num_warps=16,
+            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
 
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from poise import _triton, objective
+from poise import _triton
 from poise._float32 import accumulator, multiply
 from poise.batch import Phase, TokenBatch
 from poise.head import rows
 from poise.linear import Head, HeadLike, as_head
 from poise.objective import Settings, active, terms
 
-CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or as much as the weight if that is more
+CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or two fifths more than the weight if that is more
 CPU_CHUNK = 4 << 20  # what a processor's caches like
 ALIGN = 128  # rows
 
@@ -75,13 +75,13 @@ def policy_loss(
         first = next(products, None)  # the device has work now, while the host goes on
         every = terms(batch, phase, settings, normalizer, accumulator(states.dtype))
         parts, chosen = every.at(tokens, ref=settings.kl_coef != 0), targets.flatten()[tokens]
-        logp, entropy = _per_row(states), _per_row(states)
+        totals = states.new_zeros(len(rows.TALLY), dtype=parts.share.dtype)
         for part, product in chain([first] if first else [], products):
-            _row_pass(states).objective_gradient(
-                product, chosen[part], linear, logp[part], entropy[part], parts.at(part), settings
-            )
+            totals += _row_pass(states).objective_gradient(product, chosen[part], linear, parts.at(part), settings)
             gradients.add(part, product)
-        loss, metrics = objective.summed(logp, entropy if settings.entropy_coef else None, parts, settings)
+        absent = {"kl": not settings.kl_coef, "entropy": not settings.entropy_coef}
+        metrics = {f"optim/{n}": value for n, value in zip(rows.TALLY, totals, strict=True) if not absent.get(n)}
+    loss = metrics["optim/loss"]
     return _KnownGradients.apply(loss, gradients, *inputs), metrics  # type: ignore[no-untyped-call]
 
 
@@ -133,11 +133,10 @@ class _TwoPass(torch.autograd.Function):
         head, gradients = ctx.head, _Gradients(hidden, ctx.head, ctx.needs_input_grad[3:])
         slope = torch.zeros_like(_per_row(hidden)) if of_logp is None else of_logp.contiguous()
         spread = None if of_entropy is None else of_entropy.contiguous()
-        again = _per_row(hidden)  # what the row pass also computes, and nobody needs here
         with _as_it_is(hidden):
             for part, product in _products(hidden, head, ctx.memory):
-                own, unused = None if spread is None else spread[part], again[part]
-                _row_pass(hidden).given_gradient(product, targets[part], head, unused, unused, slope[part], own)
+                own = None if spread is None else spread[part]
+                _row_pass(hidden).given_gradient(product, targets[part], head, slope[part], own)
                 gradients.add(part, product)
         return None, None, None, *gradients.take()
 
@@ -187,7 +186,7 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
     weight, count = head.weight.detach().to(hidden.dtype), len(hidden)
     size = head.vocabulary * hidden.element_size()
     if memory is None:
-        memory = max(CUDA_CHUNK, weight.nbytes) if hidden.is_cuda else CPU_CHUNK
+        memory = max(CUDA_CHUNK, weight.nbytes * 7 // 5) if hidden.is_cuda else CPU_CHUNK
     most = max(memory // size, 1)
     rows = -(-count // max(-(-count // most), 1))
     if ALIGN <= rows < count:

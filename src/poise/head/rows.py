@@ -9,49 +9,41 @@ import torch
 from torch import Tensor
 
 from poise.linear import Head
-from poise.objective import Settings, Terms, token_losses
+from poise.objective import Settings, Terms, summed
+
+TALLY = ("loss", "policy_loss", "clip_low", "clip_high", "drift", "kl", "entropy")  # metrics, added up over tokens
 
 
 def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor) -> None:
     """Log-probabilities and entropies from ``W h``."""
     own, spread = _scores(product.to(logp.dtype), targets, head)
-    _keep(own, spread, logp, entropy)
+    assert spread is not None
+    logp.copy_(own)
+    entropy.copy_(spread)
 
 
-def objective_gradient(
-    product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor, parts: Terms, settings: Settings
-) -> None:
-    """Besides, the gradient of the objective with respect to ``W h``, in its place."""
+def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Terms, settings: Settings) -> Tensor:
+    """The sums of what ``TALLY`` names; the gradient with respect to ``W h`` is left in its place."""
     with torch.enable_grad():
-        leaf = product.to(logp.dtype).detach().requires_grad_()
+        leaf = product.to(parts.share.dtype).detach().requires_grad_()
         own, spread = _scores(leaf, targets, head, entropy=settings.entropy_coef != 0)
-        loss = sum(values.sum() for values in token_losses(own, spread, parts, settings).values())
-        assert isinstance(loss, Tensor)
+        loss, metrics = summed(own, spread, parts, settings)
         (gradient,) = torch.autograd.grad(loss, leaf)
     product.copy_(gradient)
-    _keep(own, spread, logp, entropy)
+    return torch.stack([metrics.get(f"optim/{name}", torch.zeros_like(loss)) for name in TALLY]).detach()
 
 
-def given_gradient(
-    product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor, slope: Tensor, spread: Tensor | None
-) -> None:
-    """Besides, the gradient with respect to ``W h`` for given ones of log-probabilities and entropies, in its place."""
+def given_gradient(product: Tensor, targets: Tensor, head: Head, slope: Tensor, spread: Tensor | None) -> None:
+    """The gradient with respect to ``W h`` for given ones of log-probabilities and entropies, in its place."""
     with torch.enable_grad():
-        leaf = product.to(logp.dtype).detach().requires_grad_()
+        leaf = product.to(slope.dtype).detach().requires_grad_()
         own, found = _scores(leaf, targets, head, entropy=spread is not None)
         outputs = [(own, slope)] if spread is None or found is None else [(own, slope), (found, spread)]
         (gradient,) = torch.autograd.grad([o for o, _ in outputs], leaf, [g for _, g in outputs])
     product.copy_(gradient)
-    _keep(own, found, logp, entropy)
 
 
 def _scores(product: Tensor, targets: Tensor, head: Head, entropy: bool = True) -> tuple[Tensor, Tensor | None]:
     logs = head.finish(product).log_softmax(-1)
     own = logs.gather(1, targets[:, None])[:, 0]
     return own, -torch.linalg.vecdot(logs.exp(), logs) if entropy else None
-
-
-def _keep(own: Tensor, spread: Tensor | None, logp: Tensor, entropy: Tensor) -> None:
-    logp.copy_(own.detach())
-    if spread is not None:
-        entropy.copy_(spread.detach())

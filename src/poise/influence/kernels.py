@@ -11,24 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from poise._kernels import LOG2E, NEVER, finished
 from poise.influence.steps import LAG, Rows, stored
 from poise.linear import Head
-
-LOG2E = tl.constexpr(1.4426950408889634)
-NEVER = tl.constexpr(-1e30)  # a product of no probability
-
-
-@triton.jit
-def _finished(x, bias, scale, softcap, inverse_temperature, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """The logit from the product ``W h``, in units of log 2."""
-    if BIAS:
-        x = x + bias
-    if SOFTCAP:  # tanh by way of the sigmoid; it would lift up what has no probability
-        z = (2 * tl.sigmoid(2 * (x * scale) / softcap) - 1) * (softcap * inverse_temperature * LOG2E)
-        z = tl.where(x > 0.9 * NEVER, z, NEVER)
-    else:
-        z = x * (scale * inverse_temperature * LOG2E)
-    return z
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -54,13 +39,14 @@ def _walk_kernel(
     reference = before
     if UPDATE:
         bias_here = tl.load(bias + column, mask=here, other=0.0).to(tl.float32) if BIAS else 0.0
-        mine = _finished(mine, bias_here, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        mine = finished(mine, bias_here, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
         peaks = tl.full([BLOCK], float("-inf"), tl.float32)
         for first in range(0, width, BLOCK):
             at = first + tl.arange(0, BLOCK)
             x = tl.load(raw + at, mask=at < width, other=NEVER).to(tl.float32)
             shift = tl.load(bias + at, mask=at < width, other=0.0).to(tl.float32) if BIAS else 0.0
-            peaks = tl.maximum(peaks, _finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP))
+            z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
+            peaks = tl.maximum(peaks, z)
         peak = tl.maximum(tl.max(peaks, 0), tl.where(here, mine, float("-inf"))) / LOG2E
         reference = tl.where(peak > before + LAG, peak, before)
 
@@ -73,7 +59,8 @@ def _walk_kernel(
         at = first + tl.arange(0, BLOCK)
         x = tl.load(raw + at, mask=at < width, other=NEVER).to(tl.float32)
         shift = tl.load(bias + at, mask=at < width, other=0.0).to(tl.float32) if BIAS else 0.0
-        values = tl.exp2(_finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP) - base)
+        z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
+        values = tl.exp2(z - base)
         sums += values
         if WRITE:
             tl.store(out + at, values.to(out.dtype.element_ty), mask=at < width)
@@ -130,10 +117,10 @@ def _columns_kernel(
         inside = there[:, None] & here[None, :]
         at = i.to(tl.int64)[:, None] * width + j[None, :]
         theirs = tl.load(right_at_left + at, mask=inside, other=0.0).to(tl.float32)
-        theirs = _finished(theirs, bias_left[:, None], scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        theirs = finished(theirs, bias_left[:, None], scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
         theirs = miss_left[:, None] * tl.exp2(theirs - (top_right * LOG2E)[None, :]) / norm_right[None, :]
         ours = tl.load(left_at_right + at, mask=inside, other=0.0).to(tl.float32)
-        ours = _finished(ours, bias_right[None, :], scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        ours = finished(ours, bias_right[None, :], scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
         ours = miss_right[None, :] * tl.exp2(ours - (top_left * LOG2E)[:, None]) / norm_left[:, None]
         errors = tl.load(pairs + at, mask=inside, other=0.0) / norm_left[:, None] / norm_right[None, :]
         same = y_left[:, None] == y_right[None, :]

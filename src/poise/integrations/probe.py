@@ -8,9 +8,26 @@ from dataclasses import dataclass
 import torch
 
 from poise.batch import Phase, TokenBatch
-from poise.regulators.base import Regulator
+from poise.regulators import (
+    NTHR,
+    AdvantageReweighting,
+    Amplify,
+    Compose,
+    Constant,
+    Identity,
+    Lopti,
+    Regulator,
+    TokenRegulation,
+)
 
 ALL, PART, WEIGHTED = "all", "part", "weighted"
+# Regulators that look at each token alone, so that they can work on any piece of a batch; and at no more than a group.
+TOKEN_LOCAL = (Identity, AdvantageReweighting, Amplify, Constant, TokenRegulation)
+GROUP_LOCAL = (*TOKEN_LOCAL, Lopti, NTHR)
+
+
+class CannotRegulateError(ValueError):
+    """The framework, as it is set up, cannot do what the regulator asks for."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,12 @@ def probe(regulator: Regulator) -> Demands:
     except Exception as error:
         error.add_note("This came up while the regulator was tried on a small made-up batch, before training.")
         raise
+
+
+def outside(regulator: Regulator, kinds: tuple[type[Regulator], ...]) -> Regulator | None:
+    """The first part of a composition that is none of these kinds."""
+    parts = regulator.parts if isinstance(regulator, Compose) else (regulator,)
+    return next((part for part in parts if not isinstance(part, kinds)), None)
 
 
 def _kl_kind(policy: torch.Tensor, kl: torch.Tensor) -> str:

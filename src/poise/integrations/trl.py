@@ -30,8 +30,8 @@ except ImportError as error:
     raise ImportError(f"poise.integrations.trl needs TRL: install poise with its extra 'trl' ({error})") from error
 
 from poise.batch import Phase, TokenBatch
-from poise.integrations.probe import ALL, PART, Demands, demands, probe
-from poise.integrations.trl_checks import CannotRegulateError, check_config, check_start, check_trainer, check_trl
+from poise.integrations.probe import ALL, PART, CannotRegulateError, Demands, demands, probe
+from poise.integrations.trl_checks import check_config, check_start, check_trainer, check_trl
 from poise.linear import Head
 from poise.regulators import Regulator, parse, summary
 

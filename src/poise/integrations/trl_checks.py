@@ -6,18 +6,8 @@ from typing import Any
 
 import trl
 
-from poise.integrations.probe import ALL, PART, Demands
-from poise.regulators import (
-    NTHR,
-    AdvantageReweighting,
-    Amplify,
-    Compose,
-    Constant,
-    Identity,
-    Lopti,
-    Regulator,
-    TokenRegulation,
-)
+from poise.integrations.probe import ALL, GROUP_LOCAL, PART, CannotRegulateError, Demands, outside
+from poise.regulators import Regulator
 
 TESTED = "1.16"
 HOME = "trl.trainer.grpo_trainer"
@@ -28,12 +18,6 @@ HOOKS = (
 )  # fmt: skip
 # Loss types in which ``tool_mask`` leaves the denominator alone, so that it can take terms out of a phase.
 MASKABLE = ("dapo", "dr_grpo", "cispo", "luspo")
-# Regulators that look at no more than a group, so that each process can work on its own groups.
-GROUP_LOCAL = (Identity, AdvantageReweighting, Amplify, Constant, Lopti, NTHR, TokenRegulation)
-
-
-class CannotRegulateError(ValueError):
-    """TRL, as it is set up, cannot do what the regulator asks for."""
 
 
 def check_trl(trainer: type) -> None:
@@ -130,13 +114,11 @@ def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str)
         raise CannotRegulateError(f"{name} needs the whole output weight, which FSDP and DeepSpeed shard; use DDP")
     if trainer.accelerator.num_processes == 1:
         return
-    parts = regulator.parts if isinstance(regulator, Compose) else (regulator,)
-    for part in parts:
-        if not isinstance(part, GROUP_LOCAL):
-            raise CannotRegulateError(
-                f"{type(part).__name__} may look at the whole batch, but hidden states, which {name} needs, are not "
-                "gathered from other processes; use one process, or leave it out"
-            )
+    if (part := outside(regulator, GROUP_LOCAL)) is not None:
+        raise CannotRegulateError(
+            f"{type(part).__name__} may look at the whole batch, but hidden states, which {name} needs, are not "
+            "gathered from other processes; use one process, or leave it out"
+        )
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     if rows % trainer.num_generations:
         raise CannotRegulateError(

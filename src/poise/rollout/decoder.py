@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from poise import _triton
 from poise.linear import Head
 from poise.packing import layout_prompts
 from poise.policy import Policy
@@ -50,23 +51,31 @@ class Decoder:
         self.tick.zero_()
         head = self.policy.head(sampling.temperature or 1.0)
         for step in range(steps):
-            self.draw(n, head, sampling)
+            token = self.draw(n, head, sampling)
+            self.tick += 1
             if not (last and step + 1 == steps):
-                self.forward(n)
+                self.forward(n, token)
+                self.keys.advance()
 
-    def draw(self, n: int, head: Head, sampling: Sampling) -> None:
+    def draw(self, n: int, head: Head, sampling: Sampling) -> Tensor:
         """A token for each row, written down beside those of the steps before."""
-        point = self.points.index_select(0, self.tick)[0, :n]
-        found = sampling.draw(head(self.hidden[:n]), point)
-        for store, new in zip((self.tokens, self.logp, self.entropy), found, strict=True):
-            store[:, :n].index_copy_(0, self.tick, new[None].to(store.dtype))
-        self.token = found[0]
-        self.tick += 1
+        stores = [store[:, :n] for store in (self.tokens, self.logp, self.entropy)]
+        hidden, points = self.hidden[:n], self.points[:, :n]
+        if sampling.whole and _triton.suits(hidden):
+            from poise.rollout import kernels
 
-    def forward(self, n: int) -> None:
+            product = hidden @ head.weight.T.to(hidden.dtype)
+            kernels.draw(product, head, sampling.temperature == 0, points, self.tick, *stores)
+            return stores[0].index_select(0, self.tick)[0]
+        found = sampling.draw(head(hidden), points.index_select(0, self.tick)[0])
+        for store, new in zip(stores, found, strict=True):
+            store.index_copy_(0, self.tick, new[None].to(store.dtype))
+        return found[0]
+
+    def forward(self, n: int, token: Tensor) -> None:
         """The tokens just drawn, through the model."""
-        self.hidden[:n] = self._trunk(self.token[:, None], self.keys.position[:n, None])[:, 0]
-        self.keys.advance()
+        self.keys.begin()
+        self.hidden[:n] = self._trunk(token[:, None], self.keys.position[:n, None])[:, 0]
 
     def _trunk(self, ids: Tensor, positions: Tensor, **more: object) -> Tensor:
         states: Tensor = self.policy.trunk(

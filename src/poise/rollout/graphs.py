@@ -93,16 +93,14 @@ class GraphedDecoder(Decoder):
         head = self.policy.head(sampling.temperature or 1.0)
 
         def step() -> None:
-            self.draw(n, head, sampling)
-            self.forward(n)
+            self.forward(n, self.draw(n, head, sampling))
+            self.tick += 1
+            self.keys.advance()
 
         self.tick.zero_()
-        side = torch.cuda.Stream(self.hidden.device)
-        side.wait_stream(torch.cuda.current_stream(self.hidden.device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                step()
-        torch.cuda.current_stream(self.hidden.device).wait_stream(side)
+        for _ in range(WARM_UP):
+            step()
+        torch.cuda.synchronize(self.hidden.device)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
         with torch.cuda.graph(graph, pool=pool):
@@ -114,8 +112,8 @@ class GraphedDecoder(Decoder):
 
 
 def sizes(slots: int) -> list[int]:
-    """Powers of two and the steps half-way between them, up to all slots: at most a third of the rows idle."""
+    """Powers of two and the steps half-way between them, from 8 up to all slots: at most a third of the rows idle."""
     found = {slots}
-    for power in range(slots.bit_length()):
+    for power in range(3, slots.bit_length()):
         found |= {size for size in (1 << power, 3 << power >> 1) if size <= slots}
     return sorted(found)

@@ -115,8 +115,7 @@ def supports(policy: Policy) -> bool:
         decoder.read(prompts, [0, 1], [0, 2])
         before = keys.join([0, 1, 2], owners)
         keys.place([len(prompts[owner]) for owner in owners], [0, 0, 0])
-        decoder.token = torch.tensor(tokens, device=policy.device)
-        decoder.forward(3)
+        decoder.forward(3, torch.tensor(tokens, device=policy.device))
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False
     wanted = torch.stack(expected).float()

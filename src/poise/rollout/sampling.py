@@ -30,6 +30,11 @@ class Sampling:
         if self.top_k < 0:
             raise ValueError(f"Sampling: top_k = {self.top_k} must be 0 (no limit) or the number of tokens to keep")
 
+    @property
+    def whole(self) -> bool:
+        """Whether no token is left out."""
+        return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
+
     def draw(self, logits: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A token for each row of logits (n, V), which have been divided by the temperature already.
 

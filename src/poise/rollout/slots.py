@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from poise import _triton
 from poise._transfer import send
 from poise.attention import over_slots
 from poise.packing import Packed
@@ -160,13 +161,11 @@ class SharedKeys(Keys):
         longest = max(self.lengths)
         seen = torch.arange(longest) < torch.tensor(self.lengths)[:, None]
         self.padding = None if min(self.lengths) == longest else self._bias(send(seen, device))[:, None, None, None]
-        self.begin()
 
     def advance(self) -> None:
         """All rows have one token more."""
         super().advance()
         self.host_counts = [count + 1 for count in self.host_counts]
-        self.begin()
 
     def begin(self) -> None:
         """What a step's layers have in common."""
@@ -306,16 +305,25 @@ class SlotKeys(Keys):
 
     # Attention
 
+    def begin(self) -> None:
+        """What a step's layers have in common: where the newest keys go, and how many of a slot's are in use."""
+        position = self.position[: self.n].clamp(max=self.length - 1)
+        self.newest, self.used = self.rows[: self.n] * self.length + position, (position + 1).to(torch.int32)
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """(n, heads, D) queries, and keys and values of the same tokens, to (n, heads, D)."""
-        n, position = len(query), self.position[: len(query)].clamp(max=self.length - 1)
-        keys, values = self.keys[layer], self.values[layer]
+        n, keys, values = len(query), self.keys[layer][: self.n], self.values[layer][: self.n]
+        if _triton.suits(query):
+            from poise.rollout import kernels
+
+            if kernels.suits(query, keys):
+                return kernels.attend(query, key, value, keys, values, self.used, scale, window)
         for store, new in ((keys, key), (values, value)):
-            store.flatten(0, 1).index_copy_(0, self.rows[:n] * self.length + position, new)
+            store.flatten(0, 1).index_copy_(0, self.newest, new)
         starts = self.starts_q[: n + 1], self.starts_k[: n + 1]
-        return over_slots(query, keys[:n], values[:n], *starts, position, scale, window)
+        return over_slots(query, keys, values, *starts, self.used, scale, window)
 
 
 def _move(tensors: Sequence[Tensor], sources: Sequence[int], rows: Sequence[int]) -> None:

@@ -1,0 +1,114 @@
+"""Is poise alive inside a framework? verl loads plugins without a word when they fail, so somebody has to ask."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from poise.integrations.probe import CannotRegulateError, probe
+from poise.integrations.verl_checks import LOSS, TESTED, TRAINER, check_config, check_verl
+from poise.regulators import parse
+
+PLUGINS = ("poise", "poise_trainer")  # our entry points in the group verl.plugins
+PACKAGES = ("poise", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
+Say = Callable[[str], None]
+
+
+def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = None, name: str = "ppo_trainer") -> bool:
+    """Say what there is, what is wrong and what to do; with settings, also whether verl can do what they ask for."""
+    for package in PACKAGES:
+        say(f"{package:14s} {_version(package)}")
+    try:
+        check_verl()
+    except (ImportError, CannotRegulateError) as error:
+        say(f"NOT LIVE: {error}")
+        return False
+    found = [_live(plugin, place, say) for plugin, place in zip(PLUGINS, (_losses, _trainers), strict=True)]
+    if all(found) and (overrides or config_path):
+        return _settings(say, overrides, config_path, name)
+    return all(found)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _losses() -> tuple[str, Any]:
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    return f"policy loss {LOSS!r}", POLICY_LOSS_REGISTRY.get(LOSS)
+
+
+def _trainers() -> tuple[str, Any]:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    return f"trainer {TRAINER!r}", TRAINER_REGISTRY.get(TRAINER)
+
+
+def _live(plugin: str, place: Callable[[], tuple[str, Any]], say: Say) -> bool:
+    """Whether verl has loaded the plugin by itself; otherwise the error that it kept to itself."""
+    try:
+        what, found = place()
+    except ImportError as error:
+        say(f"NOT LIVE: {plugin}: verl itself cannot be imported as far as it takes ({error}); install what is missing")
+        return False
+    if found is not None:
+        say(f"live: {what} ({found.__module__})")
+        return True
+    say(f"NOT LIVE: {what} is not known to verl")
+    known = [entry for entry in metadata.entry_points(group="verl.plugins") if entry.name == plugin]
+    policy = os.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto")
+    if not known:
+        say("  poise's entry points are not installed here: `pip install` poise again, in this environment")
+    elif policy.strip().lower() != "auto" and plugin not in policy.lower().split(","):
+        say(f"  VERL_USE_EXTERNAL_PLUGINS={policy} leaves it out: unset it, or add {plugin}")
+    else:
+        try:
+            known[0].load()
+            say(f"  it loads now, but did not with verl: is {TESTED} the verl that your workers import?")
+        except Exception as error:
+            say(f"  importing {known[0].value} fails: {type(error).__name__}: {error}")
+    return False
+
+
+def _settings(say: Say, overrides: Sequence[str], config_path: Path | None, name: str) -> bool:
+    """verl's own configuration with these settings, checked as it will be when the run starts."""
+    from hydra import compose, initialize_config_dir, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from verl.utils.config import omega_conf_to_dataclass
+
+    where = (
+        initialize_config_module("verl.trainer.config", version_base=None)
+        if config_path is None
+        else initialize_config_dir(str(config_path.resolve()), version_base=None)
+    )
+    try:
+        with where:
+            config = compose(name, overrides=list(overrides))
+        actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        mode = config.trainer.v1.trainer_mode
+        text = (config.trainer.v1.get(mode) or {}).get("regulator") if mode == TRAINER else None
+        if text:
+            regulator = parse(str(text))
+            check_config(config, regulator, wants := probe(regulator), str(text))
+            say(f"these settings train with {text}, by the trainer, in {len(wants.phases)} phase(s)")
+        elif actor.policy_loss.loss_mode == LOSS:
+            say(f"these settings train with {actor.policy_loss.regulator}, by the loss {actor.policy_loss.base_loss}")
+        else:
+            say(
+                f"REFUSED: these settings train without a regulator: trainer_mode is {mode!r} and loss_mode "
+                f"{actor.policy_loss.loss_mode!r}. Set trainer.v1.trainer_mode={TRAINER} and trainer.v1.{TRAINER}"
+                f".regulator, or policy_loss as docs/verl.md shows"
+            )
+            return False
+    except (ValueError, TypeError, HydraException, OmegaConfBaseException) as error:
+        say(f"REFUSED: {error}")
+        return False
+    return True

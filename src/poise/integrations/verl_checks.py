@@ -1,0 +1,193 @@
+"""What verl cannot be made to do with a regulator: refused before training starts, with what to do instead.
+
+verl is imported inside the functions: importing verl imports its plugins, and those import this file.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poise.integrations.probe import ALL, PART, TOKEN_LOCAL, CannotRegulateError, Demands, outside, probe
+from poise.regulators import Regulator, parse
+
+TESTED = "0.9.1"
+LOSS, TRAINER = "poise", "poise_sync"  # our names in verl's registries
+# verl's losses that token weights on the advantages would not weight, or not only.
+UNFIT = {
+    "geo_mean": "has one ratio and one advantage for a whole response, in which token weights collapse to their mean",
+    "clip_cov": "selects tokens by their advantages, so that weights would change which; use poise's 'clip-cov'",
+    "kl_cov": "selects tokens by their advantages, so that weights would change which",
+    "dro": "has a penalty that does not depend on the advantage, so that weights would not reach it",
+}
+# Losses, and ways to average, in which response_mask does nothing but leave tokens out: the others measure something
+# inside it (the ratio of a response, its length), and the loss of the remaining tokens would change.
+MASKABLE = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo")
+LENGTH_FREE = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+# What the trainer can put into a TokenBatch.
+AVAILABLE = frozenset({"groups", "rewards", "targets", "entropy", "ref_logp", "sampler_logp"})
+
+
+def check_verl() -> None:
+    """The version."""
+    import verl
+
+    if verl.__version__ != TESTED:
+        raise CannotRegulateError(
+            f"poise.integrations.verl is tested with verl {TESTED}, this is {verl.__version__}: what it rests on may "
+            f"have changed. Install 'verl=={TESTED}'"
+        )
+
+
+@cache
+def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
+    """A regulator that is to work inside a policy loss, which sees a few responses at a time and no KL term."""
+    if not text:
+        raise CannotRegulateError("policy_loss.regulator is missing: which one, say 'ar(alpha=0.2)'?")
+    regulator = parse(text)
+    wants = probe(regulator)
+    if len(wants.phases) > 1 or (part := outside(regulator, TOKEN_LOCAL)) is not None:
+        why = f"has {len(wants.phases)} phases" if len(wants.phases) > 1 else f"has {type(part).__name__} in it"
+        raise CannotRegulateError(
+            f"{text} {why}, and a policy loss sees one micro-batch at a time: leave policy_loss as it is and use "
+            f"poise's trainer, trainer.v1.trainer_mode={TRAINER} +trainer.v1.{TRAINER}.regulator=\"'{text}'\""
+        )
+    if wants.kl != ALL:
+        raise CannotRegulateError(
+            f"{text} weights the KL and entropy terms, which verl adds after the policy loss; set kl_weighted=False, "
+            "as in 'tr-grpo(kl_weighted=False)', which is the same where there is no such term"
+        )
+    if base == LOSS:
+        raise CannotRegulateError("policy_loss.base_loss is the loss to be weighted, one of verl's, such as 'vanilla'")
+    if not wants.plain:
+        _check_fit(base, text)
+    return regulator, wants
+
+
+def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -> None:
+    """What can be said from verl's whole configuration. ``name`` is the regulator, as the user wrote it."""
+    actor = config.actor_rollout_ref.actor
+    loss = actor.policy_loss.get("loss_mode", "vanilla")
+    if not config.trainer.get("use_v1", True):
+        raise CannotRegulateError(f"trainer.use_v1=False takes verl's old trainer, past {name}; set it to True")
+    if loss == LOSS:
+        raise CannotRegulateError(
+            f"loss_mode={LOSS!r} and trainer_mode={TRAINER!r} would both weight the tokens; set "
+            "actor_rollout_ref.actor.policy_loss.loss_mode to a loss of verl's, such as 'vanilla'"
+        )
+    if not wants.plain:
+        _check_fit(loss, name)
+    _check_needs(config, regulator, name)
+    _check_terms(actor, wants, loss, name)
+    if len(wants.phases) > 1:
+        _check_phases(config, wants, name)
+
+
+def check_linear(function: Any, config: Any, base: str, mode: str) -> None:
+    """Try a loss on a few made-up tokens: does a weight on a token's advantage weight that token's term, and no more?
+
+    For verl's own losses a test says so. This is for those that others register.
+    """
+    random = torch.Generator().manual_seed(0)
+    old = -torch.rand(2, 3, generator=random, dtype=torch.float64) - 0.1
+    new = (old + 0.8 * (torch.rand(2, 3, generator=random, dtype=torch.float64) - 0.5)).clamp(max=-1e-3)
+    advantages = torch.tensor([[1.0], [-0.7]], dtype=torch.float64).expand(2, 3)
+    weights = torch.rand(2, 3, generator=random, dtype=torch.float64) + 0.2
+
+    def run(values: Tensor) -> tuple[Tensor, Tensor]:
+        logp = new.clone().requires_grad_()
+        loss, _ = function(
+            old_log_prob=old, log_prob=logp, advantages=values, response_mask=torch.ones(2, 3, dtype=torch.bool),
+            loss_agg_mode=mode, config=config, rollout_is_weights=None,
+        )  # fmt: skip
+        loss.backward()
+        assert logp.grad is not None
+        return loss.detach(), logp.grad
+
+    loss, gradient = run(advantages * weights)
+    local = True
+    for place in range(6):
+        one = torch.zeros(6, dtype=torch.float64)
+        one[place] = 1.0
+        part, pull = run(advantages * one.view(2, 3))
+        loss = loss - weights.flatten()[place] * part
+        gradient = gradient - weights.flatten()[place] * pull
+        local &= bool((pull.flatten() * (1 - one)).abs().max() < 1e-9)
+    if not (local and loss.abs() < 1e-6 and gradient.abs().max() < 1e-6):
+        raise CannotRegulateError(
+            f"the loss {base!r} with loss_agg_mode={mode!r} is not a sum over tokens in proportion to their "
+            "advantages: weights on advantages would do something else there. Use one of " + ", ".join(MASKABLE)
+        )
+
+
+def _check_fit(loss: str, name: str) -> None:
+    if loss in UNFIT:
+        raise CannotRegulateError(f"the loss {loss!r} {UNFIT[loss]}: {name} cannot be used with it; try 'vanilla'")
+
+
+def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
+    needs = regulator.needs
+    if "hidden" in needs:
+        raise CannotRegulateError(
+            f"{name} needs hidden states and the output weight, which verl's engines do not hand out and its queue is "
+            "not made for; use poise's own trainer, or TRL (docs/verl.md says what is missing)"
+        )
+    if missing := sorted(needs - AVAILABLE):
+        raise CannotRegulateError(f"{name} needs {', '.join(missing)}, which verl's batches do not hold")
+    rollout = config.actor_rollout_ref.rollout
+    correction = config.algorithm.get("rollout_correction", None) or {}
+    if "entropy" in needs and correction.get("bypass_mode", False):
+        raise CannotRegulateError(
+            f"{name} needs entropies, which verl computes with the old log-probabilities; set "
+            "algorithm.rollout_correction.bypass_mode=False"
+        )
+    if "sampler_logp" in needs and not rollout.calculate_log_probs:
+        raise CannotRegulateError(f"{name} needs actor_rollout_ref.rollout.calculate_log_probs=True")
+    if "ref_logp" in needs and not (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
+        raise CannotRegulateError(f"{name} needs a reference policy: actor_rollout_ref.actor.use_kl_loss=True")
+
+
+def _check_terms(actor: Any, wants: Demands, loss: str, name: str) -> None:
+    """The KL loss and the entropy bonus, which response_mask can take out of a phase but not weight."""
+    if not has_terms(actor) or wants.kl == ALL:
+        return
+    if wants.kl != PART:
+        raise CannotRegulateError(
+            f"{name} weights the KL and entropy terms token by token, which verl cannot express; set use_kl_loss=False "
+            "and entropy_coeff=0, or kl_weighted=False where the method has it, as in 'tr-grpo(kl_weighted=False)'"
+        )
+    if loss not in MASKABLE:
+        raise CannotRegulateError(
+            f"{name} masks the KL and entropy terms, but with loss_mode={loss!r} a mask would change the loss of the "
+            f"other tokens too; set use_kl_loss=False and entropy_coeff=0, or take one of {', '.join(MASKABLE)}"
+        )
+    if actor.loss_agg_mode not in LENGTH_FREE:
+        raise CannotRegulateError(
+            f"{name} masks the KL and entropy terms, but loss_agg_mode={actor.loss_agg_mode!r} divides by the length "
+            "of what is left; set use_kl_loss=False and entropy_coeff=0, or take one of " + ", ".join(LENGTH_FREE)
+        )
+
+
+def has_terms(actor: Any) -> bool:
+    """Whether there is anything in verl's loss beside the policy term."""
+    return bool(actor.use_kl_loss) or float(actor.entropy_coeff) != 0
+
+
+def _check_phases(config: Any, wants: Demands, name: str) -> None:
+    listed = ", ".join(wants.phases)
+    if config.actor_rollout_ref.actor.shuffle:
+        raise CannotRegulateError(
+            f"with actor.shuffle=True it is not known which mini-batches have no token in a phase of {name} "
+            f"({listed}), and momentum would move the model there; set actor_rollout_ref.actor.shuffle=False"
+        )
+    mtp = config.actor_rollout_ref.model.get("mtp", None) or {}
+    distillation = config.get("distillation", None) or {}
+    for part, on in (
+        ("model.mtp.enable_train", mtp.get("enable", False) and mtp.get("enable_train", False)),
+        ("distillation.enabled", distillation.get("enabled", False)),
+    ):
+        if on:
+            raise CannotRegulateError(f"the loss of {part} would act in every phase of {name} ({listed}); turn it off")

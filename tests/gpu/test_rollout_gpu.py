@@ -1,0 +1,195 @@
+"""The native engine on CUDA: slots, flash attention, CUDA graphs, and the kernel that draws tokens."""
+
+import pytest
+import torch
+from scipy_free import chi_square
+from tiny_models import VOCABULARY, prompts, tiny
+
+from poise.linear import Head
+from poise.rollout import graphs
+from poise.rollout.graphs import GraphedDecoder
+from poise.rollout.native import NativeEngine, supports
+from poise.rollout.queue import Request
+from poise.rollout.sampling import Sampling, uniform
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
+
+NEVER = ()
+
+
+def requests(count, seed=0, longest=40):
+    g = torch.Generator().manual_seed(seed)
+    asked = prompts(max(count // 5, 1), seed)
+    limits = torch.randint(1, longest, (count,), generator=g).tolist()
+    stops = torch.randint(6, VOCABULARY, (count, 3), generator=g).tolist()
+    return [
+        Request(asked[i % len(asked)], limit, stop) for i, (limit, stop) in enumerate(zip(limits, stops, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+def test_greedy_decoding_in_float32_is_that_of_transformers(name):
+    policy = tiny(name, "cuda")
+    asked = prompts(6)
+    found = NativeEngine(policy, batch=4).generate(asked, 1, max_tokens=30, temperature=0.0, seed=0)
+    for row, prompt in enumerate(asked):
+        ids = torch.tensor([prompt], device="cuda")
+        theirs = policy.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30, pad_token_id=0
+        )[0, len(prompt) :]
+        assert found.tokens[row][found.mask[row]].tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+def test_half_precision_errs_no_more_than_twice_as_much_as_transformers(name, compiled):
+    policy = tiny(name, "cuda", torch.bfloat16, compiled=compiled)
+    whole = tiny(name, "cuda", torch.bfloat16)
+    whole.model.float()  # the same weights
+    assert supports(policy)
+    engine = NativeEngine(policy, batch=24)
+    out = engine.generate(prompts(12), 4, max_tokens=40, temperature=0.8, seed=0)
+    assert isinstance(engine._decoder, GraphedDecoder)
+    assert engine._decoder.graphs
+    theirs = []
+    with torch.no_grad():
+        exactly, spread = (x[out.mask] for x in whole.score(out, 0.8))
+        for prompt, tokens, length in zip(out.prompts, out.tokens, out.lengths, strict=True):
+            ids = torch.cat([torch.tensor(prompt, device="cuda"), tokens[:length]])
+            logits = policy.model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / 0.8
+            theirs.append(logits.log_softmax(-1).gather(1, tokens[:length, None])[:, 0])
+    off = (out.logp[out.mask] - exactly).norm()
+    assert off <= 2 * (torch.cat(theirs) - exactly).norm()
+    assert (out.entropy[out.mask] - spread).norm() < 0.05 * spread.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_requests_of_random_lengths_stops_and_limits(compiled):
+    """Whatever was mixed up would have another log-probability than the training forward finds."""
+    policy = tiny("llama", "cuda", torch.bfloat16, compiled=compiled)
+    asked = requests(10_000)
+    out = NativeEngine(policy, batch=64).answer(asked, Sampling(1.0), seed=7)
+    assert out.prompts == [list(request.prompt) for request in asked]
+    tokens = out.tokens.tolist()
+    for request, row, length, ended in zip(asked, tokens, out.lengths, out.finished.tolist(), strict=True):
+        stops = [i for i, token in enumerate(row[:length]) if token in request.stop]
+        assert stops == ([length - 1] if ended else [])
+        assert length == request.max_tokens or ended
+    with torch.no_grad():
+        logp, _ = policy.score(out)
+    gap = (logp - out.logp)[out.mask].abs()
+    assert gap.mean() < 0.02
+    assert gap.max() < 0.5
+
+
+def test_a_sequence_depends_neither_on_its_row_nor_on_its_neighbours():
+    policy = tiny("llama", "cuda", torch.bfloat16)
+    asked = [Request(prompt, 30, NEVER, number) for number, prompt in enumerate(prompts(32))]
+    first = NativeEngine(policy).answer(asked, Sampling(1.0), seed=1)
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()
+    again = NativeEngine(policy).answer([asked[i] for i in order], Sampling(1.0), seed=1)
+    assert torch.equal(again.tokens, first.tokens[order])
+    assert torch.equal(again.logp, first.logp[order])
+    others = [Request(prompt, 30, NEVER, 100 + i) for i, prompt in enumerate(prompts(31, seed=5))]
+    beside = NativeEngine(policy).answer([*others, asked[3]], Sampling(1.0), seed=1)
+    assert torch.equal(beside.tokens[-1], first.tokens[3])
+
+
+def test_graphs_see_weights_that_have_changed():
+    policy = tiny("llama", "cuda", torch.bfloat16)
+    engine = NativeEngine(policy)
+    settings = {"max_tokens": 20, "temperature": 1.0, "seed": 0}
+    engine.generate(prompts(4), 4, **settings)
+    held = engine._decoder
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(0.7)
+    out = engine.generate(prompts(4), 4, **settings)
+    assert engine._decoder is held
+    with torch.no_grad():
+        logp, _ = policy.score(out)
+    assert (logp - out.logp)[out.mask].abs().max() < 0.2
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"top_k": 9}, {"temperature": 0.0}])
+def test_other_settings_than_those_recorded_are_recorded_anew(settings):
+    policy = tiny("llama", "cuda", torch.bfloat16)
+    engine = NativeEngine(policy)
+    engine.generate(prompts(3), 4, max_tokens=10, temperature=1.0, seed=0)
+    wanted = {"temperature": 1.0} | settings
+    found, fresh = (e.generate(prompts(3), 4, max_tokens=10, seed=0, **wanted) for e in (engine, NativeEngine(policy)))
+    assert torch.equal(found.tokens, fresh.tokens)
+
+
+HEADS = {
+    "plain": {},
+    "softcap": {"softcap": 10.0},
+    "scaled": {"temperature": 0.7, "scale": 0.5, "bias": True},
+}
+
+
+class TestDrawing:
+    def draw(self, name, rows, vocabulary, dtype, greedy=False, like=1.0):
+        from poise.rollout import kernels
+
+        g = torch.Generator("cuda").manual_seed(0)
+        hidden = torch.randn(rows, 64, generator=g, device="cuda") * like
+        weight = (torch.randn(vocabulary, 64, generator=g, device="cuda") / 8).to(dtype)
+        settings = dict(HEADS[name])
+        if settings.get("bias"):
+            settings["bias"] = torch.randn(vocabulary, generator=g, device="cuda").to(dtype)
+        head = Head(weight, **settings)
+        product = hidden.to(dtype) @ weight.T
+        points = torch.rand(3, rows + 5, generator=g, device="cuda")
+        tokens = torch.full((3, rows + 5), -1, device="cuda")
+        logp, entropy = torch.zeros_like(points), torch.zeros_like(points)
+        kernels.draw(product, head, greedy, points, torch.tensor([1], device="cuda"), tokens, logp, entropy)
+        assert (tokens[[0, 2]] == -1).all()
+        assert (tokens[1, rows:] == -1).all()
+        found = (x[1, :rows] for x in (tokens, logp, entropy))
+        logits = Head(weight.float(), **{**settings, **({"bias": head.bias.float()} if head.bias is not None else {})})
+        expected = Sampling(0.0 if greedy else 1.0).draw(logits.finish(product.float()), points[1, :rows])
+        return tuple(found), expected
+
+    @pytest.mark.parametrize("name", HEADS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("vocabulary", [97, 4096, 49153])
+    @pytest.mark.parametrize("greedy", [False, True])
+    def test_it_is_what_plain_torch_draws(self, name, dtype, vocabulary, greedy):
+        (token, logp, entropy), (own, own_logp, own_entropy) = self.draw(name, 200, vocabulary, dtype, greedy, 8.0)
+        same = token == own  # sums are added up in another order, so a point on a border may fall on its other side
+        assert same.float().mean() > 0.98
+        torch.testing.assert_close(logp[same], own_logp[same], atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(entropy, own_entropy, atol=1e-4, rtol=1e-4)
+
+    def test_frequencies_match_the_softmax(self):
+        from poise.rollout import kernels
+
+        logits = (torch.randn(97, generator=torch.Generator().manual_seed(0)) * 2).cuda()
+        count = 50_000
+        number = torch.arange(count, device="cuda")
+        points = uniform(3, number, torch.zeros_like(number))[None].contiguous()
+        tokens = torch.zeros((1, count), dtype=torch.long, device="cuda")
+        logp, entropy = torch.zeros_like(points), torch.zeros_like(points)
+        head, first = Head(logits[:, None]), torch.zeros(1, dtype=torch.long, device="cuda")
+        kernels.draw(logits.expand(count, 97).contiguous(), head, False, points, first, tokens, logp, entropy)
+        counts = torch.bincount(tokens[0], minlength=97)
+        assert chi_square(counts.tolist(), (logits.softmax(-1) * count).tolist()) > 1e-3
+        assert chi_square(counts.tolist(), ((logits / 1.1).softmax(-1) * count).tolist()) < 1e-6
+
+    def test_an_impossible_token_is_never_drawn(self):
+        from poise.rollout import kernels
+
+        logits = torch.full((4, 9000), -300.0, device="cuda")
+        logits[:, [1, 8000]] = 0.0
+        points = torch.tensor([[2.0**-24, 0.5 - 2.0**-24, 0.5 + 2.0**-24, 1 - 2.0**-24]], device="cuda")
+        tokens = torch.zeros((1, 4), dtype=torch.long, device="cuda")
+        logp, entropy = torch.zeros_like(points), torch.zeros_like(points)
+        head, first = Head(torch.zeros(9000, 1, device="cuda")), torch.zeros(1, dtype=torch.long, device="cuda")
+        kernels.draw(logits, head, False, points, first, tokens, logp, entropy)
+        assert tokens[0].tolist() == [1, 1, 8000, 8000]
+
+
+def test_memory_that_is_not_there_is_said_early():
+    with pytest.raises(torch.OutOfMemoryError, match=r"rollout\.max_tokens"):
+        graphs.affordable(4, per_slot=2 << 40, free=graphs.free_bytes(torch.device("cuda")), length=100)

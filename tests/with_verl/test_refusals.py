@@ -1,0 +1,114 @@
+"""What verl cannot be made to do with a regulator is refused, early and with the remedy."""
+
+import pytest
+import verl
+import verl_cpu
+from hydra.errors import InstantiationException
+from test_loss import actor, run
+from verl.workers.config import PolicyLossConfig
+
+from poise import Phase, regulators
+from poise.integrations.probe import CannotRegulateError, probe
+from poise.integrations.verl import RegulatedPolicyLoss
+from poise.integrations.verl_checks import check_config
+from poise.integrations.verl_trainer import RegulatedTrainer
+
+KL = {"actor_rollout_ref.actor.use_kl_loss": True}
+BONUS = {"actor_rollout_ref.actor.entropy_coeff": 0.1}
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+AVERAGE = "actor_rollout_ref.actor.loss_agg_mode"
+REFUSED = [
+    ("ar", {LOSS: "geo_mean"}, "collapse to their mean"),
+    ("ar", {LOSS: "clip_cov"}, "use poise's 'clip-cov'"),
+    ("ar", {LOSS: "kl_cov"}, "selects tokens by their advantages"),
+    ("lopti", {LOSS: "dro"}, "does not depend on the advantage"),
+    ("ar", {LOSS: "poise"}, "both weight the tokens"),
+    ("tr-grpo", KL, r"tr-grpo\(kl_weighted=False\)"),
+    ("tr-grpo", BONUS, r"entropy_coeff=0, or kl_weighted=False"),
+    *[("lopti", terms | {LOSS: loss}, "take one of vanilla") for loss in ("gspo", "sapo") for terms in (KL, BONUS)],
+    ("lopti", KL | {AVERAGE: "seq-mean-token-mean"}, "take one of token-mean"),
+    ("lopti", {"actor_rollout_ref.actor.shuffle": True}, "set actor_rollout_ref.actor.shuffle=False"),
+    ("lopti", {"distillation.enabled": True}, "distillation.enabled would act in every phase"),
+    ("lopti", {"actor_rollout_ref.model.mtp.enable": True, "actor_rollout_ref.model.mtp.enable_train": True},
+     "mtp.enable_train would act in every phase"),
+    ("nthr", {}, "needs hidden states.*poise's own trainer, or TRL"),
+    ("entropy", {"algorithm.rollout_correction.bypass_mode": True}, "bypass_mode=False"),
+    ("ar", {"trainer.use_v1": False}, "set it to True"),
+    ("lopty", {}, "did you mean 'lopti'"),
+    ("", {}, r"\+trainer.v1.poise_sync.regulator="),
+]  # fmt: skip
+
+
+def composed(method, settings):
+    given = verl_cpu.OVERRIDES | settings
+    given |= {"trainer.v1.trainer_mode": "poise_sync", "+trainer.v1.poise_sync.regulator": f"'{method}'"}
+    return verl_cpu.composed([f"{key}={value}" for key, value in given.items()])
+
+
+@pytest.mark.parametrize(("method", "settings", "message"), REFUSED, ids=[f"{m}-{s}" for m, s, _ in REFUSED])
+def test_refused_when_the_trainer_is_made(method, settings, message):
+    with pytest.raises(ValueError, match=message):
+        RegulatedTrainer(composed(method, settings))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("grpo", {LOSS: "geo_mean", "actor_rollout_ref.actor.shuffle": True} | KL | BONUS),
+        ("tr-grpo(kl_weighted=False)", {LOSS: "gspo", AVERAGE: "seq-mean-token-mean"} | KL | BONUS),
+        ("tr-grpo", {LOSS: "cispo"}),
+        ("lopti", {LOSS: "gspo", AVERAGE: "seq-mean-token-mean"}),
+        ("lopti", KL | BONUS),
+        ("entropy | clip-cov", {"distillation.enabled": True}),
+    ],
+)
+def test_what_can_be_done_is_not_refused(method, settings):
+    regulator = regulators.parse(method)
+    check_config(composed(method, settings), regulator, probe(regulator), method)
+
+
+def mine(batch):
+    return [Phase.of(batch, batch.prob)]
+
+
+@pytest.mark.parametrize(
+    ("method", "base", "message"),
+    [
+        ("lopti", "vanilla", r"has 2 phases.*trainer_mode=poise_sync \+trainer.v1.poise_sync.regulator=\"'lopti'\""),
+        ("ar | entropy", "vanilla", "has TopEntropy in it"),
+        ("nthr", "vanilla", "has NTHR in it"),
+        ("test_refusals.mine", "vanilla", "has Function in it"),
+        ("tr-grpo", "vanilla", r"tr-grpo\(kl_weighted=False\)"),
+        ("ar", "geo_mean", "try 'vanilla'"),
+        ("ar", "poise", "one of verl's"),
+        ("", "vanilla", "regulator is missing"),
+    ],
+)
+def test_what_a_policy_loss_cannot_do(method, base, message):
+    with pytest.raises(CannotRegulateError, match=message):
+        RegulatedPolicyLoss(regulator=method, base_loss=base)
+
+
+def test_refused_where_verl_validates_its_configuration():
+    """Through hydra, as main_ppo does before anything is started."""
+    with pytest.raises(InstantiationException, match="has 2 phases"):
+        actor("lopti")
+
+
+def test_settings_that_would_have_no_effect():
+    with pytest.raises(
+        CannotRegulateError, match="would have no effect; set it to 'poise', and base_loss to 'vanilla'"
+    ):
+        RegulatedPolicyLoss(loss_mode="vanilla", regulator="ar")
+    plain = actor(None, "poise")
+    assert type(plain.policy_loss) is PolicyLossConfig
+    with pytest.raises(CannotRegulateError, match=r"_target_ to poise.integrations.verl.RegulatedPolicyLoss"):
+        run(plain)
+
+
+def test_another_version_of_verl_is_refused(monkeypatch):
+    monkeypatch.setattr(verl, "__version__", "0.10.0")
+    with pytest.raises(CannotRegulateError, match=r"tested with verl 0.9.1, this is 0.10.0.*verl==0.9.1"):
+        RegulatedPolicyLoss(regulator="ar")
+    with pytest.raises(CannotRegulateError, match="tested with verl"):
+        RegulatedTrainer(composed("ar", {}))

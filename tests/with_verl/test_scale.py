@@ -1,0 +1,97 @@
+"""The configurations of docs/scale.md for verl, read by hydra and verl's own dataclasses; its data and reward."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import verl_cpu
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from poise import regulators
+from poise.integrations.probe import probe
+from poise.integrations.verl import RegulatedPolicyLoss
+from poise.integrations.verl_checks import check_config
+from poise.integrations.verl_trainer import RegulatedTrainer
+
+SCALE = Path(__file__).parents[2] / "examples/scale"
+sys.path.insert(0, str(SCALE))
+
+import verl_kk  # noqa: E402
+
+
+def load(name):
+    with initialize_config_dir(str(SCALE), version_base=None):
+        return compose(name)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SCALE.glob("verl-*.yaml"))])
+def test_verl_reads_it(name):
+    config = load(name)
+    validate_config(config, need_reference_policy(config), need_critic(config))  # what main_ppo does first
+    for part in ("actor", "rollout"):
+        omega_conf_to_dataclass(config.actor_rollout_ref[part])
+    assert config.trainer.n_gpus_per_node == 8
+    assert config.data.train_batch_size == 2 * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    OmegaConf.to_container(config, resolve=True)
+
+
+@pytest.mark.parametrize("name", ["verl-8gpu", "verl-70b-64gpu"])
+def test_the_trainer_can_be_had(name):
+    config = load(name)
+    assert config.trainer.v1.trainer_mode == "poise_sync"
+    text = config.trainer.v1.poise_sync.regulator
+    regulator = regulators.parse(text)
+    check_config(config, regulator, probe(regulator), text)
+
+
+def test_the_loss_can_be_had():
+    actor = omega_conf_to_dataclass(load("verl-ar-loss").actor_rollout_ref.actor)
+    assert isinstance(actor.policy_loss, RegulatedPolicyLoss)
+    assert actor.policy_loss.regulator == "ar(alpha=0.2)"
+
+
+def test_data_and_reward(tmp_path, monkeypatch):
+    """Rows through a parquet file and verl's own reading of it; the worked solution gets the highest reward."""
+    import pandas
+    from verl.utils.import_utils import load_extern_object
+    from verl.utils.reward_score import default_compute_score  # the contract's signature
+
+    monkeypatch.setattr(sys, "argv", ["verl_kk.py", str(tmp_path), "--train", "3", "--test", "2"])
+    verl_kk.main()
+    train, test = (pandas.read_parquet(tmp_path / f"{split}.parquet") for split in ("train", "test"))
+    assert (len(train), len(test)) == (3, 2)
+    assert {"data_source", "prompt", "reward_model", "extra_info"} <= set(train.columns)
+    assert default_compute_score.__code__.co_varnames[:4] == verl_kk.compute_score.__code__.co_varnames[:4]
+    score = load_extern_object(str(SCALE / "verl_kk.py"), "compute_score")
+    problem = next(verl_kk.TASK.problems("train", seed=0))
+    row = train.iloc[0]
+    assert row["prompt"][0]["content"] == problem.prompt
+    truth = row["reward_model"]["ground_truth"]
+    solution = verl_kk.TASK.demonstration(problem, noise=0.0)
+    assert score("kk", solution, truth, row["extra_info"]) == {"score": 3.0, "acc": 1.0}
+    assert score("kk", "no idea", truth, row["extra_info"])["score"] < 0
+
+
+def test_the_page_shows_what_verl_takes():
+    """docs/verl.md: its YAML, put on top of verl's own configuration and checked; its Python, run."""
+    text = (SCALE.parents[1] / "docs/verl.md").read_text()
+    loss, trainer = (OmegaConf.create(block) for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", text))
+    base = verl_cpu.config()
+    OmegaConf.set_struct(base, False)
+    with_loss = OmegaConf.merge(base, loss)
+    assert isinstance(omega_conf_to_dataclass(with_loss.actor_rollout_ref.actor).policy_loss, RegulatedPolicyLoss)
+    with_trainer = OmegaConf.merge(base, trainer)
+    made = RegulatedTrainer(with_trainer)
+    assert made.trainer_mode == "sync"
+    assert made.regulator == regulators.parse(trainer.trainer.v1.poise_sync.regulator)
+    (code,) = re.findall(r"(?ms)^```python\n(.*?)^```", text)
+    namespace = {"__name__": "snippets"}
+    exec(compile(code, "docs/verl.md", "exec"), namespace)
+    mine = OmegaConf.merge(base, {"trainer": {"v1": {"trainer_mode": "mine", "mine": {"regulator": "lopti"}}}})
+    assert get_trainer_cls("mine")(mine).regulator == regulators.parse("lopti")
+    assert issubclass(namespace["MyRegulatedTrainer"], namespace["MyTrainer"])
