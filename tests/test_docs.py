@@ -11,7 +11,7 @@ import pytest
 from poise import regulators
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/dominance.md")]
 
 
 def snippets(page):

@@ -139,10 +139,24 @@ def test_rollouts(run):
     assert names(path.parent) == [path.name]
 
 
+def test_tokens(run):
+    arrays = {"start": torch.tensor([0, 2, 3]), "id": torch.tensor([7, 8, 7]), "logp": torch.tensor([-0.5, -1e-9, 0.0])}
+    texts = {7: "\ud800 </script>", 8: "\0\u202e"}
+    path = run.save_tokens(10, arrays, texts)
+    assert path.name == "step-000010.safetensors"
+    found, read_texts = run.tokens(10)
+    assert read_texts == texts
+    assert found.keys() == arrays.keys()
+    assert all(torch.equal(found[name], values) for name, values in arrays.items())
+    assert run.tokens(11) is None
+    assert run.recorded() == []
+
+
 def test_rewind_leaves_what_an_uninterrupted_run_would_have(run):
     for step in (1, 2, 3, 4):
         run.log(step, {"a": step / 3})
         run.save_rollouts(step, [{"step": step}])
+        run.save_tokens(step, {"id": torch.tensor([step])}, {step: "a"})
         if step == 2:
             run.save_checkpoint(2, write(2))
             expected = (run.path / "metrics.jsonl").read_bytes()
@@ -154,6 +168,8 @@ def test_rewind_leaves_what_an_uninterrupted_run_would_have(run):
     resumed.rewind(step)
     assert (run.path / "metrics.jsonl").read_bytes() == expected
     assert names(run.path / "rollouts") == ["step-000001.jsonl.gz", "step-000002.jsonl.gz"]
+    assert names(run.path / "tokens") == ["step-000001.safetensors", "step-000002.safetensors"]
+    assert resumed.recorded() == [1, 2]
     assert names(run.path / "checkpoints") == ["set-aside-step-000004", "step-000002"]
     resumed.write_json("summary.json", {"best": math.nan})
     assert json.loads((run.path / "summary.json").read_text()) == {"best": None}

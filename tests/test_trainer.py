@@ -85,16 +85,15 @@ def test_the_run_folder_tells_everything(tmp_path):
     assert parts == pytest.approx(times["time/step"], rel=0.1)
     records = folder.rollouts(2)
     assert len(records) == 16
-    tokens = records[0]["tokens"]
-    assert "".join(tokens["text"]).startswith(records[0]["text"][:10])
-    count = len(tokens["id"])
-    assert count == len(tokens["logp"]) == len(tokens["advantage"]) == len(tokens["weight"]["low"])
-    for weight_low, weight_high, logp in zip(
-        tokens["weight"]["low"], tokens["weight"]["high"], tokens["logp"], strict=True
-    ):
-        p = torch.tensor(logp).exp().item()
-        assert weight_low + weight_high == pytest.approx(0.3 * p + 0.7, abs=1e-4)
-        assert (weight_low > 0) == (p < 0.5)
+    tokens, texts = folder.tokens(2)
+    begin, end = tokens["start"][:2].tolist()
+    assert len(tokens["start"]) == 17
+    assert "".join(texts[i] for i in tokens["id"][begin:end].tolist()).startswith(records[0]["text"][:10])
+    assert len({len(values) for name, values in tokens.items() if name != "start"}) == 1
+    low, high, p = tokens["weight/low"], tokens["weight/high"], tokens["logp"].exp()
+    torch.testing.assert_close(low + high, 0.3 * p + 0.7)
+    assert torch.equal(low > 0, p < 0.5)
+    assert {"poise", "torch", "device"} <= folder.read_json("environment.json").keys()
     model = load_policy(str(folder.newest() / "model"), device="cpu")  # a checkpoint is an ordinary model folder
     assert model.encode("hello")
 

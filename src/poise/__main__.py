@@ -10,7 +10,7 @@ def main() -> None:
     """Run the command line, or say what it lacks."""
     sys.path.insert(0, os.getcwd())  # so that a regulator of one's own is found beside the command
     try:
-        from poise.cli import app
+        from poise.cli_see import app
     except ModuleNotFoundError as error:
         sys.exit(f"poise's command line needs {error.name}, which is not installed: pip install 'poise[train]'")
     app()

@@ -148,6 +148,7 @@ class Phase:
     policy: Tensor  # (B, T) multiplies the policy term
     kl: Tensor  # (B, T) multiplies the KL and entropy terms
     metrics: Mapping[str, float] = field(default_factory=dict)  # what else the regulator has to report
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)  # (B, T) each: what it found out about every token
 
     @classmethod
     def of(
@@ -158,6 +159,7 @@ class Phase:
         *,
         name: str = "all",
         metrics: Mapping[str, float] | None = None,
+        tokens: Mapping[str, Tensor] | None = None,
     ) -> Phase:
         """A phase from raw weights: brought to the batch's shape and dtype, and to 0 outside the mask."""
 
@@ -170,7 +172,7 @@ class Phase:
                 raise ValueError(f"phase {name!r}: weights must be {expected}, got shape {tuple(weight.shape)}")
             return torch.where(batch.mask, weight, 0.0)
 
-        return cls(name, inside(policy), inside(kl), metrics or {})
+        return cls(name, inside(policy), inside(kl), metrics or {}, tokens or {})
 
     def rows(self, ix: Rows) -> Phase:
         """The phase of some rows, beside ``TokenBatch.rows``."""

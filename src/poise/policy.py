@@ -51,6 +51,7 @@ class Policy:
         self.checkpointing = False  # whether layers are computed again in the backward pass instead of being kept
         self.most_tokens: int | None = None  # fewer tokens per pass than asked for, once memory has run out
         self.masters: Masters | None = None  # of weights in half precision, while they are being trained
+        self._texts: dict[int, str] = {}
         self.packed = attention.adopt(base)
         self._check_head()
         self._check_passes(base)
@@ -92,6 +93,13 @@ class Policy:
         """The text of a response, without the token that ended it."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def texts(self, tokens: Tensor) -> dict[int, str]:
+        """The text of each token that occurs, by itself; part of a character shows as U+FFFD."""
+        for token in tokens.unique().tolist():
+            if token not in self._texts:
+                self._texts[token] = str(self.tokenizer.decode([token]))
+        return {token: self._texts[token] for token in tokens.unique().tolist()}
+
     def hidden(self, rollouts: Rollouts, tokens: Tensor | None = None) -> Tensor:
         """(n, d) hidden states that predict the given response tokens; all of them, row after row, by default.
 
@@ -106,6 +114,13 @@ class Policy:
             of_all = places.new_zeros(rollouts.tokens.numel()).index_copy_(0, rollouts.index, places)
             places = of_all[tokens]
         return attention.repeat(self._run(packed), places)
+
+    def padded_hidden(self, rollouts: Rollouts) -> Tensor:
+        """(B, T, d) the same with a place for every token, 0 outside the mask: for regulators that read them."""
+        states = self.hidden(rollouts)
+        places = torch.zeros(*rollouts.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
+        places.view(-1, states.shape[-1])[rollouts.index] = states  # by index: a mask would make the host wait
+        return places
 
     def _run(self, packed: Packed) -> Tensor:
         """(L, d) hidden states of the packed tokens."""

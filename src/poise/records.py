@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from poise import __version__
 from poise.batch import Phase, TokenBatch
 from poise.rollout.base import Rollouts
 from poise.tasks import Problem, Score
 
 
-def token_records(
-    step: int,
-    problems: Sequence[Problem],
-    texts: Sequence[str],
-    scores: Sequence[Score],
-    rollouts: Rollouts,
-    batch: TokenBatch,
-    phases: Sequence[Phase],
-    decode: Callable[[int], str],
+def response_records(
+    step: int, problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score], rollouts: Rollouts
 ) -> Iterator[dict[str, Any]]:
-    """Every response of a step, token by token. ``problems`` has one for each response."""
-    given = batch.token_advantages
+    """Every response of a step: what was asked, what came back, and the verifier's word. One problem for each."""
+    finished = rollouts.finished.tolist()
     for i, (problem, text, score) in enumerate(zip(problems, texts, scores, strict=True)):
-        mask = rollouts.mask[i]
-        ids = rollouts.tokens[i][mask].tolist()
         yield {
             "step": step,
             "problem": problem.id,
@@ -38,25 +32,48 @@ def token_records(
             "reward": score.reward,
             "correct": score.correct,
             "parts": dict(score.parts),
-            "finished": bool(rollouts.finished[i]),
-            "tokens": {
-                "id": ids,
-                "text": [decode(token) for token in ids],
-                "logp": _rounded(batch.old_logp[i][mask]),
-                "entropy": _rounded(rollouts.entropy[i][mask]),
-                "advantage": _rounded(given[i][mask]),
-                "weight": {phase.name: _rounded(phase.policy[i][mask]) for phase in phases},
-            },
+            "finished": finished[i],
         }
 
 
-def _rounded(values: Tensor) -> list[float]:
-    return [round(value, 6) for value in values.tolist()]
+def token_arrays(rollouts: Rollouts, batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:
+    """The tokens of those responses, end to end: response i has ``start[i]:start[i + 1]`` of every other array.
+
+    ``weight/NAME`` is the policy weight in phase NAME; what a regulator found out about tokens has its own name.
+    """
+    inside = batch.mask
+    made = {
+        "id": rollouts.tokens[inside].int(),
+        "logp": batch.old_logp[inside].float(),
+        "entropy": rollouts.entropy[inside].float(),
+        "advantage": batch.token_advantages[inside].float(),
+        **{f"weight/{phase.name}": phase.policy[inside].float() for phase in phases},
+        **{name: values[inside].float() for phase in phases for name, values in phase.tokens.items()},
+    }
+    lengths = inside.sum(1)
+    made["start"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    return {name: values.cpu() for name, values in made.items()}
 
 
-def reward_metrics(scores: Sequence[Score], batch: TokenBatch) -> dict[str, float]:
+def environment(device: torch.device) -> dict[str, str | int]:
+    """What a run's figures depend on besides its settings."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "poise": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.system(),
+        "device": f"{device.type}: {name}",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def reward_metrics(problems: Sequence[Problem], scores: Sequence[Score], batch: TokenBatch) -> dict[str, float]:
     """``reward/…``: means over the responses; ``no_spread`` is the share whose group had nothing to compare."""
     n = len(scores)
+    verdicts: dict[str, list[bool]] = {}
+    for problem, score in zip(problems, scores, strict=True):
+        verdicts.setdefault(problem.difficulty, []).append(score.correct)
     parts = {name for score in scores for name in score.parts}
     rewards, groups = batch.rewards, batch.groups
     assert rewards is not None
@@ -64,6 +81,7 @@ def reward_metrics(scores: Sequence[Score], batch: TokenBatch) -> dict[str, floa
     return {
         "reward/mean": float(rewards.mean()),
         "reward/accuracy": sum(score.correct for score in scores) / n,
+        **{f"reward/accuracy/{name}": sum(found) / len(found) for name, found in sorted(verdicts.items())},
         "reward/no_spread": float((batch.token_advantages == 0).all(1).float().mean()),
         **{f"reward/{name}": sum(score.parts.get(name, 0.0) for score in scores) / n for name in sorted(parts)},
     }

@@ -2,7 +2,9 @@
 
     config.json                    what was asked for
     metrics.jsonl                  a line per step, only ever appended to
-    rollouts/step-000010.jsonl.gz  what the model wrote
+    environment.json               on what it runs
+    rollouts/step-000010.jsonl.gz  what the model wrote, and its score
+    tokens/step-000010.safetensors the tokens of these responses, each with its probability, weight and so on
     checkpoints/step-000010/       what a resumed run starts from; manifest.json seals it
     summary.json                   how it ended
 
@@ -23,7 +25,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 
 from poise._errors import check_range
 from poise._files import OLD, TEMPORARY, dumps, remove, remove_leftovers, replacing, seal, sync_folder, verify
@@ -50,6 +54,7 @@ class RunFolder:
         self._config = self.path / "config.json"
         self._metrics = self.path / "metrics.jsonl"
         self._rollouts = self.path / "rollouts"
+        self._tokens = self.path / "tokens"
         self._checkpoints = self.path / "checkpoints"
 
     @classmethod
@@ -78,7 +83,7 @@ class RunFolder:
             why = "has no config.json" if run.path.is_dir() else "does not exist"
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}; begin one without --resume")
         if resume:
-            for folder in (run.path, run._rollouts, run._checkpoints):
+            for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):
                 remove_leftovers(folder)
             run._keep_lines(lambda _: True)
         return run
@@ -160,6 +165,30 @@ class RunFolder:
         with gzip.open(self._rollouts / f"{_name(step)}.jsonl.gz") as file:
             return [json.loads(line) for line in file]
 
+    def recorded(self) -> list[int]:
+        """The steps whose responses were written down."""
+        return _steps(self._rollouts, ".jsonl.gz")
+
+    def save_tokens(self, step: int, arrays: Mapping[str, Tensor], texts: Mapping[int, str]) -> Path:
+        """Write the tokens of those responses (``records.token_arrays``), and the text of each token that occurs."""
+        path = self.tokens_path(step)
+        with replacing(path) as file:
+            file.write(save(dict(arrays), {"texts": dumps({str(k): v for k, v in texts.items()}).decode("ascii")}))
+        return path
+
+    def tokens_path(self, step: int) -> Path:
+        """Where the tokens of a step are, or would be."""
+        return self._tokens / f"{_name(step)}.safetensors"
+
+    def tokens(self, step: int) -> tuple[dict[str, Tensor], dict[int, str]] | None:
+        """What ``save_tokens`` wrote at that step; None where it did not."""
+        path = self.tokens_path(step)
+        if not path.exists():
+            return None
+        with safe_open(path, "pt") as file:
+            texts = json.loads(file.metadata()["texts"])
+            return {name: file.get_tensor(name) for name in file.keys()}, {int(k): v for k, v in texts.items()}  # noqa: SIM118
+
     # Checkpoints
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> Path:
@@ -234,6 +263,8 @@ class RunFolder:
         self._keep_lines(lambda record: record["step"] <= step)
         for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
             remove(self._rollouts / f"{_name(later)}.jsonl.gz")
+        for later in [s for s in _steps(self._tokens, ".safetensors") if s > step]:
+            remove(self.tokens_path(later))
         for later in [s for s in self.checkpoints() if s > step]:
             aside = self._checkpoints / (ASIDE + _name(later))
             remove(aside)

@@ -26,7 +26,7 @@ from poise.masters import Masters
 from poise.memory import OutOfMemoryError
 from poise.optimizer_state import optimizer_tensors, restore_optimizer
 from poise.policy import Policy, load_policy
-from poise.records import Clock, reward_metrics, rollout_metrics, token_records
+from poise.records import Clock, environment, response_records, reward_metrics, rollout_metrics, token_arrays
 from poise.rollout.base import Engine, Rollouts
 from poise.rollout.choose import choose
 from poise.run import RunFolder
@@ -95,6 +95,7 @@ class Trainer:
         """All steps that are left, from the newest checkpoint on."""
         config = self.config
         done = self._restore()
+        self.folder.write_json("environment.json", environment(self.policy.device))
         trackers = open_trackers(config.tracking, self.folder.path, config.model_dump(mode="json"), start_step=done)
         with Console(config.steps, done, quiet=self.quiet) as console, Stopper(console.note) as stopper:
             for note in self.notes:
@@ -161,14 +162,15 @@ class Trainer:
             phases = self.regulator(batch)
         with clock("record"):
             if config.rollouts_every and (step == 1 or step % config.rollouts_every == 0):
-                made = token_records(step, asked, texts, scores, rollouts, batch, phases, self._decode_one)
-                self.folder.save_rollouts(step, made)
+                self.folder.save_rollouts(step, response_records(step, asked, texts, scores, rollouts))
+                arrays = token_arrays(rollouts, batch, phases)
+                self.folder.save_tokens(step, arrays, self.policy.texts(arrays["id"]))
             if step in (1, config.steps):
                 shown = zip(asked, texts, scores, strict=True)
                 console.samples_table([(p.prompt, text, s.reward, s.correct) for p, text, s in shown])
         with clock("update"):
             optimized = self._update(step, rollouts, batch, phases, seed)
-        metrics = {**reward_metrics(scores, batch), **rollout_metrics(rollouts, batch), **optimized}
+        metrics = {**reward_metrics(asked, scores, batch), **rollout_metrics(rollouts, batch), **optimized}
         return metrics | regulators.summary(phases, batch) | clock.metrics(int(rollouts.mask.sum()))
 
     # Its parts
@@ -181,9 +183,6 @@ class Trainer:
                 f"{self.config.rollout.max_prompt}: raise it, or make the task's prompts shorter"
             )
         return ids
-
-    def _decode_one(self, token: int) -> str:
-        return str(self.policy.tokenizer.decode([token]))
 
     def _batch(self, rollouts: Rollouts, scores: Sequence[Score]) -> TokenBatch:
         """The rollouts as regulators and the objective see them."""
@@ -202,19 +201,13 @@ class Trainer:
             ref_logp=self._reference_logp(rollouts),
             sampler_logp=rollouts.logp if recomputed else None,
             entropy=rollouts.entropy,
-            hidden=(lambda rows: self._hidden(rollouts.rows(rows))) if hidden else None,
+            hidden=(lambda rows: self.policy.padded_hidden(rollouts.rows(rows))) if hidden else None,
             head=self.policy.head(config.rollout.temperature) if hidden else None,
             targets=rollouts.tokens,
         )
 
     def _logp(self, policy: Policy, rollouts: Rollouts) -> Tensor:
         return score_all(policy, rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)
-
-    def _hidden(self, rollouts: Rollouts) -> Tensor:
-        states = self.policy.hidden(rollouts)
-        places = torch.zeros(*rollouts.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
-        places.view(-1, states.shape[-1])[rollouts.index] = states  # by index: a mask would make the host wait
-        return places
 
     def _load_reference(self) -> Policy | None:
         """The policy before training, for the KL term. With LoRA it is the model without its adapter."""

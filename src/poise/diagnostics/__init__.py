@@ -1,5 +1,18 @@
-"""Measures of what an update does."""
+"""Measures of what an update does: which tokens drive it, and what becomes of the correct responses."""
 
 from poise.diagnostics.displacement import Displacement, likelihood_displacement
+from poise.diagnostics.dominance import dominance
+from poise.diagnostics.intervals import Intervals
+from poise.diagnostics.loop import ForwardLoop, Loop
+from poise.diagnostics.sizes import gradient_sizes, token_gradient_sizes
 
-__all__ = ["Displacement", "likelihood_displacement"]
+__all__ = [
+    "Displacement",
+    "ForwardLoop",
+    "Intervals",
+    "Loop",
+    "dominance",
+    "gradient_sizes",
+    "likelihood_displacement",
+    "token_gradient_sizes",
+]

@@ -89,7 +89,7 @@ class Compose(Regulator):
 
 def _product(a: Phase, b: Phase) -> Phase:
     name = "/".join(n for n in (a.name, b.name) if n != "all") or "all"
-    return Phase(name, a.policy * b.policy, a.kl * b.kl, {**a.metrics, **b.metrics})
+    return Phase(name, a.policy * b.policy, a.kl * b.kl, {**a.metrics, **b.metrics}, {**a.tokens, **b.tokens})
 
 
 @dataclass(frozen=True)

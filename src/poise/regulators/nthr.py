@@ -44,7 +44,10 @@ class NTHR(Regulator):
             check_range("nthr", "eta", self.eta, 0.0, 1e6)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase; KL untouched. Reports the share of wrong tokens flagged, and of groups that could be scored."""
+        """One phase; KL untouched. Reports the share of wrong tokens flagged, and of groups that could be scored.
+
+        ``tokens["nthr"]`` of the phase holds s⁻ for the tokens of incorrect responses, NaN where there is none.
+        """
         assert batch.correct is not None
         assert batch.head is not None
         assert batch.targets is not None
@@ -55,6 +58,7 @@ class NTHR(Regulator):
         row, column, place = _tokens(batch, scored)
 
         weight = torch.ones_like(batch.mask, dtype=batch.dtype)
+        found = torch.full_like(weight, torch.nan)
         flagged = torch.zeros((), dtype=torch.long, device=batch.mask.device)
         finite = []
         end = 0
@@ -72,6 +76,7 @@ class NTHR(Regulator):
             hit = result.negative > self.beta * result.positive.min()
             incorrect = slice(end - sizes[-1], end)
             weight[row[incorrect], column[incorrect]] = torch.ones_like(hit, dtype=weight.dtype).masked_fill_(hit, eta)
+            found[row[incorrect], column[incorrect]] = result.negative.to(found.dtype)
             flagged += hit.sum()
 
         n_flagged, *all_finite = torch.stack([flagged, *finite]).tolist()
@@ -81,7 +86,7 @@ class NTHR(Regulator):
                 raise ValueError(f"NTHR: the scores of {where} are not finite: look at hidden and head")
         wrong_tokens = sum(length for length, is_correct in zip(lengths, correct, strict=True) if not is_correct)
         metrics = {"flagged_share": n_flagged / max(wrong_tokens, 1), "scored_share": len(scored) / max(len(groups), 1)}
-        return [Phase.of(batch, weight, metrics=metrics)]
+        return [Phase.of(batch, weight, metrics=metrics, tokens={"nthr": found})]
 
     def _group(self, rows: list[int], correct: list[int], lengths: list[int]) -> _Group | None:
         """A group's responses that have tokens, if they can be scored."""

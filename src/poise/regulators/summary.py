@@ -21,14 +21,21 @@ def summary(phases: Sequence[Phase], batch: TokenBatch, intervals: Sequence[floa
     - ``weight_p0.25-0.50`` and so on: the mean weight by interval of the token's probability; the last interval is
       closed, and one without tokens is left out;
     - whatever the regulator reports itself, such as NTHR's ``flagged_share``.
+
+    Over all phases, ``reg/pull_p0.25-0.50`` and so on: the interval's share of ``Σ w·|A|·(1 − p)``, which is how hard
+    tokens pull at the logits of what was sampled.
     """
     prob = batch.prob[batch.mask]
+    pull = torch.stack([phase.policy[batch.mask] for phase in phases]).sum(0)
+    pull = pull * batch.token_advantages[batch.mask].abs() * (1 - prob)
     names: list[str] = []
     values: list[torch.Tensor] = []
     members = []
     for low, high in pairwise(intervals):
         top = prob <= high if high == intervals[-1] else prob < high
         members.append((f"weight_p{low:.2f}-{high:.2f}", (prob >= low) & top))
+    names += [f"reg/pull_{name.removeprefix('weight_')}" for name, _ in members]
+    values += [((pull * inside).sum() / pull.sum()).double() for _, inside in members]
     for phase in phases:
         weight, kl = phase.policy[batch.mask], phase.kl[batch.mask]
         total = max(len(weight), 1)

@@ -1,0 +1,86 @@
+// The whole page: tabs, theme, keys, and what changes while a run goes on.
+
+const VIEWS = { curves, dominance: figures, responses: viewer, settings: { view: settings } };
+const LOOK_EVERY = 2000; // ms between looks at a running run
+
+function tabs() {
+  const names = Object.keys(VIEWS).filter((name) => name !== "dominance" || data.runs.some((run) => run.diagnose));
+  return names.filter((name) => name !== "curves" || data.runs.some((run) => run.steps.length) || names.length < 4);
+}
+
+function open(name) {
+  const known = tabs();
+  const chosen = known.includes(name) ? name : known[0];
+  if (location.hash.slice(1) !== chosen) history.replaceState(null, "", `#${chosen}`);
+  document.getElementById("tabs").replaceChildren(...known.map((tab) => el("button", {
+    type: "button", role: "tab", "aria-selected": String(tab === chosen), onclick: () => open(tab) }, tab)));
+  document.getElementById("main").replaceChildren(...[VIEWS[chosen].view()].flat());
+  return chosen;
+}
+
+// Settings that differ between runs, all settings, where they ran, and what it cost.
+function settings() {
+  const flat = (value, prefix = "") => (value && typeof value === "object" && !Array.isArray(value)
+    ? Object.entries(value).flatMap(([key, inner]) => flat(inner, prefix ? `${prefix}.${key}` : key)) : [[prefix, JSON.stringify(value)]]);
+  const maps = data.runs.map((run) => new Map(flat(run.config)));
+  const keys = [...new Set(maps.flatMap((map) => [...map.keys()]))];
+  const rows = keys.map((key) => [key, ...maps.map((map) => map.get(key) ?? "–")]);
+  const differing = rows.filter(([, ...values]) => new Set(values).size > 1);
+  const names = data.runs.map((run) => run.name);
+  const sum = (run, key) => (run.metrics[key] || []).reduce((a, b) => a + (b || 0), 0);
+  const costs = ["time/step", "time/rollout", "time/score", "time/regulate", "time/record", "time/update"];
+  const cost = costs.map((key) => [`${key.slice(5)}, seconds in all`, ...data.runs.map((run) => sum(run, key))]);
+  const where = [...new Set(data.runs.flatMap((run) => Object.keys(run.environment || {})))];
+  const accuracy = (run, when) => run.summary?.[when]?.accuracy ?? "–";
+  return [
+    data.runs.some((run) => run.summary) && el("div", {}, el("h2", {}, "Held-out accuracy"), table(["", ...names],
+      ["before", "after"].map((when) => [when, ...data.runs.map((run) => accuracy(run, when))]))),
+    names.length > 1 && el("div", {}, el("h2", {}, "What differs"), differing.length ? table(["setting", ...names], differing) : el("p", {}, "Nothing.")),
+    el("h2", {}, "Cost"), table(["", ...names], [["steps", ...data.runs.map((run) => run.steps.length)], ...cost]),
+    el("h2", {}, "Environment"), table(["", ...names], where.map((key) => [key, ...data.runs.map((run) => String(run.environment?.[key] ?? "–"))])),
+    el("h2", {}, "All settings"), table(["setting", ...names], rows),
+  ].filter(Boolean);
+}
+
+function theme(wanted) {
+  document.documentElement.dataset.theme = wanted;
+  try { localStorage.setItem("poise-theme", wanted); } catch { /* a file may have no storage */ }
+}
+
+async function look() {
+  const note = document.getElementById("live");
+  try {
+    if (await data.changed()) {
+      await data.load();
+      const busy = document.activeElement?.closest(".bar input, .bar select");
+      if (!busy) open(location.hash.slice(1));
+    }
+    const steps = data.runs.map((run) => run.steps.at(-1) ?? 0).join(", ");
+    note.textContent = `live · step ${steps}`;
+  } catch {
+    note.textContent = "the server has gone; this is what it last said";
+  }
+  setTimeout(look, LOOK_EVERY);
+}
+
+async function start() {
+  let kept = null;
+  try { kept = localStorage.getItem("poise-theme"); } catch { /* see above */ }
+  theme(kept || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+  document.getElementById("theme").addEventListener("click", () =>
+    theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+  await data.load();
+  const names = data.runs.map((run) => run.name).join(" · ");
+  document.getElementById("runs").textContent = names;
+  document.title = `poise: ${names}`;
+  open(location.hash.slice(1));
+  addEventListener("hashchange", () => open(location.hash.slice(1)));
+  addEventListener("keydown", (event) => {
+    const typing = event.target.closest?.("input, select, textarea");
+    if (event.ctrlKey || event.metaKey || event.altKey || location.hash !== "#responses" || typing) return;
+    if (viewer.key(event.key)) event.preventDefault();
+  });
+  if (LIVE) look();
+}
+
+start();

@@ -1,0 +1,57 @@
+"use strict";
+// Where the page's data comes from: elements of this file, or the server that sent it.
+
+const LIVE = document.documentElement.dataset.live === "true";
+const KEPT = 200; // decoded responses
+
+const data = {
+  runs: [], rows: [], prompts: [], stamp: "",
+  blocks: new Map(),
+
+  async load() {
+    const index = LIVE
+      ? await (await fetch("/index")).json()
+      : JSON.parse(document.getElementById("data").textContent);
+    const same = this.stamp === index.stamp;
+    this.stamp = index.stamp;
+    this.blocks.clear();
+    this.runs = index.runs;
+    this.prompts = index.prompts;
+    this.rows = index.rows.map((row, number) =>
+      Object.assign(Object.fromEntries(index.columns.map((name, i) => [name, row[i]])), { number }));
+    return !same;
+  },
+
+  async changed() {
+    return (await (await fetch("/stamp")).text()) !== this.stamp;
+  },
+
+  // A response, token by token: { text, words, and an array for each field }.
+  async block(row) {
+    const key = `${row.run}/${row.step}/${row.row}`;
+    if (this.blocks.has(key)) return this.blocks.get(key);
+    const packed = LIVE
+      ? new Uint8Array(await (await fetch(`/block/${key}`)).arrayBuffer())
+      : Uint8Array.from(atob(document.getElementById(`b${row.number}`).textContent), (c) => c.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+    const bytes = await new Response(stream).arrayBuffer();
+    const block = unpack(bytes, this.runs[row.run], row.length);
+    if (this.blocks.size >= KEPT) this.blocks.delete(this.blocks.keys().next().value);
+    this.blocks.set(key, block);
+    return block;
+  },
+};
+
+function unpack(bytes, run, count) {
+  const size = new DataView(bytes).getUint32(0, true);
+  const block = { text: new TextDecoder().decode(new Uint8Array(bytes, 4, size)), length: count };
+  let at = 4 + Math.ceil(size / 4) * 4;
+  for (const name of run.fields) {
+    if (at >= bytes.byteLength) break;
+    block[name] = name === "id" ? new Int32Array(bytes, at, count) : new Float32Array(bytes, at, count);
+    at += 4 * count;
+  }
+  block.words = Array.from(block.id, (i) => run.words[i]);
+  block.weights = Object.keys(block).filter((name) => name.startsWith("weight/"));
+  return block;
+}

@@ -1,0 +1,67 @@
+// Small tools: elements, numbers, the tip beside the pointer. Text is only ever set as text.
+
+const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
+const DASHES = ["", "5 3", "2 3", "8 3 2 3", "1 4", "9 5"];
+const SVG = "http://www.w3.org/2000/svg";
+const colour = (i) => `var(${COLOURS[i % COLOURS.length]})`;
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") Object.assign(element.style, value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+
+function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return String(value);
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 0.001 || size >= 1e6)) return value.toExponential(2);
+  return String(Number(value.toPrecision(4)));
+}
+const exactly = (value) => (value === undefined || Number.isNaN(value) ? "–" : String(Number(value.toPrecision(7))));
+const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.0995 && value > -0.0995 ? 1 : 0)} %`);
+
+// Characters that would act, or not show, become a visible escape.
+const HIDDEN = /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]/gu;
+const visible = (text) => text.replace(HIDDEN, (c) => (c === "\t" ? "\t" : `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`));
+
+const tip = {
+  show(event, ...content) {
+    const box = document.getElementById("tip");
+    box.replaceChildren(...content);
+    box.hidden = false;
+    const { offsetWidth: w, offsetHeight: h } = box;
+    box.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - w - 6))}px`;
+    box.style.top = `${event.clientY + 18 + h > innerHeight ? Math.max(4, event.clientY - h - 12) : event.clientY + 18}px`;
+  },
+  hide() { document.getElementById("tip").hidden = true; },
+  list(pairs) { return el("dl", {}, pairs.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])); },
+};
+
+const extent = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
+
+// Round numbers between low and high for an axis.
+function ticks(low, high, about = 4) {
+  const raw = (high - low) / about || 1;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= raw);
+  const found = [];
+  for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-9; t += step) found.push(Math.abs(t) < step / 1e6 ? 0 : t);
+  return found;
+}
+
+function card(title, note, ...content) {
+  return el("section", { class: "card" }, el("h3", {}, title), note && el("p", {}, note), content);
+}
+
+const table = (head, rows) => el("div", { class: "scroll" }, el("table", {},
+  el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))),
+  el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) =>
+    el("td", { class: typeof cell === "number" && "number" }, typeof cell === "number" ? number(cell) : typeof cell === "string" ? visible(cell) : cell)))))));

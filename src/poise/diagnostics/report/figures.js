@@ -1,0 +1,142 @@
+// What `poise diagnose` measured, as pictures.
+
+const figures = {
+  chosen: {}, // run -> regulator of the matrices
+
+  view() {
+    return data.runs.filter((run) => run.diagnose).map((run) => this.run(run));
+  },
+
+  run(run) {
+    const found = run.diagnose, { mean, error, intervals } = found;
+    const methods = Object.keys(mean.regulators);
+    const first = mean.regulators[methods[0]], firstError = error.regulators[methods[0]];
+    const inside = (values, errors) => ({ values, errors: errors || [] });
+    const all = "every token takes part";
+    const last = intervals.length - 1;
+    const own = intervals.map((_, i) => first.influence[i].moved[i]);
+    const alone = (i) => bars(intervals, [
+      { label: `after a step with ${intervals[i]} alone`, ...inside(first.influence[i].moved, firstError.influence[i].moved) },
+      { label: "after a step with their own tokens", values: own, errors: [] }]);
+    const pick = el("select", { "aria-label": "Regulator", onchange: () => { this.chosen[run.name] = pick.value; show(); } },
+      methods.map((name) => el("option", { value: name, selected: (this.chosen[run.name] || methods[0]) === name }, name)));
+    const matrices = el("div", { class: "grid" });
+    const show = () => {
+      const pulls = mean.regulators[pick.value];
+      matrices.replaceChildren(
+        card("Cross-influence", "Row: the interval that is updated alone; last, the method's whole update. Column: whose tokens move. Mean of |Δp|.",
+          heat([...intervals, "update"], intervals, pulls.influence.map((row) => row.moved))),
+        card("Cosine", "Between the gradients of two intervals.", heat(intervals, intervals, pulls.cosine, 1)),
+        card("Direction", "The method's whole update: mean of Δp where the advantage is positive, and where it is negative.",
+          bars(intervals, [{ label: "A > 0", values: pulls.influence.at(-1).rewarded, errors: [] },
+            { label: "A < 0", values: pulls.influence.at(-1).punished, errors: [] }])),
+      );
+    };
+    show();
+    return el("article", {},
+      el("h2", {}, `${run.name}: which tokens drive an update`),
+      el("ul", { class: "verdict" }, found.verdict.map((sentence) => el("li", {}, sentence))),
+      el("p", { class: "muted" }, `${found.settings.batches} batches of ${number(mean.count)} tokens on average; bars are means, whiskers their standard errors. `
+        + `${percent(mean.with_gradient)} of the tokens have an advantage. Columns are intervals of the probability p of the sampled token.`),
+      el("div", { class: "grid" },
+        card("(a) How often", "Share of the tokens.", bars(intervals, [{ label: "share", ...inside(mean.token_share, error.token_share) }], { unit: percent })),
+        card("(a) Density", "Of the tokens over p, logarithmic.", density(mean.density)),
+        card("(b) Advantages", "Share of the interval's tokens with A > 0 and with A < 0.", bars(intervals, [
+          { label: "A > 0", ...inside(mean.advantage.positive, error.advantage.positive) },
+          { label: "A < 0", ...inside(mean.advantage.negative, error.advantage.negative) }], { unit: percent })),
+        card("(c) What a step changes", `Mean of |Δp| after one ${methods[0]} update, ${all}.`,
+          bars(intervals, [{ label: "moved", ...inside(first.influence.at(-1).moved, firstError.influence.at(-1).moved) }])),
+        card("(d) Gradient norm", "Of each interval on its own, all parameters; the line is that of all tokens.",
+          bars(intervals, [{ label: "norm", ...inside(first.norm, firstError.norm) }], { line: first.full })),
+        card("(d) Gradient norm, token for token", "The same, each divided by its own count of tokens.",
+          bars(intervals, [{ label: "norm", ...inside(first.per_token, firstError.per_token) }])),
+        card("(e) Only the lowest updated", "Mean of |Δp|.", alone(0)),
+        card("(f) Only the highest updated", "Mean of |Δp|.", alone(last)),
+        mean.size && card("At the logits", "Mean of ‖e − π‖, in closed form.", bars(intervals, [{ label: "size", ...inside(mean.size, error.size) }])),
+        card("Part in the gradient", "⟨g of the interval, g⟩ / ‖g‖²; adds up to 100 %.",
+          bars(intervals, methods.map((name) => ({ label: name, ...inside(mean.regulators[name].share, error.regulators[name].share) })), { unit: percent })),
+        card("Weight", "Mean policy weight, all phases added up.",
+          bars(intervals, methods.map((name) => ({ label: name, values: mean.regulators[name].weight, errors: [] })))),
+        card("Moved by each method", "Mean of |Δp| after its whole update.",
+          bars(intervals, methods.map((name) => ({ label: name, ...inside(mean.regulators[name].influence.at(-1).moved, error.regulators[name].influence.at(-1).moved) })))),
+      ),
+      el("p", { class: "bar" }, el("label", {}, "Regulator", pick)), matrices,
+      this.displacement(mean, methods), this.suspects(found.suspects || []));
+  },
+
+  displacement(mean, methods) {
+    const found = methods.map((name) => [name, mean.regulators[name].displacement]).filter(([, each]) => each);
+    if (!found.length) return null;
+    return el("div", {}, el("h2", {}, "What became of the correct responses"),
+      el("p", { class: "muted" }, "Change of their log-likelihood by one update, by question, falling first. Below zero: the update made right answers less likely."),
+      el("div", { class: "grid" }, found.map(([name, each]) => card(name,
+        `mean ${number(each["lld/change"])}; ${percent(each["lld/fallen_share"])} of the correct responses fell`,
+        bars(each.questions.map((_, i) => ""), [{ label: "question", values: [...each.questions].sort((a, b) => a - b), errors: [] }])))));
+  },
+
+  suspects(tokens) {
+    if (!tokens.length) return null;
+    return el("div", {}, el("h2", {}, "Tokens of wrong responses that pull right ones down"),
+      el("p", { class: "muted" }, "The highest NTHR scores: lowering these tokens lowers the correct responses of the same group most."),
+      table(["score", "p", "token", "after", "batch", "response"],
+        tokens.map((t) => [t.score, t.p, el("code", {}, visible(t.text)), el("code", { class: "muted" }, visible(t.before)), t.step, t.row])));
+  },
+};
+
+// Grouped bars with whiskers; `line` is a reference across.
+function bars(names, series, { line = null, unit = number } = {}) {
+  const values = series.flatMap((s) => s.values.flatMap((v, i) => [(v ?? 0) - (s.errors[i] ?? 0), (v ?? 0) + (s.errors[i] ?? 0)]));
+  let [low, high] = extent([...values, 0, line ?? 0]);
+  if (low === high) high = 1;
+  const y = (v) => 142 - ((v - low) / (high - low)) * 128;
+  const wide = 282 / names.length, each = (wide * 0.78) / series.length;
+  const mark = (s, k) => s.values.map((v, i) => {
+    if (v === null || v === undefined) return null;
+    const x = 40 + wide * i + wide * 0.11 + each * k, e = s.errors[i];
+    const told = [[names[i] || `${i + 1}`, ""], [s.label, unit(v)], e === null || e === undefined ? null : ["standard error", unit(e)]].filter(Boolean);
+    return svg("g", { class: "bar-mark", onpointermove: (event) => tip.show(event, tip.list(told)), onpointerleave: tip.hide },
+      svg("rect", { x, width: Math.max(each - 1.5, 0.8), y: Math.min(y(v), y(0)), height: Math.max(Math.abs(y(v) - y(0)), 0.7), fill: colour(k), rx: 1.5 }),
+      svg("rect", { x, width: each, y: 8, height: 134, fill: "transparent" }),
+      e ? svg("line", { x1: x + each / 2, x2: x + each / 2, y1: y(v - e), y2: y(v + e), stroke: "var(--ink)" }) : null);
+  });
+  const picture = svg("svg", { viewBox: "0 0 330 165", role: "img", "aria-label": series.map((s) => `${s.label}: ${s.values.map(unit).join(", ")}`).join("; ") },
+    ticks(low, high).map((t) => [svg("line", { class: "axis", x1: 40, x2: 322, y1: y(t), y2: y(t) }),
+      svg("text", { x: 36, y: y(t) + 4, "text-anchor": "end" }, unit(t))]),
+    series.map(mark),
+    line === null ? null : svg("line", { x1: 40, x2: 322, y1: y(line), y2: y(line), stroke: "var(--ink)", "stroke-dasharray": "4 3" }),
+    names.map((name, i) => svg("text", { x: 40 + wide * (i + 0.5), y: 158, "text-anchor": "middle" }, name)));
+  return series.length > 1
+    ? [picture, el("div", { class: "legend" }, series.map((s, k) => el("span", {}, el("i", { style: { background: colour(k) } }), s.label)))]
+    : picture;
+}
+
+function density(values) {
+  const logs = values.map((v) => (v > 0 ? Math.log10(v) : null));
+  const low = Math.floor(extent(logs.filter((v) => v !== null))[0]);
+  const high = Math.ceil(extent(logs.filter((v) => v !== null))[1]) || 1;
+  const y = (v) => 142 - ((v - low) / (high - low || 1)) * 128;
+  return svg("svg", { viewBox: "0 0 330 165", role: "img", "aria-label": "density of the tokens over p" },
+    ticks(low, high).filter(Number.isInteger).map((t) => [svg("line", { class: "axis", x1: 40, x2: 322, y1: y(t), y2: y(t) }),
+      svg("text", { x: 36, y: y(t) + 4, "text-anchor": "end" }, number(10 ** t))]),
+    logs.map((v, i) => v !== null && svg("rect", { x: 40 + (282 * i) / values.length, width: 282 / values.length - 1, y: y(v), height: 142 - y(v), fill: colour(0),
+      onpointermove: (event) => tip.show(event, tip.list([[`p ${number(i / values.length)}–${number((i + 1) / values.length)}`, number(values[i])]])), onpointerleave: tip.hide })),
+    [0, 0.25, 0.5, 0.75, 1].map((t) => svg("text", { x: 40 + 282 * t, y: 158, "text-anchor": "middle" }, t)));
+}
+
+// A matrix, shaded: warm above zero, cool below; `top` is the value of full colour, or the largest there is.
+function heat(rows, columns, values, top = null) {
+  const flat = values.flat().filter((v) => v !== null);
+  const most = top || extent(flat.map(Math.abs))[1] || 1;
+  const wide = 262 / columns.length, high = 150 / rows.length;
+  return svg("svg", { viewBox: "0 0 330 175", role: "img", "aria-label": rows.map((r, i) => `${r}: ${values[i].map(number).join(", ")}`).join("; ") },
+    columns.map((name, j) => svg("text", { x: 66 + wide * (j + 0.5), y: 11, "text-anchor": "middle" }, name)),
+    rows.map((name, i) => [svg("text", { x: 60, y: 18 + high * (i + 0.5) + 4, "text-anchor": "end" }, name),
+      columns.map((column, j) => {
+        const v = values[i][j];
+        const told = tip.list([[`${name} → ${column}`, number(v)]]);
+        return [svg("rect", { x: 66 + wide * j, y: 18 + high * i, width: wide - 2, height: high - 2, rx: 3,
+          fill: v === null ? "none" : `rgba(var(${v < 0 ? "--cool" : "--warm"}), ${(0.75 * Math.min(1, Math.abs(v) / most)).toFixed(3)})`,
+          stroke: "var(--line)", onpointermove: (event) => tip.show(event, told), onpointerleave: tip.hide }),
+          svg("text", { class: "value", x: 65 + wide * (j + 0.5), y: 18 + high * (i + 0.5) + 4, "text-anchor": "middle", "pointer-events": "none" }, number(v))];
+      })]));
+}

@@ -1,0 +1,200 @@
+// Responses: a list of which only what is visible exists, and the chosen one token by token.
+
+const HEIGHT = 46; // of a row of the list, as in page.css
+
+const total = (b, i) => b.weights.reduce((sum, name) => sum + b[name][i], 0);
+const SHADES = {
+  probability: { of: (b, i) => Math.exp(b.logp[i]), at: (v) => [1 - v, "warm"], ends: ["p = 1", "p = 0"], note: "darker: less likely" },
+  weight: { of: total, middle: 1, note: "all phases added up; warm: above 1, cool: below" },
+  advantage: { of: (b, i) => b.advantage[i], middle: 0, note: "warm: positive, cool: negative" },
+  gradient: {
+    of: (b, i) => Math.abs(total(b, i) * b.advantage[i]) * (b.size ? b.size[i] : -Math.expm1(b.logp[i])), middle: 0, positive: true,
+    note: "w·|A|·‖e − π‖ where it was measured, else w·|A|·(1 − p), its part at the sampled token",
+  },
+  nthr: { of: (b, i) => (b.nthr ? b.nthr[i] : NaN), middle: 0, note: "NTHR score of tokens of wrong responses; warm: lowers the right ones with it" },
+  change: { of: (b, i) => (b.change ? b.change[i] : NaN), middle: 0, note: "Δ log p by the measured update" },
+  entropy: { of: (b, i) => b.entropy[i], middle: 0, positive: true, note: "of the next token, nats" },
+};
+
+const viewer = {
+  shade: "probability", filter: {}, shown: [], selected: null, pinned: null, token: -1, search: 0,
+
+  view() {
+    const values = (name) => [...new Set(data.rows.map((row) => row[name]))].sort((a, b) => (a > b ? 1 : -1));
+    if (!data.rows.length) return [el("p", { class: "muted" }, "No responses were recorded; train with rollouts_every=10, say.")];
+    const choice = (label, name, options) => el("label", {}, label, el("select", { id: `f-${name}`, onchange: (e) => this.change(name, e.target.value) },
+      el("option", { value: "" }, "all"), options.map(([value, text]) => el("option", { value, selected: this.filter[name] === String(value) }, visible(String(text ?? value))))));
+    const limit = (label, name) => el("label", {}, label, el("input", { type: "number", step: "any", id: `f-${name}`, value: this.filter[name] ?? "",
+      oninput: (e) => this.change(name, e.target.value) }));
+    this.count = el("span", { class: "muted", id: "count", role: "status" });
+    this.space = el("div", { class: "space" });
+    this.list = el("div", { class: "list", id: "list", tabindex: 0, role: "listbox", "aria-label": "Responses", onscroll: () => this.rows() }, this.space);
+    this.panes = el("div", { class: "panes", id: "panes" });
+    const shades = Object.keys(SHADES).filter((name) => !["nthr", "change"].includes(name) || data.runs.some((run) => run.fields.includes(name)));
+    const view = [
+      el("div", { class: "bar" },
+        data.runs.length > 1 && choice("Run", "run", data.runs.map((run, i) => [i, run.name])),
+        choice("Step", "step", values("step").map((s) => [s])),
+        choice("Difficulty", "difficulty", values("difficulty").map((d) => [d])),
+        choice("Verdict", "correct", [["true", "correct"], ["false", "wrong"]]),
+        limit("Reward from", "from"), limit("to", "to"),
+        el("label", {}, "Search", el("input", { type: "search", id: "search", value: this.filter.text ?? "", placeholder: "in prompt and response",
+          oninput: (e) => this.change("text", e.target.value) })),
+        el("label", {}, "Shading", el("select", { id: "shade", onchange: (e) => { this.shade = e.target.value; this.show(); } },
+          shades.map((name) => el("option", { selected: name === this.shade }, name)))),
+        el("button", { type: "button", id: "pin", onclick: () => this.pin() }, "Compare"),
+        this.count),
+      el("p", { class: "hints" }, el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous response · ", el("kbd", {}, "←"), " ", el("kbd", {}, "→"),
+        " token · ", el("kbd", {}, "s"), " shading · ", el("kbd", {}, "c"), " compare · ", el("kbd", {}, "/"), " search"),
+      el("div", { class: "viewer" }, this.list, this.panes),
+    ];
+    requestAnimationFrame(() => this.apply());
+    return view;
+  },
+
+  change(name, value) { this.filter[name] = value; this.apply(); },
+
+  // Rows that pass the filters; a search then goes through the texts a few at a time.
+  async apply() {
+    const f = this.filter, mine = ++this.search;
+    const candidates = data.rows.filter((row) =>
+      ["run", "step", "difficulty", "correct"].every((name) => !f[name] || String(row[name]) === f[name]) &&
+      (!f.from || row.reward >= Number(f.from)) && (!f.to || row.reward <= Number(f.to)));
+    const wanted = (f.text || "").toLowerCase();
+    if (!wanted) return this.found(candidates, candidates.length, candidates.length);
+    const found = [];
+    for (let i = 0; i < candidates.length; i += 1) {
+      const row = candidates[i];
+      const hit = data.prompts[row.prompt].toLowerCase().includes(wanted) || (await data.block(row)).text.toLowerCase().includes(wanted);
+      if (mine !== this.search) return undefined; // another search has begun
+      if (hit) found.push(row);
+      if (i % 25 === 24) {
+        if (i % 100 === 99) this.found([...found], i + 1, candidates.length);
+        await new Promise((done) => setTimeout(done)); // let the page breathe
+      }
+    }
+    return this.found(found, candidates.length, candidates.length);
+  },
+
+  found(rows, looked, of) {
+    this.shown = rows;
+    const many = (n) => n.toLocaleString("en");
+    this.count.textContent = `${many(rows.length)} of ${many(data.rows.length)} responses${looked < of ? ` (searched ${many(looked)})` : ""}`;
+    this.space.style.height = `${rows.length * HEIGHT}px`;
+    if (!rows.some((row) => this.same(row, this.selected))) this.selected = rows[0] || null;
+    this.rows();
+    this.show();
+  },
+
+  same: (a, b) => Boolean(a && b) && a.run === b.run && a.step === b.step && a.row === b.row,
+
+  rows() {
+    const first = Math.max(0, Math.floor(this.list.scrollTop / HEIGHT) - 4);
+    const last = Math.min(this.shown.length, Math.ceil((this.list.scrollTop + this.list.clientHeight) / HEIGHT) + 4);
+    this.space.replaceChildren(...this.shown.slice(first, last).map((row, i) => el("div", {
+      class: "item", role: "option", id: `row-${first + i}`, "aria-selected": String(this.same(row, this.selected)), style: { top: `${(first + i) * HEIGHT}px` },
+      onclick: () => this.select(first + i) },
+      el("b", { class: row.correct ? "right" : "wrong" }, row.correct ? "✓ " : "✗ "),
+      `${number(row.reward)} · step ${row.step} · ${row.length} tokens`,
+      el("small", {}, [data.runs.length > 1 && `${data.runs[row.run].name} · `, visible(`${row.difficulty} · ${row.problem}`)]))));
+    if (this.selected) this.list.setAttribute("aria-activedescendant", `row-${this.shown.findIndex((row) => this.same(row, this.selected))}`);
+  },
+
+  select(i) {
+    if (!this.shown[i]) return;
+    this.selected = this.shown[i];
+    this.token = -1;
+    const top = i * HEIGHT;
+    if (top < this.list.scrollTop) this.list.scrollTop = top;
+    if (top + HEIGHT > this.list.scrollTop + this.list.clientHeight) this.list.scrollTop = top + HEIGHT - this.list.clientHeight;
+    this.rows();
+    this.show();
+  },
+
+  move(by) { this.select(this.shown.findIndex((row) => this.same(row, this.selected)) + by); },
+
+  // Keep the chosen response and look at another beside it: the same problem's in another run, if there is one.
+  pin() {
+    this.pinned = this.pinned ? null : this.selected;
+    const other = this.pinned && data.rows.find((row) => row.run !== this.pinned.run && row.problem === this.pinned.problem && row.step === this.pinned.step);
+    if (other) this.selected = other;
+    this.rows();
+    this.show();
+  },
+
+  async show() {
+    tip.hide();
+    const wanted = [this.pinned, this.selected].filter(Boolean);
+    const panes = await Promise.all(wanted.map(async (row) => this.pane(row, await data.block(row))));
+    if (wanted.at(-1) !== (this.selected || this.pinned)) return; // meanwhile another was chosen
+    this.panes.replaceChildren(...panes);
+    document.getElementById("pin").textContent = this.pinned ? "Compare no more" : "Compare";
+  },
+
+  pane(row, block) {
+    const shading = SHADES[this.shade];
+    const values = Array.from(block.id, (_, i) => shading.of(block, i));
+    const most = extent(values.filter(Number.isFinite).map((v) => Math.abs(v - (shading.middle ?? 0))))[1] || 1;
+    const at = shading.at || ((v) => [Math.abs(v - shading.middle) / most, v < shading.middle ? "cool" : "warm"]);
+    const spans = block.words.map((word, i) => {
+      const shown = visible(word);
+      const [strength, tone] = Number.isFinite(values[i]) ? at(values[i]) : [0, "warm"];
+      return el("span", { "data-i": i, class: shown !== word && "odd", style: { background: strength > 0.004 ? `rgba(var(--${tone}), ${(0.62 * Math.min(1, strength)).toFixed(3)})` : "" } }, shown.replaceAll("\n", "↵\n"));
+    });
+    const tokens = el("div", { class: "tokens", tabindex: 0, "aria-label": "Response, token by token" }, spans);
+    const tell = (event) => {
+      const i = event.target.dataset?.i;
+      if (i === undefined) return tip.hide();
+      return tip.show(event, el("b", {}, JSON.stringify(visible(block.words[i]))), tip.list(this.facts(block, Number(i))));
+    };
+    tokens.addEventListener("pointermove", tell);
+    tokens.addEventListener("pointerleave", tip.hide);
+    const [low, high] = shading.ends || [number(shading.positive ? 0 : shading.middle - most), number(shading.middle + most)];
+    const ramp = shading.ends || shading.positive ? "linear-gradient(90deg, transparent, rgba(var(--warm), .62))"
+      : "linear-gradient(90deg, rgba(var(--cool), .62), transparent, rgba(var(--warm), .62))";
+    return el("section", { class: "card pane" },
+      el("h3", {}, `${row.correct ? "Correct" : "Wrong"}, reward ${number(row.reward)}`),
+      el("p", {}, `${data.runs[row.run].name} · step ${row.step} · response ${row.row} · ${row.length} tokens${row.finished ? "" : ", cut off"} · `, visible(`${row.difficulty} · ${row.problem}`)),
+      el("details", { open: true }, el("summary", {}, "Prompt"), el("pre", { class: "prompt" }, visible(data.prompts[row.prompt]))),
+      tokens,
+      el("div", { class: "scale", style: { background: ramp } }), el("div", { class: "ends" }, el("span", {}, low), el("span", {}, `${this.shade}: ${shading.note}`), el("span", {}, high)),
+      el("details", { open: true }, el("summary", {}, "The verifier's parts"), table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [visible(k), v]), ["reward", row.reward]])));
+  },
+
+  facts(b, i) {
+    const rows = [["p", exactly(Math.exp(b.logp[i]))], ["log p", exactly(b.logp[i])], ["entropy", exactly(b.entropy[i])], ["advantage", exactly(b.advantage[i])]];
+    for (const name of b.weights) rows.push([b.weights.length > 1 ? `weight, ${name.slice(7)}` : "weight", exactly(b[name][i])]);
+    rows.push(["gradient", exactly(SHADES.gradient.of(b, i))]);
+    for (const [name, label] of [["size", "‖e − π‖"], ["nthr", "NTHR score"], ["change", "Δ log p"]]) if (b[name]) rows.push([label, exactly(b[name][i])]);
+    return [...rows, ["token", `${i + 1} of ${b.length}`]];
+  },
+
+  // The token before or after, with its values beside it.
+  step(by) {
+    const spans = [...this.panes.querySelectorAll(".pane:last-child .tokens span")];
+    if (!spans.length) return;
+    spans[this.token]?.classList.remove("at");
+    this.token = Math.min(spans.length - 1, Math.max(0, this.token + by));
+    const span = spans[this.token];
+    span.classList.add("at");
+    span.scrollIntoView({ block: "nearest" });
+    const box = span.getBoundingClientRect();
+    span.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX: box.left, clientY: box.bottom }));
+  },
+
+  key(key) {
+    if (key === "j") this.move(1);
+    else if (key === "k") this.move(-1);
+    else if (key === "ArrowRight") this.step(1);
+    else if (key === "ArrowLeft") this.step(-1);
+    else if (key === "c") this.pin();
+    else if (key === "/") document.getElementById("search").focus();
+    else if (key === "s") {
+      const box = document.getElementById("shade");
+      box.selectedIndex = (box.selectedIndex + 1) % box.options.length;
+      this.shade = box.value;
+      this.show();
+    } else return false;
+    return true;
+  },
+};

@@ -1,0 +1,411 @@
+"""The report, driven in a real browser."""
+
+import json
+import re
+import struct
+import threading
+import zlib
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import WORDS, add_step, chromium, make_run, response
+from test_dominance import Table
+
+from poise import regulators
+from poise.diagnostics import Intervals, dominance
+from poise.diagnostics.report import serve, write_report
+from poise.diagnostics.report.data import Source
+from poise.diagnostics.report.page import in_html
+from poise.diagnostics.verdict import combine, verdict
+
+HOSTILE = (
+    "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'></script><!-- <svg onload=window.hacked=3>"
+    "\0\x1b[2J\u202e evil \u2066\u2028 \ud800 \ufeff \" onmouseover='window.hacked=4' javascript:window.hacked=5 "
+    "{{script}}"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page that reports what it asks for, and that fails the test on any error in its console."""
+    opened = browser.new_page(viewport={"width": 1200, "height": 900})
+    opened.wrong, opened.asked = [], []
+    opened.on("pageerror", lambda error: opened.wrong.append(str(error)))
+    opened.on("console", lambda told: told.type in ("error", "warning") and opened.wrong.append(told.text))
+    opened.on("request", lambda request: opened.asked.append(request.url))
+    yield opened
+    assert opened.wrong == []
+    opened.close()
+
+
+def look(page, tmp_path, *folders, tab="responses"):
+    path = write_report([folder.path for folder in folders], tmp_path / "report.html")
+    page.goto(f"{path.as_uri()}#{tab}")
+    page.wait_for_selector("#main :not(p)")
+    return path
+
+
+def see(page, selector, text, whole=False):
+    """Wait until an element shows a text. (Not wait_for_function: the page's policy forbids its eval.)"""
+    from playwright.sync_api import expect
+
+    found = expect(page.locator(selector).first)
+    (found.to_have_text if whole else found.to_contain_text)(text)
+
+
+# The data
+
+
+@given(st.text())
+def test_any_text_is_inert_in_the_page(text):
+    written = in_html({text: [text]})
+    assert not set(written) & set(b"<>&\x00")
+    assert written.isascii()
+    assert json.loads(written) == {text: [text]}
+
+
+def test_blocks_hold_the_exact_values(tmp_path):
+    folder = make_run(tmp_path / "run")
+    source = Source([folder.path])
+    index = source.index()
+    run = index["runs"][0]
+    assert len(index["rows"]) == 12
+    kept, _ = folder.tokens(2)
+    block = zlib.decompress(source.block((0, 2, 3)))
+    size = struct.unpack_from("<I", block)[0]
+    assert block[4 : 4 + size].decode() == "alpha beta answer2x3"
+    at = 4 + -(-size // 4) * 4
+    for name in run["fields"]:
+        values = torch.tensor(struct.unpack_from(f"<4{'i' if name == 'id' else 'f'}", block, at))
+        expected = kept[name][12:16]
+        if name == "id":
+            assert [run["words"][i] for i in values.tolist()] == [WORDS[i] for i in expected.tolist()]
+        else:
+            assert torch.equal(values.nan_to_num(9), expected.nan_to_num(9)), name
+        at += 16
+    assert at == len(block)
+    with pytest.raises(KeyError):
+        source.block((0, 2, 99))
+
+
+def test_a_step_that_a_resumed_run_wrote_anew_is_read_anew(tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,))
+    source = Source([folder.path])
+    before = source.index()["rows"][0], source.block((0, 1, 0))
+    add_step(folder, 1, records=[response(1, 0, reward=-9.0, text="another")])
+    rows = source.index()["rows"]
+    assert len(rows) == 1
+    assert rows[0] != before[0]
+    assert source.block((0, 1, 0)) != before[1]
+
+
+# The page
+
+
+def test_hovering_a_token_shows_its_exact_values(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,))
+    look(page, tmp_path, folder)
+    kept, _ = folder.tokens(1)
+    page.click("#row-2")
+    see(page, ".pane p", "response 2")
+    page.hover(".tokens span[data-i='1']")
+    shown = page.inner_text("#tip")
+    assert f"{kept['logp'][9].exp().item():.6f}"[:7] in shown
+    assert f"{kept['entropy'][9].item():.5f}"[:6] in shown
+    assert "2 of 4" in shown
+    page.hover("h1")
+    assert page.is_hidden("#tip")
+
+
+def test_the_shading_switch_shades_by_what_it_says(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,))
+    look(page, tmp_path, folder)
+    kept, _ = folder.tokens(1)
+    page.wait_for_selector(".tokens span")
+
+    def strengths():
+        alphas = page.eval_on_selector_all(".tokens span", "all => all.map(s => getComputedStyle(s).backgroundColor)")
+        return [float(m[1]) if (m := re.search(r", ([\d.]+)\)$", colour)) else 1.0 for colour in alphas]
+
+    p = kept["logp"][:4].exp()
+    assert strengths() == pytest.approx((0.62 * (1 - p)).tolist(), abs=0.01)
+    page.select_option("#shade", "weight")
+    weight = (kept["weight/low"] + kept["weight/high"])[:4] - 1
+    see(page, ".ends", "weight")
+    assert strengths() == pytest.approx((0.62 * weight.abs() / weight.abs().max()).tolist(), abs=0.01)
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("s")
+    see(page, ".ends", "advantage")
+    assert page.eval_on_selector("#shade", "s => s.value") == "advantage"
+    for name in ("gradient", "nthr", "entropy"):
+        page.select_option("#shade", name)
+        see(page, ".ends", f"{name}:")
+
+
+def test_filters_filter(page, tmp_path):
+    look(page, tmp_path, make_run(tmp_path / "run", steps=(1, 2)))
+    page.wait_for_selector(".item")
+    see(page, "#count", "12 of 12 responses", whole=True)
+    for name, value, left in (("step", "2", 6), ("difficulty", "3", 2), ("correct", "true", 1)):
+        page.select_option(f"#f-{name}", value)
+        see(page, "#count", f"{left} of 12 responses", whole=True)
+    for name in ("step", "difficulty", "correct"):
+        page.select_option(f"#f-{name}", "")
+    page.fill("#f-from", "0")
+    see(page, "#count", "6 of 12 responses", whole=True)
+    page.fill("#f-from", "")
+    page.fill("#search", "ANSWER2x5")
+    see(page, "#count", "1 of 12 responses", whole=True)
+    assert "response 5" in page.inner_text(".pane")
+    page.fill("#search", "question 1")
+    see(page, "#count", "4 of 12 responses", whole=True)
+    page.fill("#search", "nowhere to be found")
+    see(page, "#count", "0 of 12 responses", whole=True)
+
+
+def test_keys_move(page, tmp_path):
+    look(page, tmp_path, make_run(tmp_path / "run", steps=(1,)))
+    page.wait_for_selector(".tokens span")
+    for key, expected in (("j", 1), ("j", 2), ("k", 1)):
+        page.keyboard.press(key)
+        see(page, ".pane p", f"response {expected} ")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert "2 of 4" in page.inner_text("#tip")
+    page.keyboard.press("ArrowLeft")
+    assert "1 of 4" in page.inner_text("#tip")
+    page.keyboard.press("c")
+    page.keyboard.press("j")
+    page.wait_for_selector(".pane:nth-child(2)")
+
+
+def test_two_runs_side_by_side(page, tmp_path):
+    one = make_run(tmp_path / "one", steps=(1,))
+    two = make_run(tmp_path / "two", steps=(1, 2, 3), config={"regulator": "ar"})
+    look(page, tmp_path, one, two, tab="settings")
+    assert re.search(r'regulator\s+"grpo"\s+"ar"', page.inner_text("h2:has-text('What differs') + div"))
+    assert "optim.lr" not in page.inner_text("h2:has-text('What differs') + div")
+    page.click("nav button:has-text('responses')")
+    page.click("#pin")
+    page.wait_for_selector(".pane:nth-child(2)")
+    assert page.inner_text(".pane:first-child p").startswith("one · step 1 · response 0")
+    assert page.inner_text(".pane:last-child p").startswith("two · step 1 · response 0")
+    page.select_option("#f-run", "1")
+    see(page, "#count", "18 of 24 responses", whole=True)
+
+
+def test_curves_show_values_and_zoom_together(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=range(1, 21))
+    look(page, tmp_path, folder, tab="curves")
+    charts = page.query_selector_all("svg")
+    assert len(charts) == 4
+    box = charts[0].bounding_box()
+    x = box["x"] + box["width"] * (40 + 282 * 9 / 19) / 330
+    page.mouse.move(x, box["y"] + 60)
+    legends = [legend.inner_text() for legend in page.query_selector_all(".legend")]
+    assert legends[0] == "mean 1 at 10"
+    assert "50 at 10" in legends[2]
+    page.mouse.down()
+    page.mouse.move(x + box["width"] * 0.3, box["y"] + 60)
+    page.mouse.up()
+    axes = [
+        [t.text_content() for t in chart.query_selector_all("text[y='160']")]
+        for chart in page.query_selector_all("svg")
+    ]
+    assert all("20" not in steps and "12" in steps for steps in axes)
+    page.click("#unzoom")
+    assert page.query_selector("svg text[y='160']:last-of-type").text_content() == "20"
+
+
+def test_the_figures_of_diagnose(page, tmp_path):
+    table = Table(rows=20)
+    methods = {name: regulators.parse(name) for name in ("grpo", "ar(alpha=0.5)")}
+    optimizer = torch.optim.SGD([table.logits], lr=0.1)
+    found = dominance(table.loop(), methods, optimizer)[0]
+    mean, error = combine([found, found])
+    folder = make_run(tmp_path / "run")
+    (folder.path / "diagnose").mkdir()
+    names = Intervals().names
+    written = {"intervals": names, "mean": mean, "error": error, "verdict": verdict(mean, error, names)}
+    suspect = {"score": 2.5, "p": 0.125, "text": HOSTILE, "before": "so", "step": 1, "row": 0}
+    folder.write_json("diagnose/diagnose.json", {**written, "settings": {"batches": 2}, "suspects": [suspect]})
+    look(page, tmp_path, folder, tab="dominance")
+    assert written["verdict"][0] in page.inner_text(".verdict")
+    cards = {card.query_selector("h3").inner_text(): card for card in page.query_selector_all(".card")}
+    assert len([name for name in cards if re.match(r"\([a-f]\)", name)]) == 8  # (a) and (d) have two
+    moved = [row["moved"] for row in mean["regulators"]["grpo"]["influence"]]
+    cells = [text.text_content() for text in cards["Cross-influence"].query_selector_all("text.value")]
+    assert [float(cell) for cell in cells] == pytest.approx([v for row in moved for v in row], rel=1e-2)
+    cards["(d) Gradient norm"].query_selector_all(".bar-mark")[0].hover()
+    assert f"{mean['regulators']['grpo']['norm'][0]:.4g}" in page.inner_text("#tip")
+    page.select_option("article select", "ar(alpha=0.5)")
+    first = page.text_content(".card:has(h3:text-is('Cross-influence')) svg")
+    page.select_option("article select", "grpo")
+    assert page.text_content(".card:has(h3:text-is('Cross-influence')) svg") != first
+    assert page.text_content("td code").startswith("<script>")
+    assert page.evaluate("window.hacked") is None
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_themes_and_phones(browser, tmp_path, scheme):
+    path = write_report([make_run(tmp_path / "run").path], tmp_path / "report.html")
+    phone = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    phone.goto(path.as_uri() + "#responses")
+    phone.wait_for_selector(".tokens span")
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    assert phone.evaluate("document.documentElement.dataset.theme") == scheme
+    assert contrast(phone, "body") > 7
+    assert contrast(phone, ".muted") > 4.5
+    phone.click("#theme")
+    assert phone.evaluate("document.documentElement.dataset.theme") != scheme
+    phone.close()
+
+
+def contrast(page, selector):
+    """WCAG's ratio between an element's text and the page behind it."""
+    colours = page.evaluate(
+        "s => [getComputedStyle(document.querySelector(s)).color, getComputedStyle(document.body).backgroundColor]",
+        selector,
+    )
+
+    def light(colour):
+        parts = [int(v) / 255 for v in re.findall(r"\d+", colour)[:3]]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted(map(light, colours), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+# What a model wrote
+
+
+def test_model_output_shows_as_text_and_runs_nothing(page, tmp_path):
+    texts = dict.fromkeys(WORDS, HOSTILE)
+    record = response(1, 0, text=HOSTILE, prompt=HOSTILE, problem=HOSTILE, difficulty=HOSTILE, parts={HOSTILE: 1.0})
+    folder = make_run(tmp_path / "run", steps=(1,), records=[record] * 3, texts=texts, config={"regulator": HOSTILE})
+    folder.log(2, {f"reward/accuracy/{HOSTILE}": 1.0})
+    path = look(page, tmp_path, folder)
+    for number in (1, 2):
+        page.keyboard.press("j")
+        see(page, ".pane p", f"response {number} ")
+    page.hover(".tokens span[data-i='0']")
+    for tab in ("settings", "curves", "responses"):
+        page.click(f"nav button:has-text('{tab}')")
+        assert not {"\0", "\u202e", "\u2066", "\x1b"} & set(page.text_content("main"))
+    page.wait_for_selector(".tokens span")
+    page.fill("#search", "<script>")
+    see(page, "#count", "3 of 3 responses", whole=True)
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.hacked") is None
+    assert page.query_selector("main img, main script, main svg[onload]") is None
+    shown = page.text_content(".tokens span")
+    assert shown.startswith("<script>window.hacked=1</script><img src=x")
+    assert "\\u0000\\u001b[2J\\u202e evil \\u2066\\u2028" in shown
+    assert not {"\0", "\u202e", "\u2066", "\x1b"} & set(page.text_content("main"))
+    assert page.asked == [path.as_uri()]
+
+
+def test_broken_utf8_shows_as_replacement_characters(page, tmp_path):
+    broken = b"\xff\xfe caf\xc3".decode("utf-8", "replace")
+    folder = make_run(
+        tmp_path / "run", steps=(1,), records=[response(1, 0, text=broken)], texts=dict.fromkeys(WORDS, broken)
+    )
+    look(page, tmp_path, folder)
+    page.wait_for_selector(".tokens span")
+    assert page.text_content(".tokens span") == "\ufffd\ufffd caf\ufffd"
+
+
+def test_the_policy_forbids_scripts_and_the_network(page, tmp_path):
+    look(page, tmp_path, make_run(tmp_path / "run", steps=(1,)))
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hacked=1\">')")
+    assert page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
+    page.wait_for_timeout(100)
+    assert page.evaluate("window.hacked") is None
+    assert all("Content Security Policy" in told for told in page.wrong)
+    page.wrong.clear()
+
+
+# Many responses
+
+
+def test_ten_thousand_responses_do_not_freeze_the_page(page, tmp_path):
+    """Every response of benchmarks/report.py's page, with fewer tokens; the full one is measured there."""
+    folder = make_run(tmp_path / "run", steps=range(1, 11), responses=1000, length=20)
+    page.add_init_script(
+        "window.slow = []; new PerformanceObserver(l => slow.push(...l.getEntries().map(e => e.duration)))"
+        ".observe({ entryTypes: ['longtask'] })"
+    )
+    look(page, tmp_path, folder)
+    page.wait_for_selector(".tokens span")
+    see(page, "#count", "10,000 of 10,000 responses", whole=True)
+    assert len(page.query_selector_all(".item")) < 60
+    page.evaluate("window.slow.length = 0")
+    for top in range(0, 460_000, 46_000):
+        page.eval_on_selector("#list", f"l => l.scrollTop = {top}")
+        page.wait_for_timeout(30)
+    assert page.query_selector(f"#row-{46_000 * 9 // 46}") is not None
+    page.click(f"#row-{46_000 * 9 // 46 + 1}")
+    see(page, ".pane p", "step 10")
+    assert max(page.evaluate("window.slow"), default=0) < 1000
+
+
+# Watching
+
+
+@pytest.fixture
+def served(tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,))
+    server = serve([folder.path])
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_watching_refreshes(page, served):
+    folder, url = served
+    page.goto(f"{url}/#responses")
+    page.wait_for_selector(".tokens span")
+    see(page, "#count", "6 of 6 responses", whole=True)
+    page.click("#row-3")
+    add_step(folder, 2)
+    see(page, "#count", "12 of 12 responses", whole=True)
+    assert page.inner_text("#live") == "live · step 2"
+    assert "response 3" in page.inner_text(".pane")  # what one looks at stays
+    page.click("nav button:has-text('curves')")
+    add_step(folder, 3)
+    see(page, ".legend", "mean 0.3", whole=True)
+    assert all(asked.startswith(url) for asked in page.asked)
+
+
+def test_only_this_machine_is_served(served):
+    folder, url = served
+    assert urlopen(f"{url}/index").status == 200
+    for header, path, status in (
+        ("evil.example:80", "/", 403),
+        (None, "/../config.json", 404),
+        (None, "/block/0/1/999", 404),
+    ):
+        with pytest.raises(HTTPError) as error:
+            urlopen(Request(url + path, headers={"Host": header} if header else {}))
+        assert error.value.code == status
+        error.value.close()
+    assert folder.path.exists()
