@@ -1,6 +1,7 @@
-"""Draws how the cost of an update grows, from what ``benchmarks/update.py --growth --json growth.json`` wrote.
+"""Draws how the cost of an update, or of sampling, grows, from what a script wrote.
 
-python benchmarks/plots.py growth.json docs/figures/update.png
+python benchmarks/plots.py docs/results/h200/update_growth.json docs/figures/update.png      # update.py --growth
+python benchmarks/plots.py docs/results/h200/rollout_growth.json docs/figures/rollout.png    # rollout.py --growth
 """
 
 from __future__ import annotations
@@ -40,6 +41,39 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
                 one.set_minor_formatter("")
             axis.grid(alpha=0.3, which="both", axis="y")
             axis.legend()
+    finish(figure, title, path)
+
+
+def draw_sampling(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Tokens per second and peak memory by rows, by length and by model size, as far as they were measured."""
+    kinds = {
+        "rows": ("rows", "responses of 256 tokens"),
+        "length": ("length", "tokens of each of 128 responses"),
+        "size": ("parameters", "parameters; 512 responses of 256 tokens"),
+    }
+    shown = [kind for kind in kinds if sum(row["kind"] == kind for row in rows) > 1]
+    figure, axes = plt.subplots(2, len(shown), figsize=(5 * len(shown), 7), sharey="row", squeeze=False)
+    for column, kind in zip(axes.T, shown, strict=True):
+        name, below = kinds[kind]
+        line = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row[name])
+        label = line[0]["shape"] if kind != "size" else None
+        column[0].plot([row[name] for row in line], [row["tokens_per_s"] for row in line], "o-", label=label)
+        column[1].plot([row[name] for row in line], [row["peak_bytes"] / 2**30 for row in line], "o-", label=label)
+        for axis in column:
+            axis.set(xscale="log", yscale="log", xlabel=below)
+            ticks = {row[name]: row["shape"] if kind == "size" else f"{row[name]:,}" for row in line}
+            axis.set_xticks(list(ticks), list(ticks.values()))
+            axis.xaxis.set_minor_formatter("")
+            axis.yaxis.set_major_formatter("{x:,g}")
+            axis.grid(alpha=0.3, which="both", axis="y")
+            if label:
+                axis.legend()
+    axes[0, 0].set_ylabel("tokens per second")
+    axes[1, 0].set_ylabel("peak memory, GiB")
+    finish(figure, title, path)
+
+
+def finish(figure: Any, title: str, path: Path) -> None:
     figure.suptitle(title)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +97,11 @@ def main() -> None:
     parser.add_argument("figure", type=Path)
     args = parser.parse_args()
     found = json.loads(args.results.read_text())
-    draw(found["rows"], f"poise's update on {found['device']}, {found['date']}", args.figure)
+    rows, where = found["rows"], f"on {found['device']}, {found['date']}"
+    if "kind" in rows[0]:
+        draw_sampling(rows, f"poise's native engine {where}", args.figure)
+    else:
+        draw(rows, f"poise's update {where}", args.figure)
 
 
 if __name__ == "__main__":
