@@ -329,10 +329,14 @@ class TestChoice:
     def test_which_models_can_use_it(self, name):
         assert supports(tiny(name)) == (name in NATIVE)
 
-    def test_a_model_that_cannot_gets_the_other_engine_and_is_told(self):
+    def test_a_model_that_cannot_gets_the_other_engine_and_is_told(self, monkeypatch):
         said = []
         policy = tiny("gemma2")
+        assert type(choose(tiny("llama"), note=said.append)) is CachedEngine  # as all do on a CPU
+        assert not said
+        monkeypatch.setattr(Policy, "device", torch.device("cuda"))
         assert type(choose(policy, note=said.append)) is CachedEngine
+        monkeypatch.undo()
         assert len(said) == 1
         assert "Gemma2" in said[0]
         with pytest.raises(ModelError, match="auto"):

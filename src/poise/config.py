@@ -100,7 +100,7 @@ class RolloutConfig(_Group):
     # entropies are of the whole distribution all the same.
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
     top_k: CountOrZero = 0
-    engine: Literal["auto", "native", "transformers"] = "transformers"  # auto: native, where the model can use it
+    engine: Literal["auto", "native", "transformers"] = "auto"  # auto: native on CUDA, where the model can use it
     # Where the old policy's log-probabilities come from: the sampler, or a forward pass of the training model. The
     # second costs that pass, and is for samplers whose arithmetic differs from the trainer's.
     old_logp: Literal["sampled", "recomputed"] = "sampled"

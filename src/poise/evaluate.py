@@ -9,8 +9,9 @@ from typing import Any
 
 from poise.policy import Policy
 from poise.rollout.base import Engine
+from poise.scoring import Scoring
 from poise.statistics import ProblemResult, summarise
-from poise.tasks import Problem, Score, Task, judge
+from poise.tasks import Problem, Score, Task
 
 CHUNK = 64  # problems between two reports of progress
 
@@ -78,18 +79,19 @@ def evaluate(
     rewards: list[float] = []
 
     def scores(part: Sequence[Problem], at: int, group: int, heat: float) -> list[list[Score]]:
-        out = engine.generate(
-            prompts[at : at + len(part)],
-            group,
-            max_tokens=max_tokens,
-            temperature=heat,
-            seed=seed * 1_000_003 + at,
-            top_p=top_p,
-            top_k=top_k,
-        )
-        rows = zip(out.tokens.tolist(), out.lengths, strict=True)
-        texts = [policy.decode(row[:length]) for row, length in rows]
-        return [[judge(task, p, t) for t in texts[i * group : (i + 1) * group]] for i, p in enumerate(part)]
+        with Scoring(policy, task, [problem for problem in part for _ in range(group)]) as scoring:
+            out = engine.generate(
+                prompts[at : at + len(part)],
+                group,
+                max_tokens=max_tokens,
+                temperature=heat,
+                seed=seed * 1_000_003 + at,
+                top_p=top_p,
+                top_k=top_k,
+                done=scoring.take,
+            )
+            found = scoring.finish(out)[1]
+        return [found[i * group : (i + 1) * group] for i in range(len(part))]
 
     for at in range(0, problems, CHUNK):
         part = asked[at : at + CHUNK]

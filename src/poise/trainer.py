@@ -30,8 +30,9 @@ from poise.records import Clock, environment, response_records, reward_metrics, 
 from poise.rollout.base import Engine, Rollouts
 from poise.rollout.choose import choose
 from poise.run import RunFolder
+from poise.scoring import Scoring
 from poise.stopping import Stopper
-from poise.tasks import Problem, Score, Task, judge
+from poise.tasks import Problem, Score, Task
 from poise.tracking import open_trackers
 from poise.update import NotFiniteError, score_all, update
 
@@ -140,23 +141,24 @@ class Trainer:
         """One step of reinforcement learning: sample, score, regulate, update."""
         config, clock = self.config, Clock()
         seed = _seed(config.seed, step)
-        with clock("rollout"):
+        with clock("problems"):
             problems = list(islice(self.task.problems("train", seed), config.prompts))
             prompts = [self._encode(problem) for problem in problems]
-            rollouts = self.engine.generate(
-                prompts,
-                config.group,
-                max_tokens=config.rollout.max_tokens,
-                temperature=config.rollout.temperature,
-                seed=seed,
-                top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k,
-            )
-        with clock("score"):
-            rows = zip(rollouts.tokens.tolist(), rollouts.lengths, strict=True)
-            texts = [self.policy.decode(row[:length]) for row, length in rows]
             asked = [problem for problem in problems for _ in range(config.group)]
-            scores = [judge(self.task, problem, text) for problem, text in zip(asked, texts, strict=True)]
+        with Scoring(self.policy, self.task, asked) as scoring:
+            with clock("rollout"):
+                rollouts = self.engine.generate(
+                    prompts,
+                    config.group,
+                    max_tokens=config.rollout.max_tokens,
+                    temperature=config.rollout.temperature,
+                    seed=seed,
+                    top_p=config.rollout.top_p,
+                    top_k=config.rollout.top_k,
+                    done=scoring.take,
+                )
+            with clock("score"):
+                texts, scores = scoring.finish(rollouts)
         with clock("regulate"):
             batch = self._batch(rollouts, scores)
             phases = self.regulator(batch)

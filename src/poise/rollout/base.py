@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -57,6 +57,9 @@ class Rollouts:
         return piece
 
 
+Done = Callable[[int, list[int]], None]
+
+
 class Engine(Protocol):
     """Samples responses from the policy as it is now."""
 
@@ -70,10 +73,12 @@ class Engine(Protocol):
         seed: int,
         top_p: float = 1.0,
         top_k: int = 0,
+        done: Done | None = None,
     ) -> Rollouts:
         """``group`` responses to each prompt. Temperature 0 is greedy. The same seed gives the same tokens.
 
         ``top_p`` and ``top_k`` leave out unlikely tokens when drawing (1 and 0: none). Log-probabilities and entropies
-        are those of the whole softmax all the same.
+        are those of the whole softmax all the same. ``done`` may be told of responses as they end, by an engine that
+        knows before all have: their place in the result, and their tokens.
         """
         ...

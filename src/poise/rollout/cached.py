@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from poise.policy import Policy, pad_left
-from poise.rollout.base import Rollouts
+from poise.rollout.base import Done, Rollouts
 from poise.rollout.sampling import Sampling
 
 ROOM = 64  # tokens that a cache grows by
@@ -74,6 +74,7 @@ class CachedEngine:
         seed: int,
         top_p: float = 1.0,
         top_k: int = 0,
+        done: Done | None = None,  # noqa: ARG002
     ) -> Rollouts:
         """``group`` responses to each prompt, group after group."""
         if not prompts:

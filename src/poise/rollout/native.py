@@ -8,7 +8,7 @@ import torch
 
 from poise.policy import Policy
 from poise.rollout import graphs
-from poise.rollout.base import Rollouts
+from poise.rollout.base import Done, Rollouts
 from poise.rollout.decoder import Decoder, layer_shapes
 from poise.rollout.queue import Queue, Request
 from poise.rollout.sampling import Sampling
@@ -40,17 +40,18 @@ class NativeEngine:
         seed: int,
         top_p: float = 1.0,
         top_k: int = 0,
+        done: Done | None = None,
     ) -> Rollouts:
         """``group`` responses to each prompt, group after group."""
         ends = self.policy.end_tokens
         wanted = [Request(prompt, max_tokens, ends) for prompt in prompts for _ in range(group)]
-        return self.answer(wanted, Sampling(temperature, top_p, top_k), seed)
+        return self.answer(wanted, Sampling(temperature, top_p, top_k), seed, done)
 
     @torch.no_grad()
-    def answer(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
+    def answer(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
         """A response to each request, in their order."""
         _check(requests)
-        made = Queue(requests, self._room(requests), sampling, seed).work()
+        made = Queue(requests, self._room(requests), sampling, seed, done).work()
         if self._decoder is not None and not graphs.may_stay(self._decoder.keys):
             self.release()
         return made

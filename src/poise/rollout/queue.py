@@ -11,7 +11,7 @@ from torch import Tensor
 
 from poise._transfer import send
 from poise.packing import first_fit
-from poise.rollout.base import Rollouts
+from poise.rollout.base import Done, Rollouts
 from poise.rollout.decoder import Decoder
 from poise.rollout.sampling import Sampling, uniform
 
@@ -37,8 +37,10 @@ NOBODY = Request([0], 0)  # in a row that is decoded for nothing
 class Queue:
     """Requests on their way through the rows of a decoder, first come, first served."""
 
-    def __init__(self, requests: Sequence[Request], decoder: Decoder, sampling: Sampling, seed: int) -> None:
-        self.requests, self.decoder, self.sampling, self.seed = requests, decoder, sampling, seed
+    def __init__(
+        self, requests: Sequence[Request], decoder: Decoder, sampling: Sampling, seed: int, done: Done | None = None
+    ) -> None:
+        self.requests, self.decoder, self.sampling, self.seed, self.done = requests, decoder, sampling, seed, done
         self.keys, self.device = decoder.keys, decoder.hidden.device
         numbers: dict[tuple[int, ...], int] = {}
         self.prompt_of = [numbers.setdefault(tuple(request.prompt), len(numbers)) for request in requests]
@@ -131,6 +133,11 @@ class Queue:
             if i >= 0 and (self.stopped[i] or self.counts[i] == self.requests[i].max_tokens)
         ]
         self.keys.leave(ended)
+        if self.done is not None and ended:
+            finished = [self.rows[row] for row in ended]
+            tokens = self.tokens[:-1].view(-1, self.width)[send(finished, self.device)].tolist()
+            for i, row_tokens in zip(finished, tokens, strict=True):
+                self.done(i, row_tokens[: self.counts[i]])
         for row in ended:
             self.rows[row] = -1
 

@@ -38,7 +38,7 @@ class Score:
 
 
 class Task(Protocol):
-    """The least a task must offer."""
+    """The least a task must offer. One with ``concurrent = True`` is asked for scores while sampling goes on."""
 
     @property
     def name(self) -> str:

@@ -44,6 +44,7 @@ class KnightsKnaves:
     noise: float = 0.0
 
     name: ClassVar[str] = "kk"
+    concurrent: ClassVar[bool] = True  # may be asked for scores from another thread
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "people", _counts(self.people))

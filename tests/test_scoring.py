@@ -1,0 +1,80 @@
+"""Scores that are begun while responses are still being sampled."""
+
+import threading
+
+import pytest
+from tiny_models import prompts, tiny
+
+from poise.rollout.cached import CachedEngine
+from poise.rollout.native import NativeEngine
+from poise.scoring import Scoring
+from poise.tasks import Problem, Score
+from poise.tasks.base import RewardError
+
+
+class Lengths:
+    """The reward is the number of tokens; it is known in which thread, and when, a response was scored."""
+
+    name = "lengths"
+
+    def __init__(self, concurrent):
+        self.concurrent, self.threads = concurrent, []
+        self.first = threading.Event()
+
+    def score(self, problem, text):
+        self.threads.append(threading.current_thread())
+        self.first.set()
+        return Score(float(len(text.split())), correct=problem.id == text.split()[0])
+
+
+def policy():
+    made = tiny("llama")
+    made.decode = lambda tokens: " ".join(map(str, tokens))
+    return made
+
+
+def sample(task, engine, count=6, group=2, **settings):
+    model = policy()
+    asked = [Problem(str(i), "", "", {}) for i in range(count) for _ in range(group)]
+    with Scoring(model, task, asked) as scoring:
+        made = engine(model, **settings).generate(
+            prompts(count), group, max_tokens=40, temperature=1.0, seed=0, done=scoring.take
+        )
+        begun = len(scoring.begun)
+        texts, scores = scoring.finish(made)
+    assert texts == [" ".join(map(str, row[:n])) for row, n in zip(made.tokens.tolist(), made.lengths, strict=True)]
+    assert [score.reward for score in scores] == made.lengths
+    return begun
+
+
+@pytest.mark.parametrize("engine", [NativeEngine, CachedEngine])
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_every_response_is_scored_once_and_in_its_place(engine, concurrent):
+    task = Lengths(concurrent)
+    begun = sample(task, engine, batch=4)
+    assert len(task.threads) == 12
+    elsewhere = sum(thread is not threading.main_thread() for thread in task.threads)
+    assert elsewhere == begun == (12 if concurrent and engine is NativeEngine else 0)
+
+
+def test_scoring_begins_before_sampling_ends(monkeypatch):
+    from poise.rollout.queue import Queue
+
+    task, seen, admit = Lengths(True), [], Queue._admit
+
+    def look(self):
+        if any(self.counts):
+            seen.append(task.first.wait(10))  # with others still to be sampled
+        admit(self)
+
+    monkeypatch.setattr(Queue, "_admit", look)
+    sample(task, NativeEngine, count=8, group=2, batch=2)
+    assert seen[:3].count(True) >= 1
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_a_verifier_that_fails_is_heard(concurrent):
+    task = Lengths(concurrent)
+    task.score = lambda *_: 1 / 0
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        sample(task, NativeEngine)
