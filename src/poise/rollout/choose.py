@@ -14,8 +14,10 @@ Choice = Literal["auto", "native", "transformers"]
 
 
 def choose(policy: Policy, choice: Choice = "auto", batch: int = 0, note: Callable[[str], None] = print) -> Engine:
-    """``auto``: on CUDA the native engine, unless the model cannot use it, which is said; on a CPU that on transformers'
-    cache, beside which the native one is no faster for sure."""
+    """With ``auto`` the native engine on CUDA, unless the model cannot use it, which is said; else transformers' cache.
+
+    On a CPU the native one has not been shown to be faster.
+    """
     if choice == "transformers" or (choice == "auto" and policy.device.type != "cuda"):
         return CachedEngine(policy, batch)
     if supports(policy):
