@@ -319,6 +319,16 @@ def test_two_processes_train_as_one(tmp_path):
                 assert row == pytest.approx(other, rel=1e-4)
 
 
+@pytest.mark.parametrize(("auxiliary", "still"), [(False, True), (True, False)])
+def test_an_auxiliary_loss_moves_the_model_where_no_token_does(auxiliary, still, tmp_path, monkeypatch):
+    trainer = build(tmp_path, "grpo(passes=2)", num_iterations=2)
+    trainer.aux_loss_enabled = auxiliary
+    inputs = rollouts(trainer)
+    monkeypatch.setattr(STOCK, "_compute_loss", lambda *_: torch.zeros(()))
+    trainer._compute_loss(trainer.model, inputs | {"advantages": torch.zeros(8)})
+    assert (int(trainer._poise.moving[0]) == 0) is still
+
+
 class Second:
     """The second of two processes, of which the first has the same rows: an accelerator that notes what is sent."""
 
