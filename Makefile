@@ -33,7 +33,7 @@ unit: .venv/installed
 # verl has an environment of its own: it wants an older transformers. Ray's warnings are not ours to fix.
 .venv-verl/installed: pyproject.toml constraints-verl.txt
 	$(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-verl.txt -e '.[train,verl]' \
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-verl.txt -e '.[verl]' \
 	  hypothesis pytest pytest-xdist
 	@touch $@
 

@@ -41,8 +41,8 @@ SHAPES = [
 ]
 
 
-def formulas(shape: Shape, tokens: float, recompute: bool = True) -> dict[str, float]:
-    """A step of GRPO in FLOP, and what methods add to it."""
+def formulas(shape: Shape, tokens: float, places: float, recompute: bool = True) -> dict[str, float]:
+    """A step of GRPO in FLOP, and what methods add to it. ``places``: tokens of the padded batch, which TRL has."""
     forward, update = 2 * shape.parameters * tokens, (8 if recompute else 6) * shape.parameters * tokens
     step = 2 * forward + update  # rollouts, old log-probabilities, update
     scores = 6 * tokens * shape.vocabulary * shape.width  # NTHR's linear form, which is never beaten by much
@@ -51,11 +51,11 @@ def formulas(shape: Shape, tokens: float, recompute: bool = True) -> dict[str, f
         "Lopti: second update": update / step,
         "a forward pass for old log-probabilities or entropies": forward / step,
         "NTHR: scores": scores / step,
-        "NTHR: hidden states, bytes": 2 * shape.width * tokens,
+        "NTHR: hidden states in bfloat16, bytes": 2 * shape.width * places,
         "verl: read from the queue, bytes": 20 * tokens,  # old_log_probs, advantages, rm_scores: 4 each; mask: 8
         "verl: written for a phase, bytes": 8 * tokens,  # advantages, there and back
         "verl: the same with a mask, bytes": 24 * tokens,
-        "TRL: gathered, bytes": 12 * tokens,  # old log-probabilities 4, mask 8
+        "TRL: gathered, bytes": 12 * places,  # old log-probabilities 4, mask 8
     }
 
 
@@ -151,7 +151,7 @@ def main() -> None:
           f"{torch.get_num_threads()} thread(s), {platform.machine()}")  # fmt: skip
     result: dict[str, Any] = {"tokens": tokens, "formulas": {}, "weights": {}}
     for shape in SHAPES:
-        result["formulas"][shape.name] = formulas(shape, tokens)
+        result["formulas"][shape.name] = formulas(shape, tokens, batch.mask.numel())
         print(f"\n{shape.name}, by formula")
         for name, value in result["formulas"][shape.name].items():
             print(f"  {name:58s} {value:.3g}" if value > 1 else f"  {name:58s} {value:.2%} of the step")

@@ -1,6 +1,8 @@
 """The configurations of docs/scale.md, read by those who will read them: accelerate and TRL. For verl: with_verl."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +56,32 @@ def test_trl_reads_it_and_the_regulator_can_be_had():
     assert own.problems * 5 // 64 * period(args) == args.max_steps
     with pytest.raises(CannotRegulateError, match="num_iterations=2"):
         check_config(parsed("--num_iterations", "1")[1], probe(regulators.parse(own.regulator)), own.regulator)
+
+
+def launches():
+    """The `accelerate launch` commands of docs/scale.md, as words."""
+    text = (SCALE.parents[1] / "docs/scale.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"(?m)^accelerate launch (.*)$", text)
+    return [shlex.split(line.replace("machine_rank N", "machine_rank 3")) for line in lines]
+
+
+@pytest.mark.parametrize("words", launches(), ids=lambda words: Path(words[1]).stem)
+def test_the_commands_of_the_page(words, monkeypatch):
+    """Read by accelerate and TRL; poise has nothing against them, and 512 responses are a generation batch."""
+    monkeypatch.chdir(SCALE.parents[1])
+    command = launch_command_parser().parse_args(words)
+    processes = yaml.safe_load(Path(command.config_file).read_text())["num_processes"]
+    own, args, _ = trl_kk.parser().parse_args_and_config([*command.training_script_args, "--use_cpu", "true"])
+    check_config(args, probe(regulators.parse(own.regulator)), own.regulator)
+    assert processes * args.per_device_train_batch_size * args.steps_per_generation == 64 * args.num_generations
+    assert own.problems * 5 // 64 * period(args) == args.max_steps  # five epochs
+
+
+def test_the_configurations_that_pages_name_are_there():
+    pages = [*(SCALE.parents[1] / "docs").glob("*.md"), *SCALE.iterdir()]
+    named = {name for page in pages if page.is_file() for name in re.findall(r"--config-name (\S+)", page.read_text())}
+    assert len(named) == 3
+    assert all((SCALE / f"{name}.yaml").exists() for name in named)
 
 
 def test_the_script_trains(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -289,13 +290,26 @@ def test_rollouts_without_a_spread_do_not_move_the_model(tmp_path):
     assert [row["reg/idle_steps"] for row in trainer.state.log_history[:-1]] == [1.0, 1.0]
 
 
+def launched(script, folder):
+    """Two processes by `accelerate launch --cpu`, which leaves it to MPI to start them: here we do, as MPI would."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "no"]
+    sizes = ["--num_processes", "2", "--num_machines", "1", "--num_cpu_threads_per_process", "1"]
+    made = []
+    for rank in ("0", "1"):
+        env = os.environ | {"OMP_WAIT_POLICY": "passive", "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+        command = [*accelerate, *sizes, "--main_process_port", port, script, str(folder)]
+        made.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    for process in made:
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors[-3000:]
+
+
 def test_two_processes_train_as_one(tmp_path):
     alone = trl_runs.train_together(tmp_path, processes=1)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    # On a CPU `accelerate launch` starts a single process unless there is MPI; on GPUs it starts this launcher too.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", trl_runs.__file__]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    launched(trl_runs.__file__, tmp_path)
     together = torch.load(tmp_path / "result.pt")
     for method, (change, logged) in alone.items():
         assert min(logged[0][f"reg/{phase}/weight_mean"] for phase in ("low", "high")) > 0.05
@@ -303,6 +317,52 @@ def test_two_processes_train_as_one(tmp_path):
         if not method.startswith("nthr"):  # whose figures are an average over processes
             for row, other in zip(logged, together[method][1], strict=True):
                 assert row == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.parametrize(("auxiliary", "still"), [(False, True), (True, False)])
+def test_an_auxiliary_loss_moves_the_model_where_no_token_does(auxiliary, still, tmp_path, monkeypatch):
+    trainer = build(tmp_path, "grpo(passes=2)", num_iterations=2)
+    trainer.aux_loss_enabled = auxiliary
+    inputs = rollouts(trainer)
+    monkeypatch.setattr(STOCK, "_compute_loss", lambda *_: torch.zeros(()))
+    trainer._compute_loss(trainer.model, inputs | {"advantages": torch.zeros(8)})
+    assert (int(trainer._poise.moving[0]) == 0) is still
+
+
+class Second:
+    """The second of two processes, of which the first has the same rows: an accelerator that notes what is sent."""
+
+    num_processes, process_index = 2, 1
+
+    def __init__(self, accelerator):
+        self.accelerator, self.sizes, self.sent = accelerator, [], []
+
+    def __getattr__(self, name):
+        return getattr(self.accelerator, name)
+
+    def pad_across_processes(self, values, dim):
+        self.sizes.append(dim)
+        return values
+
+    def gather(self, values):
+        self.sent.append(values)
+        return torch.cat([values, values])
+
+
+@pytest.mark.parametrize(("method", "bytes_a_place", "gathers"), [("ar", 12, 3), ("entropy", 16, 4)])
+def test_what_is_gathered_is_what_the_page_says(method, bytes_a_place, gathers, tmp_path):
+    """docs/scale.md. A place is one of the padded batch; sizes are gathered for all but the advantages."""
+    trainer = build(tmp_path, method, **VARIED)
+    output = trainer._generate_and_score_completions([DATA[0]] * 8)
+    trainer._poise.rewards = trainer._poise.rewards.repeat(2, 1)
+    trainer.accelerator = Second(trainer.accelerator)
+    batch, rows = trainer._token_batch(output)
+    assert rows == slice(8, 16)
+    assert len(batch.mask) == 16
+    sent = trainer.accelerator.sent
+    assert (len(sent), len(trainer.accelerator.sizes)) == (gathers, gathers - 1)
+    places = output["completion_mask"].numel()
+    assert sum(values.nbytes for values in sent) == bytes_a_place * places + 4 * 8  # and the advantages
 
 
 def test_the_page_runs(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def test_the_doctor_says_what_verl_does_not(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "code", "message"),
     [
-        (["--config-path", "examples/scale", "--config-name", "verl-8gpu"], 0, "by the trainer, in 2 phase"),
+        (["--config-path", "examples/scale", "--config-name", "verl-8gpu"], 0, "by the trainer poise_sync, in 2 phase"),
         ([MICRO], 1, "train without a regulator: trainer_mode is 'sync'"),
         ([MICRO, "trainer.v1.trainer_mode=poise_sync",
           "+trainer.v1.poise_sync.regulator=nthr"], 1, "REFUSED: nthr needs hidden states"),

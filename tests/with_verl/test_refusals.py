@@ -1,5 +1,8 @@
 """What verl cannot be made to do with a regulator is refused, early and with the remedy."""
 
+import re
+from pathlib import Path
+
 import pytest
 import verl
 import verl_cpu
@@ -8,6 +11,7 @@ from test_loss import actor, run
 from verl.workers.config import PolicyLossConfig
 
 from poise import Phase, regulators
+from poise.integrations import doctor
 from poise.integrations.probe import CannotRegulateError, probe
 from poise.integrations.verl import RegulatedPolicyLoss
 from poise.integrations.verl_checks import check_config
@@ -112,3 +116,26 @@ def test_another_version_of_verl_is_refused(monkeypatch):
         RegulatedPolicyLoss(regulator="ar")
     with pytest.raises(CannotRegulateError, match="tested with verl"):
         RegulatedTrainer(composed("ar", {}))
+
+
+POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fine", "message"),
+    [
+        (["trainer.v1.trainer_mode=mine", "+trainer.v1.mine.regulator=lopti"], True,
+         "by the trainer mine, in 2 phase(?s:.*)the doctor cannot tell"),
+        (["trainer.v1.trainer_mode=sync", "+trainer.v1.sync.regulator=lopti"], False, "without a regulator"),
+        (["trainer.v1.poise_sync.regulator=null", f"{POLICY_LOSS}.loss_mode=poise", f"+{POLICY_LOSS}.regulator=ar",
+          f"{POLICY_LOSS}._target_=poise.integrations.verl.RegulatedPolicyLoss"], False, "without a regulator"),
+        (["trainer.use_v1=False"], False, "takes verl's old trainer, past ar"),
+        (["actor_rollout_ref.rollout.val_kwargs.do_sample=true", "actor_rollout_ref.rollout.temperature=0"], False,
+         "REFUSED: .*temperature"),
+    ],
+)  # fmt: skip
+def test_what_the_doctor_says_of_settings(settings, fine, message):
+    said = []
+    scale = Path(__file__).parents[2] / "examples/scale"
+    assert doctor._settings(said.append, settings, scale, "verl-8gpu") is fine
+    assert re.search(message, "\n".join(said))

@@ -1,17 +1,27 @@
 """Poise as a trainer of verl: verl's own trainer, queue, worker and engine, on the embedded model."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import transfer_queue as tq
 import verl_cpu
 from verl.single_controller.base.decorator import _split_args_kwargs_data_proto
+from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
 from verl_cpu import HOT, fields, prepare, rollouts, step, trainer
 
 from poise import TokenBatch, objective, regulators
+from poise.integrations import verl_trainer
 from poise.integrations.probe import CannotRegulateError, probe
 from poise.integrations.verl_checks import LENGTH_FREE, MASKABLE
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples/scale"))
+
+import verl_kk
+
+SPLITS = ("train", "test")
 STILL = {"optim__lr": 0.0}
 METHODS = [
     *sorted(regulators.TABLE.keys() - {"nthr", "constant", "grpo"}),
@@ -91,6 +101,37 @@ def test_the_queue_is_left_as_it_was():
     assert torch.equal(seen[0]["response_mask"] + seen[1]["response_mask"], before["response_mask"])
 
 
+@pytest.mark.parametrize(
+    ("method", "terms", "read", "written", "writes"),
+    [("ar", False, 20, 8, 2), ("entropy", False, 24, 8, 2), ("lopti", False, 20, 16, 4), ("lopti", True, 20, 48, 4)],
+)
+def test_what_goes_through_the_queue_is_what_the_page_says(method, terms, read, written, writes, monkeypatch):
+    """docs/scale.md: bytes for each response token, and how many messages."""
+    built = trainer(method, use_kl_loss=terms)
+    batch = prepare(built, rollouts(), {})
+    got, put = [], []
+
+    class Queue:
+        def kv_batch_get(self, **given):
+            got.append(tq.kv_batch_get(**given))
+            return got[-1].copy()
+
+        def kv_batch_put(self, **given):
+            put.append(given["fields"])
+            return tq.kv_batch_put(**given)
+
+    monkeypatch.setattr(verl_trainer, "tq", Queue())
+    built._update_actor(batch, {})
+    tokens = len(got[0]["advantages"].values())
+
+    def bytes_a_token(messages):
+        tensors = [value for one in messages for value in one.values() if isinstance(value, torch.Tensor)]
+        return sum(value.values().nbytes for value in tensors) / tokens
+
+    assert (len(got), len(put)) == (1, writes)
+    assert (bytes_a_token(got), bytes_a_token(put)) == (read, written)
+
+
 # --- the update is the regulator's
 
 
@@ -150,7 +191,32 @@ def test_phases_add_up_to_the_whole(method, loss, mode, terms):
     assert high.norm() > 0
 
 
-# --- momentum
+# --- the learning rate, and momentum
+
+
+@pytest.mark.parametrize(("method", "ticks"), [("ar", 6), ("lopti", 12)])
+def test_the_schedule_is_as_long_as_there_are_calls(method, ticks, tmp_path, monkeypatch):
+    """verl counts its steps, and the schedule ticks in every phase: a cosine would be over half way."""
+    monkeypatch.setattr(sys, "argv", ["verl_kk.py", str(tmp_path), "--train", "8", "--test", "4"])
+    verl_kk.main()
+    built = trainer(method)
+    built.config.data.train_files, built.config.data.val_files = (str(tmp_path / f"{n}.parquet") for n in SPLITS)
+    built.config.trainer.total_epochs = 3
+    built._init_tokenizer()
+    built._init_dataloader()
+    assert built.total_training_steps == 6  # 8 prompts, 4 a step, 3 epochs
+    assert built.config.actor_rollout_ref.actor.optim.total_training_steps == ticks
+    assert built.config.critic.optim.total_training_steps == 6
+
+
+def test_a_trainer_of_another_mode_is_found_out():
+    class Mine(verl_trainer.RegulatorMixin, get_trainer_cls("colocate_async")):
+        pass
+
+    with pytest.raises(CannotRegulateError, match="not made from verl's trainer 'sync': set base_mode"):
+        Mine(verl_cpu.config("lopti"))
+    Mine.base_mode = "colocate_async"
+    assert Mine(verl_cpu.config("lopti")).trainer_mode == "colocate_async"
 
 
 def test_a_mini_batch_without_a_token_takes_no_step():

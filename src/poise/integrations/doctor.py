@@ -82,7 +82,6 @@ def _settings(say: Say, overrides: Sequence[str], config_path: Path | None, name
     from hydra import compose, initialize_config_dir, initialize_config_module
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
-    from verl.utils.config import omega_conf_to_dataclass
 
     where = (
         initialize_config_module("verl.trainer.config", version_base=None)
@@ -92,23 +91,41 @@ def _settings(say: Say, overrides: Sequence[str], config_path: Path | None, name
     try:
         with where:
             config = compose(name, overrides=list(overrides))
-        actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-        mode = config.trainer.v1.trainer_mode
-        text = (config.trainer.v1.get(mode) or {}).get("regulator") if mode == TRAINER else None
-        if text:
-            regulator = parse(str(text))
-            check_config(config, regulator, wants := probe(regulator), str(text))
-            say(f"these settings train with {text}, by the trainer, in {len(wants.phases)} phase(s)")
-        elif actor.policy_loss.loss_mode == LOSS:
-            say(f"these settings train with {actor.policy_loss.regulator}, by the loss {actor.policy_loss.base_loss}")
-        else:
-            say(
-                f"REFUSED: these settings train without a regulator: trainer_mode is {mode!r} and loss_mode "
-                f"{actor.policy_loss.loss_mode!r}. Set trainer.v1.trainer_mode={TRAINER} and trainer.v1.{TRAINER}"
-                f".regulator, or policy_loss as docs/verl.md shows"
-            )
-            return False
-    except (ValueError, TypeError, HydraException, OmegaConfBaseException) as error:
+        return _trained(say, config)
+    except (ValueError, TypeError, AssertionError, HydraException, OmegaConfBaseException) as error:
         say(f"REFUSED: {error}")
         return False
+
+
+def _trained(say: Say, config: Any) -> bool:
+    """What this configuration trains with; errors are those of the checks."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    from poise.integrations.verl_trainer import RegulatorMixin
+
+    loss = omega_conf_to_dataclass(config.actor_rollout_ref.actor).policy_loss
+    mode = config.trainer.v1.trainer_mode
+    text = (config.trainer.v1.get(mode) or {}).get("regulator")
+    known = mode in TRAINER_REGISTRY
+    ours = known and issubclass(TRAINER_REGISTRY[mode], RegulatorMixin)
+    if text and (ours or not known):
+        regulator = parse(str(text))
+        check_config(config, regulator, wants := probe(regulator), str(text))
+        say(f"these settings train with {text}, by the trainer {mode}, in {len(wants.phases)} phase(s)")
+        if not known:
+            say(
+                f"  if {mode} is made with poise's RegulatorMixin: here it is not registered, so the doctor cannot tell"
+            )
+    elif loss.loss_mode == LOSS and not ours:
+        say(f"these settings train with {loss.regulator}, by the loss {loss.base_loss}")
+    else:
+        say(
+            f"REFUSED: these settings train without a regulator: trainer_mode is {mode!r} and loss_mode "
+            f"{loss.loss_mode!r}. Set trainer.v1.trainer_mode={TRAINER} and trainer.v1.{TRAINER}.regulator, or "
+            "policy_loss as docs/verl.md shows"
+        )
+        return False
+    validate_config(config, need_reference_policy(config), need_critic(config))  # what verl does first
     return True

@@ -123,7 +123,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if KEPT in inputs:  # never completion_mask: that is the attention mask too
             weighted["tool_mask"] = inputs[KEPT][:, phase]
             moving = moving | (inputs[KEPT][:, phase] != 0)
-        elif self.beta != 0 or self._entropy_bonus_enabled:
+        elif self.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled:
             moving = moving | (inputs["completion_mask"] != 0)
         self._poise.moving.append(moving.sum())  # on the device: it is asked for once per optimizer step
         return super()._compute_loss(model, weighted)

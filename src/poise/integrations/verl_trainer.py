@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_base import get_trainer_cls, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import response_to_nested
@@ -55,6 +55,11 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         check_verl()
+        if not isinstance(self, get_trainer_cls(self.base_mode)):
+            raise CannotRegulateError(
+                f"{type(self).__name__} is not made from verl's trainer {self.base_mode!r}: set base_mode in the class "
+                "to the name of the one that it is made from"
+            )
         mode = config.trainer.v1.trainer_mode
         settings = config.trainer.v1.get(mode) or {}
         self._regulator_name = str(settings.get("regulator") or "")
@@ -71,6 +76,11 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             check_linear(get_policy_loss_fn(loss), actor, loss, actor.loss_agg_mode)
         config = OmegaConf.merge(config, {"trainer": {"v1": {"trainer_mode": self.base_mode}}})
         super().__init__(config)
+
+    def _init_dataloader(self) -> None:
+        """verl's, which also says how long the learning-rate schedule is: it ticks in each phase."""
+        super()._init_dataloader()
+        self.config.actor_rollout_ref.actor.optim.total_training_steps *= len(self._wants.phases)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """verl's, once for each phase, with advantages that carry its weights."""
