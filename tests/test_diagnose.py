@@ -91,6 +91,65 @@ def test_the_weights_in_memory_are_left_alone_too(tmp_path, embedded, monkeypatc
     assert all(torch.equal(value, before[name]) for name, value in policy.model.state_dict().items())
 
 
+def test_steps_have_no_momentum_and_do_not_shrink_with_the_warm_up(tmp_path, embedded, monkeypatch):
+    """Else a second phase would carry the first one's tokens, and every step a factor that nobody asked for."""
+    policy, settings, _ = embedded
+    monkeypatch.setattr("poise.diagnostics.diagnose.load_policy", lambda *_, **__: policy)
+
+    def moments(loop, _, optimizer, **__):
+        parameter = loop.parameters[0]
+        before = parameter.detach().clone()
+        parameter.grad = torch.randn_like(parameter, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        state, group = optimizer.state[parameter], optimizer.param_groups[0]
+        scale = (state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"])).sqrt() + group["eps"]
+        expected = before * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * parameter.grad / scale
+        torch.testing.assert_close(parameter.detach(), expected)
+        assert state["step"] == 3
+        with torch.no_grad():
+            parameter.copy_(before)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("poise.diagnostics.diagnose.dominance", moments)
+    folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
+    with pytest.raises(KeyboardInterrupt):
+        diagnose(settings, folder, methods=["grpo"], batches=1, warmup=2)
+
+
+def test_a_diagnosis_that_was_stopped_leaves_nothing_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def stopped(*_):
+        assert list((tmp_path / "out/tokens").iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("poise.diagnostics.diagnose.combine", stopped)
+    arguments = ("--regulator", "grpo", "--batches", 1, "--out", "out", *SMALL)
+    assert call("diagnose", "embedded", *arguments).exit_code == 130
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    settings = config.load("demo", SMALL).model_dump(mode="json")
+    RunFolder.create(tmp_path / "early", settings)  # stopped before its first checkpoint
+    damaged = make_run(tmp_path / "damaged")
+    damaged.tokens_path(2).write_bytes(b"half")
+    (tmp_path / "damaged/rollouts/step-000001.jsonl.gz").write_bytes(b"\x1f\x8b")
+    for arguments, said in (
+        (("diagnose", "embedded", "--out", "file"), "file is a file"),
+        (("diagnose", "early"), "early has no checkpoint yet"),
+        (("report", "damaged", "--out", "early"), "--out early is a folder"),
+        (("report", "damaged"), "damaged"),
+        (("tokens", "damaged", "--step", 2), "a file of the run is damaged"),
+    ):
+        done = call(*arguments)
+        assert done.exit_code == 1, done.output
+        assert said in done.output + done.stderr
+    assert call("report", "early").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -160,7 +160,8 @@ def test_regulators_shift_the_shares_as_their_weights_say(name):
 
 
 def test_ar_takes_from_the_unlikely_and_amplify_gives_to_them():
-    found = dominance(Table(rows=20).loop(), of(["grpo", "ar(alpha=0.5)", "amplify(alpha=0.5)"]), sgd([Table().logits]))
+    table = Table(rows=20)
+    found = dominance(table.loop(), of(["grpo", "ar(alpha=0.5)", "amplify(alpha=0.5)"]), sgd([table.logits]))
     shares = [found[0]["regulators"][name]["share"][0] for name in ("ar(alpha=0.5)", "grpo", "amplify(alpha=0.5)")]
     assert shares == sorted(shares)
     assert shares[0] < shares[1] < shares[2]
@@ -253,6 +254,8 @@ def test_means_and_errors_over_batches():
     assert mean == {"a": 2.0, "list": [1.5, 5.0], "questions": [1, 2, 3, 4], "gone": {"x": 4.0}, "none": None}
     assert error["a"] == pytest.approx(1.0)
     assert error["list"] == [pytest.approx(0.5), None]
+    alike = combine([{"questions": [1.0, -1.0]}, {"questions": [-1.0, 1.0]}])[0]
+    assert alike == {"questions": [1.0, -1.0, -1.0, 1.0]}  # the first of one batch is not the first of the other
 
 
 def said(batch_changes=None, names=("grpo", "ar(alpha=0.5)", "lopti(threshold=0.5)"), **settings):
@@ -279,6 +282,16 @@ def test_the_verdict_on_a_batch_that_teaches_nothing():
     assert sentences == [
         "No token had an advantage: every group's responses were scored alike, so there is nothing to learn from."
     ]
+
+
+def test_the_verdict_where_there_is_nothing_to_compare():
+    _, sentences = said(names=("constant(weight=0)", "grpo"))
+    assert sentences == [
+        "constant(weight=0) leaves no gradient at all: put a method first that learns from these tokens."
+    ]
+    likely = torch.full((20, 12), 0.9, dtype=torch.float64).log()
+    _, sentences = said({"old_logp": likely})
+    assert sentences == ["No token was sampled with a probability in 0–0.25 or in 0.75–1: choose other intervals."]
 
 
 def test_the_verdict_without_correct_responses():

@@ -262,6 +262,49 @@ def test_the_figures_of_diagnose(page, tmp_path):
     assert page.evaluate("window.hacked") is None
 
 
+def test_a_curve_that_differs_only_by_rounding_is_drawn(page, tmp_path):
+    folder = make_run(tmp_path / "run")
+    for step, value in ((3, 0.3), (4, 0.1 + 0.2), (5, 0.3)):
+        folder.log(step, {"rollout/entropy": value})
+    look(page, tmp_path, folder, tab="curves")
+    assert page.locator("svg[aria-label='entropy'] path").count() == 1
+
+
+def test_zooming_to_steps_that_a_curve_does_not_have_draws_nothing_of_it(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=range(1, 21))
+    folder.log(21, {"rollout/entropy": 1.0})
+    look(page, tmp_path, folder, tab="curves")
+    assert page.locator("svg circle").count() == 1
+    box = page.query_selector("svg").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60)
+    page.mouse.up()
+    assert page.locator("svg circle").count() == 0
+
+
+def test_responses_without_tokens_or_scores(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,), records=[response(1, 0), response(1, 1)])
+    arrays, _ = folder.tokens(1)
+    count = 4
+    kept = {name: values[:count] for name, values in arrays.items()} | {"nthr": torch.full((count,), torch.nan)}
+    folder.save_tokens(1, kept | {"start": torch.tensor([0, 0, count], dtype=torch.int32)}, WORDS)
+    look(page, tmp_path, folder)
+    see(page, ".pane p", "response 0 · 0 tokens")
+    page.select_option("#shade", "nthr")
+    page.click("#row-1")
+    see(page, ".pane p", "response 1 ")
+    assert "Infinity" not in page.inner_text(".ends")
+
+
+def test_leaving_while_a_response_is_being_read(page, tmp_path):
+    look(page, tmp_path, make_run(tmp_path / "run", steps=(1,)))
+    page.wait_for_selector(".tokens span")
+    page.evaluate("document.querySelector('#row-2').click(); document.querySelector('nav button').click()")
+    page.wait_for_timeout(200)
+    assert page.locator("#unzoom").count() == 1
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_themes_and_phones(browser, tmp_path, scheme):
     path = write_report([make_run(tmp_path / "run").path], tmp_path / "report.html")
@@ -272,20 +315,29 @@ def test_themes_and_phones(browser, tmp_path, scheme):
     assert phone.evaluate("document.documentElement.dataset.theme") == scheme
     assert contrast(phone, "body") > 7
     assert contrast(phone, ".muted") > 4.5
+    for tone in ("warm", "cool"):  # the strongest shade, as over a card
+        phone.evaluate(
+            "tone => { const mark = document.createElement('mark'); mark.id = tone; document.body.append(mark);"
+            "mark.style.color = 'var(--ink)';"
+            "mark.style.background = `color-mix(in srgb, rgb(var(--${tone})) 75%, var(--card))` }",
+            tone,
+        )
+        assert contrast(phone, f"#{tone}", behind=f"#{tone}") > 4.5
     phone.click("#theme")
     assert phone.evaluate("document.documentElement.dataset.theme") != scheme
     phone.close()
 
 
-def contrast(page, selector):
-    """WCAG's ratio between an element's text and the page behind it."""
+def contrast(page, selector, behind="body"):
+    """WCAG's ratio between an element's text and what is behind it."""
     colours = page.evaluate(
-        "s => [getComputedStyle(document.querySelector(s)).color, getComputedStyle(document.body).backgroundColor]",
-        selector,
+        "all => all.map(([selector, name]) => getComputedStyle(document.querySelector(selector))[name])",
+        [[selector, "color"], [behind, "backgroundColor"]],
     )
 
     def light(colour):
-        parts = [int(v) / 255 for v in re.findall(r"\d+", colour)[:3]]
+        whole = 1 if colour.startswith("color(") else 255
+        parts = [float(v) / whole for v in re.findall(r"[\d.]+", colour)[:3]]
         linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -396,8 +448,25 @@ def test_watching_refreshes(page, served):
     assert all(asked.startswith(url) for asked in page.asked)
 
 
+def test_a_refresh_does_not_scroll(page, served):
+    folder, url = served
+    add_step(folder, 2, responses=100)
+    page.goto(f"{url}/#responses")
+    see(page, "#count", "106 of 106 responses", whole=True)
+    page.set_viewport_size({"width": 900, "height": 300})
+    page.evaluate("document.getElementById('list').scrollTop = 2000; window.scrollTo(0, 150)")
+    add_step(folder, 3)
+    see(page, "#count", "112 of 112 responses", whole=True)
+    page.wait_for_timeout(100)
+    assert page.evaluate("[document.getElementById('list').scrollTop, window.scrollY]") == [2000, 150]
+    assert page.locator("#row-43").count() == 1
+
+
 def test_only_this_machine_is_served(served):
     folder, url = served
+    server = serve([folder.path])
+    assert server.server_address[0] == "127.0.0.1"
+    server.server_close()
     assert urlopen(f"{url}/index").status == 200
     for header, path, status in (
         ("evil.example:80", "/", 403),
@@ -409,3 +478,17 @@ def test_only_this_machine_is_served(served):
         assert error.value.code == status
         error.value.close()
     assert folder.path.exists()
+
+
+def test_the_server_outlives_a_step_that_cannot_be_read(served, capfd):
+    folder, url = served
+    assert urlopen(f"{url}/index").status == 200
+    whole = folder.tokens_path(1).read_bytes()
+    folder.tokens_path(1).write_bytes(b"half")
+    with pytest.raises(HTTPError) as error:
+        urlopen(f"{url}/index")
+    assert error.value.code == 503
+    error.value.close()
+    folder.tokens_path(1).write_bytes(whole)
+    assert urlopen(f"{url}/index").status == 200
+    assert "Traceback" not in capfd.readouterr().err

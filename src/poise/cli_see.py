@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,18 @@ def _progress() -> Iterator[Callable[[str], None]]:
         return
     with Console(stderr=True, markup=False, highlight=False).status("starting") as status:
         yield status.update
+
+
+@contextmanager
+def _looking() -> Iterator[None]:
+    """What a run folder holds was written whole; a file that cannot be read all the same was damaged since."""
+    from safetensors import SafetensorError
+
+    with explained():
+        try:
+            yield
+        except (ValueError, EOFError, SafetensorError) as error:
+            fail(f"a file of the run is damaged: {error}")
 
 
 @app.command()
@@ -56,20 +69,22 @@ def diagnose(
     """
     from poise.diagnostics.diagnose import METHODS
     from poise.diagnostics.diagnose import diagnose as run
+    from poise.diagnostics.intervals import Intervals
     from poise.diagnostics.report import write_report
+    from poise.memory import OutOfMemoryError
     from poise.run import RunFolder
+    from poise.update import NotFiniteError
 
     with explained():
         try:
-            from poise.diagnostics.intervals import Intervals
-
             cuts = Intervals.cut([float(edge) for edge in intervals.split(",")])
         except ValueError as error:
             fail(f"--intervals {intervals}: {error}")
         config = _settings(model, task, args or [])
         place = out or (Path(model) / "diagnose" if _is_run(model) else Path("runs") / f"diagnose-{Path(model).name}")
-        if place.exists() and any(place.iterdir()):
-            fail(f"{place} is not empty: choose another folder with --out")
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            why = "is not empty" if place.is_dir() else "is a file"
+            fail(f"{place} {why}: choose another folder with --out")
         folder = RunFolder.create(place, config.model_dump(mode="json"))
         try:
             with _progress() as say:
@@ -82,20 +97,22 @@ def diagnose(
                     warmup=warmup,
                     say=say,
                 )
-                say("writing the report")
-                page = write_report([place], place / "report.html")
-        except (ValueError, TypeError) as error:
+        except BaseException as error:
             folder.discard()
-            fail(error)
-        except BaseException:
-            folder.discard()
+            if isinstance(error, ValueError | TypeError | NotFiniteError | OutOfMemoryError):
+                fail(error)
             raise
+        page = write_report([place], place / "report.html")
     print("\n".join(f"- {sentence}" for sentence in found["verdict"]))
     print(f"\nfigures: {place / 'diagnose.json'}   report: {page}")
 
 
 def _is_run(model: str) -> bool:
-    return (Path(model) / "checkpoints").is_dir() and (Path(model) / "config.json").exists()
+    """Whether a folder is a run's, be it one that was stopped before its first checkpoint."""
+    try:
+        return "rollout" in json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
 
 
 def _settings(model: str, task: str | None, args: list[str]) -> Any:
@@ -109,10 +126,12 @@ def _settings(model: str, task: str | None, args: list[str]) -> Any:
         changes, regulated = split_overrides([*named, *args])
         if regulated:
             fail("methods are given with --regulator")
-        return configs.restore(merge(RunFolder.open(model, resume=False).config, changes) | {"model": model})
+        folder = RunFolder.open(model, resume=False)
+        folder.newest()  # says so where there is none
+        return configs.restore(merge(folder.config, changes) | {"model": model})
     if model == "embedded":  # within a minute on a laptop
         return configs.load("demo", ["prompts=6", *named, *args])
-    small = [f"model={model}", "prompts=8", "rollout.max_tokens=512", "rollout.old_logp=sampled"]
+    small = [f"model={model}", "prompts=8", "rollout.max_tokens=512"]
     return configs.load("grpo", [*small, *named, *args])
 
 
@@ -133,7 +152,7 @@ def report(
     """
     from poise.diagnostics.report import serve, write_report
 
-    with explained():
+    with _looking():
         if watch:
             server = serve(runs, port)
             print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
@@ -143,6 +162,8 @@ def report(
                 server.server_close()
             return
         place = out or (Path(runs[0]) / "report.html" if len(runs) == 1 else Path("report.html"))
+        if place.is_dir():
+            fail(f"--out {place} is a folder: name a file, such as {place / 'report.html'}")
         with _progress() as say:
             write_report(runs, place, progress=lambda done, total: say(f"{done:,} of {total:,} responses written"))
     print(f"report: {place}")
@@ -173,7 +194,7 @@ def tokens(
     from poise.diagnostics.terminal import available, extremes, shaded
     from poise.run import RunFolder
 
-    with explained():
+    with _looking():
         folder = RunFolder.open(run, resume=False)
         steps = [s for s in folder.recorded() if folder.tokens_path(s).exists()]
         if not steps:

@@ -81,7 +81,8 @@ class RunFolder:
         run = cls(path, keep=keep)
         if not run._config.is_file():
             why = "has no config.json" if run.path.is_dir() else "does not exist"
-            raise FileNotFoundError(f"there is no run in {run.path}: it {why}; begin one without --resume")
+            way = "; begin one without --resume" if resume else ""
+            raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
         if resume:
             for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):
                 remove_leftovers(folder)
@@ -90,7 +91,8 @@ class RunFolder:
 
     def discard(self) -> None:
         """Take back a run that never began, so that its folder can be used again."""
-        remove(self._config)
+        for path in (self._config, self._rollouts, self._tokens):
+            remove(path)
         if not any(self.path.iterdir()):
             self.path.rmdir()
 

@@ -95,9 +95,9 @@ def diagnose(
     ``task`` may be any task at all; by default it is the config's.
 
     Steps are AdamW's, scaled by second moments that were gathered on ``warmup`` batches more, at these same weights: on
-    a fresh state Adam's first step is only the gradient's signs, whatever its size. There is no momentum, which would
-    carry tokens of other batches into every step. The KL term is left out. Responses and tokens are written to
-    ``folder`` as a run's are, and the figures to ``diagnose.json``.
+    a fresh state Adam's first step is only the gradient's signs, whatever its size. There is no momentum (β₁ = 0):
+    it would carry tokens of other batches, and of a method's earlier phases, into every step. No KL term either.
+    Responses and tokens are written to ``folder`` as a run's are, and the figures to ``diagnose.json``.
     """
     intervals = intervals or Intervals()
     chosen = {name: regulators.parse(name) for name in methods}
@@ -106,15 +106,14 @@ def diagnose(
     policy.masters = Masters(policy.model)
     engine = choose(policy, config.rollout.engine, config.rollout.batch, say)
     optim = config.optim
-    optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=0.0, betas=optim.betas, weight_decay=0.0)
+    betas = (0.0, optim.betas[1])
+    optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
     for number in range(warmup):
         say(f"warm-up batch {number + 1} of {warmup}: gathering the optimizer's second moments")
         loop = PolicyLoop(policy, config, sample(policy, engine, task, config, seed=-1 - number))
         loop.gradient(Phase.of(loop.batch))
         torch.nn.utils.clip_grad_norm_(loop.parameters, optim.grad_clip)
         optimizer.step()
-    for state in optimizer.state.values():
-        state["exp_avg"].zero_()
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = optim.lr, optim.weight_decay
     found, suspects = [], list[dict[str, Any]]()

@@ -7,21 +7,23 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Any
 
+JOINED = "questions"  # one value for each: those of different batches have nothing to do with each other
+
 
 def combine(found: Sequence[Any]) -> tuple[Any, Any]:
     """The means over batches of like structure, and their standard errors (None with a single batch).
 
-    Lists whose lengths differ, such as one value per question, are joined instead.
+    Questions are joined.
     """
     found = [each for each in found if each is not None]  # a batch without a correct response has no displacement
     if not found:
         return None, None
     if isinstance(found[0], dict):
-        pairs = {key: combine([each.get(key) for each in found]) for key in found[0]}
+        pairs = {key: combine([each.get(key) for each in found]) for key in found[0] if key != JOINED}
+        if JOINED in found[0]:
+            pairs[JOINED] = [value for each in found for value in each[JOINED]], None
         return {k: mean for k, (mean, _) in pairs.items()}, {k: error for k, (_, error) in pairs.items()}
     if isinstance(found[0], list):
-        if len({len(each) for each in found}) > 1:
-            return [value for each in found for value in each], None
         columns = [combine(column) for column in zip(*found, strict=True)]
         return [mean for mean, _ in columns], [error for _, error in columns]
     return fmean(found), stdev(found) / sqrt(len(found)) if len(found) > 1 else None
@@ -37,7 +39,9 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str]) -
     base, base_error = mean["regulators"][methods[0]], error["regulators"][methods[0]]
     low, high = names[0], names[-1]
     said = []
-    if base["share"][0] is None or base["share"][-1] is None:
+    if base["share"][0] is None:
+        return [f"{methods[0]} leaves no gradient at all: put a method first that learns from these tokens."]
+    if not (mean["tokens"][0] and mean["tokens"][-1]):
         return [f"No token was sampled with a probability in {low} or in {high}: choose other intervals."]
     said.append(
         f"Tokens with p in {low} are {_percent(mean['token_share'][0])} of the tokens and "

@@ -91,7 +91,7 @@ class Chart {
     if (this.x0 === this.x1) { this.x0 -= 0.5; this.x1 += 0.5; }
     const inside = all.filter(([x]) => x >= this.x0 && x <= this.x1).map((p) => p[1]);
     let [low, high] = inside.length ? extent(inside) : [0, 1];
-    if (low === high) { low -= Math.abs(low) / 10 || 0.5; high += Math.abs(high) / 10 || 0.5; }
+    if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) { low -= Math.abs(low) / 10 || 0.5; high += Math.abs(high) / 10 || 0.5; }
     this.x = (step) => 40 + ((step - this.x0) / (this.x1 - this.x0)) * 282;
     this.y = (value) => 142 - ((value - low) / (high - low)) * 130;
     this.cross = svg("line", { class: "cross", y1: 8, y2: 142, visibility: "hidden" });
@@ -101,11 +101,11 @@ class Chart {
         svg("text", { x: 35, y: this.y(t) + 4, "text-anchor": "end" }, number(t)))),
       ...ticks(this.x0, this.x1, 5).filter(Number.isInteger).map((t) => svg("text", { x: this.x(t), y: 160, "text-anchor": "middle" }, t)),
       this.band,
-      ...this.lines.map((line) => {
+      ...this.lines.flatMap((line) => {
         const shown = line.points.filter(([x]) => x >= this.x0 - 1 && x <= this.x1 + 1);
+        if (shown.length === 1) return svg("circle", { cx: this.x(shown[0][0]), cy: this.y(shown[0][1]), r: 3, fill: line.colour });
         const d = shown.map(([x, y], i) => `${i ? "L" : "M"}${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`).join("");
-        const path = svg("path", { d, fill: "none", stroke: line.colour, "stroke-width": 1.6, "stroke-dasharray": line.dash || null });
-        return shown.length > 1 ? path : svg("circle", { cx: this.x(shown[0]?.[0] ?? 0), cy: this.y(shown[0]?.[1] ?? 0), r: 3, fill: line.colour });
+        return shown.length ? svg("path", { d, fill: "none", stroke: line.colour, "stroke-width": 1.6, "stroke-dasharray": line.dash || null }) : [];
       }),
       this.cross,
     );

@@ -47,7 +47,7 @@ function unpack(bytes, run, count) {
   const block = { text: new TextDecoder().decode(new Uint8Array(bytes, 4, size)), length: count };
   let at = 4 + Math.ceil(size / 4) * 4;
   for (const name of run.fields) {
-    if (at >= bytes.byteLength) break;
+    if (at + 4 * count > bytes.byteLength) break;
     block[name] = name === "id" ? new Int32Array(bytes, at, count) : new Float32Array(bytes, at, count);
     at += 4 * count;
   }

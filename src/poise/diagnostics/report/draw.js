@@ -29,8 +29,8 @@ const exactly = (value) => (value === undefined || Number.isNaN(value) ? "–" :
 const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.0995 && value > -0.0995 ? 1 : 0)} %`);
 
 // Characters that would act, or not show, become a visible escape.
-const HIDDEN = /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]/gu;
-const visible = (text) => text.replace(HIDDEN, (c) => (c === "\t" ? "\t" : `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`));
+const HIDDEN = /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
+const visible = (text) => text.replace(HIDDEN, (c) => (c === "\t" ? "\t" : `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`));
 
 const tip = {
   show(event, ...content) {
@@ -45,11 +45,12 @@ const tip = {
   list(pairs) { return el("dl", {}, pairs.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])); },
 };
 
+const most = (values) => values.reduce((high, v) => (Number.isFinite(v) ? Math.max(high, Math.abs(v)) : high), 0) || 1; // never 0: it divides
 const extent = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
 
 // Round numbers between low and high for an axis.
 function ticks(low, high, about = 4) {
-  const raw = (high - low) / about || 1;
+  const raw = Math.max((high - low) / about, 1e-9 * Math.max(Math.abs(low), Math.abs(high))) || 1; // a finer step would be lost in rounding
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= raw);
   const found = [];

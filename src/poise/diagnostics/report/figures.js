@@ -126,7 +126,7 @@ function density(values) {
 // A matrix, shaded: warm above zero, cool below; `top` is the value of full colour, or the largest there is.
 function heat(rows, columns, values, top = null) {
   const flat = values.flat().filter((v) => v !== null);
-  const most = top || extent(flat.map(Math.abs))[1] || 1;
+  const full = top || most(flat);
   const wide = 262 / columns.length, high = 150 / rows.length;
   return svg("svg", { viewBox: "0 0 330 175", role: "img", "aria-label": rows.map((r, i) => `${r}: ${values[i].map(number).join(", ")}`).join("; ") },
     columns.map((name, j) => svg("text", { x: 66 + wide * (j + 0.5), y: 11, "text-anchor": "middle" }, name)),
@@ -135,7 +135,7 @@ function heat(rows, columns, values, top = null) {
         const v = values[i][j];
         const told = tip.list([[`${name} → ${column}`, number(v)]]);
         return [svg("rect", { x: 66 + wide * j, y: 18 + high * i, width: wide - 2, height: high - 2, rx: 3,
-          fill: v === null ? "none" : `rgba(var(${v < 0 ? "--cool" : "--warm"}), ${(0.75 * Math.min(1, Math.abs(v) / most)).toFixed(3)})`,
+          fill: v === null ? "none" : `rgba(var(${v < 0 ? "--cool" : "--warm"}), ${(0.75 * Math.min(1, Math.abs(v) / full)).toFixed(3)})`,
           stroke: "var(--line)", onpointermove: (event) => tip.show(event, told), onpointerleave: tip.hide }),
           svg("text", { class: "value", x: 65 + wide * (j + 0.5), y: 18 + high * (i + 0.5) + 4, "text-anchor": "middle", "pointer-events": "none" }, number(v))];
       })]));

@@ -26,10 +26,12 @@ const viewer = {
       el("option", { value: "" }, "all"), options.map(([value, text]) => el("option", { value, selected: this.filter[name] === String(value) }, visible(String(text ?? value))))));
     const limit = (label, name) => el("label", {}, label, el("input", { type: "number", step: "any", id: `f-${name}`, value: this.filter[name] ?? "",
       oninput: (e) => this.change(name, e.target.value) }));
-    this.count = el("span", { class: "muted", id: "count", role: "status" });
-    this.space = el("div", { class: "space" });
+    const top = this.list?.scrollTop ?? 0, before = [...(this.panes?.children ?? [])]; // a refresh must not make the page jump
+    this.count = el("span", { class: "muted", id: "count", role: "status" }, this.count?.textContent ?? "");
+    this.space = el("div", { class: "space", style: { height: this.space?.style.height ?? "" } });
     this.list = el("div", { class: "list", id: "list", tabindex: 0, role: "listbox", "aria-label": "Responses", onscroll: () => this.rows() }, this.space);
-    this.panes = el("div", { class: "panes", id: "panes" });
+    this.panes = el("div", { class: "panes", id: "panes" }, before);
+    this.comparing = el("button", { type: "button", id: "pin", onclick: () => this.pin() }, this.comparing?.textContent ?? "Compare");
     const shades = Object.keys(SHADES).filter((name) => !["nthr", "change"].includes(name) || data.runs.some((run) => run.fields.includes(name)));
     const view = [
       el("div", { class: "bar" },
@@ -42,13 +44,15 @@ const viewer = {
           oninput: (e) => this.change("text", e.target.value) })),
         el("label", {}, "Shading", el("select", { id: "shade", onchange: (e) => { this.shade = e.target.value; this.show(); } },
           shades.map((name) => el("option", { selected: name === this.shade }, name)))),
-        el("button", { type: "button", id: "pin", onclick: () => this.pin() }, "Compare"),
-        this.count),
+        this.comparing, this.count),
       el("p", { class: "hints" }, el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous response · ", el("kbd", {}, "←"), " ", el("kbd", {}, "→"),
         " token · ", el("kbd", {}, "s"), " shading · ", el("kbd", {}, "c"), " compare · ", el("kbd", {}, "/"), " search"),
       el("div", { class: "viewer" }, this.list, this.panes),
     ];
-    requestAnimationFrame(() => this.apply());
+    requestAnimationFrame(() => {
+      this.list.scrollTop = top;
+      this.apply();
+    });
     return view;
   },
 
@@ -128,14 +132,14 @@ const viewer = {
     const panes = await Promise.all(wanted.map(async (row) => this.pane(row, await data.block(row))));
     if (wanted.at(-1) !== (this.selected || this.pinned)) return; // meanwhile another was chosen
     this.panes.replaceChildren(...panes);
-    document.getElementById("pin").textContent = this.pinned ? "Compare no more" : "Compare";
+    this.comparing.textContent = this.pinned ? "Compare no more" : "Compare";
   },
 
   pane(row, block) {
     const shading = SHADES[this.shade];
     const values = Array.from(block.id, (_, i) => shading.of(block, i));
-    const most = extent(values.filter(Number.isFinite).map((v) => Math.abs(v - (shading.middle ?? 0))))[1] || 1;
-    const at = shading.at || ((v) => [Math.abs(v - shading.middle) / most, v < shading.middle ? "cool" : "warm"]);
+    const farthest = most(values.map((v) => v - (shading.middle ?? 0)));
+    const at = shading.at || ((v) => [Math.abs(v - shading.middle) / farthest, v < shading.middle ? "cool" : "warm"]);
     const spans = block.words.map((word, i) => {
       const shown = visible(word);
       const [strength, tone] = Number.isFinite(values[i]) ? at(values[i]) : [0, "warm"];
@@ -149,7 +153,7 @@ const viewer = {
     };
     tokens.addEventListener("pointermove", tell);
     tokens.addEventListener("pointerleave", tip.hide);
-    const [low, high] = shading.ends || [number(shading.positive ? 0 : shading.middle - most), number(shading.middle + most)];
+    const [low, high] = shading.ends || [number(shading.positive ? 0 : shading.middle - farthest), number(shading.middle + farthest)];
     const ramp = shading.ends || shading.positive ? "linear-gradient(90deg, transparent, rgba(var(--warm), .62))"
       : "linear-gradient(90deg, rgba(var(--cool), .62), transparent, rgba(var(--warm), .62))";
     return el("section", { class: "card pane" },
