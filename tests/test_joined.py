@@ -103,3 +103,7 @@ def test_other_layers_are_left_alone():
     join_projections(policy.trunk)
     assert type(attention.q_proj) is torch.nn.Linear
     assert isinstance(policy.trunk.layers[1].self_attn.q_proj, Joined)
+
+
+def test_models_alike_are_compiled_once():
+    assert compiler("inductor") is compiler("inductor")

@@ -9,6 +9,7 @@ part, and what is asked for several times is computed once. All else runs as it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,8 +69,12 @@ def _join(layers: Sequence[nn.Linear]) -> None:
         first = rows.stop
 
 
+@cache
 def compiler(backend: str) -> Callable[..., Any]:
-    """A backend of torch.compile that computes a product once where it is asked for several times."""
+    """A backend of torch.compile that computes a product once where it is asked for several times.
+
+    Always the same for the same backend: what was compiled for one model serves the next of its kind.
+    """
 
     def compile_once(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         found: dict[Any, torch.fx.Node] = {}
