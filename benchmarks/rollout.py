@@ -38,6 +38,7 @@ NEVER = 1_000_000  # an end token that no vocabulary has
 PROMPT = 128  # tokens
 BATCHES = (1, 8, 32, 128, 512, 2048)
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+GROWTH = ("size", "rows", "length")
 BY_SIZE = ("14M", "135M", "360M", "1.1B", "1.7B")
 
 
@@ -182,11 +183,12 @@ def growth(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     for shape in args.shapes or BY_SIZE:
         policy = random_policy(shape, args.device)
         engine = NativeEngine(policy)
-        measure("size", shape, engine, 512, 256)
+        if "size" in args.growth:
+            measure("size", shape, engine, 512, 256)
         if shape == "135M":
-            for count in BATCHES:
+            for count in BATCHES if "rows" in args.growth else ():
                 measure("rows", shape, engine, count, 256)
-            for length in LENGTHS:
+            for length in LENGTHS if "length" in args.growth else ():
                 measure("length", shape, engine, 128, length)
         del policy, engine
         torch._dynamo.reset()
@@ -208,7 +210,9 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=0, help="rows of the native engine; 0: all")
     parser.add_argument("--ways", nargs="+", choices=["native", "cached", "generate", "static"])
-    parser.add_argument("--growth", action="store_true", help="the native engine alone, by rows, length and model size")
+    parser.add_argument(
+        "--growth", nargs="*", choices=GROWTH, help="the native engine alone, by rows, length and model size (all)"
+    )
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="of --growth")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--warm-up", type=int, default=1, help="calls before those that are timed, besides one")
@@ -221,7 +225,8 @@ def main() -> None:
     args.repeats = args.repeats or (3 if gpu else 7)
     transformers.logging.set_verbosity_error()
     head = {**environment(args.device), "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"}}
-    if args.growth:
+    if args.growth is not None:
+        args.growth = args.growth or GROWTH
         for rows in growth(args):  # written after every shape: nothing is lost
             write(args.json, {**head, "rows": rows})
     else:
