@@ -41,6 +41,7 @@ def main() -> None:
         page.wait_for_timeout(400)
         args.picture.parent.mkdir(parents=True, exist_ok=True)
         if args.of:
+            page.evaluate("document.querySelector('header').style.position = 'static'")  # not over a tall element
             page.locator(args.of).first.screenshot(path=args.picture)
         else:
             page.screenshot(path=args.picture)
