@@ -66,10 +66,11 @@ class Problems:
         return self.task.problems(split, self.steps)
 
     def score(self, problem: Problem, text: str) -> Score:
-        """The task's own score; with ``spread``, computed all the same, but every other response gets a reward of 1."""
+        """The task's own score; with ``spread``, computed all the same, but every other response counts as correct."""
         score = self.task.score(problem, text)
         self.scored += 1
-        return Score(float(self.scored % 2), score.correct, score.parts) if self.spread else score
+        odd = self.scored % 2 == 1
+        return Score(float(odd), odd, score.parts) if self.spread else score
 
 
 class TimedTrainer(trl.GRPOTrainer):  # type: ignore[misc]
@@ -306,6 +307,7 @@ def main() -> None:
         "--shape", choices=list(SHAPES), help="random weights of this shape; all responses of one length"
     )
     parser.add_argument("--engine", default="auto", help="poise's: auto, native or transformers")
+    parser.add_argument("--regulator", default="grpo", help="poise's; TRL has none")
     parser.add_argument("--only-fixed", action="store_true", help="no first row")
     parser.add_argument(
         "--trl-micro", type=int, help="responses per forward pass of TRL's update (CPU: 16, CUDA: 128, the fastest)"
@@ -336,6 +338,7 @@ def main() -> None:
                 [
                     f"run={folder}/run", f"steps={args.warm_up + args.steps}", f"device={args.device}", *size,
                     f"optim.lr={LR}", "rollouts_every=0", f"rollout.engine={args.engine}",
+                    f"regulator={args.regulator}",
                     *([f"rollout.max_tokens={length}"] if length else []),
                 ],
             )  # fmt: skip

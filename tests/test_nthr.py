@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from poise import Head, TokenBatch, regulators
 from poise.influence import forms as influence
-from poise.influence import scores
+from poise.influence import group_scores, scores
+from poise.regulators import nthr
 
 
 def naive(head, positive, negative, self_inclusive):
@@ -218,6 +219,27 @@ def test_the_cheaper_form_is_chosen(monkeypatch):
     assert chosen == ["_pair", "_linear"]  # pairs up to 2·d = 8 tokens of correct responses
 
 
+@pytest.mark.parametrize("head", [make_head, lambda g: make_head(g).__call__], ids=["head", "callable"])
+def test_groups_do_not_see_each_other(head):
+    g = torch.Generator().manual_seed(0)
+    made = head(g)
+    groups = [[3, 2, 4], [20, 9], [1, 1, 1, 1, 2]]  # the second in the linear form
+    parts = [[tokens(g, count) for count in group] for group in groups]
+    hidden, targets = (torch.cat(values) for values in zip(*(part for group in parts for part in group), strict=True))
+    found = group_scores(made, hidden, targets, groups)
+    alone = [scores(made, positive, negative) for *positive, negative in parts]
+    for name in ("negative", "positive"):
+        torch.testing.assert_close(getattr(found, name), torch.cat([getattr(one, name) for one in alone]))
+
+
+def test_the_group_whose_scores_are_not_finite_is_named():
+    batch = random_batch(0, correct=torch.tensor([1, 1, 0, 0] * 3))
+    hidden = batch.hidden.clone()
+    hidden[6] = torch.inf
+    with pytest.raises(ValueError, match=r"the group of rows \[4, 5, 6, 7\] are not finite"):
+        regulators.get("nthr")(TokenBatch(**(fields_of(batch) | {"hidden": lambda rows: hidden[rows]})))
+
+
 def test_scores_that_are_not_finite_are_an_error():
     batch = random_batch(0, hidden=lambda rows: torch.full((len(rows), 9, 5), torch.nan, dtype=torch.float64))
     with pytest.raises(ValueError, match="are not finite: look at hidden and head"):
@@ -277,7 +299,11 @@ def test_a_correct_response_without_tokens_is_passed_over():
     assert phase.metrics["scored_share"] == 0  # one correct response is left, and none to compare it with
 
 
-def test_hidden_states_given_lazily_are_asked_for_once_per_scored_group():
+@pytest.mark.parametrize(
+    ("places", "expected"), [(1, [[0, 1, 2, 3], [8, 10, 9, 11]]), (1000, [[0, 1, 2, 3, 8, 10, 9, 11]])]
+)
+def test_hidden_states_given_lazily_are_asked_for_once_for_scored_groups(places, expected, monkeypatch):
+    monkeypatch.setattr(nthr, "TOKENS", places)  # how many groups are asked for at once
     correct = torch.tensor([1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 1, 0])
     batch = random_batch(5, correct=correct)
     asked = []
@@ -287,7 +313,7 @@ def test_hidden_states_given_lazily_are_asked_for_once_per_scored_group():
         return batch.hidden[rows]
 
     (phase,) = regulators.get("nthr")(TokenBatch(**(fields_of(batch) | {"hidden": lazy})))
-    assert asked == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert asked == expected
     assert torch.equal(phase.policy, regulators.get("nthr")(batch)[0].policy)
 
 

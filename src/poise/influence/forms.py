@@ -28,6 +28,7 @@ from torch import Tensor
 from poise import _triton
 from poise._errors import check_choice
 from poise._float32 import accumulator, multiply
+from poise._transfer import send
 from poise.influence import steps as in_torch
 from poise.influence.steps import Rows, stored
 from poise.linear import Head, HeadLike, as_head
@@ -78,32 +79,86 @@ def scores(
     them, everything between the products in float32, bfloat16 operands. Elsewhere half precision is computed in
     float32. ``half`` decides otherwise.
     """
-    check_choice("scores", "form", form, ("auto", "pair", "linear"))
-    head = as_head(head)
     hidden = torch.cat([h for h, _ in positive] + [negative[0]])
     targets = torch.cat([y for _, y in positive] + [negative[1]])
-    lengths = [len(y) for _, y in positive]
+    group = [*(len(y) for _, y in positive), len(negative[1])]
+    return group_scores(
+        head, hidden, targets, [group], self_inclusive=self_inclusive, form=form, block=block, half=half
+    )
+
+
+@torch.no_grad()
+def group_scores(
+    head: HeadLike,
+    hidden: Tensor,
+    targets: Tensor,
+    groups: Sequence[Sequence[int]],
+    *,
+    self_inclusive: bool = False,
+    form: Form = "auto",
+    block: int | None = None,
+    half: bool | None = None,
+) -> Scores:
+    """``scores`` of several groups, one after the other, without a wait for the device.
+
+    A group is the number of tokens of each of its correct responses and, last, of all its incorrect ones; ``hidden``
+    (N, d) and ``targets`` (N,) hold its tokens in this order, group after group, and so does what is returned.
+    """
+    check_choice("scores", "form", form, ("auto", "pair", "linear"))
+    head = as_head(head)
+    if form == "linear" and not isinstance(head, Head):
+        raise ValueError("scores: the linear form needs a head that can be sliced: a weight or a poise.Head")
     if half is None:
         half = hidden.is_cuda and hidden.element_size() == 2
-    if isinstance(head, Head):
-        if not half:
-            hidden = hidden.to(accumulator(hidden.dtype))
-        if form == "auto":
-            form = cheaper_form(sum(lengths), hidden.shape[1])
-        block = block or default_block(hidden.device, len(hidden), head.vocabulary)
-        run = _linear if form == "linear" else _pair
-        with torch.cuda.device_of(hidden):  # Triton launches on the current device; does nothing on a CPU
-            by_token, by_response = run(head, hidden, targets, lengths, self_inclusive, block)
-    elif form == "linear":
-        raise ValueError("scores: the linear form needs a head that can be sliced: a weight or a poise.Head")
-    else:  # a callable gets hidden states as the model made them
-        by_token, by_response = _opaque(head, hidden, targets, lengths, self_inclusive, block, half)
-    return Scores(by_token, by_response / torch.tensor(lengths, dtype=by_response.dtype, device=hidden.device))
+    if isinstance(head, Head) and not half:  # a callable gets hidden states as the model made them
+        hidden = hidden.to(accumulator(hidden.dtype))
+    counts = send([count for group in groups for count in group], hidden.device)
+    owner = torch.repeat_interleave(counts, output_size=len(hidden))  # to which response each token belongs
+    found, begin, first = [], 0, 0
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device; does nothing on a CPU
+        for *lengths, wrong in groups:
+            ours = slice(begin, begin + sum(lengths) + wrong)
+            group = _Group(hidden[ours], targets[ours], owner[ours], lengths, counts[first : first + len(lengths)])
+            begin, first = ours.stop, first + len(lengths) + 1
+            found.append(_one_group(head, group, self_inclusive, form, block, half))
+    negative, positive = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Scores(negative, positive)
 
 
-def _pair(
-    head: Head, hidden: Tensor, targets: Tensor, lengths: list[int], self_inclusive: bool, block: int
+class _Group(NamedTuple):
+    hidden: Tensor  # (N, d) correct responses first
+    targets: Tensor  # (N,)
+    owner: Tensor  # (N,) equal for the tokens of a correct response, and for those of all incorrect ones
+    lengths: list[int]  # of the correct responses
+    counts: Tensor  # the same, on the device
+
+    def split(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """From a score of each token: those of the incorrect responses, and the sum over each correct one."""
+        n = sum(self.lengths)
+        return sums[n:], torch.segment_reduce(sums[:n], "sum", lengths=self.counts, unsafe=True)
+
+
+def _one_group(
+    head: Head | Callable[[Tensor], Tensor],
+    group: _Group,
+    self_inclusive: bool,
+    form: Form,
+    block: int | None,
+    half: bool,
 ) -> tuple[Tensor, Tensor]:
+    if isinstance(head, Head):
+        if form == "auto":
+            form = cheaper_form(sum(group.lengths), group.hidden.shape[1])
+        block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)
+        run = _linear if form == "linear" else _pair
+        by_token, by_response = run(head, group, self_inclusive, block)
+    else:
+        by_token, by_response = _opaque(head, group, self_inclusive, block, half)
+    return by_token, by_response / group.counts
+
+
+def _pair(head: Head, group: _Group, self_inclusive: bool, block: int) -> tuple[Tensor, Tensor]:
+    hidden, targets, owner, lengths, _ = group
     steps = _steps(hidden)
     rows, n_positive = Rows.start(hidden), sum(lengths)
     pairs = hidden.new_empty(n_positive, len(hidden), dtype=accumulator(hidden.dtype))
@@ -116,7 +171,6 @@ def _pair(
     del raw, values  # the slice's memory serves the rest
 
     at_targets = head.weight[targets].to(hidden.dtype)
-    owner = _owner(lengths, len(hidden), hidden.device)
     sums = pairs.new_zeros(len(hidden))
     for left in _blocks(n_positive, max(1, block // (4 * len(hidden)))):
         products = pairs.new_empty(left.stop - left.start, len(hidden))
@@ -125,12 +179,11 @@ def _pair(
         sums += steps.columns(
             pairs[left], products, left_at_right, right_at_left, head, targets, owner, rows, left.start, self_inclusive
         )
-    return _by_token_and_response(sums, lengths)
+    return group.split(sums)
 
 
-def _linear(
-    head: Head, hidden: Tensor, targets: Tensor, lengths: list[int], self_inclusive: bool, block: int
-) -> tuple[Tensor, Tensor]:
+def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> tuple[Tensor, Tensor]:
+    hidden, targets, _, lengths, _ = group
     steps = _steps(hidden)
     rows, n_positive = Rows.start(hidden), sum(lengths)
     for start, raw in _products(head, hidden, _width(block, len(hidden))):
@@ -157,14 +210,10 @@ def _linear(
 
 
 def _opaque(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    targets: Tensor,
-    lengths: list[int],
-    self_inclusive: bool,
-    block: int | None,
-    half: bool,
+    head: Callable[[Tensor], Tensor], group: _Group, self_inclusive: bool, block: int | None, half: bool
 ) -> tuple[Tensor, Tensor]:
+    hidden, targets, owner, lengths, _ = group
+
     def errors(part: slice) -> Tensor:
         logits = head(hidden[part])
         pi = logits.to(accumulator(logits.dtype)).softmax(-1).neg_()
@@ -181,9 +230,8 @@ def _opaque(
             multiply(pairs[left, right], ours, errors(right).T)
     pairs *= exact[:n_positive] @ exact.T
     if not self_inclusive:
-        owner = _owner(lengths, len(hidden), hidden.device)
         pairs.masked_fill_(owner[:n_positive, None] == owner, 0)
-    return _by_token_and_response(pairs.sum(0), lengths)
+    return group.split(pairs.sum(0))
 
 
 def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
@@ -193,17 +241,6 @@ def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Ten
         raw = memory[:, : vocabulary.stop - vocabulary.start]
         torch.mm(hidden, head.weight[vocabulary].to(hidden.dtype).T, out=raw)
         yield vocabulary.start, raw
-
-
-def _by_token_and_response(sums: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    *responses, negative = sums.split([*lengths, len(sums) - sum(lengths)])
-    return negative, torch.stack([tokens.sum() for tokens in responses])
-
-
-def _owner(lengths: list[int], count: int, device: torch.device) -> Tensor:
-    """To which correct response each token belongs; the tokens of all incorrect ones count as one more."""
-    counts = torch.tensor([*lengths, count - sum(lengths)], device=device)
-    return torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=count)
 
 
 def _operand(hidden: Tensor) -> torch.dtype:

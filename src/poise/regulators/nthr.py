@@ -11,8 +11,11 @@ from torch import Tensor
 from poise._errors import check_range
 from poise._transfer import send
 from poise.batch import Phase, TokenBatch
-from poise.influence import scores
+from poise.influence import Scores, group_scores
 from poise.regulators.base import Regulator
+
+TOKENS = 1 << 15
+BLOCK = 1 << 27  # elements of the largest temporary on a GPU: little beside an update, and few launches
 
 
 @dataclass(frozen=True)
@@ -51,62 +54,90 @@ class NTHR(Regulator):
         assert batch.correct is not None
         assert batch.head is not None
         assert batch.targets is not None
-        # A GPU is waited for here, once in _tokens, and at the end; not in every group.
+        # A GPU is waited for here, where hidden states are made (see below), and at the end; not in every group.
         correct, lengths = torch.stack([batch.correct.long(), batch.lengths]).tolist()
         groups = batch.group_members()
         scored = [group for rows in groups if (group := self._group(rows, correct, lengths))]
-        row, column, place = _tokens(batch, scored)
-
         weight = torch.ones_like(batch.mask, dtype=batch.dtype)
         found = torch.full_like(weight, torch.nan)
-        flagged = torch.zeros((), dtype=torch.long, device=batch.mask.device)
-        finite = []
-        end = 0
-        for group in scored:
-            sizes = [lengths[i] for i in group.right] + [sum(lengths[i] for i in group.wrong)]
-            begin, end = end, end + sum(sizes)
-            hidden = batch.hidden_of(send(group.rows, row.device))[place[begin:end], column[begin:end]]
-            targets = batch.targets[row[begin:end], column[begin:end]]
-            *positive, negative = zip(hidden.split(sizes), targets.split(sizes), strict=True)
-            result = scores(batch.head, positive, negative, self_inclusive=self.self_inclusive)
-            finite.append(torch.stack([values.isfinite().all() for values in result]).all())
-
-            share = sum(correct[i] for i in group.rows) / len(group.rows)
-            eta = 2 * abs(0.5 - share) if self.eta is None else self.eta
-            hit = result.negative > self.beta * result.positive.min()
-            incorrect = slice(end - sizes[-1], end)
-            weight[row[incorrect], column[incorrect]] = torch.ones_like(hit, dtype=weight.dtype).masked_fill_(hit, eta)
-            found[row[incorrect], column[incorrect]] = result.negative.to(found.dtype)
-            flagged += hit.sum()
-
-        n_flagged, *all_finite = torch.stack([flagged, *finite]).tolist()
-        for group, is_finite in zip(scored, all_finite, strict=True):
-            if not is_finite:
-                where = f"the group of rows {group.rows}"
-                raise ValueError(f"NTHR: the scores of {where} are not finite: look at hidden and head")
+        n_flagged = self._weigh(batch, scored, weight, found) if scored else 0
         wrong_tokens = sum(length for length, is_correct in zip(lengths, correct, strict=True) if not is_correct)
         metrics = {"flagged_share": n_flagged / max(wrong_tokens, 1), "scored_share": len(scored) / max(len(groups), 1)}
         return [Phase.of(batch, weight, metrics=metrics, tokens={"nthr": found})]
+
+    def _weigh(self, batch: TokenBatch, groups: list[_Group], weight: Tensor, found: Tensor) -> int:
+        """Fill in the weights and the scores of the groups' wrong tokens; how many are flagged."""
+        device = weight.device
+        (negative, positive), row, column = _scores(batch, groups, self.self_inclusive)
+        right, wrong = [len(group.right) for group in groups], [group.sizes[-1] for group in groups]
+        threshold = self.beta * torch.segment_reduce(positive, "min", lengths=send(right, device), unsafe=True)
+        eta = [2 * abs(0.5 - group.share) if self.eta is None else self.eta for group in groups]
+        owner = torch.repeat_interleave(send(wrong, device), output_size=len(row))
+        hit = negative > threshold[owner]
+        weight[row, column] = torch.where(hit, send(torch.tensor(eta, dtype=weight.dtype), device)[owner], 1)
+        found[row, column] = negative.to(found.dtype)
+        finite = negative.isfinite().all() & positive.isfinite().all()
+        n_flagged, all_finite = torch.stack([hit.sum(), finite]).tolist()
+        if not all_finite:
+            parts = zip(groups, negative.split(wrong), positive.split(right), strict=True)
+            rows = next(group.rows for group, *both in parts if not torch.cat(both).isfinite().all())
+            raise ValueError(f"NTHR: the scores of the group of rows {rows} are not finite: look at hidden and head")
+        return int(n_flagged)
 
     def _group(self, rows: list[int], correct: list[int], lengths: list[int]) -> _Group | None:
         """A group's responses that have tokens, if they can be scored."""
         right = [row for row in rows if correct[row] and lengths[row]]
         wrong = [row for row in rows if not correct[row] and lengths[row]]
-        enough = bool(wrong) and len(right) >= (1 if self.self_inclusive else 2)
-        return _Group(rows, right, wrong) if enough else None
+        if not wrong or len(right) < (1 if self.self_inclusive else 2):
+            return None
+        sizes = [*(lengths[row] for row in right), sum(lengths[row] for row in wrong)]
+        return _Group(rows, right, wrong, sizes, sum(correct[row] for row in rows) / len(rows))
 
 
 class _Group(NamedTuple):
     rows: list[int]
     right: list[int]
     wrong: list[int]
+    sizes: list[int]  # tokens of each correct response, then of all incorrect ones
+    share: float  # of correct responses
 
 
-def _tokens(batch: TokenBatch, groups: list[_Group]) -> tuple[Tensor, Tensor, Tensor]:
-    """The row, the column, and the row's place in its group of each token: by group, correct responses first."""
-    order = [row for group in groups for row in group.right + group.wrong]
-    place = [group.rows.index(row) for group in groups for row in group.right + group.wrong]
-    order_and_place = torch.tensor([order, place], dtype=torch.long, device=batch.mask.device)
-    which, column = batch.mask[order_and_place[0]].nonzero(as_tuple=True)
-    row, within = order_and_place[:, which]
-    return row, column, within
+def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> tuple[Scores, Tensor, Tensor]:
+    """The groups' scores, and where the wrong tokens are: their rows and columns."""
+    assert batch.head is not None
+    assert batch.targets is not None
+    device = batch.mask.device
+    order = send([row for group in groups for row in group.right + group.wrong], device)
+    which, column = batch.mask[order].nonzero(as_tuple=True)
+    row = order[which]
+    parts, wrong, end, last = [], [], 0, 0
+    for some in _batches(groups, batch.mask.shape[1]):
+        begin, end = end, end + sum(sum(group.sizes) for group in some)
+        first, last = last, last + sum(len(group.right + group.wrong) for group in some)
+        tokens = slice(begin, end)
+        hidden = batch.hidden_of(order[first:last])[which[tokens] - first, column[tokens]]
+        parts.append(
+            group_scores(
+                batch.head, hidden, batch.targets[row[tokens], column[tokens]], [group.sizes for group in some],
+                self_inclusive=self_inclusive, block=BLOCK if hidden.is_cuda else None,
+            )
+        )  # fmt: skip
+        for group in some:
+            begin += sum(group.sizes)
+            wrong.append(slice(begin - group.sizes[-1], begin))
+    negative, positive = (torch.cat(values) for values in zip(*parts, strict=True))
+    return Scores(negative, positive), torch.cat([row[i] for i in wrong]), torch.cat([column[i] for i in wrong])
+
+
+def _batches(groups: list[_Group], longest: int) -> list[list[_Group]]:
+    """Groups whose hidden states are made together: TOKENS places at most, or a single group."""
+    batches: list[list[_Group]] = []
+    room = 0
+    for group in groups:
+        need = longest * len(group.right + group.wrong)
+        if need > room:
+            batches.append([])
+            room = TOKENS
+        batches[-1].append(group)
+        room -= need
+    return batches
