@@ -3,6 +3,7 @@
     pip install -c constraints.txt -e '.[train,bench]'
     OMP_WAIT_POLICY=passive python benchmarks/step.py            # about three minutes on two idle cores
     python benchmarks/step.py --device cuda --shape 135M --json out.json
+    python benchmarks/step.py --device cuda --shape 135M --alone grpo ar nthr   # what a regulator costs
 
 Both train the embedded model in float32, 16 prompts × 8 responses to an optimizer step, without KL. With ``--shape`` it
 is a model of that shape with random weights, 64 × 8 responses of 256 tokens, in bfloat16 with float32 weights for the
@@ -244,6 +245,20 @@ def compare(config: Config, warm_up: int, micro: int, endless: bool) -> list[dic
     return turns.rows[warm_up:]
 
 
+def alone(config: Config, regulators: list[str], warm_up: int, endless: bool) -> dict[str, list[dict[str, float]]]:
+    """What each part of poise's steps takes, by regulator."""
+    found = {}
+    for text in regulators:
+        ours = config.model_copy(update={"regulator": text, "run": f"{config.run}/{text}"})
+        trainer = our_trainer(ours, Problems(ours.task.build(), endless), endless)
+        console = Console(ours.steps, quiet=True)
+        steps = [trainer.step(step, console) for step in range(1, ours.steps + 1)][warm_up:]
+        found[text] = [{k: v for k, v in step.items() if k.startswith("time/")} for step in steps]
+        parts = {name: statistics.median(part[name] for part in found[text]) for name in found[text][0]}
+        print(f"{text:>10s}: " + ", ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in parts.items()), flush=True)
+    return found
+
+
 def random_model(shape: str, folder: str) -> Path:
     """A folder with a model of this shape and the embedded model's tokenizer."""
     path = Path(folder) / "model"
@@ -307,7 +322,7 @@ def main() -> None:
         "--shape", choices=list(SHAPES), help="random weights of this shape; all responses of one length"
     )
     parser.add_argument("--engine", default="auto", help="poise's: auto, native or transformers")
-    parser.add_argument("--regulator", default="grpo", help="poise's; TRL has none")
+    parser.add_argument("--alone", nargs="+", metavar="REGULATOR", help="only poise, with these, one after the other")
     parser.add_argument("--only-fixed", action="store_true", help="no first row")
     parser.add_argument(
         "--trl-micro", type=int, help="responses per forward pass of TRL's update (CPU: 16, CUDA: 128, the fastest)"
@@ -338,11 +353,13 @@ def main() -> None:
                 [
                     f"run={folder}/run", f"steps={args.warm_up + args.steps}", f"device={args.device}", *size,
                     f"optim.lr={LR}", "rollouts_every=0", f"rollout.engine={args.engine}",
-                    f"regulator={args.regulator}",
                     *([f"rollout.max_tokens={length}"] if length else []),
                 ],
             )  # fmt: skip
             assert (config.prompts, config.group) == (64 if args.shape else 16, 8)
+            if args.alone:
+                figures[name] = alone(config, args.alone, args.warm_up, endless=bool(length))
+                continue
             rows = compare(config, args.warm_up, micro, endless=bool(length))
         figures[name] = summary(rows) | {"each": rows}
         title = (

@@ -212,7 +212,7 @@ def test_the_cheaper_form_is_chosen(monkeypatch):
     chosen = []
     for form in ("_pair", "_linear"):
         monkeypatch.setattr(
-            influence, form, lambda *_, form=form: (chosen.append(form), (torch.zeros(1), torch.zeros(1)))[1]
+            influence, form, lambda _, group, *__, form=form: (chosen.append(form), torch.zeros(len(group.hidden)))[1]
         )
     scores(make_head(g), [tokens(g, 8)], tokens(g, 50))
     scores(make_head(g), [tokens(g, 9)], tokens(g, 1))

@@ -19,6 +19,7 @@ the pair form, and the head is called again and again on the same rows: for many
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from types import ModuleType
 from typing import Literal, NamedTuple
 
@@ -114,15 +115,18 @@ def group_scores(
         hidden = hidden.to(accumulator(hidden.dtype))
     counts = send([count for group in groups for count in group], hidden.device)
     owner = torch.repeat_interleave(counts, output_size=len(hidden))  # to which response each token belongs
-    found, begin, first = [], 0, 0
+    sums, correct, wrong, begin, first = [], [], [], 0, 0
     with torch.cuda.device_of(hidden):  # Triton launches on the current device; does nothing on a CPU
-        for *lengths, wrong in groups:
-            ours = slice(begin, begin + sum(lengths) + wrong)
-            group = _Group(hidden[ours], targets[ours], owner[ours], lengths, counts[first : first + len(lengths)])
+        for *lengths, rest in groups:
+            ours = slice(begin, begin + sum(lengths) + rest)
+            group = _Group(hidden[ours], targets[ours], owner[ours], lengths)
+            sums.append(_sums(head, group, self_inclusive, form, block, half))
+            correct.append(slice(first, first + len(lengths)))
+            wrong.append(slice(ours.stop - rest, ours.stop))
             begin, first = ours.stop, first + len(lengths) + 1
-            found.append(_one_group(head, group, self_inclusive, form, block, half))
-    negative, positive = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return Scores(negative, positive)
+    by_token = torch.cat(sums)
+    means = torch.segment_reduce(by_token, "sum", lengths=counts, unsafe=True) / counts
+    return Scores(torch.cat([by_token[i] for i in wrong]), torch.cat([means[i] for i in correct]))
 
 
 class _Group(NamedTuple):
@@ -130,35 +134,27 @@ class _Group(NamedTuple):
     targets: Tensor  # (N,)
     owner: Tensor  # (N,) equal for the tokens of a correct response, and for those of all incorrect ones
     lengths: list[int]  # of the correct responses
-    counts: Tensor  # the same, on the device
-
-    def split(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """From a score of each token: those of the incorrect responses, and the sum over each correct one."""
-        n = sum(self.lengths)
-        return sums[n:], torch.segment_reduce(sums[:n], "sum", lengths=self.counts, unsafe=True)
 
 
-def _one_group(
+def _sums(
     head: Head | Callable[[Tensor], Tensor],
     group: _Group,
     self_inclusive: bool,
     form: Form,
     block: int | None,
     half: bool,
-) -> tuple[Tensor, Tensor]:
-    if isinstance(head, Head):
-        if form == "auto":
-            form = cheaper_form(sum(group.lengths), group.hidden.shape[1])
-        block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)
-        run = _linear if form == "linear" else _pair
-        by_token, by_response = run(head, group, self_inclusive, block)
-    else:
-        by_token, by_response = _opaque(head, group, self_inclusive, block, half)
-    return by_token, by_response / group.counts
+) -> Tensor:
+    """(N,) the score of each token. In a correct response only their sum counts: the linear form knows no more."""
+    if not isinstance(head, Head):
+        return _opaque(head, group, self_inclusive, block, half)
+    if form == "auto":
+        form = cheaper_form(sum(group.lengths), group.hidden.shape[1])
+    block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)
+    return (_linear if form == "linear" else _pair)(head, group, self_inclusive, block)
 
 
-def _pair(head: Head, group: _Group, self_inclusive: bool, block: int) -> tuple[Tensor, Tensor]:
-    hidden, targets, owner, lengths, _ = group
+def _pair(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor:
+    hidden, targets, owner, lengths = group
     steps = _steps(hidden)
     rows, n_positive = Rows.start(hidden), sum(lengths)
     pairs = hidden.new_empty(n_positive, len(hidden), dtype=accumulator(hidden.dtype))
@@ -179,11 +175,11 @@ def _pair(head: Head, group: _Group, self_inclusive: bool, block: int) -> tuple[
         sums += steps.columns(
             pairs[left], products, left_at_right, right_at_left, head, targets, owner, rows, left.start, self_inclusive
         )
-    return group.split(sums)
+    return sums
 
 
-def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> tuple[Tensor, Tensor]:
-    hidden, targets, _, lengths, _ = group
+def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor:
+    hidden, targets, _, lengths = group
     steps = _steps(hidden)
     rows, n_positive = Rows.start(hidden), sum(lengths)
     for start, raw in _products(head, hidden, _width(block, len(hidden))):
@@ -206,13 +202,18 @@ def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> tupl
         total, products = steps.combine(slices, self_inclusive, _operand(hidden))
         positive += products
         multiply(pulled, errors[n_positive:], total, add=True)
-    return torch.linalg.vecdot(pulled, rest), positive
+    sums = rest.new_zeros(len(hidden))
+    sums[n_positive:] = torch.linalg.vecdot(pulled, rest)
+    firsts = [0, *accumulate(lengths[:-1])]  # a response's sum stands at its first token
+    for first, value in zip(firsts, positive, strict=True):
+        sums[first] = value
+    return sums
 
 
 def _opaque(
     head: Callable[[Tensor], Tensor], group: _Group, self_inclusive: bool, block: int | None, half: bool
-) -> tuple[Tensor, Tensor]:
-    hidden, targets, owner, lengths, _ = group
+) -> Tensor:
+    hidden, targets, owner, lengths = group
 
     def errors(part: slice) -> Tensor:
         logits = head(hidden[part])
@@ -231,7 +232,7 @@ def _opaque(
     pairs *= exact[:n_positive] @ exact.T
     if not self_inclusive:
         pairs.masked_fill_(owner[:n_positive, None] == owner, 0)
-    return group.split(pairs.sum(0))
+    return pairs.sum(0)
 
 
 def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
