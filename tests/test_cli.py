@@ -139,3 +139,11 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
 def test_mistakes_are_explained(args, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert message in " ".join(fails(*args).split())
+
+
+def test_a_mistyped_run_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "metrics.jsonl").touch()
+    for command in ("eval", "diagnose"):
+        assert "runs/dmo: there is no such folder; runs there: demo" in fails(command, "runs/dmo")

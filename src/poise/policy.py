@@ -252,6 +252,11 @@ def resolve_device(device: str = "auto") -> torch.device:
     return torch.device(device)
 
 
+def _runs_beside(folder: Path) -> list[str]:
+    """Names of runs in the folder that this would be in: then it is a mistyped run, and no model to ask the hub for."""
+    return sorted(run.parent.name for run in folder.parent.glob("*/metrics.jsonl")) if folder.parent != Path() else []
+
+
 def load_policy(
     name: str,
     *,
@@ -272,8 +277,9 @@ def load_policy(
     folder = Path(place)
     if (folder / "adapter_config.json").exists():
         return _load_adapter(folder, device=device, dtype=dtype, remote_code=remote_code, compiled=compiled)
-    if not folder.exists() and name.startswith(("/", ".", "~")):
-        raise ModelError(f"{name}: there is no such folder")
+    if not folder.exists() and (name.startswith(("/", ".", "~")) or _runs_beside(folder)):
+        beside = f"; runs there: {', '.join(runs)}" if (runs := _runs_beside(folder)) else ""
+        raise ModelError(f"{name}: there is no such folder{beside}")
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model")
     where = resolve_device(device)
