@@ -145,5 +145,4 @@ def test_a_mistyped_run_is_not_asked_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "runs" / "demo" / "metrics.jsonl").touch()
-    for command in ("eval", "diagnose"):
-        assert "runs/dmo: there is no such folder; runs there: demo" in fails(command, "runs/dmo")
+    assert "runs/dmo: there is no such folder; runs there: demo" in fails("eval", "runs/dmo")
