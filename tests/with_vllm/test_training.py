@@ -1,27 +1,46 @@
 """Training with vLLM, through the trainer."""
 
+from itertools import count
+
 import pytest
 from test_engine import MEMORY, small
 
 from poise.config import load
 from poise.run import RunFolder
-from poise.trainer import train
+from poise.tasks import Problem, Score
+from poise.trainer import Trainer
 
 
-@pytest.mark.parametrize("more", [[], ["lora.rank=4"]], ids=["whole", "lora"])
-def test_a_run_samples_with_vllm_and_reports_the_mismatch(tmp_path, more):
+class Vowels:
+    """Whatever was asked: the share of letters that are an "e". Even random weights can begin with that."""
+
+    name = "vowels"
+
+    def problems(self, split, seed):
+        for number in count():
+            yield Problem(f"{split}/{seed}/{number}", f"Ada says {seed % 97} and {number}.", "1", {})
+
+    def score(self, _, text):
+        share = text.count("e") / max(len(text), 1)
+        return Score(share, share > 0.5)
+
+
+@pytest.mark.parametrize("more", [[], ["lora.rank=8", "optim.lr=1e-2"]], ids=["whole", "lora"])
+def test_a_run_with_vllm_learns_and_reports_the_mismatch(tmp_path, more):
     small().save(tmp_path / "model")
-    settings = ["prompts=4", "group=4", "steps=3", "rollout.max_tokens=32", "evaluation.problems=4", "device=cpu"]
-    settings += [f"model={tmp_path / 'model'}", "optim.lr=1e-3", "rollout.engine=vllm", f"rollout.vllm_memory={MEMORY}"]
-    # Rewards of random texts are all the same: an entropy bonus moves the weights all the same.
-    config = load("demo", [*settings, f"run={tmp_path / 'run'}", "objective.entropy_coef=0.01", *more])
-    train(config, quiet=True)
-    lines = RunFolder.open(tmp_path / "run", resume=False).metrics()
-    assert len(lines) == 3
-    for line in lines:  # the third with weights that were pushed twice
-        assert line["optim/grad_norm"] > 0
+    settings = ["prompts=8", "group=8", "steps=12", "rollout.max_tokens=24", "evaluation.problems=2", "device=cpu"]
+    settings += [f"model={tmp_path / 'model'}", "rollout.engine=vllm", f"rollout.vllm_memory={MEMORY}", "optim.lr=2e-3"]
+    config = load("demo", [*settings, f"run={tmp_path / 'run'}", *more])
+    folder = RunFolder.create(config.run, config.model_dump(mode="json"))
+    held = Trainer(config, folder, quiet=True)
+    held.task = Vowels()
+    held.run()
+    lines = folder.metrics()
+    assert len(lines) == 12
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05
+    for line in lines:  # with weights that were pushed once more than there were steps
         assert line["rollout/mismatch_max"] < 1e-3
         assert line["rollout/mismatch_kl"] < 1e-6
         assert line["rollout/importance"] == pytest.approx(1.0, abs=1e-4)
         assert line["rollout/truncated"] == 0
-    assert lines[0]["rollout/entropy"] != lines[2]["rollout/entropy"]
