@@ -10,6 +10,12 @@ from poise.rollout.cached import CachedEngine
 from poise.rollout.vllm import VllmEngine, weights
 
 MEMORY = 0.02
+STARTED = []  # a vLLM that is collected takes what all of a process share with it
+
+
+def start(policy, **settings):
+    STARTED.append(VllmEngine(policy, memory=MEMORY, **settings))
+    return STARTED[-1]
 
 
 def small(tied=True, seed=0):
@@ -30,7 +36,7 @@ def small(tied=True, seed=0):
 
 @pytest.fixture(scope="module")
 def engine():
-    return VllmEngine(small(), memory=MEMORY)
+    return start(small())
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +154,7 @@ def test_a_response_ends_with_its_end_token_and_nothing_follows(engine):
 
 
 def test_the_batch_may_be_bounded_and_the_head_untied():
-    engine = VllmEngine(small(tied=False, seed=5), batch=2, memory=MEMORY)
+    engine = start(small(tied=False, seed=5), batch=2)
     check_greedy(engine)
     perturb(engine.policy, 1)
     check_greedy(engine)
@@ -157,7 +163,7 @@ def test_the_batch_may_be_bounded_and_the_head_untied():
 def test_half_precision_differs_and_says_by_how_much():
     policy = small()
     policy.model.bfloat16()
-    out = VllmEngine(policy, memory=MEMORY).generate(prompts(5), 4, max_tokens=40, temperature=1.0, seed=3)
+    out = start(policy).generate(prompts(5), 4, max_tokens=40, temperature=1.0, seed=3)
     gap = (out.logp - out.sampler_logp)[out.mask]
     assert 1e-4 < gap.abs().mean() < 0.2
 
@@ -175,7 +181,7 @@ def test_adapters_are_merged():
             if "lora_B" in name:
                 parameter.normal_(std=0.3)
     merged = {name: value.clone() for name, value in weights(policy)}
-    engine = VllmEngine(policy, memory=MEMORY)
+    engine = start(policy)
     asked = prompts(4)
     found = engine.generate(asked, 1, max_tokens=20, temperature=0.0, seed=0)
     ours = CachedEngine(policy).generate(asked, 1, max_tokens=20, temperature=0.0, seed=0)
@@ -191,7 +197,7 @@ def test_what_has_no_room_is_refused(engine):
 
 
 def test_a_model_that_vllm_cannot_run_is_refused():
-    engine = VllmEngine(load_policy("embedded", device="cpu"), memory=MEMORY)
+    engine = start(load_policy("embedded", device="cpu"))
     with pytest.raises(ModelError, match=r"vLLM cannot sample from LlamaForCausalLM here .*head_dim=40"):
         engine.generate([[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
 
@@ -201,4 +207,15 @@ def test_another_model_in_vllm_is_noticed(monkeypatch):
     other = small(seed=1)
     monkeypatch.setattr("poise.rollout.vllm.weights", lambda _: weights(other))
     with pytest.raises(ModelError, match="not the same model there"):
-        VllmEngine(policy, memory=MEMORY).generate([[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
+        start(policy).generate([[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
+
+
+def test_a_vllm_that_raised_is_not_asked_again(monkeypatch):
+    engine = start(small())
+    check_greedy(engine)
+    monkeypatch.setattr(engine._llm, "_run_engine", lambda *_, **__: 1 / 0)  # with the requests in its queue
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)
+    monkeypatch.undo()
+    with pytest.raises(ModelError, match="not asked again"):
+        engine.generate(prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)

@@ -3,7 +3,7 @@
 from itertools import count
 
 import pytest
-from test_engine import MEMORY, small
+from test_engine import MEMORY, STARTED, small
 
 from poise.config import load
 from poise.run import RunFolder
@@ -34,6 +34,7 @@ def test_a_run_with_vllm_learns_and_reports_the_mismatch(tmp_path, more):
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
     held = Trainer(config, folder, quiet=True)
     held.task = Vowels()
+    STARTED.append(held.engine)
     held.run()
     lines = folder.metrics()
     assert len(lines) == 12

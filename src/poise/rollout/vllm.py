@@ -44,6 +44,7 @@ class VllmEngine:
             raise ModelError(f"rollout.engine=vllm: vLLM is not installed; {INSTALL}")
         self.policy, self.batch, self.memory = policy, batch, memory
         self._llm: Any = None
+        self._failed = False
 
     @torch.no_grad()
     def generate(
@@ -61,6 +62,8 @@ class VllmEngine:
         """``group`` responses to each prompt, group after group."""
         if not prompts or not all(prompts):
             raise ValueError("generate: there is no prompt, or an empty one")
+        if self._failed:
+            raise ModelError("rollout.engine=vllm: vLLM has failed in this process, and is not asked again")
         if self._llm is None:
             self._start()
         room, longest = self._llm.llm_engine.model_config.max_model_len, max(map(len, prompts))
@@ -87,7 +90,7 @@ class VllmEngine:
         try:
             given = [answer.outputs[0] for answer in self._llm.generate(asked, settings, use_tqdm=False)]
         except BaseException:
-            self._llm = None  # it would go on with the requests that are left
+            self._failed = True  # it would go on with the requests that are left
             raise
         device, width = self.policy.device, max(len(one.token_ids) for one in given)
         tokens = torch.zeros((len(given), width), dtype=torch.long)
@@ -123,6 +126,7 @@ class VllmEngine:
         base = _base(self.policy)
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
+        self._failed = True  # until it has been tried
         more: dict[str, Any] = {"max_num_seqs": self.batch} if self.batch else {}
         if device.type == "cpu":
             # There vLLM packs the head's weights, and would not pack them again where they are the embedding's; a
@@ -145,18 +149,17 @@ class VllmEngine:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: it is somebody else's program, and another model
-            self._llm = None
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(
                 f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); use engine auto, or transformers"
             ) from error
         half = next(self.policy.trunk.parameters()).dtype in (torch.float16, torch.bfloat16)
         if not gap <= (0.2 if half else 1e-2):
-            self._llm = None
             raise ModelError(
                 f"rollout.engine=vllm: the log-probabilities of {name} in vLLM are {gap:.3g} off on average, so it is "
                 "not the same model there; use engine auto, or transformers"
             )
+        self._failed = False
 
     def _push(self) -> None:
         """Bring vLLM's weights up to date; what it has cached of prompts is of the old ones."""
