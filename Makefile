@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-verl test-gpu lint types unit format benchmark clean
+.PHONY: demo test test-verl test-vllm test-gpu lint types unit format benchmark clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -40,6 +40,16 @@ unit: .venv/installed
 test-verl: .venv-verl/installed
 	.venv-verl/bin/python -m pytest tests/with_verl -n 1 -p no:warnings -o filterwarnings=
 
+# So has vLLM, for a CPU. Every package is listed, since some of those that it would bring along do harm.
+.venv-vllm/installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-vllm: .venv-vllm/installed
+	.venv-vllm/bin/python -m pytest tests/with_vllm -n 0 -p no:warnings -o filterwarnings=
+
 # On a machine with a CUDA device. With a python that has all it needs already: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/installed)
@@ -54,4 +64,4 @@ benchmark: .venv/installed
 	$(BIN)/python benchmarks/regulators.py
 
 clean:
-	rm -rf .venv .venv-verl .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info
+	rm -rf .venv .venv-verl .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info

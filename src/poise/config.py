@@ -100,7 +100,9 @@ class RolloutConfig(_Group):
     # entropies are of the whole distribution all the same.
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
     top_k: CountOrZero = 0
-    engine: Literal["auto", "native", "transformers"] = "auto"  # auto: native on CUDA, where the model can use it
+    # auto: native on CUDA, where the model can use it; vllm needs the extra of that name
+    engine: Literal["auto", "native", "transformers", "vllm"] = "auto"
+    vllm_memory: Annotated[Real, Field(gt=0, le=1)] = 0.3  # share of the device's memory that vLLM may take
     # Where the old policy's log-probabilities come from: the sampler, or a forward pass of the training model. The
     # second costs that pass, and is for samplers whose arithmetic differs from the trainer's.
     old_logp: Literal["sampled", "recomputed"] = "sampled"

@@ -87,18 +87,38 @@ def reward_metrics(problems: Sequence[Problem], scores: Sequence[Score], batch: 
     }
 
 
-def rollout_metrics(rollouts: Rollouts, batch: TokenBatch) -> dict[str, float]:
-    """``rollout/…``: what was sampled and, where old log-probabilities were recomputed, how far they are off."""
-    differs = {}
-    if batch.sampler_logp is not None:
-        ratio = (batch.old_logp - batch.sampler_logp)[batch.mask]
-        differs = {"rollout/importance": float(ratio.exp().mean()), "rollout/mismatch": float(ratio.abs().mean())}
+def rollout_metrics(rollouts: Rollouts, batch: TokenBatch, cap: float | None = None) -> dict[str, float]:
+    """``rollout/…``: what was sampled and, where the sampler's log-probabilities are not the policy's, how they differ.
+
+    ``cap`` is where importance weights are cut.
+    """
     return {
-        **differs,
+        **(mismatch_metrics(batch, cap) if batch.sampler_logp is not None else {}),
         "rollout/length": float(rollouts.mask.sum(1).float().mean()),
         "rollout/entropy": float(rollouts.entropy[rollouts.mask].mean()),
         "rollout/finished": float(rollouts.finished.float().mean()),
     }
+
+
+def mismatch_metrics(batch: TokenBatch, cap: float | None) -> dict[str, float]:
+    """Over all response tokens, of the log-ratio of policy to sampler.
+
+    ``importance`` is the mean weight before any is cut, 1 where nothing is wrong; ``truncated`` the share of tokens
+    whose weight is cut; ``mismatch`` and ``mismatch_max`` the mean and the largest distance; ``mismatch_kl`` estimates
+    KL(sampler ‖ policy), by k3.
+    """
+    assert batch.sampler_logp is not None
+    gap = (batch.old_logp - batch.sampler_logp)[batch.mask].double()
+    ratio, distance = gap.exp(), gap.abs()
+    found = {
+        "importance": ratio.mean(),
+        "truncated": (ratio > (torch.inf if cap is None else cap)).double().mean(),
+        "mismatch": distance.mean(),
+        "mismatch_max": distance.max(),
+        "mismatch_kl": (torch.expm1(gap) - gap).mean(),
+    }
+    values = torch.stack([*found.values()]).tolist()
+    return {f"rollout/{name}": value for name, value in zip(found, values, strict=True)}
 
 
 class Clock:

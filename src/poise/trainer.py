@@ -77,7 +77,10 @@ class Trainer:
             compiled=config.compile,
         )  # fmt: skip
         self.notes: list[str] = []  # for whoever watches, once there is a console
-        self.engine: Engine = choose(self.policy, config.rollout.engine, config.rollout.batch, self.notes.append)
+        rollout = config.rollout
+        self.engine: Engine = choose(
+            self.policy, rollout.engine, rollout.batch, self.notes.append, memory=rollout.vllm_memory
+        )
         self.masters = self.policy.masters = Masters(self.policy.model)
         self.parameters = self.masters.parameters
         optim = config.optim
@@ -172,7 +175,8 @@ class Trainer:
                 console.samples_table([(p.prompt, text, s.reward, s.correct) for p, text, s in shown])
         with clock("update"):
             optimized = self._update(step, rollouts, batch, phases, seed)
-        metrics = {**reward_metrics(asked, scores, batch), **rollout_metrics(rollouts, batch), **optimized}
+        sampled = rollout_metrics(rollouts, batch, self.settings.importance_cap)
+        metrics = {**reward_metrics(asked, scores, batch), **sampled, **optimized}
         return metrics | regulators.summary(phases, batch) | clock.metrics(int(rollouts.mask.sum()))
 
     # Its parts
@@ -191,7 +195,8 @@ class Trainer:
         config, device = self.config, rollouts.mask.device
         rewards = torch.tensor([score.reward for score in scores], device=device)
         groups = torch.arange(config.prompts, device=device).repeat_interleave(config.group)
-        recomputed = config.rollout.old_logp == "recomputed"
+        sampler = rollouts.sampler_logp  # where there is one, rollouts.logp is the policy's own already
+        recomputed = sampler is None and config.rollout.old_logp == "recomputed"
         hidden = "hidden" in self.regulator.needs
         return TokenBatch(
             old_logp=self._logp(self.policy, rollouts) if recomputed else rollouts.logp,
@@ -201,7 +206,7 @@ class Trainer:
             rewards=rewards,
             correct=torch.tensor([score.correct for score in scores], device=device),
             ref_logp=self._reference_logp(rollouts),
-            sampler_logp=rollouts.logp if recomputed else None,
+            sampler_logp=rollouts.logp if recomputed else sampler,
             entropy=rollouts.entropy,
             hidden=(lambda rows: self.policy.padded_hidden(rollouts.rows(rows))) if hidden else None,
             head=self.policy.head(config.rollout.temperature) if hidden else None,
@@ -209,7 +214,7 @@ class Trainer:
         )
 
     def _logp(self, policy: Policy, rollouts: Rollouts) -> Tensor:
-        return score_all(policy, rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)
+        return score_all(policy, rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)[0]
 
     def _load_reference(self) -> Policy | None:
         """The policy before training, for the KL term. With LoRA it is the model without its adapter."""

@@ -156,13 +156,17 @@ def _add(totals: Metrics, more: Metrics) -> None:
 
 
 @torch.no_grad()
-def score_all(policy: Policy, rollouts: Rollouts, temperature: float, micro_tokens: int | None = None) -> Tensor:
-    """(B, T) log-probabilities of all responses under the policy as it is, without gradients."""
+def score_all(
+    policy: Policy, rollouts: Rollouts, temperature: float, micro_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(B, T) log-probabilities of all responses under the policy as it is, without gradients, and entropies."""
     micro_tokens = micro_tokens or default_micro_tokens(policy.device)
-    logp = torch.zeros_like(rollouts.logp)
+    made = torch.zeros_like(rollouts.logp), torch.zeros_like(rollouts.logp)
     for part in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
-        logp[send(part, logp.device)] = policy.score(rollouts.rows(part), temperature)[0].to(logp.dtype)
-    return logp
+        at = send(part, rollouts.logp.device)
+        for values, found in zip(made, policy.score(rollouts.rows(part), temperature), strict=True):
+            values[at] = found.to(values.dtype)
+    return made
 
 
 def _shuffled(count: int, size: int, seed: int) -> list[list[int]]:

@@ -71,7 +71,7 @@ class PolicyLoop:
 
     def logp(self) -> Tensor:
         """Without gradients."""
-        return score_all(self.policy, self.rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)
+        return score_all(self.policy, self.rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)[0]
 
     def changed(self) -> None:
         """Half-precision copies follow."""
@@ -104,7 +104,7 @@ def diagnose(
     task = task or config.task.build()
     policy = load_policy(config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code)
     policy.masters = Masters(policy.model)
-    engine = choose(policy, config.rollout.engine, config.rollout.batch, say)
+    engine = choose(policy, config.rollout.engine, config.rollout.batch, say, memory=config.rollout.vllm_memory)
     optim = config.optim
     betas = (0.0, optim.betas[1])
     optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
@@ -159,7 +159,7 @@ def sample(policy: Policy, engine: Engine, task: Task, config: Config, seed: int
         return policy.padded_hidden(rollouts.rows(rows))
 
     batch = TokenBatch(
-        old_logp=score_all(policy, rollouts, config.rollout.temperature, config.optim.micro_tokens),
+        old_logp=score_all(policy, rollouts, config.rollout.temperature, config.optim.micro_tokens)[0],
         mask=rollouts.mask,
         advantages=ADVANTAGES[config.advantage](rewards, groups),
         groups=groups,

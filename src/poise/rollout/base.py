@@ -24,6 +24,8 @@ class Rollouts:
     logp: Tensor  # (B, T) of softmax(logits / temperature), as sampled
     entropy: Tensor  # (B, T)
     finished: Tensor  # (B,) bool: ended by itself, not by the limit
+    # (B, T) from a sampler with an arithmetic of its own, which differs a little; logp is then the policy's
+    sampler_logp: Tensor | None = None
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -50,8 +52,9 @@ class Rollouts:
         else:
             chosen = ix.tolist() if isinstance(ix, Tensor) else list(ix)
             ix = send(ix, self.mask.device)
-        fields = (self.tokens, self.mask, self.logp, self.entropy, self.finished)
-        piece = Rollouts([self.prompts[i] for i in chosen], *(value[ix] for value in fields))
+        names = ("tokens", "mask", "logp", "entropy", "finished", "sampler_logp")
+        taken = {name: getattr(self, name)[ix] for name in names if getattr(self, name) is not None}
+        piece = Rollouts([self.prompts[i] for i in chosen], **taken)
         if "lengths" in self.__dict__:
             piece.__dict__["lengths"] = [self.lengths[i] for i in chosen]
         return piece

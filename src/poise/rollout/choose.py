@@ -9,15 +9,31 @@ from poise.policy import ModelError, Policy
 from poise.rollout.base import Engine
 from poise.rollout.cached import CachedEngine
 from poise.rollout.native import NativeEngine, supports
+from poise.rollout.vllm import MEMORY, VllmEngine
 
-Choice = Literal["auto", "native", "transformers"]
+Choice = Literal["auto", "native", "transformers", "vllm"]
 
 
-def choose(policy: Policy, choice: Choice = "auto", batch: int = 0, note: Callable[[str], None] = print) -> Engine:
+def choose(
+    policy: Policy,
+    choice: Choice = "auto",
+    batch: int = 0,
+    note: Callable[[str], None] = print,
+    *,
+    memory: float = MEMORY,
+) -> Engine:
     """With ``auto`` the native engine on CUDA, unless the model cannot use it, which is said; else transformers' cache.
 
-    On a CPU the native one has not been shown to be faster.
+    On a CPU the native one has not been shown to be faster. vLLM is there for whoever asks for it; ``memory`` is its
+    share.
     """
+    if choice == "vllm":
+        engine = VllmEngine(policy, batch, memory)
+        note(
+            "sampling goes through vLLM, in this process: it starts with the first prompts, and takes up to "
+            f"{memory:.0%} of the device's memory (rollout.vllm_memory)"
+        )
+        return engine
     if choice == "transformers" or (choice == "auto" and policy.device.type != "cuda"):
         return CachedEngine(policy, batch)
     if supports(policy):

@@ -74,9 +74,13 @@ def uniform(seed: int, number: Tensor, position: Tensor) -> Tensor:
     twice: a sequence is a point on the seed's stream, and a position one on the sequence's. int64 wraps around as
     uint64 does. Never 0 or 1, which would choose a token however unlikely.
     """
-    stream = mix(number + mix(torch.full_like(number, _signed(seed))))
-    bits = mix(stream + position) >> 41 & ((1 << 23) - 1)
+    bits = mix(streams(seed, number) + position) >> 41 & ((1 << 23) - 1)
     return (bits.float() * 2 + 1) * 2.0**-24
+
+
+def streams(seed: int, number: Tensor) -> Tensor:
+    """A seed for each sequence (int64), by its number: those of any two, and of any two seeds, are unrelated."""
+    return mix(number + mix(torch.full_like(number, _signed(seed))))
 
 
 def mix(x: Tensor) -> Tensor:

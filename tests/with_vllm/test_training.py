@@ -1,0 +1,47 @@
+"""Training with vLLM, through the trainer."""
+
+from itertools import count
+
+import pytest
+from test_engine import MEMORY, STARTED, small
+
+from poise.config import load
+from poise.run import RunFolder
+from poise.tasks import Problem, Score
+from poise.trainer import Trainer
+
+
+class Vowels:
+    """Whatever was asked: the share of letters that are an "e". Even random weights can begin with that."""
+
+    name = "vowels"
+
+    def problems(self, split, seed):
+        for number in count():
+            yield Problem(f"{split}/{seed}/{number}", f"Ada says {seed % 97} and {number}.", "1", {})
+
+    def score(self, _, text):
+        share = text.count("e") / max(len(text), 1)
+        return Score(share, share > 0.5)
+
+
+@pytest.mark.parametrize("more", [[], ["lora.rank=8", "optim.lr=1e-2"]], ids=["whole", "lora"])
+def test_a_run_with_vllm_learns_and_reports_the_mismatch(tmp_path, more):
+    small().save(tmp_path / "model")
+    settings = ["prompts=8", "group=8", "steps=12", "rollout.max_tokens=24", "evaluation.problems=2", "device=cpu"]
+    settings += [f"model={tmp_path / 'model'}", "rollout.engine=vllm", f"rollout.vllm_memory={MEMORY}", "optim.lr=2e-3"]
+    config = load("demo", [*settings, f"run={tmp_path / 'run'}", *more])
+    folder = RunFolder.create(config.run, config.model_dump(mode="json"))
+    held = Trainer(config, folder, quiet=True)
+    held.task = Vowels()
+    STARTED.append(held.engine)
+    held.run()
+    lines = folder.metrics()
+    assert len(lines) == 12
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05
+    for line in lines:  # with weights that were pushed once more than there were steps
+        assert line["rollout/mismatch_max"] < 1e-3
+        assert line["rollout/mismatch_kl"] < 1e-6
+        assert line["rollout/importance"] == pytest.approx(1.0, abs=1e-4)
+        assert line["rollout/truncated"] == 0
