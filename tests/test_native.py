@@ -329,14 +329,12 @@ class TestChoice:
     def test_which_models_can_use_it(self, name):
         assert supports(tiny(name)) == (name in NATIVE)
 
-    def test_a_model_that_cannot_gets_the_other_engine_and_is_told(self, monkeypatch):
+    def test_a_model_that_cannot_gets_the_other_engine_and_is_told(self):
         said = []
         policy = tiny("gemma2")
-        assert type(choose(tiny("llama"), note=said.append)) is CachedEngine  # as all do on a CPU
+        assert type(choose(tiny("llama"), note=said.append)) is NativeEngine
         assert not said
-        monkeypatch.setattr(Policy, "device", torch.device("cuda"))
         assert type(choose(policy, note=said.append)) is CachedEngine
-        monkeypatch.undo()
         assert len(said) == 1
         assert "Gemma2" in said[0]
         with pytest.raises(ModelError, match="auto"):
@@ -351,6 +349,21 @@ class TestChoice:
         right = SharedKeys.attend
         monkeypatch.setattr(SharedKeys, "attend", lambda self, layer, *rest: right(self, layer, *rest) * 1.01)
         assert not supports(tiny("llama"))
+
+
+@pytest.mark.parametrize(("small", "expected"), [(10**9, 1), (0, 2)])
+def test_a_small_model_is_decoded_by_one_thread(small, expected, monkeypatch):
+    monkeypatch.setattr("poise.rollout.native.SMALL", small)
+    found, work = [], Queue.work
+    monkeypatch.setattr(Queue, "work", lambda self: (found.append(torch.get_num_threads()), work(self))[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        NativeEngine(tiny("llama")).answer([Request([7, 8], 3)], Sampling(), 0)
+        assert found == [expected]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_queue_looks_up_only_now_and_then(monkeypatch):

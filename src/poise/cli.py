@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
@@ -187,15 +188,16 @@ def evaluate(
     from poise.console import Console
     from poise.evaluate import evaluate as run
     from poise.policy import load_policy
-    from poise.rollout.cached import CachedEngine
+    from poise.rollout.choose import choose
 
     with explained():
         built = _task(task, people, args or [])
         if json_to and not json_to.parent.is_dir():
             fail(f"--json {json_to}: there is no folder {json_to.parent}")
         policy = load_policy(model, device=device, remote_code=remote_code)
+        engine = choose(policy, batch=batch, note=partial(print, file=sys.stderr))
         result = run(
-            policy, CachedEngine(policy, batch), built, problems=problems, samples=n,
+            policy, engine, built, problems=problems, samples=n,
             temperature=temperature, max_tokens=max_tokens, seed=seed, top_p=top_p, top_k=top_k, progress=_progress,
         )  # fmt: skip
         summary = result.summary()

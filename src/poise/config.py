@@ -100,7 +100,7 @@ class RolloutConfig(_Group):
     # entropies are of the whole distribution all the same.
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
     top_k: CountOrZero = 0
-    # auto: native on CUDA, where the model can use it; vllm needs the extra of that name
+    # auto: native where the model can use it, else transformers; vllm needs the extra of that name
     engine: Literal["auto", "native", "transformers", "vllm"] = "auto"
     vllm_memory: Annotated[Real, Field(gt=0, le=1)] = 0.3  # share of the device's memory that vLLM may take
     # Where the old policy's log-probabilities come from: the sampler, or a forward pass of the training model. The

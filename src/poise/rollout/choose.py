@@ -22,10 +22,9 @@ def choose(
     *,
     memory: float = MEMORY,
 ) -> Engine:
-    """With ``auto`` the native engine on CUDA, unless the model cannot use it, which is said; else transformers' cache.
+    """With ``auto`` the native engine, unless the model cannot use it, which is said: then transformers' cache.
 
-    On a CPU the native one has not been shown to be faster. vLLM is there for whoever asks for it; ``memory`` is its
-    share.
+    vLLM is there for whoever asks for it; ``memory`` is its share.
     """
     if choice == "vllm":
         engine = VllmEngine(policy, batch, memory)
@@ -34,7 +33,7 @@ def choose(
             f"{memory:.0%} of the device's memory (rollout.vllm_memory)"
         )
         return engine
-    if choice == "transformers" or (choice == "auto" and policy.device.type != "cuda"):
+    if choice == "transformers":
         return CachedEngine(policy, batch)
     if supports(policy):
         return NativeEngine(policy, batch)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -15,6 +16,7 @@ from poise.rollout.sampling import Sampling
 from poise.rollout.slots import SharedKeys
 
 STEP = 64  # prompt lengths are rounded up to this, so that room is rarely made anew
+SMALL = 10_000_000  # parameters of the layers: to wake a second thread takes a CPU longer than it helps
 
 
 class NativeEngine:
@@ -51,7 +53,8 @@ class NativeEngine:
     def answer(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
         """A response to each request, in their order."""
         _check(requests)
-        made = Queue(requests, self._room(requests), sampling, seed, done).work()
+        with _threads(self.policy):
+            made = Queue(requests, self._room(requests), sampling, seed, done).work()
         if self._decoder is not None and not graphs.may_stay(self._decoder.keys):
             self.release()
         return made
@@ -82,6 +85,19 @@ class NativeEngine:
                 self._decoder = Decoder(self.policy, keys)
             self._room_for = wanted
         return self._decoder
+
+
+@contextmanager
+def _threads(policy: Policy) -> Iterator[None]:
+    """A small model is decoded by one thread on a CPU."""
+    before = torch.get_num_threads()
+    layers = sum(p.numel() for p in policy.trunk.parameters()) - policy.head().weight.numel()
+    if policy.device.type == "cpu" and layers < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check(requests: Sequence[Request]) -> None:
