@@ -112,7 +112,7 @@ def test_lazy_hidden_states_follow_the_rows():
 
 def test_lazy_hidden_states_of_a_wrong_shape_are_refused():
     batch = random_batch(hidden=lambda rows: torch.zeros(len(rows), 2, 5))
-    with pytest.raises(ValueError, match=r"hidden\(rows\) must return \(4, 9, d\)"):
+    with pytest.raises(ValueError, match=r"hidden\(rows\) must return \(8, 9, d\)"):
         regulators.get("nthr", self_inclusive=True)(batch)
 
 

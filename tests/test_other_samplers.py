@@ -13,8 +13,8 @@ from poise.batch import TokenBatch
 from poise.config import load
 from poise.policy import ModelError, Policy, load_policy
 from poise.records import mismatch_metrics
-from poise.rollout.cached import CachedEngine
 from poise.rollout.choose import choose
+from poise.rollout.native import NativeEngine
 from poise.rollout.sampling import streams
 from poise.rollout.vllm import weights
 from poise.run import RunFolder
@@ -24,7 +24,7 @@ class Off:
     """An engine whose own log-probabilities are off by a constant."""
 
     def __init__(self, policy, gap):
-        self.inner, self.gap = CachedEngine(policy), gap
+        self.inner, self.gap = NativeEngine(policy), gap  # what the trainer takes otherwise
 
     def generate(self, *args, **kwargs):
         out = self.inner.generate(*args, **kwargs)
