@@ -45,6 +45,7 @@ class Policy:
                 f"{type(base).__name__}: poise needs a causal language model with a plain linear head"
                 + ("; leave lm_head out of lora.targets" if hasattr(output, "lora_A") else "")
             )
+        self.base: Any = base  # the model without adapters around it
         self.trunk: nn.Module = trunk
         self._output: nn.Module = output
         self._config = base.config
@@ -95,10 +96,11 @@ class Policy:
 
     def texts(self, tokens: Tensor) -> dict[int, str]:
         """The text of each token that occurs, by itself; part of a character shows as U+FFFD."""
-        for token in tokens.unique().tolist():
+        found = tokens.unique().tolist()
+        for token in found:
             if token not in self._texts:
                 self._texts[token] = str(self.tokenizer.decode([token]))
-        return {token: self._texts[token] for token in tokens.unique().tolist()}
+        return {token: self._texts[token] for token in found}
 
     def hidden(self, rollouts: Rollouts, tokens: Tensor | None = None) -> Tensor:
         """(n, d) hidden states that predict the given response tokens; all of them, row after row, by default.
@@ -277,8 +279,9 @@ def load_policy(
     folder = Path(place)
     if (folder / "adapter_config.json").exists():
         return _load_adapter(folder, device=device, dtype=dtype, remote_code=remote_code, compiled=compiled)
-    if not folder.exists() and (name.startswith(("/", ".", "~")) or _runs_beside(folder)):
-        beside = f"; runs there: {', '.join(runs)}" if (runs := _runs_beside(folder)) else ""
+    runs = [] if folder.exists() else _runs_beside(folder)
+    if not folder.exists() and (name.startswith(("/", ".", "~")) or runs):
+        beside = f"; runs there: {', '.join(runs)}" if runs else ""
         raise ModelError(f"{name}: there is no such folder{beside}")
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model")

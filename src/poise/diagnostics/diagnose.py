@@ -22,7 +22,8 @@ from poise.records import environment, response_records, token_arrays
 from poise.rollout.base import Engine, Rollouts
 from poise.rollout.choose import choose
 from poise.run import RunFolder
-from poise.tasks import Problem, Score, Task, judge
+from poise.scoring import Scoring
+from poise.tasks import Problem, Score, Task
 from poise.trainer import ADVANTAGES
 from poise.update import score_all, update
 
@@ -143,13 +144,14 @@ def sample(policy: Policy, engine: Engine, task: Task, config: Config, seed: int
     """A batch as the trainer draws it, with hidden states for whoever asks."""
     drawn = 1_000_003 * (config.seed + 1) + seed
     problems = list(islice(task.problems("train", drawn), config.prompts))
-    rollouts = engine.generate(
-        [policy.encode(problem.prompt) for problem in problems], config.group, max_tokens=config.rollout.max_tokens,
-        temperature=config.rollout.temperature, seed=drawn, top_p=config.rollout.top_p, top_k=config.rollout.top_k,
-    )  # fmt: skip
-    texts = [policy.decode(row[mask].tolist()) for row, mask in zip(rollouts.tokens, rollouts.mask, strict=True)]
     asked = [problem for problem in problems for _ in range(config.group)]
-    scores = [judge(task, problem, text) for problem, text in zip(asked, texts, strict=True)]
+    with Scoring(policy, task, asked) as scoring:
+        rollouts = engine.generate(
+            [policy.encode(problem.prompt) for problem in problems], config.group, max_tokens=config.rollout.max_tokens,
+            temperature=config.rollout.temperature, seed=drawn, top_p=config.rollout.top_p, top_k=config.rollout.top_k,
+            done=scoring.take,
+        )  # fmt: skip
+        texts, scores = scoring.finish(rollouts)
     device = rollouts.mask.device
     rewards = torch.tensor([score.reward for score in scores], device=device)
     groups = torch.arange(config.prompts, device=device).repeat_interleave(config.group)

@@ -52,8 +52,6 @@ class NTHR(Regulator):
         ``tokens["nthr"]`` of the phase holds s⁻ for the tokens of incorrect responses, NaN where there is none.
         """
         assert batch.correct is not None
-        assert batch.head is not None
-        assert batch.targets is not None
         # A GPU is waited for here, where hidden states are made (see below), and at the end; not in every group.
         correct, lengths = torch.stack([batch.correct.long(), batch.lengths]).tolist()
         groups = batch.group_members()

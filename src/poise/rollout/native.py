@@ -90,10 +90,12 @@ class NativeEngine:
 @contextmanager
 def _threads(policy: Policy) -> Iterator[None]:
     """A small model is decoded by one thread on a CPU."""
-    before = torch.get_num_threads()
     layers = sum(p.numel() for p in policy.trunk.parameters()) - policy.head().weight.numel()
-    if policy.device.type == "cpu" and layers < SMALL:
-        torch.set_num_threads(1)
+    if policy.device.type != "cpu" or layers >= SMALL:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -123,7 +123,7 @@ class VllmEngine:
         if built_for != device.type or device.index:
             where = f"the model is on {device}, but this vLLM works on {built_for}"
             raise ModelError(f"rollout.engine=vllm: {where}; set device={built_for}, or {INSTALL}")
-        base = _base(self.policy)
+        base = self.policy.base
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         self._failed = True  # until it has been tried
@@ -177,7 +177,7 @@ class VllmEngine:
 
 def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """The policy's weights by the names of its checkpoint, adapters merged. Shared ones come under each name."""
-    base = _base(policy)
+    base = policy.base
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if ".lora_" in name:
             continue
@@ -188,7 +188,3 @@ def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             for adapter in layer.active_adapters:
                 value = value + layer.get_delta_weight(adapter).to(value.dtype)
         yield (f"{place}.{own}" if found else name), value
-
-
-def _base(policy: Policy) -> Any:
-    return policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
