@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from datasets import Dataset
-from trl import GRPOConfig, ModelConfig, TrlParser
+from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from poise.integrations.trl import RegulatedGRPOTrainer
 from poise.tasks.knights_knaves import KnightsKnaves
@@ -31,9 +31,23 @@ def parser() -> Any:
     return TrlParser((TaskArguments, GRPOConfig, ModelConfig))
 
 
-def main() -> None:
-    """Train."""
-    own, args, model = parser().parse_args_and_config()
+def loading(args: GRPOConfig, model: ModelConfig) -> dict[str, Any]:
+    """What the trainer is told about the model. Revision, dtype and attention go through ``args``, as TRL wants it."""
+    given = {
+        "revision": model.model_revision,
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+    }
+    args.model_init_kwargs = given | (args.model_init_kwargs or {})
+    return {
+        "model": model.model_name_or_path,
+        "peft_config": get_peft_config(model),
+        "quantization_config": get_quantization_config(model),
+    }
+
+
+def build(own: TaskArguments, args: GRPOConfig, model: ModelConfig) -> RegulatedGRPOTrainer:
+    """TRL's trainer with a regulator, on puzzles."""
     task = KnightsKnaves(people=own.people)
     problems = list(islice(task.problems("train", seed=0), own.problems))
 
@@ -42,14 +56,19 @@ def main() -> None:
         return [task.score(problems[i], text).reward for i, text in zip(number, texts, strict=True)]
 
     prompts = [[{"role": "user", "content": problem.prompt}] for problem in problems]
-    trainer = RegulatedGRPOTrainer(
-        model=model.model_name_or_path,
+    return RegulatedGRPOTrainer(
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": prompts, "number": list(range(len(problems)))}),
         regulator=own.regulator,
+        **loading(args, model),
     )
-    trainer.train()
+
+
+def main() -> None:
+    """Train."""
+    own, args, model = parser().parse_args_and_config()
+    build(own, args, model).train(resume_from_checkpoint=args.resume_from_checkpoint)
 
 
 if __name__ == "__main__":
