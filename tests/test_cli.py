@@ -6,7 +6,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from poise.cli import app
+from poise.cli_see import app
 from poise.policy import load_policy
 
 SMALL = [
@@ -88,6 +88,21 @@ def test_more_steps_are_kept_for_the_next_resume(tmp_path):
     poise("train", "demo", *SMALL, run)
     poise("train", "--resume", run, "steps=2", "--quiet")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
+
+
+def test_the_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert f"{tmp_path}/none: there is no such folder" in fails("eval", "~/none")
+    assert f"there is no run in {tmp_path}/none" in fails("report", "~/none")
+    assert f"there is no run in {tmp_path}/none" in fails("tokens", "~/none")
+    assert f"there is no run in {tmp_path}/none" in fails("train", "--resume", "run=~/none")
+    assert f"{tmp_path}/none" in fails("diagnose", "~/none")
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file is a file" in fails("warmstart", "~/file")
+    assert f"{tmp_path}/file is a file" in fails("diagnose", "embedded", "--out=~/file")
+    assert f"run: {tmp_path}/x" in poise("train", "--dry-run", "run=~/x").output
+    assert not (tmp_path / "~").exists()
 
 
 def test_tasks():

@@ -401,3 +401,12 @@ def test_the_docstring_tells_the_truth():
     name, overrides = eval(f"({example})")
     config = load(name, overrides)
     assert (config.regulator, config.optim.lr, config.task.settings) == ("ar(alpha=0.3)", 2e-6, {"people": "3-5"})
+
+
+def test_the_home_folder_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = load("demo", ["run=~/runs/x", "model=~/models/y"])
+    assert (config.run, config.model) == ("/home/ada/runs/x", "/home/ada/models/y")
+    assert load("demo", ["run=./~x"]).run == "./~x"
+    with pytest.raises(ConfigError, match=r"run = '~nobody-here/x': .* there is no user 'nobody-here'"):
+        load("demo", ["run=~nobody-here/x"])

@@ -64,6 +64,39 @@ def test_open_clears_what_a_killed_run_left_but_looking_on_touches_nothing(run):
     assert run.load_checkpoint(read) == (1, 1)
 
 
+def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunFolder("~/x").path == tmp_path / "x"
+    with pytest.raises(FileNotFoundError, match="no user 'nobody-here'"):
+        RunFolder("~nobody-here/x")
+
+
+# Files
+
+
+def test_only_regular_files_are_replaced(tmp_path):
+    def put(path):
+        with _files.replacing(path) as file:
+            file.write(b"new")
+
+    pipe, folder, link, target = (tmp_path / name for name in ("pipe", "folder", "link", "target"))
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path, what in ((pipe, "a pipe"), (folder, "a folder"), (link, "a pipe")):
+        if path is link:
+            link.symlink_to(pipe)
+        with pytest.raises(FileExistsError, match=what):
+            put(path)
+    assert pipe.is_fifo()
+    link.unlink()
+    link.symlink_to(target)
+    for _ in range(2):  # a link to nothing yet, then to a file
+        put(link)
+        assert link.is_symlink()
+        assert target.read_bytes() == b"new"
+    assert names(tmp_path) == ["folder", "link", "pipe", "target"]
+
+
 # Metrics, rollouts
 
 

@@ -284,6 +284,14 @@ class TestMistakes:
         assert len(held.folder.metrics()) == 4
 
 
+def test_zero_is_only_at_the_end_or_never(tmp_path):
+    never = ("checkpoint_every=0", "evaluation.every=0", "rollouts_every=0", "optim.warmup_steps=0", "rollout.batch=0")
+    folder, summary = run(tmp_path, "steps=2", "evaluation.problems=1", "optim.mini_batch=0", "rollout.top_k=0", *never)
+    assert summary["steps"] == 2
+    assert folder.checkpoints() == [2]
+    assert folder.recorded() == []
+
+
 def test_early_stop(tmp_path):
     folder, summary = run(tmp_path, "evaluation.every=1", "evaluation.problems=12", "stop_at=0.01", "steps=9")
     assert summary["steps"] == 1 == len(folder.metrics())

@@ -36,6 +36,16 @@ def _finite(data: Any) -> Any:
     return data
 
 
+def expand(path: str | Path) -> Path:
+    """The path with ``~`` and ``~user`` replaced by their folders: a shell leaves ``run=~/x`` as it is."""
+    expanded = Path(os.path.expanduser(path))
+    if str(expanded).startswith("~"):
+        raise FileNotFoundError(
+            f"{path}: there is no user {expanded.parts[0][1:]!r}; write ./~… for a folder of that name"
+        )
+    return expanded
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder last: without this a power cut may undo a rename."""
     if os.name != "posix":  # elsewhere folders cannot be opened, and need not be
@@ -49,7 +59,14 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into; it takes the place of ``path`` when all went well, else ``path`` stays as it was."""
+    """A file to write into; it takes the place of ``path`` when all went well, else ``path`` stays as it was.
+
+    A link stays a link: the file that it names is replaced. A device, a pipe or a folder is refused.
+    """
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a device, a pipe or a socket"
+        raise FileExistsError(f"{path} is {what}: name a file to write to")
+    path = path.resolve() if path.is_symlink() else path
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(TEMPORARY + path.name)
     try:

@@ -37,6 +37,18 @@ def fail(message: object) -> NoReturn:
     raise typer.Exit(1)
 
 
+def home(path: Any) -> Any:
+    """Typed paths with ``~`` expanded, for ``callback=`` of an option: shells leave ``--out=~/x`` as it is."""
+    from poise._files import expand
+
+    try:
+        if isinstance(path, list):
+            return [str(expand(each)) if each.startswith("~") else each for each in path]
+        return type(path)(expand(path)) if str(path).startswith("~") else path
+    except OSError as error:
+        fail(error)
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Errors that say what to do are shown as they are; any other is a bug and keeps its traceback."""
@@ -157,7 +169,7 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A hub id, a model folder, a run folder, or 'embedded'.")],
+    model: Annotated[str, typer.Argument(callback=home, help="A hub id, a model folder, a run folder, or 'embedded'.")],
     args: Annotated[list[str] | None, typer.Argument(metavar="[SETTING=VALUE]...", help="More task settings.")] = None,
     task: Annotated[str, typer.Option(help="The task.")] = "kk",
     people: Annotated[Optional[str], typer.Option(help="For kk: how many people, such as 3-7.")] = None,  # noqa: UP045
@@ -172,7 +184,7 @@ def evaluate(
     batch: Annotated[int, typer.Option(min=0, help="Responses decoded together; 0: all.")] = 256,
     seed: Annotated[int, typer.Option()] = 0,
     device: Annotated[str, typer.Option()] = "auto",
-    json_to: Annotated[Optional[Path], typer.Option("--json", help="Write the figures here too.")] = None,  # noqa: UP045
+    json_to: Annotated[Path | None, typer.Option("--json", callback=home, help="Write the figures here too.")] = None,
     remote_code: Annotated[
         bool, typer.Option("--remote-code", help="Run code that the model's repository brings.")
     ] = False,
@@ -225,7 +237,7 @@ def _task(name: str, people: str | None, args: list[str]) -> tasks.Task:
 
 @app.command()
 def warmstart(
-    out: Annotated[Path, typer.Argument(help="Where the model goes.")],
+    out: Annotated[Path, typer.Argument(callback=home, help="Where the model goes.")],
     args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
     device: Annotated[str, typer.Option()] = "auto",
 ) -> None:
@@ -250,8 +262,8 @@ def warmstart(
             settings = replace(settings, task_settings={**settings.task_settings, key: parsed})
         else:
             fail(unknown("setting of warmstart", key, [*own, *settings.task_settings]))
-    if out.exists() and any(out.iterdir()):
-        fail(f"{out} is not empty: choose another folder")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        fail(f"{out} {'is not empty' if out.is_dir() else 'is a file'}: choose another folder")
     try:
         settings.build_task()
     except (ValueError, TypeError) as error:
@@ -264,7 +276,9 @@ def warmstart(
 @doctor_app.command("verl")
 def doctor_verl(
     args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
-    config_path: Annotated[Optional[Path], typer.Option(help="A folder with configurations of yours.")] = None,  # noqa: UP045
+    config_path: Annotated[
+        Path | None, typer.Option(callback=home, help="A folder with configurations of yours.")
+    ] = None,
     config_name: Annotated[str, typer.Option(help="Which one.")] = "ppo_trainer",
 ) -> None:
     """Tell whether verl has loaded poise, which it does not say itself; with settings, whether they can be trained.

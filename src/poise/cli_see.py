@@ -11,7 +11,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from poise.cli import app, explained, fail
+from poise.cli import app, explained, fail, home
 
 __all__ = ["app"]
 
@@ -42,7 +42,7 @@ def _looking() -> Iterator[None]:
 
 @app.command()
 def diagnose(
-    model: Annotated[str, typer.Argument(help="A hub id, a model folder, a run folder, or 'embedded'.")],
+    model: Annotated[str, typer.Argument(callback=home, help="A hub id, a model folder, a run folder, or 'embedded'.")],
     args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
     task: Annotated[Optional[str], typer.Option(help="The task; of a run: its own.")] = None,  # noqa: UP045
     regulator: Annotated[
@@ -54,7 +54,9 @@ def diagnose(
     intervals: Annotated[str, typer.Option(help="Edges between the intervals of probability.")] = "0.25,0.5,0.75",
     batches: Annotated[int, typer.Option(min=1, help="Batches that are measured; error bars are over them.")] = 2,
     warmup: Annotated[int, typer.Option(min=1, help="Batches that only feed the optimizer's second moments.")] = 1,
-    out: Annotated[Optional[Path], typer.Option(help="A new folder for figures, responses and report.")] = None,  # noqa: UP045
+    out: Annotated[
+        Path | None, typer.Option(callback=home, help="A new folder for figures, responses and report.")
+    ] = None,
 ) -> None:
     """See which tokens drive an update of a model, and what each method would change about it. Nothing is trained.
 
@@ -137,8 +139,10 @@ def _settings(model: str, task: str | None, args: list[str]) -> Any:
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(help="Run folders; several are compared.")],
-    out: Annotated[Optional[Path], typer.Option(help="The file; by default report.html in the run.")] = None,  # noqa: UP045
+    runs: Annotated[list[str], typer.Argument(callback=home, help="Run folders; several are compared.")],
+    out: Annotated[
+        Path | None, typer.Option(callback=home, help="The file; by default report.html in the run.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Serve it on this machine, and keep it up to date.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="For --watch; 0: any that is free.")] = 0,
 ) -> None:
@@ -171,7 +175,7 @@ def report(
 
 @app.command()
 def tokens(
-    run: Annotated[str, typer.Argument(help="A run folder.")],
+    run: Annotated[str, typer.Argument(callback=home, help="A run folder.")],
     step: Annotated[Optional[int], typer.Option(help="A recorded step; by default the last.")] = None,  # noqa: UP045
     by: Annotated[
         str, typer.Option(help="probability, weight, advantage, gradient, entropy, nthr or change.")

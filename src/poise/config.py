@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from poise import regulators, tasks
 from poise._errors import unknown
 from poise._explain import explain
+from poise._files import expand
 from poise._recipes import ConfigError, Document, merge, read, recipes, split_overrides, to_yaml
 from poise.objective import Settings
 from poise.tracking import TRACKERS
@@ -205,6 +206,14 @@ class Config(_Group):
     compile: bool | None = None  # layers through torch.compile for the update; null: on CUDA, where it can
     tracking: tuple[str, ...] = ()
     remote_code: bool = False  # whether a model's own Python may run
+
+    @field_validator("model", "run")
+    @classmethod
+    def _home_folder(cls, value: str) -> str:
+        try:
+            return str(expand(value)) if value.startswith("~") else value
+        except OSError as error:
+            raise ValueError(str(error)) from None
 
     @field_validator("regulator")
     @classmethod

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from poise import attention, memory
+from poise._files import expand
 from poise.compiled import can_compile, compile_layers
 from poise.head import Head, token_logp
 from poise.masters import Masters
@@ -323,10 +324,10 @@ def _resolve(name: str) -> str:
     """The folder behind "embedded", or behind a run: the model of its newest checkpoint."""
     if name == "embedded":
         return str(EMBEDDED)
-    folder = Path(name)
+    folder = expand(name) if name.startswith("~") else Path(name)
     if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").exists() or (folder / "before.json").exists():
         return str(RunFolder.open(folder, resume=False).newest() / "model")
-    return name
+    return str(folder) if name.startswith("~") else name
 
 
 def _load_adapter(folder: Path, **settings: Any) -> Policy:

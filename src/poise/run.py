@@ -30,7 +30,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from poise._errors import check_range
-from poise._files import OLD, TEMPORARY, dumps, remove, remove_leftovers, replacing, seal, sync_folder, verify
+from poise._files import OLD, TEMPORARY, dumps, expand, remove, remove_leftovers, replacing, seal, sync_folder, verify
 
 T = TypeVar("T")
 ASIDE = "set-aside-"  # a checkpoint that could not be read, and that the run went on without
@@ -49,7 +49,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path, *, keep: int = 2) -> None:
         check_range("RunFolder", "keep", keep, low=1)
-        self.path = Path(path)
+        self.path = expand(path)
         self.keep = keep
         self._config = self.path / "config.json"
         self._metrics = self.path / "metrics.jsonl"

@@ -121,7 +121,7 @@ class Trainer:
                     for tracker in trackers:
                         tracker.log(step, metrics)
                     enough = self._reached(metrics, console)
-                    if step % config.checkpoint_every == 0 or step == config.steps or stopper.asked or enough:
+                    if self._due(step) or stopper.asked or enough:
                         self._save(step)
                     if enough:
                         break
@@ -287,6 +287,10 @@ class Trainer:
         return True
 
     # Checkpoints
+
+    def _due(self, step: int) -> bool:
+        every = self.config.checkpoint_every  # 0: only at the end
+        return step == self.config.steps or (every > 0 and step % every == 0)
 
     def _save(self, step: int) -> None:
         def write(path: Path) -> None:
