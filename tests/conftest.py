@@ -1,3 +1,6 @@
+import threading
+
+import pytest
 import torch
 from hypothesis import settings
 
@@ -6,3 +9,45 @@ settings.register_profile("fixed", deadline=None, derandomize=True, max_examples
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("fixed")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from runs import chromium
+
+    path = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page that reports what it asks for, and that fails the test on any error in its console."""
+    opened = browser.new_page(viewport={"width": 1200, "height": 900})
+    opened.wrong, opened.asked = [], []
+    opened.on("pageerror", lambda error: opened.wrong.append(str(error)))
+    opened.on("console", lambda told: told.type in ("error", "warning") and opened.wrong.append(told.text))
+    opened.on("request", lambda request: opened.asked.append(request.url))
+    yield opened
+    assert opened.wrong == []
+    opened.close()
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A run folder and the address of its watch server."""
+    from runs import make_run
+
+    from poise.diagnostics.report import serve
+
+    folder = make_run(tmp_path / "run", steps=(1,))
+    server = serve([folder.path])
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()

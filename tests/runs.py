@@ -63,3 +63,21 @@ def chromium():
         why = "no Chromium on this machine: apt-get install chromium, and these tests run"
         (pytest.fail if os.environ.get("POISE_CHROMIUM") == "required" else pytest.skip)(why)
     return found
+
+
+def look(page, tmp_path, *folders, tab="responses"):
+    """Write the report of some runs and open it at a tab."""
+    from poise.diagnostics.report import write_report
+
+    path = write_report([folder.path for folder in folders], tmp_path / "report.html")
+    page.goto(f"{path.as_uri()}#{tab}")
+    page.wait_for_selector("#main :not(p)")
+    return path
+
+
+def see(page, selector, text, whole=False):
+    """Wait until an element shows a text. (Not wait_for_function: the page's policy forbids its eval.)"""
+    from playwright.sync_api import expect
+
+    found = expect(page.locator(selector).first)
+    (found.to_have_text if whole else found.to_contain_text)(text)

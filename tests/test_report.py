@@ -3,21 +3,18 @@
 import json
 import re
 import struct
-import threading
 import zlib
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import WORDS, add_step, chromium, make_run, response
+from runs import WORDS, add_step, look, make_run, response, see
 from test_dominance import Table
 
 from poise import regulators
 from poise.diagnostics import Intervals, dominance
-from poise.diagnostics.report import serve, write_report
+from poise.diagnostics.report import write_report
 from poise.diagnostics.report.data import Source
 from poise.diagnostics.report.page import in_html
 from poise.diagnostics.verdict import combine, verdict
@@ -27,45 +24,6 @@ HOSTILE = (
     "\0\x1b[2J\u202e evil \u2066\u2028 \ud800 \ufeff \" onmouseover='window.hacked=4' javascript:window.hacked=5 "
     "{{script}}"
 )
-
-
-@pytest.fixture(scope="module")
-def browser():
-    path = chromium()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield launched
-        launched.close()
-
-
-@pytest.fixture
-def page(browser):
-    """A page that reports what it asks for, and that fails the test on any error in its console."""
-    opened = browser.new_page(viewport={"width": 1200, "height": 900})
-    opened.wrong, opened.asked = [], []
-    opened.on("pageerror", lambda error: opened.wrong.append(str(error)))
-    opened.on("console", lambda told: told.type in ("error", "warning") and opened.wrong.append(told.text))
-    opened.on("request", lambda request: opened.asked.append(request.url))
-    yield opened
-    assert opened.wrong == []
-    opened.close()
-
-
-def look(page, tmp_path, *folders, tab="responses"):
-    path = write_report([folder.path for folder in folders], tmp_path / "report.html")
-    page.goto(f"{path.as_uri()}#{tab}")
-    page.wait_for_selector("#main :not(p)")
-    return path
-
-
-def see(page, selector, text, whole=False):
-    """Wait until an element shows a text. (Not wait_for_function: the page's policy forbids its eval.)"""
-    from playwright.sync_api import expect
-
-    found = expect(page.locator(selector).first)
-    (found.to_have_text if whole else found.to_contain_text)(text)
 
 
 # The data
@@ -421,17 +379,6 @@ def test_ten_thousand_responses_do_not_freeze_the_page(page, tmp_path):
 # Watching
 
 
-@pytest.fixture
-def served(tmp_path):
-    folder = make_run(tmp_path / "run", steps=(1,))
-    server = serve([folder.path])
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield folder, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
 def test_watching_refreshes(page, served):
     folder, url = served
     page.goto(f"{url}/#responses")
@@ -460,35 +407,3 @@ def test_a_refresh_does_not_scroll(page, served):
     page.wait_for_timeout(100)
     assert page.evaluate("[document.getElementById('list').scrollTop, window.scrollY]") == [2000, 150]
     assert page.locator("#row-43").count() == 1
-
-
-def test_only_this_machine_is_served(served):
-    folder, url = served
-    server = serve([folder.path])
-    assert server.server_address[0] == "127.0.0.1"
-    server.server_close()
-    assert urlopen(f"{url}/index").status == 200
-    for header, path, status in (
-        ("evil.example:80", "/", 403),
-        (None, "/../config.json", 404),
-        (None, "/block/0/1/999", 404),
-    ):
-        with pytest.raises(HTTPError) as error:
-            urlopen(Request(url + path, headers={"Host": header} if header else {}))
-        assert error.value.code == status
-        error.value.close()
-    assert folder.path.exists()
-
-
-def test_the_server_outlives_a_step_that_cannot_be_read(served, capfd):
-    folder, url = served
-    assert urlopen(f"{url}/index").status == 200
-    whole = folder.tokens_path(1).read_bytes()
-    folder.tokens_path(1).write_bytes(b"half")
-    with pytest.raises(HTTPError) as error:
-        urlopen(f"{url}/index")
-    assert error.value.code == 503
-    error.value.close()
-    folder.tokens_path(1).write_bytes(whole)
-    assert urlopen(f"{url}/index").status == 200
-    assert "Traceback" not in capfd.readouterr().err

@@ -1,40 +1,111 @@
-"""``poise report --watch``: the page served on this machine alone, with what a running training adds to it."""
+"""``poise report --watch``: the page served on this machine alone, with what a running training adds to it.
+
+Whoever can connect may be hostile: a page elsewhere, or a program that connects and sends nothing. So a connection has
+a time limit, their number has one, and a request that fails costs no more than its own answer.
+"""
 
 from __future__ import annotations
 
 import re
+import socket
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
+from typing import Any
 
 from safetensors import SafetensorError
 
 from poise._files import dumps
+from poise.console import visible
 from poise.diagnostics.report.data import Source
 from poise.diagnostics.report.page import frame
 
 ADDRESS = "127.0.0.1"
+HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
+CONNECTIONS = 512  # open at once; more wait in the backlog
+REQUEST_WITHIN = 10.0  # seconds from the connection to the whole request
+GRACE = 1.0  # the same while all connections are taken
+SEND_WITHIN = 60.0  # seconds for the whole answer
+PAUSE = 0.1  # seconds between two looks for a free connection or descriptor
 
 
-def serve(paths: Sequence[str | Path], port: int = 0) -> ThreadingHTTPServer:
+class Server(ThreadingHTTPServer):
+    """One thread per connection, with limits on both."""
+
+    request_queue_size = 1024  # with a short backlog the kernel drops connections, and a client retries for a minute
+
+    def __init__(self, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._slots = BoundedSemaphore(_connections())
+        self._full = False
+        self._silent: dict[socket.socket, float] = {}  # connections whose request is not whole yet, and their start
+        super().__init__((ADDRESS, port), handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. OSError, after a pause, where that cannot be: the listening socket stays ready."""
+        self._full = not self._slots.acquire(timeout=PAUSE)
+        if self._full:
+            raise OSError("all connections are taken")
+        try:
+            connection, address = super().get_request()
+        except OSError:  # out of descriptors, say
+            self._full = True
+            self._slots.release()
+            time.sleep(PAUSE)
+            raise
+        self._silent[connection] = time.monotonic()
+        return connection, address
+
+    def heard(self, connection: socket.socket) -> None:
+        """The request is whole: from here on only its answer takes time."""
+        self._silent.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """Hang up on connections that have not sent a whole request in time. Runs between any two requests."""
+        began_before = time.monotonic() - (GRACE if self._full else REQUEST_WITHIN)
+        for connection, began in list(self._silent.items()):
+            if began < began_before:
+                self.heard(connection)
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection. Every accepted one comes here exactly once."""
+        self.heard(request)
+        super().shutdown_request(request)
+        self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing where the client has gone; anything else is a bug and keeps its traceback."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def serve(paths: Sequence[str | Path], port: int = 0) -> Server:
     """A server that is ready to run (``serve_forever``). Port 0: one that is free."""
     source, lock = Source(paths), Lock()
 
     class Handler(BaseHTTPRequestHandler):
+        server: Server
+        timeout = SEND_WITHIN
+        server_version, sys_version = "poise", ""
+
         def do_GET(self) -> None:
+            self.server.heard(self.connection)
             # A page elsewhere could have its own name lead here: only who asks for this machine by name is answered.
-            if self.headers.get("Host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
+            hosts = self.headers.get_all("Host", [])
+            if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
                 self._send(403, "text/plain", b"this server answers to 127.0.0.1 alone\n")
                 return
             try:
                 with lock:
                     answer = self._answer()
             except (OSError, ValueError, SafetensorError) as error:  # what a resumed run has just removed, say
-                answer = 503, "text/plain", f"{error}\n".encode()
-            with suppress(ConnectionError):  # who asked has gone
-                self._send(*answer)
+                answer = 503, "text/plain", f"{visible(str(error))}\n".encode()
+            self._send(*answer)
 
         def _answer(self) -> tuple[int, str, bytes]:
             if self.path == "/":
@@ -43,7 +114,7 @@ def serve(paths: Sequence[str | Path], port: int = 0) -> ThreadingHTTPServer:
                 return 200, "text/plain", source.stamp().encode()
             if self.path == "/index":
                 return 200, "application/json", dumps(source.index())
-            if match := re.fullmatch(r"/block/(\d{1,6})/(\d{1,12})/(\d{1,9})", self.path):
+            if match := re.fullmatch(r"/block/([0-9]{1,6})/([0-9]{1,12})/([0-9]{1,9})", self.path):
                 run, step, row = map(int, match.groups())
                 try:
                     return 200, "application/octet-stream", source.block((run, step, row))
@@ -57,10 +128,26 @@ def serve(paths: Sequence[str | Path], port: int = 0) -> ThreadingHTTPServer:
             self.send_header("Content-Length", str(len(content)))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
             self.end_headers()
             self.wfile.write(content)
+
+        def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
+            """What http.server says of a request that it cannot read, as plain text."""
+            self.close_connection = True
+            self._send(code, "text/plain", f"{visible(message or 'this request cannot be answered')}\n".encode())
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name there
             """Nothing: the terminal belongs to whoever watches."""
 
-    return ThreadingHTTPServer((ADDRESS, port), Handler)
+    return Server(port, Handler)
+
+
+def _connections() -> int:
+    """Half of the descriptors that the process may have, so that run files can be opened too."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return CONNECTIONS
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS if allowed == resource.RLIM_INFINITY else max(1, min(CONNECTIONS, allowed // 2))
