@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import time
+import re
+import string
+import sys
 from collections import Counter
 from itertools import islice, permutations, product
 from pathlib import Path
@@ -22,6 +24,7 @@ from poise.tasks.knights_knaves import (
     Puzzle,
     canonical,
     generate,
+    meaning,
     read,
     solve,
     split_of,
@@ -29,6 +32,7 @@ from poise.tasks.knights_knaves import (
 )
 from poise.tasks.knights_knaves.statements import FORMS, holds, mentioned
 from poise.tasks.knights_knaves.verifier import score
+from poise.tasks.knights_knaves.wording import role
 from poise.tasks.knights_knaves.worked import STYLES
 
 quick = settings(max_examples=40, deadline=None)  # a loaded machine is no failure
@@ -237,7 +241,9 @@ def test_canonical_form_merges_equivalent_wordings() -> None:
     assert canonical(base) != canonical((("lying", 1), base[1]))
 
 
-def test_highly_symmetric_puzzles_are_quick() -> None:
+def test_highly_symmetric_puzzles_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, calls = meaning._smallest, []
+    monkeypatch.setattr(meaning, "_smallest", lambda *args: calls.append(1) or search(*args))
     everyone = ("telling-truth", 0)
     for i in range(1, 8):
         everyone = ("and", everyone, ("telling-truth", i))
@@ -247,10 +253,10 @@ def test_highly_symmetric_puzzles_are_quick() -> None:
         tuple(("lying", i ^ 1) for i in range(8)),  # pairs
         (everyone,) * 8,
     ]
-    begin = time.perf_counter()
     for statements in hard:
+        calls.clear()
         assert canonical(statements) == canonical(permuted(statements, [3, 1, 4, 7, 5, 0, 2, 6]))
-    assert time.perf_counter() - begin < 5
+        assert len(calls) < 1000  # of 2 · 8! orders
 
 
 def test_splits_are_disjoint_by_meaning_and_a_tenth_is_test() -> None:
@@ -365,6 +371,28 @@ def test_golden_totals(text: str, total: float) -> None:
     assert (result.answer is None) == (total in (-1.0, -3.0))
 
 
+def lookalikes() -> list[tuple[str, str]]:
+    """Pairs of a character outside ASCII and the ASCII letter that case-insensitive matching takes it for."""
+    letters = re.compile("[a-z]", re.IGNORECASE)
+    found = [chr(code) for code in range(128, sys.maxunicode + 1) if letters.match(chr(code))]
+    return [(c, letter) for c in found for letter in string.ascii_lowercase if re.match(letter, c, re.IGNORECASE)]
+
+
+def test_letters_outside_ascii_are_never_taken_for_ascii_ones() -> None:
+    pairs = lookalikes()
+    assert {c for c, _ in pairs} >= set("\u0130\u0131\u017f\u212a")
+    names = ("Kasi", "Skip")
+    for roles in product((True, False), repeat=2):
+        words = [f"{name} is a {role(knight)}" for name, knight in zip(names, roles, strict=True)]
+        for c, letter in pairs:
+            for at, word in enumerate(words):
+                for place in re.finditer(letter, word, re.IGNORECASE):
+                    said = [*words]
+                    said[at] = word[: place.start()] + c + word[place.end() :]
+                    for solution in product((True, False), repeat=2):
+                        assert score(names, solution, response(", ".join(said))).reward == -1.0
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -394,9 +422,8 @@ def test_equal_answers_are_equal_texts(text: str, answer: str | None) -> None:
     ],
 )
 def test_a_megabyte_of_garbage_is_scored_at_once(garbage: str) -> None:
-    begin = time.perf_counter()
+    """In milliseconds. Were the time quadratic in the length, this test would not end within the hour."""
     assert score(PEOPLE, SOLUTION, garbage).reward in (3.0, -0.5, -1.0, -3.0)
-    assert time.perf_counter() - begin < 2
 
 
 @quick

@@ -2,7 +2,7 @@
 
 The totals are 3, −0.5, −1 and −3. Format: each of the four tags exactly once and in order; any other text is allowed.
 Answer: between the answer tags the words knight and knave occur once per person in all, and "NAME is a ROLE" is found
-for everyone; letter case is ignored.
+for everyone; the case of ASCII letters is ignored, and no other letter counts as one of them.
 
 The text is untrusted. Tags are counted, not matched, and the expressions searched for have no repetition in them, so
 that the time is linear in the text.
@@ -60,7 +60,7 @@ def roles_of(answer: str, names: Sequence[str]) -> list[bool] | None:
     order = sorted(range(len(names)), key=lambda i: -len(names[i]))
     anyone = "|".join(f"({re.escape(names[i])})" for i in order)
     found: dict[int, bool] = {}
-    for match in re.finditer(rf"(?<!\w)(?:{anyone}) is a (knight|knave)\b", answer, re.IGNORECASE):
+    for match in re.finditer(rf"(?<!\w)(?ai:(?:{anyone}) is a (knight|knave))\b", answer):
         person = next(i for group, i in enumerate(order, 1) if match[group] is not None)
         found[person] = match[len(names) + 1].lower() == "knight"
     return [found[i] for i in range(len(names))] if len(found) == len(names) else None

@@ -54,7 +54,7 @@ _QUESTIONS = (
     "Can you tell the knights from the knaves?",
 )
 PHRASINGS = ("varied", "plain")
-ROLE = re.compile(r"\b(?:knight|knave)\b", re.IGNORECASE)
+ROLE = re.compile(r"\b(?ai:knight|knave)\b")  # a: else i would take "knıght" for a role that is not "knight"
 
 
 def role(knight: bool) -> str:
