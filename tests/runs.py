@@ -10,6 +10,11 @@ import torch
 
 from poise.run import RunFolder
 
+HOSTILE = (
+    "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'></script><!-- <svg onload=window.hacked=3>"
+    "\0\x1b[2J\u202e evil \u2066\u2028 \ud800 \ufeff \" onmouseover='window.hacked=4' javascript:window.hacked=5 "
+    "{{script}}"
+)
 WORDS = {0: "alpha", 1: " beta", 2: "\n", 3: " gamma", 4: "<|end|>"}
 
 

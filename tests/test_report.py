@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import WORDS, add_step, look, make_run, response, see
+from runs import HOSTILE, WORDS, add_step, look, make_run, response, see
 from test_dominance import Table
 
 from poise import regulators
@@ -18,13 +18,6 @@ from poise.diagnostics.report import write_report
 from poise.diagnostics.report.data import Source
 from poise.diagnostics.report.page import in_html
 from poise.diagnostics.verdict import combine, verdict
-
-HOSTILE = (
-    "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'></script><!-- <svg onload=window.hacked=3>"
-    "\0\x1b[2J\u202e evil \u2066\u2028 \ud800 \ufeff \" onmouseover='window.hacked=4' javascript:window.hacked=5 "
-    "{{script}}"
-)
-
 
 # The data
 
@@ -301,55 +294,6 @@ def contrast(page, selector, behind="body"):
 
     high, low = sorted(map(light, colours), reverse=True)
     return (high + 0.05) / (low + 0.05)
-
-
-# What a model wrote
-
-
-def test_model_output_shows_as_text_and_runs_nothing(page, tmp_path):
-    texts = dict.fromkeys(WORDS, HOSTILE)
-    record = response(1, 0, text=HOSTILE, prompt=HOSTILE, problem=HOSTILE, difficulty=HOSTILE, parts={HOSTILE: 1.0})
-    folder = make_run(tmp_path / "run", steps=(1,), records=[record] * 3, texts=texts, config={"regulator": HOSTILE})
-    folder.log(2, {f"reward/accuracy/{HOSTILE}": 1.0})
-    path = look(page, tmp_path, folder)
-    for number in (1, 2):
-        page.keyboard.press("j")
-        see(page, ".pane p", f"response {number} ")
-    page.hover(".tokens span[data-i='0']")
-    for tab in ("settings", "curves", "responses"):
-        page.click(f"nav button:has-text('{tab}')")
-        assert not {"\0", "\u202e", "\u2066", "\x1b"} & set(page.text_content("main"))
-    page.wait_for_selector(".tokens span")
-    page.fill("#search", "<script>")
-    see(page, "#count", "3 of 3 responses", whole=True)
-    page.wait_for_timeout(200)
-    assert page.evaluate("window.hacked") is None
-    assert page.query_selector("main img, main script, main svg[onload]") is None
-    shown = page.text_content(".tokens span")
-    assert shown.startswith("<script>window.hacked=1</script><img src=x")
-    assert "\\u0000\\u001b[2J\\u202e evil \\u2066\\u2028" in shown
-    assert not {"\0", "\u202e", "\u2066", "\x1b"} & set(page.text_content("main"))
-    assert page.asked == [path.as_uri()]
-
-
-def test_broken_utf8_shows_as_replacement_characters(page, tmp_path):
-    broken = b"\xff\xfe caf\xc3".decode("utf-8", "replace")
-    folder = make_run(
-        tmp_path / "run", steps=(1,), records=[response(1, 0, text=broken)], texts=dict.fromkeys(WORDS, broken)
-    )
-    look(page, tmp_path, folder)
-    page.wait_for_selector(".tokens span")
-    assert page.text_content(".tokens span") == "\ufffd\ufffd caf\ufffd"
-
-
-def test_the_policy_forbids_scripts_and_the_network(page, tmp_path):
-    look(page, tmp_path, make_run(tmp_path / "run", steps=(1,)))
-    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hacked=1\">')")
-    assert page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
-    page.wait_for_timeout(100)
-    assert page.evaluate("window.hacked") is None
-    assert all("Content Security Policy" in told for told in page.wrong)
-    page.wrong.clear()
 
 
 # Many responses

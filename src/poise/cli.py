@@ -33,7 +33,9 @@ app.add_typer(doctor_app, name="doctor")
 
 def fail(message: object) -> NoReturn:
     """Say what is wrong, without a traceback, and leave."""
-    print(f"poise: {message}", file=sys.stderr)
+    from poise.console import visible
+
+    print(f"poise: {visible(str(message))}", file=sys.stderr)
     raise typer.Exit(1)
 
 

@@ -69,6 +69,7 @@ def diagnose(
     - `poise diagnose Qwen/Qwen2.5-0.5B-Instruct --task kk task.people=2-3 prompts=16 rollout.max_tokens=512`
     - `poise diagnose embedded --regulator grpo --regulator "ar(alpha=0.3)" --intervals 0.1,0.9`
     """
+    from poise.console import visible
     from poise.diagnostics.diagnose import METHODS
     from poise.diagnostics.diagnose import diagnose as run
     from poise.diagnostics.intervals import Intervals
@@ -106,7 +107,7 @@ def diagnose(
             raise
         page = write_report([place], place / "report.html")
     print("\n".join(f"- {sentence}" for sentence in found["verdict"]))
-    print(f"\nfigures: {place / 'diagnose.json'}   report: {page}")
+    print(visible(f"\nfigures: {place / 'diagnose.json'}   report: {page}"))
 
 
 def _is_run(model: str) -> bool:
@@ -154,6 +155,7 @@ def report(
     - `poise report runs/grpo runs/ar --out comparison.html`
     - `poise report --watch runs/demo`
     """
+    from poise.console import visible
     from poise.diagnostics.report import serve, write_report
 
     with _looking():
@@ -170,7 +172,7 @@ def report(
             fail(f"--out {place} is a folder: name a file, such as {place / 'report.html'}")
         with _progress() as say:
             write_report(runs, place, progress=lambda done, total: say(f"{done:,} of {total:,} responses written"))
-    print(f"report: {place}")
+    print(visible(f"report: {place}"))
 
 
 @app.command()

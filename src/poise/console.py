@@ -178,9 +178,21 @@ class Console:
             print(self._clean(text), file=self._file, flush=True)
 
 
+# Fonts leave these out, so that two texts look the same: Unicode's Default_Ignorable_Code_Point, which Python does not
+# have, as far as str.isprintable lets it pass.
+IGNORABLE = frozenset(
+    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u3164\uffa0"  # joiner, fillers, inherent vowels
+    + "".join(map(chr, [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)]))  # variation selectors
+)
+
+
 def visible(text: str) -> str:
     """Turn what would act on a terminal, or not show, into an escape such as ``\\x1b``. Line breaks stay."""
-    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(c if c == "\n" or (c.isprintable() and c not in IGNORABLE) else _escape(c) for c in text)
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
 
 
 def shorten(text: str, characters: int, lines: int = 16) -> str:

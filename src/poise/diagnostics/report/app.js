@@ -70,7 +70,7 @@ async function start() {
   document.getElementById("theme").addEventListener("click", () =>
     theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
   await data.load();
-  const names = data.runs.map((run) => run.name).join(" · ");
+  const names = visible(data.runs.map((run) => run.name).join(" · "));
   document.getElementById("runs").textContent = names;
   document.title = `poise: ${names}`;
   open(location.hash.slice(1));

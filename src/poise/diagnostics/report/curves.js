@@ -51,7 +51,7 @@ const curves = {
     const several = data.runs.length > 1;
     const tail = (key) => key.replace(/^(reg\/all|reg|reward|eval|optim|rollout|time)\//, "");
     return data.runs.flatMap((run, r) => keys.map((key, k) => ({
-      label: visible([several && run.name, (keys.length > 1 || !several) && tail(key)].filter(Boolean).join(" · ")),
+      label: [several && run.name, (keys.length > 1 || !several) && tail(key)].filter(Boolean).join(" · "),
       colour: colour(several ? r : k),
       dash: DASHES[several ? k % DASHES.length : 0],
       points: run.steps.map((step, i) => [step, (run.metrics[key] || [])[i]]).filter(([, y]) => y !== null && y !== undefined),

@@ -1,4 +1,4 @@
-// Small tools: elements, numbers, the tip beside the pointer. Text is only ever set as text.
+// Small tools: elements, numbers, the tip beside the pointer. Text is only ever set as text, and shows all its characters.
 
 const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 const DASHES = ["", "5 3", "2 3", "8 3 2 3", "1 4", "9 5"];
@@ -10,9 +10,10 @@ function fill(element, attributes, children) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "style") Object.assign(element.style, value);
-    else element.setAttribute(name, value === true ? "" : value);
+    else element.setAttribute(name, value === true ? "" : name === "aria-label" ? visible(value) : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  const there = children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+  element.append(...there.map((child) => (child instanceof Node ? child : visible(String(child)))));
   return element;
 }
 const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
@@ -28,9 +29,11 @@ function number(value) {
 const exactly = (value) => (value === undefined || Number.isNaN(value) ? "–" : String(Number(value.toPrecision(7))));
 const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.0995 && value > -0.0995 ? 1 : 0)} %`);
 
-// Characters that would act, or not show, become a visible escape.
-const HIDDEN = /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
-const visible = (text) => text.replace(HIDDEN, (c) => (c === "\t" ? "\t" : `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`));
+// Characters that would act, or not show, become a visible escape: controls, formats, lone surrogates, what has no meaning yet, and what
+// Unicode tells fonts to leave out (variation selectors, fillers, tags). `el` and `svg` do this to every text.
+const HIDDEN = /[\p{C}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]/gu;
+const escaped = (code) => (code > 0xffff ? `\\U${code.toString(16).padStart(8, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`);
+const visible = (text) => text.replace(HIDDEN, (c) => (c === "\t" || c === "\n" ? c : escaped(c.codePointAt(0))));
 
 const tip = {
   show(event, ...content) {
@@ -65,4 +68,4 @@ function card(title, note, ...content) {
 const table = (head, rows) => el("div", { class: "scroll" }, el("table", {},
   el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))),
   el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) =>
-    el("td", { class: typeof cell === "number" && "number" }, typeof cell === "number" ? number(cell) : typeof cell === "string" ? visible(cell) : cell)))))));
+    el("td", { class: typeof cell === "number" && "number" }, typeof cell === "number" ? number(cell) : cell)))))));

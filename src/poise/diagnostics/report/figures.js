@@ -79,7 +79,7 @@ const figures = {
     return el("div", {}, el("h2", {}, "Tokens of wrong responses that pull right ones down"),
       el("p", { class: "muted" }, "The highest NTHR scores: lowering these tokens lowers the correct responses of the same group most."),
       table(["score", "p", "token", "after", "batch", "response"],
-        tokens.map((t) => [t.score, t.p, el("code", {}, visible(t.text)), el("code", { class: "muted" }, visible(t.before)), t.step, t.row])));
+        tokens.map((t) => [t.score, t.p, el("code", {}, t.text), el("code", { class: "muted" }, t.before), t.step, t.row])));
   },
 };
 

@@ -23,7 +23,7 @@ const viewer = {
     const values = (name) => [...new Set(data.rows.map((row) => row[name]))].sort((a, b) => (a > b ? 1 : -1));
     if (!data.rows.length) return [el("p", { class: "muted" }, "No responses were recorded; train with rollouts_every=10, say.")];
     const choice = (label, name, options) => el("label", {}, label, el("select", { id: `f-${name}`, onchange: (e) => this.change(name, e.target.value) },
-      el("option", { value: "" }, "all"), options.map(([value, text]) => el("option", { value, selected: this.filter[name] === String(value) }, visible(String(text ?? value))))));
+      el("option", { value: "" }, "all"), options.map(([value, text]) => el("option", { value, selected: this.filter[name] === String(value) }, text ?? value))));
     const limit = (label, name) => el("label", {}, label, el("input", { type: "number", step: "any", id: `f-${name}`, value: this.filter[name] ?? "",
       oninput: (e) => this.change(name, e.target.value) }));
     const top = this.list?.scrollTop ?? 0, before = [...(this.panes?.children ?? [])]; // a refresh must not make the page jump
@@ -100,7 +100,7 @@ const viewer = {
       onclick: () => this.select(first + i) },
       el("b", { class: row.correct ? "right" : "wrong" }, row.correct ? "✓ " : "✗ "),
       `${number(row.reward)} · step ${row.step} · ${row.length} tokens`,
-      el("small", {}, [data.runs.length > 1 && `${data.runs[row.run].name} · `, visible(`${row.difficulty} · ${row.problem}`)]))));
+      el("small", {}, [data.runs.length > 1 && `${data.runs[row.run].name} · `, `${row.difficulty} · ${row.problem}`]))));
     if (this.selected) this.list.setAttribute("aria-activedescendant", `row-${this.shown.findIndex((row) => this.same(row, this.selected))}`);
   },
 
@@ -149,7 +149,7 @@ const viewer = {
     const tell = (event) => {
       const i = event.target.dataset?.i;
       if (i === undefined) return tip.hide();
-      return tip.show(event, el("b", {}, JSON.stringify(visible(block.words[i]))), tip.list(this.facts(block, Number(i))));
+      return tip.show(event, el("b", {}, JSON.stringify(block.words[i])), tip.list(this.facts(block, Number(i))));
     };
     tokens.addEventListener("pointermove", tell);
     tokens.addEventListener("pointerleave", tip.hide);
@@ -158,11 +158,11 @@ const viewer = {
       : "linear-gradient(90deg, rgba(var(--cool), .62), transparent, rgba(var(--warm), .62))";
     return el("section", { class: "card pane" },
       el("h3", {}, `${row.correct ? "Correct" : "Wrong"}, reward ${number(row.reward)}`),
-      el("p", {}, `${data.runs[row.run].name} · step ${row.step} · response ${row.row} · ${row.length} tokens${row.finished ? "" : ", cut off"} · `, visible(`${row.difficulty} · ${row.problem}`)),
-      el("details", { open: true }, el("summary", {}, "Prompt"), el("pre", { class: "prompt" }, visible(data.prompts[row.prompt]))),
+      el("p", {}, `${data.runs[row.run].name} · step ${row.step} · response ${row.row} · ${row.length} tokens${row.finished ? "" : ", cut off"} · `, `${row.difficulty} · ${row.problem}`),
+      el("details", { open: true }, el("summary", {}, "Prompt"), el("pre", { class: "prompt" }, data.prompts[row.prompt])),
       tokens,
       el("div", { class: "scale", style: { background: ramp } }), el("div", { class: "ends" }, el("span", {}, low), el("span", {}, `${this.shade}: ${shading.note}`), el("span", {}, high)),
-      el("details", { open: true }, el("summary", {}, "The verifier's parts"), table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [visible(k), v]), ["reward", row.reward]])));
+      el("details", { open: true }, el("summary", {}, "The verifier's parts"), table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [k, v]), ["reward", row.reward]])));
   },
 
   facts(b, i) {
