@@ -86,3 +86,8 @@ def see(page, selector, text, whole=False):
 
     found = expect(page.locator(selector).first)
     (found.to_have_text if whole else found.to_contain_text)(text)
+
+
+def next_frame(page):
+    """Wait until the page has drawn, and done what it does before and after."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")

@@ -1,7 +1,7 @@
 """What the report and the terminal make of texts, numbers and files that somebody made to do harm."""
 
 import pytest
-from runs import HOSTILE, WORDS, look, make_run, response, see
+from runs import HOSTILE, WORDS, look, make_run, next_frame, response, see
 
 from poise.console import visible
 
@@ -27,7 +27,7 @@ def test_model_output_shows_as_text_and_runs_nothing(page, tmp_path):
     page.wait_for_selector(".tokens span")
     page.fill("#search", "<script>")
     see(page, "#count", "3 of 3 responses", whole=True)
-    page.wait_for_timeout(200)
+    next_frame(page)
     assert page.evaluate("window.hacked") is None
     assert page.query_selector("main img, main script, main svg[onload]") is None
     shown = page.text_content(".tokens span")
@@ -49,9 +49,13 @@ def test_broken_utf8_shows_as_replacement_characters(page, tmp_path):
 
 def test_the_policy_forbids_scripts_and_the_network(page, tmp_path):
     look(page, tmp_path, make_run(tmp_path / "run", steps=(1,)))
-    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hacked=1\">')")
+    page.evaluate(
+        """() => new Promise((failed) => {
+          document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.hacked=1'>");
+          document.body.lastChild.addEventListener("error", failed);
+        })"""
+    )
     assert page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
-    page.wait_for_timeout(100)
     assert page.evaluate("window.hacked") is None
     assert all("Content Security Policy" in told for told in page.wrong)
     page.wrong.clear()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import HOSTILE, WORDS, add_step, look, make_run, response, see
+from runs import HOSTILE, WORDS, add_step, look, make_run, next_frame, response, see
 from test_dominance import Table
 
 from poise import regulators
@@ -123,7 +123,7 @@ def test_filters_filter(page, tmp_path):
     page.fill("#f-from", "")
     page.fill("#search", "ANSWER2x5")
     see(page, "#count", "1 of 12 responses", whole=True)
-    assert "response 5" in page.inner_text(".pane")
+    see(page, ".pane p", "response 5 ")
     page.fill("#search", "question 1")
     see(page, "#count", "4 of 12 responses", whole=True)
     page.fill("#search", "nowhere to be found")
@@ -251,8 +251,13 @@ def test_responses_without_tokens_or_scores(page, tmp_path):
 def test_leaving_while_a_response_is_being_read(page, tmp_path):
     look(page, tmp_path, make_run(tmp_path / "run", steps=(1,)))
     page.wait_for_selector(".tokens span")
-    page.evaluate("document.querySelector('#row-2').click(); document.querySelector('nav button').click()")
-    page.wait_for_timeout(200)
+    page.evaluate(
+        """async () => {
+          document.querySelector("#row-2").click();
+          document.querySelector("nav button").click();
+          await viewer.show(); // reads the same response, and ends after it
+        }"""
+    )
     assert page.locator("#unzoom").count() == 1
 
 
@@ -313,8 +318,7 @@ def test_ten_thousand_responses_do_not_freeze_the_page(page, tmp_path):
     page.evaluate("window.slow.length = 0")
     for top in range(0, 460_000, 46_000):
         page.eval_on_selector("#list", f"l => l.scrollTop = {top}")
-        page.wait_for_timeout(30)
-    assert page.query_selector(f"#row-{46_000 * 9 // 46}") is not None
+        page.wait_for_selector(f"#row-{top // 46}", state="attached")
     page.click(f"#row-{46_000 * 9 // 46 + 1}")
     see(page, ".pane p", "step 10")
     assert max(page.evaluate("window.slow"), default=0) < 1000
@@ -348,6 +352,7 @@ def test_a_refresh_does_not_scroll(page, served):
     page.evaluate("document.getElementById('list').scrollTop = 2000; window.scrollTo(0, 150)")
     add_step(folder, 3)
     see(page, "#count", "112 of 112 responses", whole=True)
-    page.wait_for_timeout(100)
+    page.wait_for_selector("#row-43", state="attached")
+    next_frame(page)
     assert page.evaluate("[document.getElementById('list').scrollTop, window.scrollY]") == [2000, 150]
     assert page.locator("#row-43").count() == 1
