@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from scipy_free import chi_square
-from tiny_models import ARCHITECTURES, VOCABULARY, Words, exact, prompts, tiny
+from tiny_models import ARCHITECTURES, HEADS, VOCABULARY, Words, exact, head_alone, prompts, tiny
 
 from poise.policy import ModelError, Policy
 from poise.rollout import graphs
@@ -79,6 +79,22 @@ def test_half_precision_is_scored_without_rounding_it_further():
         exactly, theirs = whole.score(out)[0][out.mask], policy.score(out)[0][out.mask]
     assert out.logp.dtype == torch.float32
     assert (out.logp[out.mask] - exactly).norm() < 1.5 * (theirs - exactly).norm()
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9, "top_k": 20}])
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("engine", [*ENGINES, CachedEngine])
+def test_scale_cap_and_temperature_are_rounded_as_in_the_update(name, engine, limits):
+    policy, temperature = head_alone(name)
+    if engine is not CachedEngine and not policy.packed:
+        pytest.skip("the native engine cannot decode this model")
+    out = engine(policy).generate(prompts(5), 4, max_tokens=20, temperature=temperature, seed=3, **limits)
+    with torch.no_grad():
+        found = policy.score(out, temperature)
+    for ours, theirs in zip(found, (out.logp, out.entropy), strict=True):
+        gap = (ours - theirs)[out.mask].abs()
+        # A sum of products in another order may be rounded to another bfloat16, for a token in some hundreds.
+        assert (gap > 1e-4).float().mean() < 0.02
 
 
 class TestDrawing:

@@ -43,6 +43,35 @@ def tiny(name, device="cpu", dtype=torch.float32, *, compiled=False):
     return Policy(model.to(device, dtype), Words(), compiled=compiled)
 
 
+HEADS = {  # what is done to the logits, with weights that make them large
+    "temperature": ("qwen2", {}, 0.7),
+    "softcap": ("gemma2", {"final_logit_softcapping": 30.0}, 1.0),
+    "softcap and temperature": ("gemma3", {"final_logit_softcapping": 30.0}, 1.3),
+    "scale": ("granite", {"logits_scaling": 3.0}, 0.9),
+}
+
+
+def head_alone(name, device="cpu", dtype=torch.bfloat16):
+    """A model of ``HEADS`` whose layers add nothing, and the temperature to sample at.
+
+    A token's hidden state is then the same in every pass, so that what differs between two passes is the head's doing.
+    """
+    architecture, changes, temperature = HEADS[name]
+    config = ARCHITECTURES[architecture]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        torch.nn.init.normal_(embedding)
+        head.mul_(1.5 / head.std())  # tied, it is the embedding
+    return Policy(model.to(device, dtype), Words()), temperature
+
+
 def prompts(n, seed=0):
     g = torch.Generator().manual_seed(seed)
     return [

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from poise._errors import check_range
+from poise._float32 import accumulator
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +60,18 @@ class Head:
         return self.logits(hidden, slice(None))
 
     def logits(self, hidden: Tensor, vocabulary: slice) -> Tensor:
-        """Logits of ``hidden`` (N, d) for a slice of the vocabulary, in hidden's dtype."""
+        """Logits of ``hidden`` (N, d) for a slice of the vocabulary, in float32 at least."""
         return self.finish(hidden @ self.weight[vocabulary].to(hidden.dtype).T, vocabulary)
 
     def finish(self, product: Tensor, vocabulary: slice | Tensor = slice(None)) -> Tensor:
-        """The logits, given ``W h`` for a slice of the vocabulary, or for chosen tokens of it."""
-        logits = product
+        """The logits, given ``W h`` for a slice of the vocabulary, or for chosen tokens of it.
+
+        In float32 at least, as the kernels do it: where sampling rounded scale, cap or temperature to half precision,
+        its log-probabilities would not be those of the update.
+        """
+        logits = product.to(accumulator(product.dtype))
         if self.bias is not None:
-            logits = logits + self.bias[vocabulary].to(product.dtype)
+            logits = logits + self.bias[vocabulary].to(logits.dtype)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from scipy_free import chi_square
-from tiny_models import VOCABULARY, prompts, tiny
+from tiny_models import HEADS as MODEL_HEADS
+from tiny_models import VOCABULARY, head_alone, prompts, tiny
 
 from poise.attention import over_slots
 from poise.linear import Head
@@ -64,6 +65,22 @@ def test_half_precision_errs_no_more_than_twice_as_much_as_transformers(name, co
     off = (out.logp[out.mask] - exactly).norm()
     assert off <= 2 * (torch.cat(theirs) - exactly).norm()
     assert (out.entropy[out.mask] - spread).norm() < 0.05 * spread.norm()
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9, "top_k": 20}])  # by the kernel that draws, and by torch
+@pytest.mark.parametrize("name", MODEL_HEADS)
+@pytest.mark.parametrize("engine", [NativeEngine, CachedEngine])
+def test_scale_cap_and_temperature_are_rounded_as_in_the_update(name, engine, limits):
+    policy, temperature = head_alone(name, "cuda")
+    if engine is NativeEngine and not supports(policy):
+        pytest.skip("the native engine cannot decode this model")
+    out = engine(policy).generate(prompts(5), 4, max_tokens=20, temperature=temperature, seed=3, **limits)
+    with torch.no_grad():
+        found = policy.score(out, temperature)
+    for ours, theirs in zip(found, (out.logp, out.entropy), strict=True):
+        gap = (ours - theirs)[out.mask].abs()
+        # A sum of products in another order may be rounded to another bfloat16, for a few tokens.
+        assert (gap > 1e-3).float().mean() < 0.05
 
 
 @pytest.mark.parametrize("compiled", [False, True])

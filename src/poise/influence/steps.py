@@ -51,7 +51,7 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
     nothing. Returns by what ``exp(−top)`` has shrunk.
     """
     width = raw.shape[1]
-    logits = head.finish(raw.to(accumulator(raw.dtype)), slice(start, start + width))
+    logits = head.finish(raw, slice(start, start + width))
     within = (targets >= start) & (targets < start + width)
     column = (targets - start).clamp(0, width - 1)[:, None]
     shrink = torch.ones_like(rows.top)
@@ -99,9 +99,9 @@ def columns(
     norm, top = rows.norm, rows.top
     miss = rows.others / norm
     same = targets[left, None] == targets
-    theirs = head.finish(right_at_left.to(pairs.dtype).T, targets[left]).T
+    theirs = head.finish(right_at_left.T, targets[left]).T
     theirs = theirs.sub_(top).exp_().div_(norm).mul_(miss[left, None]).masked_fill_(same, 0)  # a·q'(y)
-    ours = head.finish(left_at_right.to(pairs.dtype), targets)
+    ours = head.finish(left_at_right, targets)
     ours = ours.sub_(top[left, None]).exp_().div_(norm[left, None]).mul_(miss).masked_fill_(same, 0)  # a'·q(y')
     pairs.div_(norm[left, None]).div_(norm).sub_(theirs).sub_(ours)
     pairs += miss[left, None] * miss * same
