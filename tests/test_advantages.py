@@ -81,3 +81,55 @@ def test_rewards_that_are_not_finite_are_named():
         reinforce_pp(torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"groups must be \(5,\)"):
         group_zscore(REWARDS, GROUPS[:3])
+
+
+ESTIMATES = {
+    "group_zscore": group_zscore,
+    "group_centered": group_centered,
+    "leave_one_out": leave_one_out,
+    "reinforce_pp": lambda rewards, _: reinforce_pp(rewards),
+    "reinforce_pp of groups": reinforce_pp,
+    "reinforce_pp over tokens": lambda r, g: reinforce_pp(r, g, mask=torch.arange(9) < torch.arange(1, 10)[:, None]),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e12, 1e19, 1e30, 5e37])
+def test_rewards_of_any_size_neither_overflow_nor_vanish(name, size):
+    estimate, groups = ESTIMATES[name], torch.arange(3).repeat(3)
+    rewards = torch.tensor([3.0, -1.0, 2.0, 0.5, 1.0, -3.0, -3.0, 1.0, 2.0]) * size
+    found, expected = estimate(rewards, groups), estimate(rewards.double(), groups)
+    torch.testing.assert_close(found.double() / expected.abs().max(), expected / expected.abs().max())
+
+
+@pytest.mark.parametrize("exponent", [1, 60, 120])
+def test_a_power_of_two_changes_no_digit(exponent):
+    rewards, groups = torch.randn(9, generator=torch.Generator().manual_seed(0)), torch.arange(3).repeat(3)
+    larger = rewards * 2.0**exponent
+    assert torch.equal(group_zscore(larger, groups, eps=0.0), group_zscore(rewards, groups, eps=0.0))
+    assert torch.equal(reinforce_pp(larger, groups, eps=0.0), reinforce_pp(rewards, groups, eps=0.0))
+    assert torch.equal(group_centered(larger, groups), group_centered(rewards, groups) * 2.0**exponent)
+    assert torch.equal(leave_one_out(larger, groups), leave_one_out(rewards, groups) * 2.0**exponent)
+
+
+def test_a_group_of_large_rewards_leaves_the_others_alone():
+    rewards, groups = torch.tensor([1e30, -1e30, 1e-8, 2e-8]), torch.tensor([0, 0, 1, 1])
+    alone = group_zscore(rewards[2:], groups[2:])
+    assert torch.equal(group_zscore(rewards, groups)[2:], alone)
+    assert alone.abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_every_estimate_refuses_rewards_that_are_not_finite(name, bad):
+    rewards = torch.tensor([1.0, 2, 3, 4, 5, bad, 7, 8, 9])
+    with pytest.raises(ValueError, match=r"rewards\[5\] = (nan|-?inf): rewards must be finite"):
+        ESTIMATES[name](rewards, torch.arange(3).repeat(3))
+
+
+def test_differences_that_no_number_holds_are_refused():
+    rewards = torch.tensor([3.4e38, -3.4e38, -3.4e38])
+    for estimate in (group_centered, leave_one_out):
+        with pytest.raises(ValueError, match=r"rewards\[0\] = 3\.4e\+38: .* float32"):
+            estimate(rewards, torch.zeros(3, dtype=torch.long))
+    assert group_zscore(rewards, torch.zeros(3, dtype=torch.long)).isfinite().all()

@@ -1,5 +1,6 @@
 """Scores that are begun while responses are still being sampled."""
 
+import re
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ from poise.rollout.cached import CachedEngine
 from poise.rollout.native import NativeEngine
 from poise.scoring import Scoring
 from poise.tasks import Problem, Score
-from poise.tasks.base import RewardError
+from poise.tasks.base import RewardError, judge
 
 
 class Lengths:
@@ -78,3 +79,12 @@ def test_a_verifier_that_fails_is_heard(concurrent):
     task.score = lambda *_: 1 / 0
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         sample(task, NativeEngine)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), 1e31, -1e300])
+def test_a_reward_that_float32_cannot_average_is_refused(reward):
+    task = Lengths(concurrent=False)
+    task.score = lambda *_: Score(reward, False)
+    refusal = rf"is {re.escape(str(reward))} \(problem 7\): rewards must be finite, and between -1e\+30"
+    with pytest.raises(RewardError, match=refusal):
+        judge(task, Problem("7", "", "", {}), "")

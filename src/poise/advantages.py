@@ -3,6 +3,9 @@
 ``groups`` holds an integer per response, the same for responses to the same prompt; groups need not stand together nor
 be of equal size. A group of one has nothing to be compared with and is an error, except in ``reinforce_pp`` without
 groups.
+
+Large rewards are divided by a power of two first, so that neither their sums nor their squares overflow. Such a
+division is exact: it changes no digit of the result.
 """
 
 from __future__ import annotations
@@ -13,21 +16,21 @@ from torch import Tensor
 
 def group_zscore(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
     """GRPO: ``(r − mean) / (std + eps)`` within the group, std unbiased. A group without spread gives exactly 0."""
-    rewards, index, count = _prepare(rewards, groups)
-    centered = _centered(rewards, index, count)
+    centered, scale, index, count = _centered(rewards, groups)
     variance = _group_sum(centered.square(), index, len(count)) / (count - 1)
-    return centered / (variance.sqrt()[index] + eps)
+    return centered / (variance.sqrt()[index] + eps / scale)
 
 
 def group_centered(rewards: Tensor, groups: Tensor) -> Tensor:
     """Dr. GRPO (arXiv 2503.20783): ``r − mean`` within the group, not divided by the standard deviation."""
-    return _centered(*_prepare(rewards, groups))
+    centered, scale, _, _ = _centered(rewards, groups)
+    return _in_range(rewards, centered * scale)
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """RLOO (arXiv 2402.14740): ``r`` minus the mean of the *other* responses of the group."""
-    rewards, index, count = _prepare(rewards, groups)
-    return _centered(rewards, index, count) * (count.to(rewards.dtype) / (count - 1))[index]
+    centered, scale, index, count = _centered(rewards, groups)
+    return _in_range(rewards, centered * (count.to(centered.dtype) / (count - 1))[index] * scale)
 
 
 def reinforce_pp(
@@ -39,14 +42,16 @@ def reinforce_pp(
     moments are over tokens, as in the paper's implementation, so that long responses count more; without it each
     response counts once. A batch without spread gives exactly 0.
     """
-    rewards = _finite(rewards) if groups is None else _centered(*_prepare(rewards, groups))
+    rewards = _finite(rewards) if groups is None else group_centered(rewards, groups)
+    scale = _scale(rewards.abs().max()) if len(rewards) else 1.0
+    rewards = rewards / scale
     weight = torch.ones_like(rewards) if mask is None else (mask != 0).sum(1).to(rewards.dtype)
     counted = rewards[weight > 0]
     if len(counted) == 0 or bool(counted.max() == counted.min()):
         return torch.zeros_like(rewards)
     mean = (rewards * weight).sum() / weight.sum()
     variance = ((rewards - mean).square() * weight).sum() / weight.sum()
-    return (rewards - mean) * (variance + eps).rsqrt()
+    return (rewards - mean) * (variance + eps / scale / scale).rsqrt()
 
 
 def _finite(rewards: Tensor) -> Tensor:
@@ -79,9 +84,33 @@ def _group_sum(values: Tensor, index: Tensor, n_groups: int) -> Tensor:
     return values.new_zeros(n_groups).index_add_(0, index, values)
 
 
-def _centered(rewards: Tensor, index: Tensor, count: Tensor) -> Tensor:
-    """``r − group mean``, and exactly 0 where a group has no spread: rounding of the mean must not look like signal."""
-    mean = _group_sum(rewards, index, len(count)) / count
+def _centered(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(r − group mean) / scale``, the scale of each response, its group's index, and the size of each group.
+
+    Exactly 0 where a group has no spread: rounding of the mean must not look like signal.
+    """
+    rewards, index, count = _prepare(rewards, groups)
     low = rewards.new_full((len(count),), torch.inf).scatter_reduce_(0, index, rewards, "amin")
     high = rewards.new_full((len(count),), -torch.inf).scatter_reduce_(0, index, rewards, "amax")
-    return torch.where((low == high)[index], 0.0, rewards - mean[index])
+    scale = _scale(torch.maximum(low.abs(), high.abs()))[index]
+    rewards = rewards / scale
+    mean = _group_sum(rewards, index, len(count)) / count
+    return torch.where((low == high)[index], 0.0, rewards - mean[index]), scale, index, count
+
+
+def _scale(size: Tensor) -> Tensor:
+    """The power of two, at least 1, that brings numbers up to ``size`` below 2."""
+    mantissa, _ = torch.frexp(size)  # at least 1/2
+    return torch.where(size > 1, size / (2 * mantissa), 1.0)
+
+
+def _in_range(rewards: Tensor, advantages: Tensor) -> Tensor:
+    too_large = ~torch.isfinite(advantages)
+    if too_large.any():
+        at = int(too_large.nonzero()[0])
+        kind = str(advantages.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"rewards[{at}] = {float(rewards[at]):.4g}: its distance from the others is more than {kind} can hold; "
+            "divide all rewards by a constant"
+        )
+    return advantages

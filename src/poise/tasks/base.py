@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from poise._errors import check_choice
 
 Split = Literal["train", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
+LARGEST_REWARD = 1e30  # training computes in float32, which ends at 3e38: this leaves room for sums over a batch
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,11 @@ def judge(task: Task, problem: Problem, text: str) -> Score:
         raise RewardError(
             f"the reward of task {task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
         ) from error
-    if not isfinite(score.reward):
-        raise RewardError(f"the reward of task {task.name!r} is {score.reward}: not finite (problem {problem.id})")
+    if not abs(score.reward) <= LARGEST_REWARD:
+        raise RewardError(
+            f"the reward of task {task.name!r} is {score.reward} (problem {problem.id}): "
+            f"rewards must be finite, and between {-LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
+        )
     return score
 
 
