@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import exact, prompts, responses, tiny
 
 from poise import Phase, TokenBatch
 from poise.memory import OutOfMemoryError
 from poise.objective import Settings
-from poise.update import score_all, update
+from poise.update import mini_batches, score_all, update
 
 SHAPE = [[7, 1, 12, 3], [1, 1], [20, 2, 5], [4, 4, 4, 4, 4], [9]]
 
@@ -63,6 +65,19 @@ def test_only_responses_with_a_gradient_are_run():
     asked = prompts(len(SHAPE))
     assert after(made)[0]["optim/steps"] == 1
     assert seen == [len(asked[0]) + 6 + 2 + len(asked[2]) + 4]
+
+
+@given(count=st.integers(1, 300), size=st.integers(0, 320), seed=st.integers(0, 99))
+def test_mini_batches_are_of_one_size(count, size, seed):
+    minis = mini_batches(count, size, seed)
+    sizes = [len(mini) for mini in minis]
+    assert sorted(row for mini in minis for row in mini) == list(range(count))
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= (size or count)
+    assert len(minis) == (-(-count // size) if size else 1)
+    if 0 < size < count and count % size == 0:  # as they have always been cut
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        assert minis == [part.tolist() for part in order.split(size)]
 
 
 def test_mini_batches_cover_everything_and_an_idle_one_takes_no_step():

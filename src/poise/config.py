@@ -117,7 +117,8 @@ class OptimConfig(_Group):
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
     grad_clip: Annotated[Real, Field(gt=0)] = 1.0
     warmup_steps: CountOrZero = 0
-    mini_batch: CountOrZero = 0  # responses per optimizer step; 0, or more than there are: all of them
+    # Most responses per optimizer step, spread evenly over the steps; 0, or more than there are: all of them.
+    mini_batch: CountOrZero = 0
     micro_tokens: Count | None = None  # tokens per pass, null: by the device; changes memory and speed, not the result
 
 

@@ -58,7 +58,7 @@ def update(
     for number, phase in enumerate(phases):
         moving = active(batch, phase, settings).cpu()
         takes_part = moving.any(1).tolist()
-        for mini in _shuffled(len(batch.mask), mini_batch, seed + number):
+        for mini in mini_batches(len(batch.mask), mini_batch, seed + number):
             rows = [row for row in mini if takes_part[row]]
             if not rows:
                 continue
@@ -169,9 +169,12 @@ def score_all(
     return made
 
 
-def _shuffled(count: int, size: int, seed: int) -> list[list[int]]:
-    """Row numbers of the mini-batches: all rows at once, or shuffled and cut."""
+def mini_batches(count: int, size: int, seed: int) -> list[list[int]]:
+    """Row numbers of the mini-batches: all rows at once (size 0), or shuffled and cut into parts of at most ``size``.
+
+    Parts differ by one row at most: a small last one would take a whole optimizer step for a few responses.
+    """
     if size == 0 or size >= count:
         return [list(range(count))]
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    return [order[i : i + size] for i in range(0, count, size)]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return [part.tolist() for part in order.tensor_split(-(-count // size))]
