@@ -262,7 +262,7 @@ def test_settings_of_the_regulator_by_name(overrides, regulator):
 
 def test_settings_of_a_users_own_regulator(monkeypatch):
     module = types.ModuleType("users_module")
-    exec("def plain(batch, gain=1.0): return make(batch, gain)", vars(module))
+    exec("import poise\n@poise.regulator\ndef plain(batch, gain=1.0): return make(batch, gain)", vars(module))
     module.make = lambda batch, gain: [Phase.of(batch, gain)]
     monkeypatch.setitem(sys.modules, "users_module", module)
     config = load("demo", ["regulator=users_module.plain | lopti", "regulator.gain=0.5"])

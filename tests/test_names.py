@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import random_batch
 
+import poise
 from poise import Phase, Regulator, regulators
 from poise.regulators import get, parse, text
 
@@ -22,6 +23,7 @@ class Mine(Regulator):
         return [Phase.of(batch, self.gain)]
 
 
+@poise.regulator
 @dataclass(frozen=True)
 class Duck:
     """A user's own that knows nothing of our base class."""
@@ -33,17 +35,22 @@ class Duck:
         return [Phase.of(batch, self.gain)]
 
 
+@poise.regulator
 def plain(batch, gain=4.0):
     return [Phase.of(batch, gain)]
+
+
+def unmarked(batch, gain=4.0):
+    return plain(batch, gain)
 
 
 @pytest.fixture(autouse=True)
 def _module(monkeypatch):
     module = types.ModuleType("users_module")
-    for thing in (Mine, Duck, plain):
+    for thing in (Mine, Duck, plain, unmarked):
         monkeypatch.setattr(thing, "__module__", "users_module")
         setattr(module, thing.__name__, thing)
-    module.number = 3
+    module.number, module.ready = 3, Mine(0.25)
     monkeypatch.setitem(sys.modules, "users_module", module)
 
 
@@ -95,6 +102,31 @@ def test_a_dotted_path_leads_to_a_users_own(path):
     assert isinstance(get(path), Regulator)
 
 
+def test_a_dotted_path_may_lead_to_a_finished_regulator():
+    made = parse("users_module.ready | lopti")
+    assert made(random_batch())[0].policy.max() == 0.25
+    assert parse(text(made)) == made
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["subprocess.Popen('touch x', shell=True)", "os.system('touch x')", "builtins.exec('open(\"x\", \"w\")')",
+     "builtins.open('x', 'w')", "poise.regulators.names:inspect.getfile", "users_module.unmarked", "pathlib.Path('x')"],
+)  # fmt: skip
+def test_a_name_reaches_nothing_but_regulators(written, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        TypeError, match=r"is not a regulator: let a class inherit from poise\.Regulator, or write @poise"
+    ):
+        parse(written)
+    assert not list(tmp_path.iterdir())
+
+
+def test_python_callers_need_no_mark():
+    assert parse(unmarked)(random_batch())[0].policy.max() == 4.0
+    assert (regulators.get("lopti") | unmarked)(random_batch())
+
+
 def test_needs_of_a_users_own_are_honoured():
     with pytest.raises(ValueError, match=r"needs TokenBatch\.entropy"):
         get("users_module.Duck")(random_batch(entropy=None))
@@ -121,17 +153,26 @@ def test_needs_of_a_users_own_are_honoured():
         ("users_module.Mime", "did you mean 'Mine'"),
         ("users_module.number", "is not callable"),
         ("users_module.plain(gian=1)", "did you mean 'gain'"),
+        ("users_module.ready(gain=1)", "unknown setting of users_module.ready 'gain' .allowed: there are none"),
+        ("users_module:number.bit", "unknown name in users_module 'bit'"),
+        ("poise.regulators.Compose(('ar',))", "AttributeError"),
+        (".users_module.Mine", "importing .users_module failed"),
+        ("users_module:", "unknown name in users_module ''"),
+        ("ar(alpha=" + "(" * 1000, "cannot read 'ar"),
+        ("ar(alpha=" + "-" * 100_000 + "1)", "cannot read the settings of 'ar'"),
+        ("ar(alpha=0x" + "f" * 10_000 + ")", "ar: alpha must be between 0.0 and 1.0, got a whole number of 40000 bits"),
     ],
 )
 def test_mistakes_are_answered_with_what_was_meant(written, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
         parse(written)
+    assert len(str(caught.value)) < 600
 
 
 def test_a_broken_import_inside_a_users_module_is_not_hidden(tmp_path, monkeypatch):
     (tmp_path / "users_broken.py").write_text("import not_installed_anywhere\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+    with pytest.raises(ValueError, match=r"users_broken\.py, line 1: ModuleNotFoundError.*not_installed_anywhere"):
         get("users_broken.Thing")
 
 

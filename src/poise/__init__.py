@@ -6,10 +6,14 @@ A regulator looks at one rollout batch and says, token by token, how much each m
 >>> for phase in regulator(poise.TokenBatch(old_logp, mask, advantages)): ...
 """
 
-from poise import advantages, diagnostics, objective, regulators
-from poise.batch import Phase, TokenBatch
-from poise.head import Head
-from poise.regulators import Regulator, token_weights
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from poise import advantages, diagnostics, objective, regulators
+    from poise.batch import Phase, TokenBatch
+    from poise.head import Head
+    from poise.regulators import Regulator, regulator, token_weights
 
 __version__ = "0.1.0"
 
@@ -22,6 +26,27 @@ __all__ = [
     "advantages",
     "diagnostics",
     "objective",
+    "regulator",
     "regulators",
     "token_weights",
 ]
+
+# Loaded when first used: the command line sets up the process before anything imports torch (``poise.__main__``).
+_MODULES = ("advantages", "batch", "diagnostics", "head", "objective", "regulators")
+_OWNERS = {
+    "Head": "head", "Phase": "batch", "Regulator": "regulators", "TokenBatch": "batch", "regulator": "regulators",
+    "token_weights": "regulators",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"poise.{name}")
+    if name in _OWNERS:
+        value = globals()[name] = getattr(import_module(f"poise.{_OWNERS[name]}"), name)
+        return value
+    raise AttributeError(f"module 'poise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 
 def main() -> None:
     """Run the command line, or say what it lacks."""
-    sys.path.insert(0, os.getcwd())  # so that a regulator of one's own is found beside the command
+    # Threads that wait for each other must not spin: on a busy machine they would keep each other from working. The
+    # OpenMP library reads this once, when torch loads it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
+        from poise import _user_code
         from poise.cli_see import app
     except ModuleNotFoundError as error:
         sys.exit(f"poise's command line needs {error.name}, which is not installed: pip install 'poise[train]'")
+    with suppress(FileNotFoundError):  # the current folder may have been removed
+        _user_code.FOLDERS.append(os.getcwd())  # so that a regulator of one's own is found beside the command
     app()
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # `python -m` puts the current folder first: a yaml.py there would run in place of the real one
     main()

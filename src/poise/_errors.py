@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
+
+LONGEST = 100  # characters of a value that a message shows
+
+
+class _Short(reprlib.Repr):
+    """``repr`` for messages: what a user has written may be a million characters long, or nested without end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = LONGEST
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 10
+
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002
+        """Python refuses to write out whole numbers past 4300 digits."""
+        return repr(x) if abs(x) < 10**LONGEST else f"a whole number of {x.bit_length()} bits"
+
+
+short = _Short().repr
 
 
 def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
     """The message for a name that is not among ``allowed``, with the nearest one that is."""
     options = list(allowed)
     plain = {option.lower(): option for option in options}
-    near = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
+    near = get_close_matches(name[:LONGEST].lower(), plain, n=1, cutoff=0.5)
     guess = f"; did you mean {plain[near[0]]!r}?" if near else ""
     listed = ", ".join(options) if options else "there are none"
-    return f"unknown {what} {name!r}{guess} (allowed: {listed})"
+    return f"unknown {what} {short(name)}{guess} (allowed: {listed})"
 
 
 def check_range(
@@ -26,9 +45,9 @@ def check_range(
 ) -> None:
     """Raise unless ``low <= value <= high``. NaN, booleans and text are refused too."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{owner}: {name} must be a number, got {value!r}")
+        raise TypeError(f"{owner}: {name} must be a number, got {short(value)}")
     if not low <= value <= high:
-        raise ValueError(f"{owner}: {name} must be between {low} and {high}, got {value!r}")
+        raise ValueError(f"{owner}: {name} must be between {low} and {high}, got {short(value)}")
 
 
 def check_choice(owner: str, name: str, value: str, allowed: Iterable[str]) -> None:

@@ -31,6 +31,11 @@ doctor_app = typer.Typer(help="Is poise alive inside another framework?", no_arg
 app.add_typer(doctor_app, name="doctor")
 
 
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Load code of your own that the run folder names: read docs/security.md.")
+]
+
+
 def fail(message: object) -> NoReturn:
     """Say what is wrong, without a traceback, and leave."""
     from poise.console import visible
@@ -89,6 +94,7 @@ def train(
         bool, typer.Option("--dry-run", help="Print every setting there is, resolved, and stop.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the result, no progress.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Train a model. Without a recipe: the demo, with the embedded model, on any laptop.
 
@@ -100,7 +106,8 @@ def train(
     - `poise train --resume run=runs/ar`
     """
     from poise import config as configs
-    from poise.run import RunFolder
+    from poise._recipes import split_overrides
+    from poise._run_settings import of_run
 
     recipe, overrides = _split(args or [])
     with explained():
@@ -112,8 +119,7 @@ def train(
                 fail("--resume needs to know which run: poise train --resume run=DIR")
             if extra := sorted(given.keys() - {"run", "steps"}):
                 fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= can)")
-            kept = RunFolder.open(given["run"], resume=False).config
-            config = configs.restore({**kept, **{k: yaml.safe_load(v) for k, v in given.items()}})
+            config = of_run(given["run"], split_overrides(overrides)[0], trust=trust)
         else:
             config = configs.load(recipe, overrides)
         if dry_run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from poise.cli import app, explained, fail, home
+from poise.cli import Trust, app, explained, fail, home
 
 __all__ = ["app"]
 
@@ -57,6 +56,7 @@ def diagnose(
     out: Annotated[
         Path | None, typer.Option(callback=home, help="A new folder for figures, responses and report.")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """See which tokens drive an update of a model, and what each method would change about it. Nothing is trained.
 
@@ -69,6 +69,7 @@ def diagnose(
     - `poise diagnose Qwen/Qwen2.5-0.5B-Instruct --task kk task.people=2-3 prompts=16 rollout.max_tokens=512`
     - `poise diagnose embedded --regulator grpo --regulator "ar(alpha=0.3)" --intervals 0.1,0.9`
     """
+    from poise._run_settings import is_run
     from poise.console import visible
     from poise.diagnostics.diagnose import METHODS
     from poise.diagnostics.diagnose import diagnose as run
@@ -83,8 +84,8 @@ def diagnose(
             cuts = Intervals.cut([float(edge) for edge in intervals.split(",")])
         except ValueError as error:
             fail(f"--intervals {intervals}: {error}")
-        config = _settings(model, task, args or [])
-        place = out or (Path(model) / "diagnose" if _is_run(model) else Path("runs") / f"diagnose-{Path(model).name}")
+        config = _settings(model, task, args or [], trust)
+        place = out or (Path(model) / "diagnose" if is_run(model) else Path("runs") / f"diagnose-{Path(model).name}")
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
             why = "is not empty" if place.is_dir() else "is a file"
             fail(f"{place} {why}: choose another folder with --out")
@@ -110,28 +111,20 @@ def diagnose(
     print(visible(f"\nfigures: {place / 'diagnose.json'}   report: {page}"))
 
 
-def _is_run(model: str) -> bool:
-    """Whether a folder is a run's, be it one that was stopped before its first checkpoint."""
-    try:
-        return "rollout" in json.loads((Path(model) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-
-
-def _settings(model: str, task: str | None, args: list[str]) -> Any:
+def _settings(model: str, task: str | None, args: list[str], trust: bool) -> Any:
     """The settings of a run; for a model, those of the demo or of the baseline recipe, with small batches."""
     from poise import config as configs
-    from poise._recipes import merge, split_overrides
+    from poise._recipes import split_overrides
+    from poise._run_settings import is_run, of_run
     from poise.run import RunFolder
 
     named = [f"task.name={task}"] if task else []
-    if _is_run(model):
+    if is_run(model):
         changes, regulated = split_overrides([*named, *args])
         if regulated:
             fail("methods are given with --regulator")
-        folder = RunFolder.open(model, resume=False)
-        folder.newest()  # says so where there is none
-        return configs.restore(merge(folder.config, changes) | {"model": model})
+        RunFolder.open(model, resume=False).newest()  # says so where there is none
+        return of_run(model, {**changes, "model": model}, trust=trust, regulator=False)
     if model == "embedded":  # within a minute on a laptop
         return configs.load("demo", ["prompts=6", *named, *args])
     small = [f"model={model}", "prompts=8", "rollout.max_tokens=512"]

@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from poise import regulators, tasks
+from poise import _user_code, regulators, tasks
 from poise._errors import unknown
 from poise._explain import explain
 from poise._files import expand
@@ -225,6 +225,13 @@ class Config(_Group):
             raise ValueError(str(error)) from None
         return value
 
+    @field_validator("remote_code")
+    @classmethod
+    def _code_is_trusted(cls, value: bool) -> bool:
+        if value:
+            _user_code.check_trusted("it lets the model's own Python run")
+        return value
+
     @field_validator("device")
     @classmethod
     def _device_exists_in_torch(cls, value: str) -> str:
@@ -273,11 +280,21 @@ def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Con
     document = merge(document, changes)
     if settings:
         document["regulator"] = _regulator_with(str(document.get("regulator", "grpo")), settings)
-    return restore(document)
+    return _validated(document)
 
 
-def restore(document: Document) -> Config:
-    """The configuration of a whole document, such as the config.json of a run."""
+def restore(document: Document, *, source: str = "this run", trust: bool = False) -> Config:
+    """The configuration of a whole document, such as the config.json of a run, which may be anybody's.
+
+    Unless ``trust`` is given, no code is run that it names (docs/security.md). ``source`` names it in messages.
+    """
+    if trust:
+        return _validated(document)
+    with _user_code.untrusted(source):
+        return _validated(document)
+
+
+def _validated(document: Document) -> Config:
     try:
         return Config.model_validate(document)
     except ValidationError as error:

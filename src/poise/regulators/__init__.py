@@ -6,7 +6,7 @@
 
 from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
-from poise.regulators.base import Compose, Function, Regulator
+from poise.regulators.base import Compose, Function, Regulator, regulator
 from poise.regulators.clip_cov import ClipCov
 from poise.regulators.constant import Constant
 from poise.regulators.entropy import TopEntropy
@@ -38,6 +38,7 @@ __all__ = [
     "TopEntropy",
     "get",
     "parse",
+    "regulator",
     "summary",
     "text",
     "token_weights",

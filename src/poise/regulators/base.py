@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from poise._errors import unknown
+from poise._user_code import F, mark
 from poise.batch import Phase, TokenBatch
 
 _WHAT = {
@@ -114,6 +115,18 @@ def as_regulator(value: Callable[[TokenBatch], Sequence[Phase]]) -> Regulator:
     if not callable(value):
         raise TypeError(f"a regulator is a callable from TokenBatch to phases, got {value!r}")
     return Function(value)
+
+
+def regulator(function: F) -> F:
+    """Mark a function from a batch to phases, or a class of such callables, so that settings may name it.
+
+    >>> @poise.regulator
+    ... def half(batch, weight=0.5):
+    ...     return [Phase.of(batch, weight)]
+
+    Then ``regulator="mymodule.half(weight=0.3)"`` finds it. Subclasses of ``Regulator`` need no mark.
+    """
+    return mark("regulator", function)
 
 
 def random_order(batch: TokenBatch, count: int, seed: int, salt: str) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from poise._errors import unknown
+from poise import _user_code
+from poise._errors import short, unknown
 from poise.batch import TokenBatch
 from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
@@ -43,12 +43,15 @@ TABLE: dict[str, type[Regulator]] = {
 def get(name: str, *args: Any, **settings: Any) -> Regulator:
     """The regulator of that name, or behind that dotted path: ``get("ar", alpha=0.2)``, ``get("mine.py_module.Mine")``.
 
-    A dotted path (``package.module.Name`` or ``package.module:Name``) may lead to a class, or to a plain function from
-    a batch to phases; importing it runs its module, so it comes from the user's own configuration only.
+    A dotted path (``package.module.Name`` or ``package.module:Name``) leads to a subclass of ``Regulator``, or to a
+    function or class that is marked with ``@poise.regulator``. Importing it runs its module: see ``poise._user_code``.
     """
     if not args and not settings and any(sign in name for sign in "(|"):
         return parse(name)
-    maker = TABLE.get(name) or _import(name)
+    maker = TABLE.get(name) or _load(name)
+    if isinstance(maker, Regulator):
+        _check_settings(name, settings, [])
+        return maker
     if inspect.isclass(maker):
         return _build(name, maker, args, settings)
     if args:
@@ -92,7 +95,12 @@ def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any
     _check_settings(name, settings, allowed)
     if len(args) > len(allowed):
         raise TypeError(f"{name} takes at most {len(allowed)} settings ({', '.join(allowed)}), got {len(args)}")
-    made = kind(*args, **settings)
+    try:
+        made = kind(*args, **settings)
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:  # a user's class may raise anything
+        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
     if isinstance(made, Regulator):
         return made
     if callable(made):
@@ -100,36 +108,18 @@ def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any
     raise TypeError(f"{name} is not a regulator: it is not callable")
 
 
+def _load(name: str) -> Any:
+    if not any(sign in name for sign in ".:"):
+        raise ValueError(
+            unknown("regulator", name, TABLE) + "; for one of your own give its dotted path, package.module.Name"
+        )
+    return _user_code.load("regulator", name, Regulator)
+
+
 def _check_settings(name: str, settings: dict[str, Any], allowed: list[str]) -> None:
     for key in settings:
         if key not in allowed:
             raise TypeError(unknown(f"setting of {name}", key, allowed))
-
-
-def _import(path: str) -> Callable[..., Any]:
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    if not module_name:
-        raise ValueError(
-            unknown("regulator", path, TABLE) + "; for one of your own give its dotted path, package.module.Name"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # the module is there, but something that it imports is not
-        raise ValueError(f"regulator {path!r}: there is no module {module_name!r} to import") from None
-    found: Any = module
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise ValueError(f"regulator {path!r}: " + unknown(f"name in {module_name}", name, _public(found)))
-        found = getattr(found, name)
-    if not callable(found):
-        raise TypeError(f"regulator {path!r} is not callable")
-    return found  # type: ignore[no-any-return]
-
-
-def _public(module: object) -> list[str]:
-    return [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
 
 
 def _split(text: str) -> list[str]:
@@ -153,15 +143,15 @@ def _split(text: str) -> list[str]:
 def _parse_one(part: str, whole: str) -> Regulator:
     match = re.fullmatch(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", part, re.DOTALL)
     if not match:
-        raise ValueError(f"cannot read {part.strip()!r} in {whole!r}; write name(setting=value) | name(...)")
+        raise ValueError(f"cannot read {short(part.strip())} in {short(whole)}; write name(setting=value) | name(...)")
     name, inside = match[1], match[2] or ""
     try:
         call = ast.parse(f"f({inside})", mode="eval").body
         assert isinstance(call, ast.Call)
         args = [ast.literal_eval(node) for node in call.args]
         settings = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
         raise ValueError(
-            f"cannot read the settings of {name!r} in {whole!r}; write {name}(setting=value, ...)"
+            f"cannot read the settings of {short(name)} in {short(whole)}; write {name}(setting=value, ...)"
         ) from None
     return get(name, *args, **settings)

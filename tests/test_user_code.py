@@ -1,0 +1,147 @@
+"""Whose code runs: names in settings, run folders of others, and modules that lie in the current folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli import SMALL, fails, poise
+
+from poise import _user_code, cli_see  # noqa: F401 - all commands are on the app then
+from poise.config import ConfigError, load, restore
+
+SPY = "from pathlib import Path\nPath('ran').touch()\n"
+MINE = (
+    SPY
+    + """from poise import Regulator, Phase
+class Mine(Regulator):
+    def phases(self, batch): return [Phase.of(batch)]
+"""
+)
+FOREIGN = [
+    "subprocess.Popen('touch ran', shell=True)", "spy_module.Mine", "spy_module:Mine()", "ar | spy_module.Mine",
+    "os:system('touch ran')",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(_user_code, "FOLDERS", [str(tmp_path)])
+    Path("spy_module.py").write_text(MINE)
+    yield
+    sys.modules.pop("spy_module", None)
+
+
+def foreign(**changes):
+    document = load("demo").model_dump(mode="json") | changes
+    Path("run/checkpoints/step-000001/model").mkdir(parents=True)
+    Path("run/config.json").write_text(json.dumps(document))
+    Path("run/metrics.jsonl").touch()
+
+
+@pytest.mark.parametrize("regulator", FOREIGN)
+def test_a_foreign_run_runs_no_code(regulator):
+    foreign(regulator=regulator)
+    said = fails("train", "--resume", "--dry-run", "run=run")
+    assert "the run in run asks to run code that is not part of poise" in said
+    assert "add --trust" in said
+    fails("train", "--resume", "run=run")
+    fails("diagnose", "run", "--out", "there")  # has no use for it, and ends for want of a model
+    fails("eval", "run")
+    poise("report", "run")
+    fails("tokens", "run")
+    assert not Path("ran").exists()
+
+
+def test_consent_loads_it():
+    foreign(regulator="spy_module.Mine")
+    assert "spy_module.Mine" in poise("train", "--resume", "--dry-run", "--trust", "run=run").output
+    assert Path("ran").exists()
+
+
+@pytest.mark.parametrize("regulator", FOREIGN[:1])
+def test_consent_is_for_regulators_only(regulator):
+    foreign(regulator=regulator)
+    assert "is not a regulator" in fails("train", "--resume", "--dry-run", "--trust", "run=run")
+    assert not Path("ran").exists()
+
+
+def test_the_code_of_a_foreign_runs_model_needs_consent():
+    foreign(remote_code=True)
+    for command in (["train", "--resume", "--dry-run", "run=run"], ["diagnose", "run"]):
+        assert "remote_code = True: it lets the model's own Python run" in fails(*command)
+    assert "remote_code: true" in poise("train", "--resume", "--dry-run", "--trust", "run=run").output
+
+
+def test_the_packages_own_code_needs_no_consent():
+    foreign(regulator="poise.regulators.ar:AdvantageReweighting(alpha=0.3) | poise.regulators.Lopti")
+    assert poise("train", "--resume", "--dry-run", "run=run").exit_code == 0
+
+
+def test_what_the_user_names_is_consent():
+    assert poise("train", "--dry-run", "regulator=spy_module.Mine").exit_code == 0
+    sys.modules.pop("spy_module")
+    Path("ran").unlink()
+    Path("mine.yaml").write_text("base: below.yaml\n")
+    Path("below.yaml").write_text("regulator: spy_module.Mine\n")
+    assert poise("train", "mine.yaml", "--dry-run").exit_code == 0
+    assert Path("ran").exists()
+
+
+def test_in_python_a_document_is_not_trusted_unless_the_caller_says_so():
+    document = load("demo").model_dump(mode="json") | {"regulator": "spy_module.Mine"}
+    with pytest.raises(ConfigError, match="trust=True"):
+        restore(document)
+    assert not Path("ran").exists()
+    assert restore(document, trust=True).regulator == "spy_module.Mine"
+
+
+@pytest.mark.parametrize(
+    "name", ["missing_module.Mine", "spy_module.Mime", "spy_module.Path", "broken.Mine", "leaves.Mine"]
+)
+def test_mistakes_in_code_of_ones_own_are_explained(name):
+    Path("broken.py").write_text("def f(:\n")
+    Path("leaves.py").write_text("raise SystemExit(3)\n")
+    assert f"regulator = '{name}': " in fails("train", f"regulator={name}")
+
+
+def command(*args, **changes):
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "PYTHONSAFEPATH")}
+    done = subprocess.run([sys.executable, *args], env=env | changes, capture_output=True, text=True, timeout=300)
+    return done.stdout + done.stderr
+
+
+SCRIPT = [
+    "-c",
+    "import sys; sys.path[0] = '/'; from poise.__main__ import main; main()",
+]  # as the installed script starts
+
+
+@pytest.mark.parametrize("start", [SCRIPT, ["-m", "poise"]])
+def test_a_module_in_the_current_folder_is_not_taken_for_an_installed_one(start):
+    for name in ("yaml", "typer", "torch", "rich"):
+        Path(f"{name}.py").write_text(SPY)
+    assert command(*start, "--version").strip() == "0.1.0"
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(("wanted", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_the_process_of_a_command(wanted, found):
+    Path("yaml.py").write_text(SPY.replace("ran", "wrong"))
+    shown = command("-m", "poise", "train", "--dry-run", "regulator=spy_module.Mine", OMP_DISPLAY_ENV="true", **wanted)
+    assert "regulator: spy_module.Mine" in shown  # found beside the command, without PYTHONPATH
+    assert Path("ran").exists()
+    assert not Path("wrong").exists()  # what is installed comes first
+    if "OMP_WAIT_POLICY" in shown:  # GNU's library prints what it has read; others keep it to themselves
+        assert f"OMP_WAIT_POLICY = '{found}'" in shown  # waiting threads spin only if the user wants them to
+
+
+def test_a_run_of_ones_own_regulator_trains_and_resumes():
+    run = ["regulator=spy_module.Mine", "run=mine"]
+    assert poise("train", "demo", *SMALL, *run).exit_code == 0
+    assert "--trust" in fails("train", "--resume", "run=mine", "steps=2")
+    assert poise("train", "--resume", "run=mine", "steps=2", "--trust", "--quiet").exit_code == 0
