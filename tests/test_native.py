@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from scipy_free import chi_square
-from tiny_models import ARCHITECTURES, HEADS, VOCABULARY, Words, exact, head_alone, prompts, tiny
+from tiny_models import ARCHITECTURES, HEADS, LEARNED, VOCABULARY, Words, exact, head_alone, learned, prompts, tiny
 
 from poise.policy import ModelError, Policy
 from poise.rollout import graphs
@@ -287,6 +287,24 @@ def tiny_tiny():
         for parameter in model.parameters():
             parameter.mul_(20.0)
     return Policy(model, Words())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_row_that_has_ended_asks_for_no_position_that_is_not_there(name, engine):
+    policy = learned(name, positions=32)
+    assert supports(policy)
+    asked = torch.randint(6, VOCABULARY, (6, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    stops = torch.randint(6, VOCABULARY, (6, 30), generator=torch.Generator().manual_seed(1)).tolist()
+    wanted = [
+        Request(prompt, 20 - 3 * i % 7, stop if i % 2 else ())
+        for i, (prompt, stop) in enumerate(zip(asked, stops, strict=True))
+    ]
+    for seed in range(4):
+        out = engine(policy, batch=2).answer(wanted, Sampling(), seed)
+        with torch.no_grad():
+            logp, _ = policy.score(out)
+        torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
 
 
 class TestRows:

@@ -43,6 +43,23 @@ def tiny(name, device="cpu", dtype=torch.float32, *, compiled=False):
     return Policy(model.to(device, dtype), Words(), compiled=compiled)
 
 
+LEARNED = {  # a table of positions, of which there are no more than in the config
+    "gpt2": lambda positions: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=positions, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=5
+    ),
+    "opt": lambda positions: transformers.OPTConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=positions, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64,
+        num_hidden_layers=2, num_attention_heads=4, bos_token_id=None, eos_token_id=5, pad_token_id=1,
+    ),
+}  # fmt: skip
+
+
+def learned(name, positions):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(LEARNED[name](positions), attn_implementation="sdpa")
+    return Policy(model.eval(), Words())
+
+
 HEADS = {  # what is done to the logits, with weights that make them large
     "temperature": ("qwen2", {}, 0.7),
     "softcap": ("gemma2", {"final_logit_softcapping": 30.0}, 1.0),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy_free import chi_square
 from tiny_models import HEADS as MODEL_HEADS
-from tiny_models import VOCABULARY, head_alone, prompts, tiny
+from tiny_models import LEARNED, VOCABULARY, head_alone, learned, prompts, tiny
 
 from poise.attention import over_slots
 from poise.linear import Head
@@ -65,6 +65,19 @@ def test_half_precision_errs_no_more_than_twice_as_much_as_transformers(name, co
     off = (out.logp[out.mask] - exactly).norm()
     assert off <= 2 * (torch.cat(theirs) - exactly).norm()
     assert (out.entropy[out.mask] - spread).norm() < 0.05 * spread.norm()
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_row_that_has_ended_asks_for_no_position_that_is_not_there(name):
+    policy = learned(name, positions=32)
+    policy.model.to("cuda", torch.bfloat16)
+    asked = torch.randint(6, VOCABULARY, (12, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    wanted = [Request(prompt, 20 - 3 * i % 11, NEVER) for i, prompt in enumerate(asked)]
+    out = NativeEngine(policy, batch=3).answer(wanted, Sampling(), 0)  # three rows: some are decoded for nothing
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        logp, _ = policy.score(out)
+    assert (logp - out.logp)[out.mask].abs().mean() < 0.05
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_p": 0.9, "top_k": 20}])  # by the kernel that draws, and by torch

@@ -137,7 +137,7 @@ def supports(policy: Policy) -> bool:
         )
         decoder.read(prompts, [0, 1], [0, 2])
         before = decoder.keys.join([0, 1, 2], owners)
-        decoder.keys.place([len(prompts[owner]) for owner in owners], [0, 0, 0])
+        decoder.keys.place([len(prompts[owner]) for owner in owners], [0, 0, 0], [3, 3, 3])
         decoder.forward(3, torch.tensor(tokens, device=policy.device))
         after = decoder.hidden.clone()
         decoder.keys.advance()

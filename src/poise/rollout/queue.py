@@ -109,7 +109,7 @@ class Queue:
         row, count, room, number = send(torch.tensor([self.rows, counts, left, numbers]), self.device)
         steps = min(self.decoder.every, max(left))
         order = torch.arange(steps, device=self.device)[:, None]
-        self.keys.place([len(request.prompt) for request in held], counts)
+        self.keys.place([len(request.prompt) for request in held], counts, [request.max_tokens for request in held])
         self.decoder.points[:steps, :n] = uniform(self.seed, number[None], count + order)
         self.decoder.run(n, steps, self.sampling, last=steps == max(left))
 

@@ -36,6 +36,7 @@ class Keys:
         self.rows = torch.arange(slots, device=like.device)
         self.position = torch.zeros(slots, dtype=torch.long, device=like.device)  # of the token that comes next
         self.count = torch.zeros_like(self.position)  # response tokens before it
+        self.last = torch.zeros_like(self.position)  # of the last token that the row may have
         self.device, self.n = like.device, 0
         self.nbytes = 0  # of keys and values
         self.clear()
@@ -45,16 +46,21 @@ class Keys:
         self.prompt_of: dict[int, int] = {}  # row → prompt
         self.home: dict[int, int] = {}  # prompt → where its keys are
 
-    def place(self, prompts: Sequence[int], counts: Sequence[int]) -> None:
-        """From here on the first rows are decoded: the lengths of their prompts, and response tokens so far."""
+    def place(self, prompts: Sequence[int], counts: Sequence[int], limits: Sequence[int]) -> None:
+        """From here on the first rows are decoded: the lengths of their prompts, response tokens so far and at most."""
         self.n = len(prompts)
-        both = send(torch.tensor([prompts, counts]), self.position.device)
-        self.position[: self.n] = both.sum(0)
-        self.count[: self.n] = both[1]
+        prompt, count, limit = send(torch.tensor([prompts, counts, limits]), self.position.device)
+        self.position[: self.n] = prompt + count
+        self.count[: self.n] = count
+        self.last[: self.n] = prompt + limit.clamp(min=1) - 1
 
     def advance(self) -> None:
-        """All rows have one token more. Nobody reads what lies behind a row's end, so a finished one may go on."""
-        self.position[: self.n] += 1
+        """All rows have one token more. Nobody reads what lies behind a row's end, so a finished one may go on.
+
+        Its position stays at its last one: a table of learned positions has no more, and rotary embeddings that
+        depend on the largest position of a batch must not see any more.
+        """
+        self.position[: self.n] = torch.minimum(self.position[: self.n] + 1, self.last[: self.n])
         self.count[: self.n] += 1
 
     def keep_states(self, prompts: Sequence[int], states: Tensor) -> None:
@@ -142,9 +148,9 @@ class SharedKeys(Keys):
 
     # Attention
 
-    def place(self, prompts: Sequence[int], counts: Sequence[int]) -> None:
+    def place(self, prompts: Sequence[int], counts: Sequence[int], limits: Sequence[int]) -> None:
         """Besides, work out which rows share a prompt."""
-        super().place(prompts, counts)
+        super().place(prompts, counts, limits)
         self.host_counts = list(counts)
         groups: list[list[int]] = [[] for _ in self.lengths]
         for row in range(self.n):
@@ -307,7 +313,7 @@ class SlotKeys(Keys):
 
     def begin(self) -> None:
         """What a step's layers have in common: where the newest keys go, and how many of a slot's are in use."""
-        position = self.position[: self.n].clamp(max=self.length - 1)
+        position = self.position[: self.n]
         self.newest, self.used = self.rows[: self.n] * self.length + position, (position + 1).to(torch.int32)
 
     def attend(
