@@ -170,6 +170,7 @@ def test_a_slow_trickle_of_headers_does_not_keep_a_connection(served, monkeypatc
 def test_silent_clients_that_take_all_connections_make_room(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CONNECTIONS", 4)
     monkeypatch.setattr(module, "REQUEST_WITHIN", 3600.0)
+    monkeypatch.setattr(module, "GRACE", 0.5)
     with running([make_run(tmp_path / "run", steps=(1,)).path]) as url, ExitStack() as stack:
         silent = [stack.enter_context(closing(connect(url))) for _ in range(12)]
         assert status(send(url, get("/stamp", "localhost"))) == 200

@@ -6,12 +6,12 @@ a time limit, their number has one, and a request that fails costs no more than 
 
 from __future__ import annotations
 
+import io
 import re
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
@@ -27,8 +27,8 @@ from poise.diagnostics.report.page import frame
 ADDRESS = "127.0.0.1"
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
 CONNECTIONS = 512  # open at once; more wait in the backlog
-REQUEST_WITHIN = 10.0  # seconds from the connection to the whole request
-GRACE = 1.0  # the same while all connections are taken
+REQUEST_WITHIN = 10.0  # seconds that a client has for its request
+GRACE = 3.0  # the same while all connections are taken
 SEND_WITHIN = 60.0  # seconds for the whole answer
 PAUSE = 0.1  # seconds between two looks for a free connection or descriptor
 
@@ -40,41 +40,24 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         self._slots = BoundedSemaphore(_connections())
-        self._full = False
-        self._silent: dict[socket.socket, float] = {}  # connections whose request is not whole yet, and their start
+        self.full = False
         super().__init__((ADDRESS, port), handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection. OSError, after a pause, where that cannot be: the listening socket stays ready."""
-        self._full = not self._slots.acquire(timeout=PAUSE)
-        if self._full:
+        self.full = not self._slots.acquire(timeout=PAUSE)
+        if self.full:
             raise OSError("all connections are taken")
         try:
-            connection, address = super().get_request()
+            return super().get_request()
         except OSError:  # out of descriptors, say
-            self._full = True
+            self.full = True
             self._slots.release()
             time.sleep(PAUSE)
             raise
-        self._silent[connection] = time.monotonic()
-        return connection, address
-
-    def heard(self, connection: socket.socket) -> None:
-        """The request is whole: from here on only its answer takes time."""
-        self._silent.pop(connection, None)
-
-    def service_actions(self) -> None:
-        """Hang up on connections that have not sent a whole request in time. Runs between any two requests."""
-        began_before = time.monotonic() - (GRACE if self._full else REQUEST_WITHIN)
-        for connection, began in list(self._silent.items()):
-            if began < began_before:
-                self.heard(connection)
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection. Every accepted one comes here exactly once."""
-        self.heard(request)
         super().shutdown_request(request)
         self._slots.release()
 
@@ -84,17 +67,43 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class Request(io.RawIOBase):
+    """The bytes that a client sends. TimeoutError if it lets the server wait for too long, be it a little at a time."""
+
+    def __init__(self, connection: socket.socket, server: Server) -> None:
+        self._connection, self._server, self._began = connection, server, time.monotonic()
+
+    def readable(self) -> bool:
+        """Whether this can be read: yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Wait for bytes. Those that are there already are read however late it is: that was not the client's fault."""
+        while True:
+            limit = GRACE if self._server.full else REQUEST_WITHIN
+            left = self._began + limit - time.monotonic()
+            self._connection.settimeout(min(max(left, 0.0), GRACE))  # from time to time, look whether it is full
+            try:
+                return self._connection.recv_into(buffer)
+            except (TimeoutError, BlockingIOError):
+                if left <= 0:
+                    raise TimeoutError from None
+
+
 def serve(paths: Sequence[str | Path], port: int = 0) -> Server:
     """A server that is ready to run (``serve_forever``). Port 0: one that is free."""
     source, lock = Source(paths), Lock()
 
     class Handler(BaseHTTPRequestHandler):
         server: Server
-        timeout = SEND_WITHIN
         server_version, sys_version = "poise", ""
 
+        def setup(self) -> None:
+            super().setup()
+            self.rfile.close()
+            self.rfile = io.BufferedReader(Request(self.connection, self.server))
+
         def do_GET(self) -> None:
-            self.server.heard(self.connection)
             # A page elsewhere could have its own name lead here: only who asks for this machine by name is answered.
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
@@ -123,6 +132,7 @@ def serve(paths: Sequence[str | Path], port: int = 0) -> Server:
             return 404, "text/plain", b"there is nothing here\n"
 
         def _send(self, status: int, kind: str, content: bytes) -> None:
+            self.connection.settimeout(SEND_WITHIN)
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
