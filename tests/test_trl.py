@@ -133,8 +133,11 @@ def test_the_gradient_is_that_of_poise(method, tmp_path):
     )  # fmt: skip
     settings = objective.Settings(clip_low=0.1, clip_high=0.2, dual_clip=None)
     phases = regulators.parse(method)(batch)
-    assert len(phases) == inputs[WEIGHTS].shape[1]
-    assert method in PLAIN or not (inputs[WEIGHTS] == inputs["completion_mask"][:, None]).all()
+    if method in PLAIN:
+        assert not {WEIGHTS, KEPT} & inputs.keys()  # the batch is as TRL made it
+    else:
+        assert len(phases) == inputs[WEIGHTS].shape[1]
+        assert not (inputs[WEIGHTS] == inputs["completion_mask"][:, None]).all()
     for number, phase in enumerate(phases):
         logp, _, _ = by_hand(trainer, inputs)
         loss, metrics = objective.policy_loss(logp, batch, phase, settings, normalizer=batch.mask.sum())
@@ -157,6 +160,29 @@ def test_old_log_probabilities_are_computed_where_trl_has_none(tmp_path):
     expected = (0.5 + 0.5 * prob) * inputs["completion_mask"]
     assert torch.allclose(inputs[WEIGHTS][:, 0], expected, atol=1e-5)
     assert expected.std() > 0.1
+
+
+def test_the_samplers_and_the_references_log_probabilities_reach_the_regulator(tmp_path):
+    def with_logp(prompts, trainer):
+        made = trl_runs.ragged(prompts, trainer)
+        values = [[-0.5 - 0.01 * place for place in range(len(ids))] for ids in made["completion_ids"]]
+        values[0][1] = float("nan")  # as vLLM has it now and then
+        return {**made, "logprobs": values}
+
+    seen = []
+
+    def mine(batch):
+        seen.append(batch)
+        return regulators.parse("ar")(batch)
+
+    mine.needs = {"sampler_logp", "ref_logp"}
+    trainer = build(tmp_path, mine, beta=0.1, temperature=HOT, more={"rollout_func": with_logp})
+    rollouts(trainer)
+    batch = seen[-1]  # the first was made up
+    expected = (-0.5 - 0.01 * torch.arange(batch.mask.shape[1])).expand(batch.mask.shape).clone()
+    expected[0, 1] = batch.old_logp[0, 1]
+    assert torch.allclose(batch.sampler_logp[batch.mask], expected[batch.mask])
+    assert torch.allclose(batch.ref_logp[batch.mask], batch.old_logp[batch.mask], atol=1e-4)  # it has not moved yet
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,28 @@ def test_what_can_be_done_is_not_refused(method, settings, tmp_path):
     trl_checks.check_config(config(tmp_path, **settings), probe(regulators.parse(method)), method)
 
 
+def needing(*fields):
+    def mine(batch):
+        return regulators.parse("ar")(batch)
+
+    mine.needs = frozenset(fields)
+    return mine
+
+
+def test_a_reference_that_trl_does_not_have_is_missed_before_the_model_is_loaded(tmp_path):
+    args = config(tmp_path)
+    with pytest.raises(CannotRegulateError, match=r"needs ref_logp, .*set beta in GRPOConfig"):
+        RegulatedGRPOTrainer("no/such-model", trl_runs.spread, args, DATA, regulator=needing("ref_logp"))
+
+
+def test_the_samplers_log_probabilities_are_missed_before_anything_is_generated(tmp_path):
+    with pytest.raises(CannotRegulateError, match=r"needs sampler_logp, .*use_vllm=True .*or from a rollout_func"):
+        build(tmp_path, needing("sampler_logp"))
+    trainer = build(tmp_path, needing("sampler_logp"), more={"rollout_func": trl_runs.ragged}, max_completion_length=6)
+    with pytest.raises(CannotRegulateError, match="rollout_func returned logprobs=None"):
+        rollouts(trainer)
+
+
 def test_saves_by_share_are_checked_when_training_starts(tmp_path):
     trainer = build(tmp_path, "lopti", save_strategy="steps", save_steps=0.25, max_steps=4, **TWO)
     with pytest.raises(CannotRegulateError, match=r"save_steps \(1\) must be a multiple of 2"):
@@ -72,7 +94,7 @@ def fake(**settings):
     return SimpleNamespace(
         **{
             "aux_loss_enabled": False, "is_deepspeed_enabled": False, "is_fsdp_enabled": False, "args": args,
-            "accelerator": SimpleNamespace(num_processes=2), "num_generations": 4,
+            "accelerator": SimpleNamespace(num_processes=2), "num_generations": 4, "use_vllm": False,
         }
         | settings
     )  # fmt: skip
@@ -94,17 +116,38 @@ def test_refused_once_the_trainer_is_known(method, settings, message):
         trl_checks.check_trainer(fake(**settings), regulator, probe(regulator), method)
 
 
-def test_another_version_of_trl_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(trl, "__version__", "1.17.0")
-    with pytest.raises(CannotRegulateError, match=r"tested with TRL 1.16, this is 1.17.0"):
+def test_a_version_of_trl_without_what_poise_hooks_into_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(trl, "__version__", "2.0.0")
+    monkeypatch.delattr(STOCK, "_calculate_rewards")
+    with pytest.raises(CannotRegulateError, match=r"GRPOTrainer._calculate_rewards.* does not exist in TRL 2.0.0"):
         build(tmp_path, "grpo")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "reason"),
+    [
+        ("trl", "RLOOTrainer", "one ratio for a whole response"),
+        ("trl.experimental.async_grpo", "AsyncGRPOTrainer", "no group is ever whole"),
+        ("trl.experimental.online_dpo", "OnlineDPOTrainer", "pairs of whole responses"),
+        ("trl", "SFTTrainer", "belongs in front of GRPOTrainer"),
+    ],
+)
+def test_trainers_of_trl_that_are_no_grpo_trainer_get_their_reason(module, name, reason):
+    class Mine(RegulatorMixin, getattr(pytest.importorskip(module), name)):
+        pass
+
+    with pytest.raises(CannotRegulateError, match=f"Mine does not inherit from .*{reason}") as caught:
+        Mine(regulator="ar")
+    assert "Unsloth" not in str(caught.value)
 
 
 def test_a_patched_trainer_is_refused(monkeypatch, tmp_path):
     class Replaced(RegulatorMixin, type("GRPOTrainer", (), {"__module__": "unsloth_cache"})):
         pass
 
-    with pytest.raises(CannotRegulateError, match=r"does not inherit from trl.trainer.grpo_trainer.GRPOTrainer"):
+    with pytest.raises(
+        CannotRegulateError, match=r"does not inherit from trl.trainer.grpo_trainer.GRPOTrainer: .*Unsloth"
+    ):
         Replaced(regulator="ar")
     monkeypatch.setattr(STOCK, "compute_loss", lambda *_: None)
     with pytest.raises(CannotRegulateError, match=r"GRPOTrainer.compute_loss is not TRL's own but comes from test_trl"):

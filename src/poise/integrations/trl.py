@@ -5,7 +5,8 @@
 TRL's loop, loss, checkpoints and logging stay as they are. Groups are whole only where TRL has just generated and
 scored (``_generate_and_score_completions``); there the regulator is run, and its weights join the batch as tensors that
 travel through TRL's shuffling and splitting. ``_compute_loss`` takes advantages of shape (B, T): weights are not
-negative, so weighting the advantage is weighting the clipped policy term.
+negative, so weighting the advantage is weighting the clipped policy term. Whether the loss of this trainer does so is
+tested on the first batch (``trl_loss``). Where every weight is 1 the batch is left alone.
 
 The phases of a regulator are iterations of TRL (``num_iterations``): the step counter and the learning-rate schedule
 tick in each of them. What TRL cannot express is refused by ``trl_checks``. Evaluation is TRL's own, all tokens alike.
@@ -31,7 +32,9 @@ except ImportError as error:
 
 from poise.batch import Phase, TokenBatch
 from poise.integrations.probe import ALL, PART, CannotRegulateError, Demands, demands, probe
-from poise.integrations.trl_checks import check_config, check_start, check_trainer, check_trl
+from poise.integrations.trl_checks import check_config, check_needs, check_start, check_trainer, check_trl
+from poise.integrations.trl_loss import check_loss
+from poise.integrations.trl_record import check_resume, describe, tell_trackers, write_card, write_state
 from poise.linear import Head
 from poise.regulators import Regulator, parse, summary
 
@@ -54,6 +57,8 @@ class _State:
     hooked: bool = False  # whether the loss under way went through us
     moving: list[Tensor] = field(default_factory=list)  # how many tokens took part since the last optimizer step
     head_checked: bool = False
+    loss_checked: bool = False
+    plain: bool = False  # whether every weight of the last generation is 1
     demands: Demands = field(default=Demands(("all",), True, ALL))
 
 
@@ -62,13 +67,22 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
     ``regulator`` is the text form, a ``Regulator``, or a function from a batch to phases. ``correct`` tells methods
     that need the verifier's word (NTHR) what it is: the name of a reward function that returns 0 or 1, or a function of
-    the rewards (B, reward functions) that returns bool (B,).
+    the rewards (B, reward functions) that returns bool (B,). A checkpoint says what it was trained with, and is not
+    resumed with another regulator unless ``change_regulator`` is True.
     """
 
-    def __init__(self, *args: Any, regulator: Method, correct: Correct | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        regulator: Method,
+        correct: Correct | None = None,
+        change_regulator: bool = False,
+        **kwargs: Any,
+    ) -> None:
         check_trl(type(self))
         self.regulator = parse(regulator)
-        self._regulator_name = regulator if isinstance(regulator, str) else repr(regulator)
+        self._regulator_name = regulator if isinstance(regulator, str) else describe(self.regulator)
+        self._change_regulator = change_regulator
         self._correct = correct
         self._poise = _State(demands=probe(self.regulator))
         if "correct" in self.regulator.needs and correct is None:
@@ -79,8 +93,10 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         for value in (*args, *kwargs.values()):  # before the model is loaded
             if hasattr(value, "steps_per_generation"):
                 check_config(value, self._poise.demands, self._regulator_name)
+                check_needs(value, self.regulator, self._regulator_name)
         super().__init__(*args, **kwargs)
         check_config(self.args, self._poise.demands, self._regulator_name)
+        check_needs(self.args, self.regulator, self._regulator_name)
         check_trainer(self, self.regulator, self._poise.demands, self._regulator_name)
         if isinstance(correct, str) and correct not in self.reward_func_names:
             known = ", ".join(self.reward_func_names)
@@ -112,21 +128,28 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         self._poise.hooked = True
         if not self.model.training:
             return super()._compute_loss(model, inputs)
+        if self._poise.plain:
+            self._count_moving(inputs)
+            return super()._compute_loss(model, inputs)
         if WEIGHTS not in inputs:
             raise RuntimeError(f"the batch carries no weights of {self._regulator_name}: it was generated past poise")
-        phase = self._phase()
-        weights = inputs[WEIGHTS][:, phase]
-        advantages = inputs["advantages"]
         weighted = {name: value for name, value in inputs.items() if name not in (WEIGHTS, KEPT)}
-        weighted["advantages"] = (advantages if advantages.dim() == 2 else advantages[:, None]) * weights
-        moving = weighted["advantages"] != 0
+        if not self._poise.loss_checked:
+            self._poise.loss_checked = check_loss(
+                self, super()._compute_loss, model, weighted, self._regulator_name, masks=KEPT in inputs
+            )
+        phase = self._phase()
+        weighted["advantages"] = _per_token(inputs["advantages"]) * inputs[WEIGHTS][:, phase]
         if KEPT in inputs:  # never completion_mask: that is the attention mask too
             weighted["tool_mask"] = inputs[KEPT][:, phase]
-            moving = moving | (inputs[KEPT][:, phase] != 0)
-        elif self.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled:
-            moving = moving | (inputs["completion_mask"] != 0)
-        self._poise.moving.append(moving.sum())  # on the device: it is asked for once per optimizer step
+        self._count_moving(weighted)
         return super()._compute_loss(model, weighted)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, with a section on the regulator."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            write_card(self.args.output_dir, describe(self.regulator))
 
     # --- ours
 
@@ -134,6 +157,13 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         """Which of the regulator's phases this iteration is."""
         iteration = self._step // self.args.steps_per_generation % self.num_iterations
         return int(iteration) if len(self._poise.demands.phases) > 1 else 0
+
+    def _count_moving(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens that take part, on the device: it is asked for once per optimizer step."""
+        moving = inputs["completion_mask"] * inputs.get("tool_mask", 1) != 0
+        if self.beta == 0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled:
+            moving = moving & (_per_token(inputs["advantages"]) != 0)
+        self._poise.moving.append(moving.sum())
 
     @torch.no_grad()
     def _weights(self, output: dict[str, Any]) -> dict[str, Tensor]:
@@ -143,9 +173,11 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             raise RuntimeError("fresh rollouts would begin in the middle of their phases: TRL's step count is off")
         batch, rows = self._token_batch(output)
         phases = self.regulator(batch)
-        self._check_phases(phases, batch)
+        self._poise.plain = self._check_phases(phases, batch)
         for name, value in self._summary(phases, batch).items():
             self._metrics["train"][name].append(value)
+        if self._poise.plain:
+            return {}
 
         length = output["completion_mask"].shape[1]
         travels = {WEIGHTS: torch.stack([phase.policy[rows, :length] for phase in phases], 1)}
@@ -154,23 +186,20 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             travels[KEPT] = kept.to(output["completion_mask"].dtype)
         return travels
 
-    def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> None:
-        """The regulator must do what it did when it was tried, as far as TRL cares."""
-        wants = self._poise.demands
+    def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> bool:
+        """The regulator must do what it did when it was tried, as far as TRL cares; True if it regulates nothing."""
+        wants, now = self._poise.demands, demands(phases, batch)
         if len(phases) != len(wants.phases):
             names = ", ".join(phase.name for phase in phases)
             raise CannotRegulateError(
                 f"{self._regulator_name} has made {len(phases)} phases ({names}), where there were {len(wants.phases)} "
                 "when it was tried: return all phases every time, even those without a token"
             )
-        if self.beta != 0 or self._entropy_bonus_enabled:
-            now = demands(phases, batch)
-            if now.kl not in (ALL, wants.kl):
-                check_config(self.args, now, self._regulator_name)
-                if now.kl == PART:
-                    raise CannotRegulateError(
-                        f"{self._regulator_name} masked no KL term when it was tried, but does now"
-                    )
+        if (wants.plain and not now.plain) or now.kl not in (ALL, wants.kl):
+            check_config(self.args, now, self._regulator_name)
+        if self.beta != 0 and now.kl == PART != wants.kl:
+            raise CannotRegulateError(f"{self._regulator_name} masked no KL term when it was tried, but does now")
+        return wants.plain and now.plain
 
     def _token_batch(self, output: dict[str, Any]) -> tuple[TokenBatch, slice]:
         """The whole generation batch, that of all processes, and which rows are ours.
@@ -203,9 +232,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             fields["entropy"] = whole(entropy.float())
         if hidden is not None:
             fields |= {"hidden": hidden, "head": self._head()}
-        for name, theirs in _FIELDS.items():
-            if name in needs and theirs in output:
-                fields[name] = whole(output[theirs])
+        for name in needs & _FIELDS.keys():
+            fields[name] = whole(self._field(output, name, old_logp))
         batch = TokenBatch(
             whole(old_logp.float()),
             whole(mask.long()),
@@ -214,6 +242,17 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             **fields,
         )
         return batch, slice(None) if alone else ours
+
+    def _field(self, output: dict[str, Any], name: str, old_logp: Tensor) -> Tensor:
+        """A field of the batch as TRL has it."""
+        if (values := output.get(_FIELDS[name])) is None:  # check_needs knows all other reasons
+            raise CannotRegulateError(
+                f"{self._regulator_name} needs {name}, but rollout_func returned logprobs=None: return the "
+                "log-probability of each sampled token there"
+            )
+        if name == "sampler_logp":  # NaN where vLLM has none; TRL takes the ratio to be 1 there, too
+            values = torch.where(values.isnan(), old_logp.to(values.dtype), values)
+        return values
 
     def _old_policy(self, output: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probabilities, entropies and hidden states of the sampled tokens, before the update.
@@ -314,6 +353,12 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         """Training begins, perhaps for the second time, perhaps in the middle: rollouts are made afresh."""
         wants = self._poise.demands
         check_start(self.args, self.state, wants, self._regulator_name)
+        method = describe(self.regulator)
+        if not self._change_regulator:
+            check_resume(self.state, method)
+        write_state(self.state, method)
+        if self.is_world_process_zero():
+            tell_trackers(self.callback_handler.callbacks, method)
         self._poise.moving = []
         if len(wants.phases) > 1:
             self._step, self._buffered_inputs = 0, None
@@ -333,6 +378,11 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
+
+
+def _per_token(advantages: Tensor) -> Tensor:
+    """(B,) as (B, 1); (B, T) as they are."""
+    return advantages if advantages.dim() == 2 else advantages[:, None]
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]

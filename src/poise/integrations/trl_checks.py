@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import trl
@@ -16,31 +17,52 @@ HOOKS = (
     "training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "_generate_and_score_completions",
     "_calculate_rewards", "_get_per_token_logps_and_entropies",
 )  # fmt: skip
+# TRL's other trainers of this kind, by name, and why a regulator has no place in them.
+OTHERS = {
+    "RLOOTrainer": "its loss has one ratio for a whole response, so that there is no term of a token to weight",
+    "AsyncGRPOTrainer": "it takes responses from a queue one by one and packs them, so that no group is ever whole",
+    "OnlineDPOTrainer": "its loss compares pairs of whole responses and has no advantages",
+}
 # Loss types in which ``tool_mask`` leaves the denominator alone, so that it can take terms out of a phase.
 MASKABLE = ("dapo", "dr_grpo", "cispo", "luspo")
 
 
 def check_trl(trainer: type) -> None:
-    """The version, and that the methods are TRL's own."""
-    if trl.__version__.split(".")[:2] != TESTED.split("."):
-        raise CannotRegulateError(
-            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}: what it rests on may have "
-            f"changed. Install 'trl=={TESTED}.*', as poise's extra 'trl' does"
-        )
+    """That the methods are TRL's own; a warning where the version is not the tested one."""
     base = next((kind for kind in trainer.__mro__ if (kind.__module__, kind.__name__) == (HOME, "GRPOTrainer")), None)
     if base is None:
-        raise CannotRegulateError(
-            f"{trainer.__name__} does not inherit from {HOME}.GRPOTrainer. Another library may have put its own class "
-            "in its place (Unsloth does), which computes the loss past poise: train without that library, or import "
-            "poise.integrations.trl before it"
-        )
+        raise CannotRegulateError(f"{trainer.__name__} does not inherit from {HOME}.GRPOTrainer: {_other(trainer)}")
     for name in HOOKS:
-        found = getattr(vars(base).get(name), "__module__", None)
-        if found != HOME:
+        if name not in vars(base):
+            raise CannotRegulateError(
+                f"GRPOTrainer.{name}, which poise hooks into, does not exist in TRL {trl.__version__}; install "
+                f"'trl=={TESTED}.*', as poise's extra 'trl' does"
+            )
+        if (found := getattr(vars(base)[name], "__module__", None)) != HOME:
             raise CannotRegulateError(
                 f"GRPOTrainer.{name} is not TRL's own but comes from {found}: it may compute the loss past poise. "
                 "Train without the library that patches it"
             )
+    if trl.__version__.split(".")[:2] != TESTED.split("."):
+        warnings.warn(
+            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}. Whether its loss takes "
+            f"token weights is tested on the first batch; for the rest, 'trl=={TESTED}.*' is the safe choice",
+            stacklevel=3,
+        )
+
+
+def _other(trainer: type) -> str:
+    """Why a trainer that is no GRPOTrainer cannot be regulated."""
+    names = [kind.__name__ for kind in trainer.__mro__]
+    if "GRPOTrainer" in names:
+        return (
+            "another library has put a class of that name in its place (Unsloth does), which computes the loss past "
+            "poise. Train without that library, or import poise.integrations.trl before it"
+        )
+    for name, reason in OTHERS.items():
+        if name in names:
+            return f"{name} cannot be regulated, since {reason}. Use GRPOTrainer, or a subclass of it"
+    return "RegulatorMixin belongs in front of GRPOTrainer or a subclass of it, as in class Mine(RegulatorMixin, Yours)"
 
 
 def check_config(args: Any, wants: Demands, name: str) -> None:
@@ -76,6 +98,15 @@ def check_config(args: Any, wants: Demands, name: str) -> None:
     _check_saves(args, name)
 
 
+def check_needs(args: Any, regulator: Regulator, name: str) -> None:
+    """That TRL will compute what the regulator reads, as far as its settings decide that."""
+    if "ref_logp" in regulator.needs and args.beta == 0:
+        raise CannotRegulateError(
+            f"{name} needs ref_logp, the reference policy's log-probabilities, which TRL computes only for a KL "
+            "term; set beta in GRPOConfig to something other than 0, such as 0.001"
+        )
+
+
 def period(args: Any) -> int:
     """Optimizer steps per generation batch, all iterations together."""
     return int(args.steps_per_generation * args.num_iterations) // int(args.gradient_accumulation_steps)
@@ -107,6 +138,11 @@ def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str)
         raise CannotRegulateError(
             f"DeepSpeed takes the optimizer step inside the backward pass, so that a phase of {name} without a token "
             "could not be kept from moving the model; use FSDP or DDP"
+        )
+    if "sampler_logp" in regulator.needs and not trainer.use_vllm and trainer.rollout_func is None:
+        raise CannotRegulateError(
+            f"{name} needs sampler_logp, the sampling engine's log-probabilities, which TRL has only with "
+            "use_vllm=True in GRPOConfig, or from a rollout_func that returns logprobs"
         )
     if "hidden" not in regulator.needs:
         return

@@ -1,0 +1,167 @@
+"""Does the loss of a trainer answer token weights? Asked of its first batch, before the first update.
+
+The adapter weights advantages token by token. That is regulation only where the loss answers in kind. Let g be the
+gradient of the loss in each token's log-probability, (B, T). For weights w and advantages A the loss must keep
+
+    g(w·A) − g(0) = w · (g(A) − g(0))        each token by itself, in proportion to its own weight,
+    g(A as (B, T)) = g(A as the batch has them)
+
+and where a mask m takes tokens out of a phase, g(w·A, m) = m · (w·(g(A) − g(0)) + g(0)). A ratio or a mean over whole
+responses breaks the first, a loss that is written for advantages (B,) the second, a denominator that counts the mask
+the third. Random w and m leave nothing to chance.
+
+It costs no forward pass: the trainer's log-probabilities come from ``_get_per_token_logps_and_entropies``, and for the
+time of the test that returns made-up ones. So neither PEFT nor DDP, FSDP or DeepSpeed takes part; the collectives
+inside the loss, for its metrics, are run by all processes alike. What the loss writes down is forgotten again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from poise.integrations.probe import CannotRegulateError
+
+SOURCE = "_get_per_token_logps_and_entropies"
+TOLERANCE = 0.01  # of a response's largest gradient: rounding in bfloat16 stays below, a broken rule far above
+Loss = Callable[[Any, dict[str, Any]], Any]
+
+
+def check_loss(trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any], name: str, *, masks: bool) -> bool:
+    """Raise if the loss does not weight tokens; False if this batch is too small to tell. ``masks``: test m too."""
+    with _untouched(trainer):
+        fault = _fault(_Stand(trainer, loss, model, inputs), masks=masks)
+    faults = [fault] if trainer.accelerator.num_processes == 1 else gather_object([fault])
+    known = [fault for fault in faults if fault is not None]
+    if message := next(filter(None, known), None):
+        raise CannotRegulateError(
+            f"the loss of {_owner(trainer, loss)} cannot be regulated by {name}: {message}. It must take advantages of "
+            "shape (B, T) and weight the gradient of each token by its own, as that of TRL's GRPOTrainer does; "
+            "regulator='grpo' leaves any loss as it is"
+        )
+    return bool(known)
+
+
+class _Stand:
+    """The trainer's loss as a function of the advantages, on made-up log-probabilities."""
+
+    def __init__(self, trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any]) -> None:
+        self.trainer, self.loss, self.model = trainer, loss, model
+        mask = inputs["completion_mask"]
+        self.mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask) != 0
+        self.generator = torch.Generator().manual_seed(0)
+        self.near = -self.random(0.1, 2.0)  # the old policy, the reference and the sampler
+        known = {"old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"} & inputs.keys()
+        ratio = {"importance_sampling_ratio"} & inputs.keys()  # real ones may be 0 for a whole batch
+        made_up = dict.fromkeys(known, self.near) | {field: torch.ones_like(inputs[field]) for field in ratio}
+        self.inputs = inputs | made_up
+        self.tokens = _Tokens(trainer, self.near + self.random(-0.01, 0.01), self.random(0.1, 2.0))
+
+    def random(self, low: float, high: float) -> Tensor:
+        """(B, T) uniform numbers, the same on every device."""
+        numbers = torch.rand(self.mask.shape, generator=self.generator) * (high - low) + low
+        return numbers.to(self.mask.device)
+
+    def gradient(self, advantages: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(2, B, T): of log-probabilities and entropies; 0 outside the mask."""
+        changed = {"advantages": advantages} if mask is None else {"advantages": advantages, "tool_mask": mask}
+        torch.manual_seed(0)  # a loss that draws lots draws the same each time
+        leaves = self.tokens.renew()
+        with torch.enable_grad():
+            value = self.loss(self.model, self.inputs | changed)
+        if not value.requires_grad:
+            return torch.zeros((2, *self.mask.shape), device=self.mask.device)
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        both = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+        return torch.where(self.mask, torch.stack(both), 0.0)
+
+
+@dataclass
+class _Tokens:
+    """Stands in for the forward pass of the policy."""
+
+    trainer: Any
+    logp: Tensor
+    entropy: Tensor
+    asked: bool = False
+
+    def __post_init__(self) -> None:
+        self.original = getattr(self.trainer, SOURCE)
+        setattr(self.trainer, SOURCE, self)  # until _untouched puts everything back
+
+    def renew(self) -> list[Tensor]:
+        self.logp, self.entropy = (x.detach().clone().requires_grad_() for x in (self.logp, self.entropy))
+        return [self.logp, self.entropy]
+
+    def __call__(self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any,
+                 **kwargs: Any) -> Any:  # fmt: skip
+        if model is getattr(self.trainer, "ref_model", None) or (len(input_ids), logits_to_keep) != self.logp.shape:
+            return self.original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        self.asked = True
+        return self.logp, self.entropy, self.logp.new_zeros(())
+
+
+def _fault(stand: _Stand, *, masks: bool) -> str | None:
+    """What is wrong; "" if nothing is, None if this batch cannot tell."""
+    mask, inputs = stand.mask, stand.inputs
+    if not mask.any():
+        return None
+    rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device)
+    ones = rows[:, None].expand(mask.shape).contiguous()
+    own = stand.gradient(ones if inputs["advantages"].dim() == 2 else rows)  # errors in here are not about weights
+    if not stand.tokens.asked:
+        return f"it takes log-probabilities from elsewhere than self.{SOURCE}, so that poise cannot test it"
+    weights = stand.random(0.2, 2.0) * (stand.random(0, 1) > 0.2)  # some are 0
+    kept = (stand.random(0, 1) > 0.4) & mask if masks else mask
+    try:
+        plain, rest = stand.gradient(ones), stand.gradient(torch.zeros_like(ones))
+        weighted = stand.gradient(ones * weights, kept.to(inputs["completion_mask"].dtype) if masks else None)
+    except Exception as error:
+        return f"it fails on advantages of shape (B, T), with {type(error).__name__}: {error}"
+    if not ((plain - rest) != 0).any():
+        return "its gradient does not depend on the advantages"
+    if _differ(plain, own):
+        return "its gradient changes when the same advantages come as (B, T) instead of (B,)"
+    if _differ(weighted, torch.where(kept, weights * (plain - rest) + rest, 0.0), largest=plain.abs() + rest.abs()):
+        return "the gradient of a token is not in proportion to its own advantage, or depends on those of others"
+    several = ((plain - rest)[0] != 0).sum(1) > 1  # in a response of one token there are no others
+    return "" if several.any() else None
+
+
+def _differ(found: Tensor, expected: Tensor, largest: Tensor | None = None) -> bool:
+    """By more than rounding, in some response."""
+    largest = expected.abs() if largest is None else largest
+    allowed = TOLERANCE * largest.amax((0, 2)) + 1e-6 * largest.max()
+    return not bool(((found - expected).abs().amax((0, 2)) <= allowed).all())  # NaN differs
+
+
+def _owner(trainer: Any, loss: Loss) -> str:
+    """The class whose loss it is."""
+    function = getattr(loss, "__func__", None)
+    kinds = (kind for kind in type(trainer).__mro__ if vars(kind).get("_compute_loss") is function)
+    return next((kind.__name__ for kind in kinds), type(trainer).__name__)
+
+
+@contextmanager
+def _untouched(trainer: Any) -> Iterator[None]:
+    """Puts back the trainer's attributes, its metrics and the state of random numbers."""
+    before = dict(vars(trainer))
+    containers = (list, dict, set, deque)
+    vars(trainer).update({k: copy.copy(v) for k, v in before.items() if isinstance(v, containers)})
+    trainer._metrics = copy.deepcopy(trainer._metrics)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for added in vars(trainer).keys() - before.keys():
+            delattr(trainer, added)
+        vars(trainer).update(before)

@@ -1,0 +1,66 @@
+"""The regulator of a run, written where one looks for it later: checkpoints, the model card, the tracker's settings."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import poise
+from poise.integrations.probe import CannotRegulateError
+from poise.regulators import Compose, Function, Regulator, text
+
+KEY = "poise"  # in trainer_state.json, under stateful_callbacks: what TRL keeps for others from save to resume
+STOCK = "grpo"  # what TRL itself trains with, and what an entry that is not there means
+
+
+def describe(regulator: Regulator) -> str:
+    """The text form; for a regulator without one, its class or function by name: the same in every process."""
+    parts = regulator.parts if isinstance(regulator, Compose) else (regulator,)
+    return " | ".join(_describe_one(part) for part in parts)
+
+
+def _describe_one(part: Regulator) -> str:
+    try:
+        return text(part)
+    except ValueError:
+        target: Any = part.function if isinstance(part, Function) else part
+        if is_dataclass(target):
+            return repr(target)
+        named = target if hasattr(target, "__qualname__") else type(target)
+        return f"{named.__module__}:{named.__qualname__}"
+
+
+def check_resume(state: Any, regulator: str) -> None:
+    """Raise if the checkpoint that this run goes on from was trained with another regulator."""
+    written = (state.stateful_callbacks or {}).get(KEY, {}).get("regulator", STOCK)
+    if state.global_step and written != regulator:
+        raise CannotRegulateError(
+            f"the checkpoint of step {state.global_step} was trained with {written!r}, and this run would go on with "
+            f"{regulator!r}; pass regulator={written!r}, or change_regulator=True if the change is meant"
+        )
+
+
+def write_state(state: Any, regulator: str) -> None:
+    """Let TRL write the regulator into trainer_state.json with every checkpoint."""
+    state.stateful_callbacks[KEY] = {"regulator": regulator, "version": poise.__version__}
+
+
+def write_card(folder: str, regulator: str) -> None:
+    """A section of the model card."""
+    card = Path(folder) / "README.md"
+    section = (
+        f"\n## Token regulator\n\nThe update weighted tokens by `{regulator}` (poise {poise.__version__}).\n"
+        "`grpo` is TRL's own update.\n"
+    )
+    card.write_text(card.read_text(encoding="utf-8").rstrip("\n") + "\n" + section, encoding="utf-8")
+
+
+def tell_trackers(callbacks: list[Any], regulator: str) -> None:
+    """Add the regulator to the settings that TensorBoard, W&B and trackio keep of a run."""
+    for callback in callbacks:
+        if (writer := getattr(callback, "tb_writer", None)) is not None:
+            writer.add_text("poise_regulator", regulator)
+        for client in ("_wandb", "_trackio"):
+            if (tracker := getattr(callback, client, None)) is not None:
+                tracker.config.update({"poise_regulator": regulator}, allow_val_change=True)
