@@ -71,7 +71,8 @@ def _decode(
     _check(module, settings)
     layer, scale, window = int(module.layer_idx), settings.get("scaling"), settings.get("sliding_window")  # type: ignore[arg-type]
     if packing is None:
-        return decoding.attend(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, window)[:, None]
+        new: Tensor = decoding.attend(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, window)
+        return new.contiguous()[:, None]  # as transformers' own functions return it: JetMoE takes a view
     decoding.keep(layer, key[0], value[0])
     out: Tensor = _over_segments(query, key, value, packing, scale, window)
     return out
@@ -82,7 +83,7 @@ def _over_segments(
     query: Tensor, key: Tensor, value: Tensor, packing: Packed, scale: float | None, window: int | None
 ) -> Tensor:
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
-    return (_flash if _has_kernel(q, v) else _padded)(q, k, v, packing, scale, window)[None]
+    return (_flash if _has_kernel(q, v) else _padded)(q, k, v, packing, scale, window).contiguous()[None]
 
 
 AttentionInterface.register(NAME, attention)

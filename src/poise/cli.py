@@ -205,6 +205,7 @@ def evaluate(
     - `poise eval runs/demo --people 2-3`
     - `poise eval Qwen/Qwen2.5-0.5B-Instruct --task kk --people 3-7 --n 8 --max-tokens 2048 --temperature 0.7`
     """
+    from poise.config import RolloutConfig
     from poise.console import Console
     from poise.evaluate import evaluate as run
     from poise.policy import load_policy
@@ -214,7 +215,8 @@ def evaluate(
         built = _task(task, people, args or [])
         if json_to and not json_to.parent.is_dir():
             fail(f"--json {json_to}: there is no folder {json_to.parent}")
-        policy = load_policy(model, device=device, remote_code=remote_code)
+        longest = RolloutConfig(max_tokens=max_tokens).longest
+        policy = load_policy(model, device=device, remote_code=remote_code, longest=longest)
         engine = choose(policy, batch=batch, note=partial(print, file=sys.stderr))
         result = run(
             policy, engine, built, problems=problems, samples=n,

@@ -108,6 +108,11 @@ class RolloutConfig(_Group):
     # second costs that pass, and is for samplers whose arithmetic differs from the trainer's.
     old_logp: Literal["sampled", "recomputed"] = "sampled"
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that a prompt and its response may have together."""
+        return self.max_prompt + self.max_tokens
+
 
 class OptimConfig(_Group):
     """AdamW, and how a step's responses are cut up for it. The learning rate is one for pretrained models."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from poise import attention, memory
+from poise import attention, memory, rope, trials
 from poise._files import expand
 from poise.compiled import can_compile, compile_layers
 from poise.head import Head, token_logp
@@ -37,7 +37,7 @@ class Policy:
     to end without padding; that is tried at load too.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, compiled: bool = False) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, compiled: bool = False, longest: int | None = None) -> None:
         self.model, self.tokenizer = model, tokenizer
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         trunk, output = getattr(base, base.base_model_prefix, None), base.get_output_embeddings()
@@ -54,9 +54,11 @@ class Policy:
         self.most_tokens: int | None = None  # fewer tokens per pass than asked for, once memory has run out
         self.masters: Masters | None = None  # of weights in half precision, while they are being trained
         self._texts: dict[int, str] = {}
+        self.length_limit: int | None = None  # tokens in a sequence
+        length_limit = rope.pin(trunk, longest)
         self.packed = attention.adopt(base)
-        self._check_head()
-        self._check_passes(base)
+        self._try()
+        self.length_limit = length_limit
         if compiled and self.packed:
             compile_layers(self.trunk)
 
@@ -109,6 +111,7 @@ class Policy:
         ``tokens`` (n,) are flat indices into (B, T). A prompt that several responses share is read once, with
         gradients.
         """
+        self.check_length(max(len(p) + n for p, n in zip(rollouts.prompts, rollouts.lengths, strict=True)))
         if not self.packed:
             return self._states(rollouts).flatten(0, 1)[rollouts.index if tokens is None else tokens]
         packed = layout(rollouts)
@@ -117,6 +120,15 @@ class Policy:
             of_all = places.new_zeros(rollouts.tokens.numel()).index_copy_(0, rollouts.index, places)
             places = of_all[tokens]
         return attention.repeat(self._run(packed), places)
+
+    def check_length(self, tokens: int) -> None:
+        """Refuse sequences that are too long for the frequencies at which a rotary embedding was fixed."""
+        if self.length_limit is not None and tokens > self.length_limit:
+            raise ModelError(
+                f"a prompt and its response may have {tokens} tokens together, but the rotary embedding of "
+                f"{type(self.base).__name__} was fixed at load for {self.length_limit}: lower rollout.max_tokens, or "
+                f"load the model with longest={tokens}"
+            )
 
     def padded_hidden(self, rollouts: Rollouts) -> Tensor:
         """(B, T, d) the same with a place for every token, 0 outside the mask: for regulators that read them."""
@@ -194,47 +206,32 @@ class Policy:
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        ids = torch.arange(1, 5, device=self.device)[None] % self._config.vocab_size
-        states = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
-        ours, theirs = self.head()(states[0]).float(), self.model(input_ids=ids, use_cache=False).logits[0].float()
-        if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
-            raise ModelError(
-                f"{type(self.model).__name__} does something between trunk and head that poise does not know; "
-                "please report the architecture"
-            )
-
-    @torch.no_grad()
-    def _check_passes(self, base: Any) -> None:
-        """Try both ways with a shared prompt and another: what leaks from one sequence into the next is not used."""
-        ids = (torch.arange(1, 16, device=self.device) % self._config.vocab_size).view(3, 5)
-        mask = torch.arange(5, device=self.device) < torch.tensor([[3], [5], [4]], device=self.device)
-        prompts, none = [[1, 2], [1, 2], [3, 2, 1]], torch.zeros(3, device=self.device)
-        tried = Rollouts(prompts, ids, mask, none, none, none)
-        alone = []
-        for prompt, row, length in zip(prompts, ids, tried.lengths, strict=True):
-            text = torch.cat([torch.tensor(prompt, device=self.device), row[: length - 1]])[None]
-            alone.append(self.trunk(input_ids=text, use_cache=False).last_hidden_state[0, len(prompt) - 1 :].float())
-        expected = torch.cat(alone)
-        if self.packed and not self._agrees(tried, expected):
-            self.packed = False
-            base.set_attn_implementation("sdpa")
-        if not self.packed and not self._agrees(tried, expected):
-            raise ModelError(
-                f"{type(base).__name__} keeps a state that responses to the same prompt cannot share, "
-                "as recurrent layers do; poise cannot train it yet"
-            )
-
-    def _agrees(self, tried: Rollouts, expected: Tensor) -> bool:
+    def _try(self) -> None:
+        """Refuse what would be computed wrongly, and find out whether packed passes are right."""
+        name = type(self.base).__name__
         try:
-            gap = self.hidden(tried).float() - expected
+            fits = trials.head_fits(self)
         except torch.OutOfMemoryError:
             raise
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # what is handed down is not known, or not held
-            return False
-        half = self._output.weight.dtype in (torch.float16, torch.bfloat16)
-        return bool(gap.norm() <= (3e-2 if half else 1e-4) * expected.norm())
+        except Exception as error:  # of any kind: it is somebody else's model
+            raise ModelError(f"{name} cannot read a text by its token ids alone ({first_line(error)})") from error
+        if not fits:
+            raise ModelError(
+                f"{name} does something between trunk and head that poise does not know; please report the architecture"
+            )
+        if rotary := rope.varying(self.trunk):
+            raise ModelError(
+                f"{name}: its rotary embedding ({rotary}) changes with the longest sequence of a pass in a way that "
+                "poise does not know; please report the architecture"
+            )
+        if self.packed and not trials.passes_agree(self):
+            self.packed = False
+            self.base.set_attn_implementation("sdpa")
+        if not self.packed and not trials.passes_agree(self):
+            raise ModelError(
+                f"{name} keeps a state that responses to the same prompt cannot share, "
+                "as recurrent layers do; poise cannot train it yet"
+            )
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -268,18 +265,23 @@ def load_policy(
     lora: Any = None,
     remote_code: bool = False,
     compiled: bool | None = False,
+    longest: int | None = None,
 ) -> Policy:
     """A model by hub id or local folder, or ``"embedded"``: safetensors only, remote code off unless asked for.
 
     ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha, dropout and targets.
-    ``compiled`` puts the layers through torch.compile for training; None: where that pays.
+    ``compiled`` puts the layers through torch.compile for training; None: where that pays. ``longest`` is the most
+    tokens that a prompt and its response will have: it matters to rotary embeddings that change with length
+    (``poise.rope``).
     """
     import transformers
 
     place = _resolve(name)
     folder = Path(place)
     if (folder / "adapter_config.json").exists():
-        return _load_adapter(folder, device=device, dtype=dtype, remote_code=remote_code, compiled=compiled)
+        return _load_adapter(
+            folder, device=device, dtype=dtype, remote_code=remote_code, compiled=compiled, longest=longest
+        )
     runs = [] if folder.exists() else _runs_beside(folder)
     if not folder.exists() and (name.startswith(("/", ".", "~")) or runs):
         beside = f"; runs there: {', '.join(runs)}" if runs else ""
@@ -298,13 +300,16 @@ def load_policy(
                 "save one into it with tokenizer.save_pretrained(folder)"
             ) from error
         raise ModelError(
-            f"{name}: neither a folder here nor a model that could be fetched ({_first_line(error)})"
+            f"{name}: neither a folder here nor a model that could be fetched ({first_line(error)})"
         ) from error
     try:
         with _progress_bars(sys.stderr.isatty()):
-            model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=kind, use_safetensors=True, **common)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: the model cannot be loaded ({_first_line(error)})") from error
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                place, dtype=kind, use_safetensors=True, output_loading_info=True, **common
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{name}: the model cannot be loaded ({first_line(error)})") from error
+    _check_weights(name, model, report["missing_keys"])
     model.to(where)
     if lora is not None:
         import peft
@@ -317,7 +322,23 @@ def load_policy(
             ),
         )  # fmt: skip
     model.eval()  # no dropout: the probabilities of sampling and of the update must be of one policy
-    return Policy(model, tokenizer, compiled=can_compile(where) if compiled is None else compiled)
+    return Policy(model, tokenizer, compiled=can_compile(where) if compiled is None else compiled, longest=longest)
+
+
+def _check_weights(name: str, model: nn.Module, missing: Collection[str]) -> None:
+    """Refuse a model of which a part is random, since the files have no weights for it, or is not a number."""
+    if missing:
+        raise ModelError(
+            f"{name}: the files have no weights for {_some(sorted(missing))}, which would be random; "
+            "the folder is incomplete, or its config.json is of another model"
+        )
+    wrong = [key for key, value in model.named_parameters() if not bool(torch.isfinite(value).all())]
+    if wrong:
+        raise ModelError(f"{name}: NaN or infinite weights in {_some(wrong)}; the files are damaged, or a run diverged")
+
+
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def _resolve(name: str) -> str:
@@ -340,9 +361,10 @@ def _load_adapter(folder: Path, **settings: Any) -> Policy:
     compiled = settings.pop("compiled")
     policy = load_policy(base, **settings)
     merged = peft.PeftModel.from_pretrained(policy.model, folder).merge_and_unload()
+    _check_weights(str(folder), merged, ())
     merged.requires_grad_(True)  # peft had frozen the model under the adapter
     wanted = can_compile(policy.device) if compiled is None else compiled
-    return Policy(merged.eval(), policy.tokenizer, compiled=wanted)
+    return Policy(merged.eval(), policy.tokenizer, compiled=wanted, longest=settings["longest"])
 
 
 @contextmanager
@@ -360,5 +382,6 @@ def _progress_bars(shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

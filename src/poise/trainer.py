@@ -74,7 +74,7 @@ class Trainer:
         self.regulator = regulators.parse(config.regulator)
         self.policy = load_policy(
             config.model, device=config.device, dtype=config.dtype, lora=config.lora, remote_code=config.remote_code,
-            compiled=config.compile,
+            compiled=config.compile, longest=config.rollout.longest,
         )  # fmt: skip
         self.notes: list[str] = []  # for whoever watches, once there is a console
         rollout = config.rollout
@@ -221,7 +221,10 @@ class Trainer:
         config = self.config
         if config.lora is not None:
             return None
-        reference = load_policy(config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code)
+        reference = load_policy(
+            config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code,
+            longest=config.rollout.longest,
+        )  # fmt: skip
         reference.model.requires_grad_(False)
         return reference
 

@@ -103,7 +103,10 @@ def diagnose(
     intervals = intervals or Intervals()
     chosen = {name: regulators.parse(name) for name in methods}
     task = task or config.task.build()
-    policy = load_policy(config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code)
+    policy = load_policy(
+        config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code,
+        longest=config.rollout.longest,
+    )  # fmt: skip
     policy.masters = Masters(policy.model)
     engine = choose(policy, config.rollout.engine, config.rollout.batch, say, memory=config.rollout.vllm_memory)
     optim = config.optim

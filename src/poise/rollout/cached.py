@@ -11,7 +11,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from poise.policy import Policy, pad_left
 from poise.rollout.base import Done, Rollouts
-from poise.rollout.sampling import Sampling
+from poise.rollout.sampling import Sampling, uniform
+from poise.trials import close, short_windows
 
 ROOM = 64  # tokens that a cache grows by
 COMPACT_EVERY = 16  # steps between looks for finished responses to drop
@@ -57,7 +58,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 class CachedEngine:
     """Batched over prompts and groups; a prompt is read once for its whole group; finished responses are dropped.
 
-    ``batch`` bounds how many responses are decoded together; 0 means all.
+    ``batch`` bounds how many responses are decoded together; 0 means all. A response's random numbers depend on the
+    seed and its number alone, as in the native engine.
     """
 
     def __init__(self, policy: Policy, batch: int = 0) -> None:
@@ -79,11 +81,11 @@ class CachedEngine:
         """``group`` responses to each prompt, group after group."""
         if not prompts:
             raise ValueError("generate: there is no prompt")
+        self.policy.check_length(max(map(len, prompts)) + max_tokens)
         sampling = Sampling(temperature, top_p, top_k)
-        generator = torch.Generator(self.policy.device).manual_seed(seed)
         at_once = max(self.batch // group, 1) if self.batch else len(prompts)
         parts = [
-            self._decode(prompts[i : i + at_once], group, max_tokens, sampling, generator)
+            self._decode(prompts[i : i + at_once], group, max_tokens, sampling, seed, first=i * group)
             for i in range(0, len(prompts), at_once)
         ]
         width = max(part[0].shape[1] for part in parts)
@@ -95,8 +97,9 @@ class CachedEngine:
         return Rollouts([list(p) for p in prompts for _ in range(group)], tokens, mask, logp, entropy, finished)
 
     def _decode(
-        self, prompts: Sequence[list[int]], group: int, max_tokens: int, sampling: Sampling, generator: torch.Generator
+        self, prompts: Sequence[list[int]], group: int, max_tokens: int, sampling: Sampling, seed: int, first: int
     ) -> tuple[Tensor, ...]:
+        """Responses to some of the prompts; ``first`` is the number of the first one among all."""
         policy, device = self.policy, self.policy.device
         head = policy.head(sampling.temperature or 1.0)
         ends = torch.tensor(policy.end_tokens, device=device)
@@ -115,7 +118,9 @@ class CachedEngine:
         ).last_hidden_state[:, -1]
         cache.batch_repeat_interleave(group)
         states, seen, lengths = (x.repeat_interleave(group, 0) for x in (states, seen, lengths))
-        whole_mask = not policy.eager and all(type(layer) is RoomyLayer for layer in cache.layers)
+        # A mask of four dimensions spares transformers the work of making one, but not every model takes it: those that
+        # run packed do. Falcon's and Bloom's ALiBi are worked out from a mask of two.
+        whole_mask = policy.packed and all(type(layer) is RoomyLayer for layer in cache.layers)
 
         shape = (total, max_tokens)
         tokens = torch.zeros(shape, dtype=torch.long, device=device)
@@ -124,7 +129,7 @@ class CachedEngine:
         finished = torch.zeros(total, dtype=torch.bool, device=device)
         alive = torch.arange(total, device=device)  # the rows that are still being decoded
         for step in range(max_tokens):
-            point = torch.rand(len(states), generator=generator, device=device)
+            point = uniform(seed, first + alive, torch.full_like(alive, step))
             chosen, own, spread = sampling.draw(head(states), point)
             going = ~finished[alive]
             tokens[alive, step] = torch.where(going, chosen, 0)
@@ -158,3 +163,22 @@ def _roomy_cache(policy: Policy) -> Any:
     cache = DynamicCache(config=policy.trunk.config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+@torch.no_grad()
+def supports(policy: Policy) -> bool:
+    """Whether sampling with a cache gives the log-probabilities of a pass over prompt and response in one.
+
+    Tried on prompts of different lengths with two responses each, longer than the model's windows (``poise.trials``).
+    """
+    size = policy.head().vocabulary
+    prompts = [[1 % size, 2 % size, 3 % size], [4 % size]]
+    with short_windows(policy.base):
+        try:
+            tried = CachedEngine(policy).generate(prompts, 2, max_tokens=8, temperature=1.0, seed=0)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            return False
+        expected = policy.score(tried)[0]
+    return close(tried.logp[tried.mask], expected[tried.mask].float(), policy.head().weight.dtype)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from poise.policy import ModelError, Policy
+from poise.rollout import cached, native
 from poise.rollout.base import Engine
 from poise.rollout.cached import CachedEngine
-from poise.rollout.native import NativeEngine, supports
+from poise.rollout.native import NativeEngine
 from poise.rollout.vllm import MEMORY, VllmEngine
 
 Choice = Literal["auto", "native", "transformers", "vllm"]
@@ -33,12 +34,20 @@ def choose(
             f"{memory:.0%} of the device's memory (rollout.vllm_memory)"
         )
         return engine
-    if choice == "transformers":
-        return CachedEngine(policy, batch)
-    if supports(policy):
+    name = type(policy.base).__name__
+    if policy.length_limit is not None:
+        note(
+            f"{name}: the rotary embedding changes with length; poise uses that of {policy.length_limit} tokens for all"
+        )
+    if choice != "transformers" and native.supports(policy):
         return NativeEngine(policy, batch)
-    name = type(policy.model).__name__
     if choice == "native":
         raise ModelError(f"rollout.engine=native cannot decode with {name}: use auto, or transformers")
-    note(f"{name} cannot use the native engine, so sampling goes through transformers' cache, which is slower")
+    if not cached.supports(policy):
+        raise ModelError(
+            f"{name}: sampling with transformers' cache does not give the log-probabilities of a plain forward pass; "
+            "poise cannot train it; please report the architecture"
+        )
+    if choice == "auto":
+        note(f"{name} cannot use the native engine, so sampling goes through transformers' cache, which is slower")
     return CachedEngine(policy, batch)

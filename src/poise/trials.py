@@ -1,0 +1,88 @@
+"""What is tried of a model when it is loaded, so that nothing is trained wrongly later: its head, and its passes.
+
+Trials are short. A window of 4,096 tokens would not show in them, and a trial of 4,097 tokens would take a large model
+on a CPU minutes. So windows are shortened to a few tokens while a trial runs: in the configuration, from which
+transformers makes its masks, and in the attention modules, which hand them to attention functions. A model that heeds
+a window in one of the two places only is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from poise.rollout.base import Rollouts
+
+if TYPE_CHECKING:
+    from poise.policy import Policy
+
+WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size")
+SHORT = 3  # tokens in a shortened window
+
+
+@contextmanager
+def short_windows(model: nn.Module) -> Iterator[None]:
+    """Inside, no layer sees further back than a few tokens, where it has a window at all."""
+    modules = list(model.modules())
+    configs = [part for module in modules if (part := getattr(module, "config", None)) is not None]
+    configs += [part.get_text_config() for part in configs if hasattr(part, "get_text_config")]
+    places: dict[int, Any] = {id(place): place for place in [*modules, *configs]}
+    before = [
+        (place, name, value)
+        for place in places.values()
+        for name in WINDOWS
+        if type(value := vars(place).get(name)) is int and value > SHORT
+    ]
+    try:
+        for place, name, _ in before:
+            setattr(place, name, SHORT)
+        yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
+
+
+@torch.no_grad()
+def head_fits(policy: Policy) -> bool:
+    """Whether ``head(trunk(x))`` is the model's own output."""
+    ids = torch.arange(1, 5, device=policy.device)[None] % policy.head().vocabulary
+    states = policy.trunk(input_ids=ids, use_cache=False).last_hidden_state
+    ours, theirs = policy.head()(states[0]).float(), policy.model(input_ids=ids, use_cache=False).logits[0].float()
+    return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max()))
+
+
+@torch.no_grad()
+def passes_agree(policy: Policy) -> bool:
+    """Whether responses that are read together have the states that each has by itself: nothing leaks.
+
+    Two of them share a prompt; all are longer than the windows.
+    """
+    device, size = policy.device, policy.head().vocabulary
+    prompts, lengths = [[1 % size, 2 % size]] * 2 + [[3 % size, 2 % size, 1 % size]], [6, 10, 8]
+    ids = (torch.arange(1, 31, device=device) % size).view(3, 10)
+    mask = torch.arange(10, device=device) < torch.tensor(lengths, device=device)[:, None]
+    none = torch.zeros(3, device=device)
+    tried = Rollouts(prompts, ids, mask, none, none, none)
+    with short_windows(policy.base):
+        alone = []
+        for prompt, row, length in zip(prompts, ids, lengths, strict=True):
+            text = torch.cat([torch.tensor(prompt, device=device), row[: length - 1]])[None]
+            states = policy.trunk(input_ids=text, use_cache=False).last_hidden_state
+            alone.append(states[0, len(prompt) - 1 :].float())
+        try:
+            together = policy.hidden(tried).float()
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False  # what is handed down is not known, or not held
+    return close(together, torch.cat(alone), policy.head().weight.dtype)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two ways to compute something agree as far as rounding in ``dtype`` lets them."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return bool((found - expected).norm() <= (3e-2 if half else 1e-4) * expected.norm())
