@@ -51,3 +51,15 @@ def served(tmp_path):
     yield folder, f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a recipe."""
+
+    def write(text, name="mine.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write

@@ -8,11 +8,15 @@ from difflib import SequenceMatcher, get_close_matches
 
 from pydantic_core import ErrorDetails
 
+from poise._errors import LONGEST, short
+
 _PHRASES = {
     "missing": "is missing",
     "string_type": "must be text",
     "string_too_short": "must not be empty",
+    "string_too_long": "is too long",
     "int_type": "must be a whole number",
+    "int_parsing_size": "is too large",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
@@ -31,24 +35,24 @@ _WORDS = {
 
 def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
     """One line for one problem: the field, its value and what is allowed. ``known`` are the dotted keys there are."""
-    path = ".".join(str(part) for part in problem["loc"])
+    path = ".".join(str(part)[:LONGEST] for part in problem["loc"])
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
         return _unknown_key(path, known)
     if kind == "unknown_setting":
-        return _unknown_key(f"{path}.{problem['ctx']['key']}", known)
+        return _unknown_key(f"{path}.{problem['ctx']['key'][:LONGEST]}", known)
     if kind == "value_error":
         reason = problem["msg"].removeprefix("Value error, ")
         if isinstance(value, dict):  # what is wrong with a group as a whole names the field itself
             return f"{path}: {reason}" if path else reason
-        return f"{path} = {value!r}: {reason}"
+        return f"{path} = {short(value)}: {reason}"
     reason = _PHRASES.get(kind) or problem["msg"]
     for theirs, ours in _WORDS.items():
         reason = reason.replace(theirs, ours)
     if kind == "literal_error":
-        near = get_close_matches(str(value).lower(), re.findall(r"'([^']*)'", reason), n=1, cutoff=0.5)
+        near = get_close_matches(short(value).strip("'").lower(), re.findall(r"'([^']*)'", reason), n=1, cutoff=0.5)
         reason += f"; did you mean {near[0]!r}?" if near else ""
-    return f"{path} = {value!r}: {reason}"
+    return f"{path} = {short(value)}: {reason}"
 
 
 def _unknown_key(path: str, known: Sequence[str]) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
-from poise._errors import unknown
+from poise._errors import short, unknown
 
 FOLDER = Path(__file__).parent / "recipes"
+LARGEST = 100_000  # characters of a recipe or an override
+DEEPEST = 20  # levels of a document, and recipes that inherit from each other
 _FLOAT = "tag:yaml.org,2002:float"
 _DATE = "tag:yaml.org,2002:timestamp"
 _EXPONENT = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
@@ -68,12 +70,15 @@ def split_overrides(overrides: Sequence[str]) -> tuple[Document, Document]:
         key, equals, written = text.partition("=")
         path = [part.strip() for part in key.split(".")]
         if not equals or not all(path):
-            problems.append(f"override {text!r}: write key=value, such as optim.lr=1e-6")
+            problems.append(f"override {short(text)}: write key=value, such as optim.lr=1e-6")
+            continue
+        if len(path) > DEEPEST:
+            problems.append(f"override {short(text)}: the key has {len(path)} levels, more than {DEEPEST}")
             continue
         try:
-            value = yaml.load(written, _Loader)
+            value = parse(written)
         except yaml.YAMLError as error:
-            problems.append(f"override {text!r}: cannot read the value: {_reason(error)}")
+            problems.append(f"override {short(text)}: cannot read the value: {_reason(error)}")
             continue
         if path[0] == "regulator" and len(path) > 1:
             regulator[".".join(path[1:])] = value
@@ -86,6 +91,22 @@ def split_overrides(overrides: Sequence[str]) -> tuple[Document, Document]:
     return document, regulator
 
 
+def parse(text: str) -> Any:
+    """The value of a YAML text. Whatever is wrong with the text is a ``yaml.YAMLError``."""
+    if len(text) > LARGEST:
+        raise yaml.YAMLError(f"it has more than {LARGEST:,} characters")
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError(f"it has more than {DEEPEST} levels") from None
+
+
+def too_deep(value: Any, levels: int = DEEPEST) -> bool:
+    """Whether groups and lists stand in each other further than any setting needs."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    return parts is not None and (levels == 0 or any(too_deep(part, levels - 1) for part in parts))
+
+
 def to_yaml(document: Document) -> str:
     """YAML that reads back as the same document."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
@@ -95,8 +116,11 @@ def _read(path: Path, below: tuple[Path, ...]) -> Document:
     if path in below:
         circle = " -> ".join(p.name for p in (*below[below.index(path) :], path))
         raise ConfigError([f"recipe {path.name!r} inherits from itself: {circle}"])
+    if len(below) == DEEPEST:
+        raise ConfigError([f"recipe {below[0].name!r}: more than {DEEPEST} recipes inherit from each other"])
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        with path.open(encoding="utf-8") as file:
+            document = parse(file.read(LARGEST + 1))
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError([f"{path}{line}: {_reason(error)}"]) from None
@@ -110,7 +134,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> Document:
     if base is None:
         return document
     if not isinstance(base, str):
-        raise ConfigError([f"{path}: base = {base!r}: must be the name or the path of a recipe"])
+        raise ConfigError([f"{path}: base = {short(base)}: must be the name or the path of a recipe"])
     return merge(_read(_find(base, path.parent), (*below, path)), document)
 
 
@@ -123,7 +147,7 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
     if path.is_file():
         return path.resolve()
     if "/" in name or "\\" in name or path.suffix:
-        raise ConfigError([f"recipe {name!r}: there is no such file (shipped: {', '.join(shipped)})"])
+        raise ConfigError([f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})"])
     raise ConfigError([unknown("recipe", name, shipped) + "; for one of your own give its path"])
 
 
@@ -134,7 +158,32 @@ def _reason(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as it is meant: 1e-6 is a number, a date is text, and a key that is given twice is an error."""
+    """YAML as it is meant: 1e-6 is a number, a date is text, and a key that is given twice is an error.
+
+    An alias stands for a single value: with lists and groups a few lines can mean billions of values.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node, unless it is an alias of many."""
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+        node = super().compose_node(parent, index)
+        if alias is not None and not isinstance(node, yaml.ScalarNode):
+            raise yaml.composer.ComposerError(
+                None,
+                None,
+                f"the alias *{alias.anchor} stands for a list or a group: write it out, or inherit it with base:",
+                alias.start_mark,
+            )
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node. What PyYAML trips over, such as ``!!int x``, is an error with its line."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"cannot read the value {short(node.value)}", node.start_mark
+            ) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """The mapping, unless a key of it is given twice."""
@@ -143,7 +192,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} is given twice", key.start_mark
+                        None, None, f"the key {short(key.value)} is given twice", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)

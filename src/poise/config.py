@@ -9,22 +9,30 @@ a path) inherits from another. Whatever is wrong, ``load`` raises one ``ConfigEr
 
 from __future__ import annotations
 
-import inspect
+import os
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from poise import _user_code, regulators, tasks
 from poise._errors import unknown
 from poise._explain import explain
 from poise._files import expand
-from poise._recipes import ConfigError, Document, merge, read, recipes, split_overrides, to_yaml
+from poise._recipes import DEEPEST, ConfigError, Document, merge, read, recipes, split_overrides, to_yaml, too_deep
+from poise._regulator_settings import change_regulator, parts_of, settings_of
 from poise.objective import Settings
 from poise.tracking import TRACKERS
 
@@ -45,11 +53,20 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-Whole = Annotated[int, BeforeValidator(_number)]
+def _usable(value: str) -> str:
+    os.fsencode(value)  # most texts are names of files
+    if "\0" in value:
+        raise ValueError("must not contain the character NUL")
+    return value
+
+
+LARGEST = 2**31 - 1  # so that counts and seeds fit wherever they go
+TOLD = 20  # problems that are explained at once
+Whole = Annotated[int, BeforeValidator(_number), Field(ge=-LARGEST, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[Whole, Field(ge=1)]
 CountOrZero = Annotated[Whole, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_usable)]
 
 
 class _Group(BaseModel):
@@ -284,7 +301,7 @@ def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Con
     changes, settings = split_overrides(overrides)
     document = merge(document, changes)
     if settings:
-        document["regulator"] = _regulator_with(str(document.get("regulator", "grpo")), settings)
+        document["regulator"] = change_regulator(str(document.get("regulator", "grpo")), settings)
     return _validated(document)
 
 
@@ -300,74 +317,20 @@ def restore(document: Document, *, source: str = "this run", trust: bool = False
 
 
 def _validated(document: Document) -> Config:
+    if too_deep(document):
+        raise ConfigError([f"the settings have more than {DEEPEST} levels"])
     try:
         return Config.model_validate(document)
     except ValidationError as error:
         known = [*_keys(Config, ""), *_task_keys(document), *_regulator_keys(document)]
-        raise ConfigError(explain(problem, known) for problem in error.errors()) from None
+        found = error.errors(include_url=False)
+        more = [f"… and {len(found) - TOLD} problems more"] if len(found) > TOLD else []
+        raise ConfigError([*(explain(problem, known) for problem in found[:TOLD]), *more]) from None
 
 
 def dump(config: Config) -> str:
     """The whole configuration as YAML, a recipe in itself."""
     return to_yaml(config.model_dump(mode="json"))
-
-
-# Regulator settings by name
-
-
-def _regulator_with(text: str, settings: Document) -> str:
-    try:
-        parts = _parts(text)
-    except (TypeError, ValueError) as error:
-        raise ConfigError([f"regulator = {text!r}: {error}"]) from None
-    problems = []
-    changes: dict[int, Document] = {}
-    for key, value in settings.items():
-        having = [at for at, part in enumerate(parts) if key in _settings_of(part)]
-        if len(having) == 1:
-            changes.setdefault(having[0], {})[key] = value
-        else:
-            problems.append(_not_one(key, [parts[at] for at in having], text, parts))
-    for at, change in changes.items():  # all of a part's at once: what one may be can depend on another
-        try:
-            parts[at] = _changed(parts[at], change)
-        except (TypeError, ValueError) as error:
-            problems.append(", ".join(f"regulator.{key} = {value!r}" for key, value in change.items()) + f": {error}")
-    if problems:
-        raise ConfigError(problems)
-    return " | ".join(regulators.text(part) for part in parts)
-
-
-def _parts(text: str) -> list[regulators.Regulator]:
-    whole = regulators.parse(text)
-    return list(whole.parts) if isinstance(whole, regulators.Compose) else [whole]
-
-
-def _not_one(key: str, having: list[regulators.Regulator], text: str, parts: list[regulators.Regulator]) -> str:
-    if having:
-        names = " and ".join(regulators.text(part) for part in having)
-        return f"regulator.{key}: {names} both have it; write the regulator out, regulator={text!r}"
-    own = [name for part in parts for name in _settings_of(part)]
-    near = get_close_matches(key.lower(), own, n=1, cutoff=0.5)
-    guess = f"; did you mean 'regulator.{near[0]}'?" if near else "."
-    others = [name for name, kind in regulators.TABLE.items() if key in inspect.signature(kind).parameters]
-    hint = f"; {key} is a setting of {', '.join(others)}" if others else ""
-    return f"unknown key 'regulator.{key}'{guess} ({text!r} has: {', '.join(own)}{hint})"
-
-
-def _settings_of(part: regulators.Regulator) -> list[str]:
-    target = part.function if isinstance(part, regulators.Function) else part
-    if is_dataclass(target):
-        return [field.name for field in fields(target) if field.init]
-    return list(inspect.signature(target).parameters)[1:]  # a function; the first is the batch
-
-
-def _changed(part: regulators.Regulator, change: Document) -> regulators.Regulator:
-    if not isinstance(part, regulators.Function):
-        return replace(part, **change)  # type: ignore[type-var] # a regulator with settings is a dataclass
-    if is_dataclass(part.function) and not isinstance(part.function, type):
-        return replace(part, function=replace(part.function, **change))
-    return replace(part, settings=tuple((dict(part.settings) | change).items()))
 
 
 # The keys there are, for whoever mistypes one
@@ -389,10 +352,10 @@ def _task_keys(document: Document) -> list[str]:
 
 def _regulator_keys(document: Document) -> list[str]:
     try:
-        parts = _parts(str(document.get("regulator", "grpo")))
+        parts = parts_of(str(document.get("regulator", "grpo")))
     except (TypeError, ValueError):
         return []
-    return [f"regulator.{setting}" for part in parts for setting in _settings_of(part)]
+    return [f"regulator.{setting}" for part in parts for setting in settings_of(part)]
 
 
 def _is_group(kind: Any) -> bool:
