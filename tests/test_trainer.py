@@ -202,6 +202,29 @@ class TestLora:
         assert first["optim/kl"] == pytest.approx(0, abs=1e-6)  # the adapter begins as nothing
         assert last["optim/kl"] > 1e-7
 
+    def test_the_adapter_comes_from_the_seed_and_leaves_other_random_numbers_alone(self):
+        def adapter(seed, others):
+            torch.manual_seed(others)
+            policy = load_policy("embedded", device="cpu", lora=configs.LoraConfig(rank=4), seed=seed)
+            after = torch.random.get_rng_state()
+            torch.manual_seed(others)
+            assert torch.equal(after, torch.random.get_rng_state())
+            return torch.cat([p.flatten() for p in policy.model.parameters() if p.requires_grad])
+
+        assert torch.equal(adapter(3, others=0), adapter(3, others=1))
+        assert not torch.equal(adapter(3, others=0), adapter(4, others=0))
+
+    def test_a_run_is_its_seed_and_resumes_bit_for_bit(self, tmp_path):
+        lora = ("lora.rank=4", "seed=3", "optim.lr=1e-3", "checkpoint_every=1")
+        torch.manual_seed(0)
+        whole, _ = run(tmp_path, *lora, "steps=3", name="whole")
+        torch.manual_seed(1)
+        run(tmp_path, *lora, "steps=1", name="cut")
+        trainer.train(make(tmp_path, *lora, "steps=3", name="cut"), resume=True, quiet=True)
+        first, second = parameters(whole), parameters(RunFolder.open(tmp_path / "cut", resume=False))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+
 
 class TestMistakes:
     def test_an_existing_run_folder(self, tmp_path):

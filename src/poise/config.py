@@ -191,8 +191,18 @@ class LoraConfig(_Group):
 
     rank: Count = 16
     alpha: Annotated[Real, Field(gt=0)] = 32
-    dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.0
+    dropout: Real = 0.0  # nothing else is allowed
     targets: str | tuple[str, ...] = "all-linear"  # or the names of the modules
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError(
+                "must be 0: with dropout the update would not see the policy that sampled, and the probability ratio "
+                "would not begin at 1; for regularisation use a smaller lora.rank or optim.weight_decay"
+            )
+        return value
 
     @field_validator("targets", mode="before")
     @classmethod

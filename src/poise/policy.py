@@ -263,16 +263,17 @@ def load_policy(
     device: str = "auto",
     dtype: str = "auto",
     lora: Any = None,
+    seed: int = 0,
     remote_code: bool = False,
     compiled: bool | None = False,
     longest: int | None = None,
 ) -> Policy:
     """A model by hub id or local folder, or ``"embedded"``: safetensors only, remote code off unless asked for.
 
-    ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha, dropout and targets.
-    ``compiled`` puts the layers through torch.compile for training; None: where that pays. ``longest`` is the most
-    tokens that a prompt and its response will have: it matters to rotary embeddings that change with length
-    (``poise.rope``).
+    ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha and targets; its
+    adapter is drawn from ``seed``, and torch's global generator stays as it is. ``compiled`` puts the layers through
+    torch.compile for training; None: where that pays. ``longest`` is the most tokens that a prompt and its response
+    will have: it matters to rotary embeddings that change with length (``poise.rope``).
     """
     import transformers
 
@@ -310,17 +311,9 @@ def load_policy(
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{name}: the model cannot be loaded ({first_line(error)})") from error
     _check_weights(name, model, report["missing_keys"])
+    if lora is not None:  # before it goes to its device, so that the same seed means the same adapter on each
+        model = _add_adapter(model, lora, seed)
     model.to(where)
-    if lora is not None:
-        import peft
-
-        model = peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,
-                target_modules=lora.targets,
-            ),
-        )  # fmt: skip
     model.eval()  # no dropout: the probabilities of sampling and of the update must be of one policy
     return Policy(model, tokenizer, compiled=can_compile(where) if compiled is None else compiled, longest=longest)
 
@@ -349,6 +342,18 @@ def _resolve(name: str) -> str:
     if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").exists() or (folder / "before.json").exists():
         return str(RunFolder.open(folder, resume=False).newest() / "model")
     return str(folder) if name.startswith("~") else name
+
+
+def _add_adapter(model: Any, lora: Any, seed: int) -> Any:
+    """The model with a new LoRA adapter."""
+    import peft
+
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch the generators of all GPUs too
+        return peft.get_peft_model(model, settings)
 
 
 def _load_adapter(folder: Path, **settings: Any) -> Policy:

@@ -73,8 +73,8 @@ class Trainer:
         self.task: Task = config.task.build()
         self.regulator = regulators.parse(config.regulator)
         self.policy = load_policy(
-            config.model, device=config.device, dtype=config.dtype, lora=config.lora, remote_code=config.remote_code,
-            compiled=config.compile, longest=config.rollout.longest,
+            config.model, device=config.device, dtype=config.dtype, lora=config.lora, seed=_seed(config.seed, 0),
+            remote_code=config.remote_code, compiled=config.compile, longest=config.rollout.longest,
         )  # fmt: skip
         self.notes: list[str] = []  # for whoever watches, once there is a console
         rollout = config.rollout

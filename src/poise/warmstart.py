@@ -94,7 +94,6 @@ def build_model(settings: Warmstart, tokenizer: Any) -> Any:
     """An ordinary, tiny Llama with tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(settings.seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.width,
@@ -109,7 +108,9 @@ def build_model(settings: Warmstart, tokenizer: Any) -> Any:
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(settings.seed)  # torch.manual_seed would touch the generators of all GPUs
+        return LlamaForCausalLM(config)
 
 
 class Demonstrations(Dataset[tuple[Tensor, Tensor]]):
