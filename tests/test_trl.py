@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -389,15 +388,3 @@ def test_what_is_gathered_is_what_the_page_says(method, bytes_a_place, gathers, 
     assert (len(sent), len(trainer.accelerator.sizes)) == (gathers, gathers - 1)
     places = output["completion_mask"].numel()
     assert sum(values.nbytes for values in sent) == bytes_a_place * places + 4 * 8  # and the advantages
-
-
-def test_the_page_runs(tmp_path, monkeypatch):
-    from test_docs import ROOT, snippets
-
-    monkeypatch.chdir(tmp_path)
-    found = snippets(ROOT / "docs/trl.md")
-    assert found
-    namespace = {"__name__": "snippets"}
-    for code in found:
-        exec(compile(code, "docs/trl.md", "exec"), namespace)
-    assert Path("runs").exists()

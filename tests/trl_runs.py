@@ -14,6 +14,7 @@ import torch
 import transformers
 from datasets import Dataset
 from trl import GRPOConfig
+from trl.chat_template_utils import qwen3_chat_template
 
 from poise.integrations.trl import RegulatedGRPOTrainer
 from poise.policy import EMBEDDED
@@ -110,6 +111,28 @@ def holed(prompts, trainer):
         [int(not 2 <= place - i % 3 < 4) for place in range(len(ids))] for i, ids in enumerate(made["completion_ids"])
     ]
     return {**made, "env_mask": masks}
+
+
+def tool_model(folder):
+    """The embedded model with a chat template that has tools; it never learned to call them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer.chat_template = qwen3_chat_template
+    tokenizer.save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED).save_pretrained(folder)
+    return str(folder)
+
+
+def calls_tools(call, answers):
+    """Generation by script: every other response begins with the tool call, and ends once the tool has answered."""
+
+    def generate(self, prompt_ids, *_, **__):
+        texts = self.processing_class.batch_decode(prompt_ids)
+        made = [
+            answers[i % len(answers)] if "<tool_response>" in text or i % 2 else call for i, text in enumerate(texts)
+        ]
+        return self.processing_class(made)["input_ids"], None
+
+    return generate
 
 
 TOGETHER = {"entropy(quantile=0.5) | lopti(threshold=0.05)": 12, "nthr | lopti(threshold=0.05)": 16}
