@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -68,6 +69,49 @@ def test_a_checkpoint_that_read_cannot_make_sense_of_counts_as_damaged(run):
     said = []
     assert run.load_checkpoint(read, say=said.append) == (10, 10)
     assert "No such file" in said[0]
+
+
+def test_a_checkpoint_of_another_step_or_run_is_not_taken(run, tmp_path):
+    run.save_checkpoint(10, write(10))
+    run.save_checkpoint(20, write(20))
+    checkpoints = run.path / "checkpoints"
+    others = {
+        "it is of step 20, and was given another name": RunFolder(run.path),
+        "a run with seed 4; this one has seed 3": RunFolder.create(tmp_path / "seed", {"seed": 4}),
+        "other settings than config.json has": RunFolder.create(tmp_path / "lr", {"seed": 3, "optim": {"lr": 1}}),
+    }
+    for why, other in others.items():
+        if other.path != run.path:
+            other.save_checkpoint(30, write(30))
+        shutil.copytree(other.newest(), checkpoints / "step-000030")
+        said = []
+        assert run.load_checkpoint(read, say=said.append) == (20, 20)
+        assert why in said[0]
+        shutil.rmtree(checkpoints / "step-000030")
+    run.write_config({"seed": 3, "run": "moved", "steps": 7})  # these may change
+    assert RunFolder.open(run.path).load_checkpoint(read) == (20, 20)
+    manifest = json.loads((run.newest() / "manifest.json").read_text())
+    assert (manifest["step"], manifest["seed"]) == (20, 3)
+    (run.newest() / "manifest.json").write_text(json.dumps({"files": manifest["files"]}))  # as they once were
+    assert run.load_checkpoint(read) == (20, 20)
+
+
+def test_a_kill_while_a_checkpoint_is_removed_leaves_none_that_is_torn(run, monkeypatch):
+    run.save_checkpoint(10, write(10))
+
+    def killed(path, **_):
+        if path.exists():
+            (path / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    run.save_checkpoint(20, write(20))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.save_checkpoint(30, write(30))
+    assert names(run.path / "checkpoints") == [".tmp-removed-step-000010", "step-000020", "step-000030"]
+    RunFolder.open(run.path)
+    assert names(run.path / "checkpoints") == ["step-000020", "step-000030"]
 
 
 def fail(*_, **__):
@@ -164,7 +208,7 @@ KILLS = textwrap.dedent("""
     result = {"kills": 0, "halves": 0, "steps": [0], "said": []}
     until = time.monotonic() + 2
     span = 0.08
-    while result["kills"] < 12 or (result["kills"] < 60 and time.monotonic() < until):
+    while result["kills"] < 12 or result["steps"][-1] <= 5 or (result["kills"] < 60 and time.monotonic() < until):
         start = result["steps"][-1]
         child = os.fork()
         if not child:

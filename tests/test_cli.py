@@ -1,13 +1,20 @@
 """The command line as people use it, and the mistakes they make."""
 
 import json
+import os
+import shutil
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from poise import config as configs
+from poise import trainer
+from poise._lock import owned
 from poise.cli_see import app
 from poise.policy import load_policy
+from poise.run import RunFolder
+from poise.trainer import TrainError
 
 SMALL = [
     "steps=1", "prompts=2", "group=2", "task.people=2", "rollout.max_tokens=48", "evaluation.problems=2",
@@ -83,6 +90,127 @@ def test_a_run_that_never_began_leaves_its_folder_free(tmp_path):
     assert "already at step 1: nothing to train" in poise("train", "--resume", run).output
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "trained"
+    poise("train", "demo", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
+    return run
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_cannot_be_resumed_is_left_as_it_is(copy):
+    before = contents(copy)
+    assert "steps=1: the run in" in (shown := fails("train", "--resume", f"run={copy}", "steps=1"))
+    assert "is at step 2 already, and nothing was changed" in shown
+    for wrong in ("steps=0", "steps=two", "steps=", "steps=[1"):
+        assert "steps" in fails("train", "--resume", f"run={copy}", wrong)
+    other = configs.restore({**RunFolder(copy).config, "seed": 7})
+    with pytest.raises(TrainError, match="a resumed run keeps its settings; seed is another"):
+        trainer.train(other, resume=True, quiet=True)
+    assert contents(copy) == before
+    with owned(copy, make=False):
+        for again in (["--resume"], ["demo"]):
+            shown = fails("train", *again, f"run={copy}")
+            assert f"is in use: process {os.getpid()} on" in shown
+        assert contents(copy).items() >= before.items()
+    assert contents(copy) == before
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    for at in range(len(data) // 2, len(data) // 2 + 2000):
+        data[at] ^= 0x55
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_not_measured_nor_trained_on(copy, tmp_path):
+    newest, before = copy / "checkpoints" / "step-000002", copy / "checkpoints" / "step-000001"
+    measured = ["--people", "2", "--n", "1", "--problems", "1", "--max-tokens", "8"]
+    flip(newest / "model" / "model.safetensors")
+    why = "step-000002 cannot be used: model/model.safetensors is damaged: its SHA-256 is not the one written down"
+    for args in (
+        ["eval", copy, *measured],
+        ["eval", newest, *measured],
+        ["eval", newest / "model", *measured],
+        ["diagnose", copy, "--out", tmp_path / "figures"],
+        ["train", "demo", *SMALL, f"run={tmp_path / 'next'}", f"model={copy}"],
+    ):
+        assert why in " ".join(fails(*args).split()), args
+    assert not (tmp_path / "next").exists()
+    assert poise("eval", before, *measured).exit_code == 0
+    shutil.move(before, newest.with_name("step-000003"))
+    assert "it is of step 1, and was given another name" in fails("eval", copy, *measured)
+    (newest / "manifest.json").unlink()
+    assert "manifest.json is missing" in fails("eval", newest / "model", *measured)
+    plain = shutil.copytree(copy / "checkpoints" / "step-000003" / "model", tmp_path / "plain")
+    assert poise("eval", plain, *measured).exit_code == 0  # an ordinary model folder has no manifest
+
+
+def write(name, text):
+    return lambda run: (run / name).write_text(text)
+
+
+MISTAKES = {  # what was done to a run, and what --resume says
+    "config.json cannot be read as JSON: put the file back": write("config.json", '{"seed": '),
+    "config.json cannot be read as JSON": write("config.json", "[" * 100_000),
+    "config.json holds no settings": write("config.json", "[1]"),
+    "unknown key 'sed'": lambda run: edit(run, {"sed": 1}),
+    "seed = 'x'": lambda run: edit(run, {"seed": "x"}),
+    "a run with seed 0; this one has seed 5": lambda run: edit(run, {"seed": 5}),
+    "put back what was changed there": lambda run: edit(run, {"prompts": 3}),
+    "it has no config.json": lambda run: (run / "config.json").unlink(),
+    "metrics.jsonl, line 1: this is not": write("metrics.jsonl", '{"a": 1}\n{"step": 2}\n'),
+    "before.json cannot be read as JSON": write("before.json", ""),
+    "before.json is missing": lambda run: (run / "before.json").unlink(),
+    "metrics up to step 2, but no checkpoint": lambda run: shutil.rmtree(run / "checkpoints"),
+    "holds what poise diagnose measured": write("diagnose.json", "{}"),
+    "Is a directory": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
+    "does not exist": shutil.rmtree,
+}
+
+
+def edit(run, changes):
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_around_a_run_folder_are_explained(copy, message):
+    MISTAKES[message](copy)
+    assert message in " ".join(fails("train", "--resume", f"run={copy}").split())
+
+
+def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for place, message in {
+        tmp_path / "file": "is a file; choose another run=DIR",
+        tmp_path / "file" / "x": "Not a directory",
+        tmp_path / ("x" * 300): "File name too long",
+        trained: "is not empty; choose another run=DIR, or go on with the run in it: poise train --resume run=",
+        trained.parent: "is not empty; choose another run=DIR",
+        '"a\\0b"': "no path has a null character",
+    }.items():
+        assert message in " ".join(fails("train", "demo", *SMALL, f"run={place}").split())
+    for place, message in {
+        tmp_path: "is a folder: name a file",
+        tmp_path / "pipe": "a pipe or a socket: name a file",
+        "/dev/null": "a device",
+        tmp_path / "file" / "x.html": "file is not a folder",
+    }.items():
+        assert message in fails("report", trained, "--out", place)
+        assert message in fails("eval", "embedded", "--problems", "1", "--n", "1", "--max-tokens", "8", "--json", place)
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_more_steps_are_kept_for_the_next_resume(tmp_path):
     run = f"run={tmp_path / 'run'}"
     poise("train", "demo", *SMALL, run)
@@ -149,6 +277,8 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["tasks", "show", "kk", "--people", "99"], "people"),
         (["tasks", "show", "kk", "--split", "tset"], "did you mean 'test'"),
         (["warmstart", "x", "stepz=3"], "did you mean 'steps'"),
+        (["warmstart", "x", "steps=[1"], "cannot read the value"),
+        (["tasks", "show", "kk", "people=[1"], "cannot read the value"),
     ],
 )
 def test_mistakes_are_explained(args, message, monkeypatch):

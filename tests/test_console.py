@@ -1,6 +1,7 @@
 """What a person sees: plain lines without a terminal, and nothing a model wrote that acts on one."""
 
 import io
+import os
 import re
 
 import pytest
@@ -140,6 +141,32 @@ def test_a_stream_that_cannot_encode_does_not_end_the_run():
     out = Console(1, file=io.TextIOWrapper(raw, encoding="ascii"))
     out.note("Größe ≥ 3")
     assert raw.getvalue() == b"Gr\\xf6\\xdfe \\u2265 3\n"
+
+
+def test_a_stream_that_fails_does_not_end_the_run(terminal):
+    read, write = os.pipe()
+    os.close(read)
+
+    class Full(Terminal):
+        def write(self, *_):
+            raise OSError(28, "No space left on device")
+
+    for file in (os.fdopen(write, "w"), Full(), terminal):
+        if file is terminal:
+            file.close()
+        with Console(3, file=file) as out:
+            out.step(1, METRICS)
+            out.note("hello")
+            out.samples_table([("p", "c", 1.0, True)])
+        if file is not terminal:
+            file.close()  # what is left in its buffer does not fail either
+
+
+def test_streams_that_were_closed_before_poise_began(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    with console.lasting_output(), Console(3) as out:
+        out.note("hello")
+        print("hello")
 
 
 def test_samples_come_from_the_whole_range_of_rewards():

@@ -109,7 +109,23 @@ def test_metrics_are_valid_json(run):
         run.log(2, {"step": 2.0})
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "a"', b'{"step": 3}', b"\0\0\0\n"])
+def test_metrics_that_lack_a_step_or_have_one_twice_are_noticed(run):
+    said = []
+    for step in (1, 2, 3):
+        run.log(step, {"a": step})
+    run.rewind(3, say=said.append)
+    assert said == []
+    path = run.path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0])
+    run.rewind(3, say=said.append)
+    assert "metrics.jsonl has no line for 2 steps, the first is 2: training goes on" in said[0]
+    path.write_bytes(lines[0] + lines[2] + lines[1])
+    run.rewind(3, say=said.append)
+    assert "has steps twice, or unordered" in said[1]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "a"', b'{"step": 3}', b"\0\0\0\n", b"{}\n"])
 def test_a_torn_last_line_is_ignored_and_gone_once_resumed(run, torn):
     for step in (1, 2):
         run.log(step, {"a": step})

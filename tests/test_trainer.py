@@ -17,6 +17,7 @@ from poise import config as configs
 from poise import regulators, tasks, trainer
 from poise.policy import ModelError, load_policy
 from poise.run import CheckpointError, RunFolder
+from poise.stopping import Stopper
 from poise.trainer import Trainer, TrainError
 
 SMALL = [
@@ -182,6 +183,61 @@ def test_ctrl_c_leaves_a_resumable_folder_and_says_how(tmp_path):
     assert "Traceback" not in rest
     folder = RunFolder.open(tmp_path / "run")
     assert folder.checkpoints()[-1] == folder.metrics()[-1]["step"] >= 2
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
+def test_signals_finish_the_step_and_save_it(tmp_path, monkeypatch, name):
+    real = Trainer.step
+
+    def step(held, number, console):
+        os.kill(os.getpid(), getattr(signal, name))
+        os.kill(os.getpid(), getattr(signal, name))  # a terminal that closes may send it twice
+        return real(held, number, console)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    before = signal.getsignal(getattr(signal, name))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "evaluation.problems=1", "checkpoint_every=100", "prompts=2", "group=2")
+    assert RunFolder.open(tmp_path / "run").checkpoints() == [1]
+    assert signal.getsignal(getattr(signal, name)) == before
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stopper(print) as stopper:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stopper.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_reader_that_has_gone_does_not_end_the_run(tmp_path):
+    """``poise train 2>&1 | head -1``, and not even the first line."""
+    read, write = os.pipe()
+    os.close(read)
+    small = ["steps=1", "evaluation.problems=1", "prompts=2", "group=2", f"run={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, "-m", "poise", "train", *SMALL, *small], stdout=write, stderr=write)
+    os.close(write)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+def test_a_line_that_cannot_be_logged_is_no_finished_step(tmp_path, monkeypatch):
+    config = make(tmp_path, "checkpoint_every=100", "evaluation.problems=1")
+    real = RunFolder.log
+
+    def log(folder, step, metrics):
+        if step == 3:
+            raise OSError(28, "No space left on device")
+        real(folder, step, metrics)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "log", log)
+        with pytest.raises(OSError, match="No space"):
+            trainer.train(config, quiet=True)
+    trainer.train(config, resume=True, quiet=True)
+    assert [line["step"] for line in RunFolder.open(config.run).metrics()] == [1, 2, 3, 4]
 
 
 class TestLora:

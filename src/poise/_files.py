@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
@@ -57,15 +57,23 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def check_output(path: Path) -> None:
+    """Raise OSError where ``path`` cannot name a regular file: to be asked before the work that fills it."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a device, a pipe or a socket"
+        raise FileExistsError(f"{path} is {what}: name a file to write to")
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(f"{path}: {parent} is not a folder")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write into; it takes the place of ``path`` when all went well, else ``path`` stays as it was.
 
     A link stays a link: the file that it names is replaced. A device, a pipe or a folder is refused.
     """
-    if path.exists() and not path.is_file():
-        what = "a folder" if path.is_dir() else "a device, a pipe or a socket"
-        raise FileExistsError(f"{path} is {what}: name a file to write to")
+    check_output(path)
     path = path.resolve() if path.is_symlink() else path
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(TEMPORARY + path.name)
@@ -96,16 +104,24 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder. One that cannot be removed is left: that must not stop a run."""
+    """Remove a file or a folder. One that cannot be removed is left: that must not stop a run.
+
+    A folder gets a temporary name first: killed in between, it is a leftover, not half a folder under its own name.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        aside = path if path.name.startswith(TEMPORARY) else path.with_name(f"{TEMPORARY}removed-{path.name}")
+        with suppress(OSError):
+            if aside != path:
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(path, aside)
+            shutil.rmtree(aside, ignore_errors=True)
     else:
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
-def seal(folder: Path) -> None:
-    """Bring every file of ``folder`` to the disk, then write down their sizes and hashes, last of all."""
+def seal(folder: Path, about: Mapping[str, Any] | None = None) -> None:
+    """Bring every file of ``folder`` to the disk, then write down ``about`` and their sizes and hashes, last of all."""
     if (folder / MANIFEST).exists():
         raise ValueError(f"{MANIFEST} is written here last of all: choose another name for your file")
     files: dict[str, dict[str, Any]] = {}
@@ -118,13 +134,17 @@ def seal(folder: Path) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
     with replacing(folder / MANIFEST) as file:
-        file.write(dumps({"files": files}, indent=2))
+        file.write(dumps({**(about or {}), "files": files}, indent=2))
 
 
-def verify(folder: Path) -> None:
-    """Raise ValueError or OSError unless ``folder`` holds what was sealed."""
+def verify(folder: Path, within: str = "") -> dict[str, Any]:
+    """What ``folder`` was sealed with (``about``). Raise ValueError or OSError unless it holds what was sealed.
+
+    With ``within`` only the files of that folder inside it are read.
+    """
     try:
-        files = json.loads((folder / MANIFEST).read_bytes())["files"].items()
+        about = dict(json.loads((folder / MANIFEST).read_bytes()))
+        files = about.pop("files").items()
         expected = [(str(name), int(entry["size"]), str(entry["sha256"])) for name, entry in files]
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
@@ -132,6 +152,8 @@ def verify(folder: Path) -> None:
         raise ValueError(f"{MANIFEST} is damaged") from None
     for name, size, digest in expected:
         path = folder / name
+        if within and not name.startswith(f"{within}/"):
+            continue
         if not path.is_file():
             raise ValueError(f"{name} is missing")
         if path.stat().st_size != size:
@@ -139,3 +161,4 @@ def verify(folder: Path) -> None:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise ValueError(f"{name} is damaged: its SHA-256 is not the one written down")
+    return about

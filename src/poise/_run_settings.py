@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from poise._recipes import ConfigError, Document, merge
+from poise._recipes import Document, merge
 from poise.config import Config, restore
 from poise.run import RunFolder
 
@@ -19,25 +19,12 @@ def is_run(model: str) -> bool:
     return isinstance(found, dict) and "rollout" in found
 
 
-def read_run(path: str) -> Document:
-    """What the config.json of a run says, whoever wrote it."""
-    folder = RunFolder.open(path, resume=False)
-    try:
-        found: object = folder.config
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigError([f"{folder.path / 'config.json'}: cannot be read as JSON: {reason}"]) from None
-    if not isinstance(found, dict):
-        raise ConfigError([f"{folder.path / 'config.json'}: settings are a JSON object, got {type(found).__name__}"])
-    return found
-
-
 def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool = True) -> Config:
     """The settings of the run in a folder, changed. Code that they name is loaded only with ``trust``.
 
     Without ``regulator`` the run's regulator stays a text: whoever only samples has no use for its code.
     """
-    document = merge(read_run(path), changes)
+    document = merge(RunFolder.open(path, resume=False).config, changes)
     kept: Document = {}
     if not regulator:
         kept["regulator"] = str(document.get("regulator", "grpo"))

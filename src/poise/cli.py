@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
 
 import typer
-import yaml
 
 from poise import __version__, tasks
 from poise._errors import unknown
@@ -61,13 +60,13 @@ def explained() -> Iterator[None]:
     """Errors that say what to do are shown as they are; any other is a bug and keeps its traceback."""
     from poise.config import ConfigError
     from poise.policy import ModelError
-    from poise.run import CheckpointError
+    from poise.run import CheckpointError, DamagedError
     from poise.tasks import RewardError
     from poise.trainer import TrainError
 
     try:
         yield
-    except (ConfigError, ModelError, CheckpointError, RewardError, TrainError, OSError) as error:
+    except (ConfigError, ModelError, CheckpointError, DamagedError, RewardError, TrainError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -114,12 +113,12 @@ def train(
         if resume:
             if recipe is not None:
                 fail("--resume takes its settings from the run folder: leave the recipe out")
-            given = {key: value for key, _, value in (item.partition("=") for item in overrides)}
+            if extra := sorted({item.partition("=")[0] for item in overrides} - {"run", "steps"}):
+                fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= can)")
+            given, _ = split_overrides(overrides)
             if "run" not in given:
                 fail("--resume needs to know which run: poise train --resume run=DIR")
-            if extra := sorted(given.keys() - {"run", "steps"}):
-                fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= can)")
-            config = of_run(given["run"], split_overrides(overrides)[0], trust=trust)
+            config = of_run(str(given["run"]), given, trust=trust)
         else:
             config = configs.load(recipe, overrides)
         if dry_run:
@@ -205,6 +204,7 @@ def evaluate(
     - `poise eval runs/demo --people 2-3`
     - `poise eval Qwen/Qwen2.5-0.5B-Instruct --task kk --people 3-7 --n 8 --max-tokens 2048 --temperature 0.7`
     """
+    from poise._files import check_output, replacing
     from poise.config import RolloutConfig
     from poise.console import Console
     from poise.evaluate import evaluate as run
@@ -213,8 +213,8 @@ def evaluate(
 
     with explained():
         built = _task(task, people, args or [])
-        if json_to and not json_to.parent.is_dir():
-            fail(f"--json {json_to}: there is no folder {json_to.parent}")
+        if json_to:
+            check_output(json_to)
         longest = RolloutConfig(max_tokens=max_tokens).longest
         policy = load_policy(model, device=device, remote_code=remote_code, longest=longest)
         engine = choose(policy, batch=batch, note=partial(print, file=sys.stderr))
@@ -228,7 +228,8 @@ def evaluate(
             console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])
         if json_to:
             about = {"model": model, "task": task, "people": people, "settings": args or [], "seed": seed}
-            json_to.write_text(json.dumps({**about, **summary}, indent=1))
+            with replacing(json_to) as file:
+                file.write(json.dumps({**about, **summary}, indent=1).encode())
 
 
 def _progress(done: int, total: int) -> None:
@@ -236,10 +237,12 @@ def _progress(done: int, total: int) -> None:
 
 
 def _task(name: str, people: str | None, args: list[str]) -> tasks.Task:
-    settings = {key: yaml.safe_load(value) for key, _, value in (arg.partition("=") for arg in args)}
-    if people is not None:
-        settings["people"] = people
+    from poise._recipes import split_overrides
+
     try:
+        settings, _ = split_overrides(args)
+        if people is not None:
+            settings["people"] = people
         return tasks.get(name, **settings)
     except (ValueError, TypeError) as error:
         fail(error)
@@ -258,14 +261,16 @@ def warmstart(
     - `poise warmstart my-model steps=2000 batch=128`
     - `poise warmstart my-model noise=0.1 people=2-4 layers=6 workers=8`
     """
+    from poise._recipes import split_overrides
     from poise.console import Console
     from poise.warmstart import Warmstart
     from poise.warmstart import train as run
 
     settings = Warmstart()
     own = {f.name for f in fields(settings)} - {"task_settings"}
-    for key, _, value in (arg.partition("=") for arg in args or []):
-        parsed = yaml.safe_load(value)
+    with explained():
+        given, _ = split_overrides(args or [])
+    for key, parsed in given.items():
         if key in own:
             settings = replace(settings, **{key: parsed})
         elif key in settings.task_settings or key in ("depth", "phrasing", "instruction"):

@@ -6,12 +6,15 @@ turned into visible text, and rich never parses it as markup.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import isfinite
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich import box
 from rich.cells import cell_len
@@ -34,6 +37,68 @@ SHOWN = (  # metric, how it is shown
 WINDOW = 20  # steps whose time predicts the time left
 
 
+class _Lasting(io.TextIOBase):
+    """A stream that never raises: whoever read it may have gone (``poise train | head -1``), the run goes on."""
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._to = file  # None: closed before poise began
+
+    def write(self, text: str) -> int:
+        """As the stream does."""
+        self._try("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As the stream does."""
+        self._try("flush")
+
+    def _try(self, method: str, *args: str) -> None:
+        try:
+            if self._to is not None:
+                getattr(self._to, method)(*args)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):  # for good: what is still in the buffer must not fail at exit either
+                with suppress(OSError, ValueError):
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, self._to.fileno())  # type: ignore[union-attr]
+                    os.close(nowhere)
+        except (ValueError, RuntimeError):  # closed; or a signal came in the middle of a write, and is announced
+            pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._to, name)
+
+    def fileno(self) -> int:
+        """As the stream's."""
+        if self._to is None:
+            raise io.UnsupportedOperation("fileno")
+        return self._to.fileno()
+
+    def isatty(self) -> bool:
+        """As the stream's."""
+        with suppress(ValueError, AttributeError):
+            return self._to is not None and self._to.isatty()
+        return False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """As the stream's."""
+        return getattr(self._to, "encoding", None) or "utf-8"
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Standard output and error that never raise, for the time of the context."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, _Lasting(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+
+
 class Console:
     """Shows a run's progress on ``file``, by default standard output. ``quiet`` shows nothing at all."""
 
@@ -42,7 +107,7 @@ class Console:
     ) -> None:
         self.total_steps = total_steps
         self.quiet = quiet
-        self._file = sys.stdout if file is None else file
+        self._file = cast(TextIO, _Lasting(sys.stdout if file is None else file))
         self._seen = deque([(start_step, time.monotonic())], maxlen=WINDOW + 1)
         self._live: Live | None = None
         # Not rich's own idea of a terminal: environment variables can talk it into writing escape codes to a file.

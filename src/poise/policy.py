@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from poise import attention, memory, rope, trials
-from poise._files import expand
+from poise._files import MANIFEST, expand
 from poise.compiled import can_compile, compile_layers
 from poise.head import Head, token_logp
 from poise.masters import Masters
 from poise.packing import Packed, layout
 from poise.rollout.base import Rollouts
-from poise.run import RunFolder
+from poise.run import RunFolder, verify_model
 
 EMBEDDED = Path(__file__).parent / "models" / "kk-tiny"
 
@@ -279,6 +279,7 @@ def load_policy(
 
     place = _resolve(name)
     folder = Path(place)
+    verify_model(folder)
     if (folder / "adapter_config.json").exists():
         return _load_adapter(
             folder, device=device, dtype=dtype, remote_code=remote_code, compiled=compiled, longest=longest
@@ -335,12 +336,14 @@ def _some(names: Sequence[str], shown: int = 3) -> str:
 
 
 def _resolve(name: str) -> str:
-    """The folder behind "embedded", or behind a run: the model of its newest checkpoint."""
+    """The folder behind "embedded", behind a checkpoint, or behind a run: the model of its newest checkpoint."""
     if name == "embedded":
         return str(EMBEDDED)
     folder = expand(name) if name.startswith("~") else Path(name)
     if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").exists() or (folder / "before.json").exists():
         return str(RunFolder.open(folder, resume=False).newest() / "model")
+    if (folder / MANIFEST).exists() and (folder / "model").is_dir():  # a checkpoint
+        return str(folder / "model")
     return str(folder) if name.startswith("~") else name
 
 

@@ -6,7 +6,8 @@
     rollouts/step-000010.jsonl.gz  what the model wrote, and its score
     tokens/step-000010.safetensors the tokens of these responses, each with its probability, weight and so on
     checkpoints/step-000010/       what a resumed run starts from; manifest.json seals it
-    summary.json                   how it ended
+    before.json, summary.json      held-out accuracy before training; how it ended
+    owner.json                     who trains here, while somebody does (``poise._lock``)
 
 A kill at any moment leaves whole files only, but for the last line of metrics.jsonl, which readers ignore when torn.
 One process writes to a run at a time; any number may look on.
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 import errno
 import gzip
+import hashlib
 import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +33,29 @@ from safetensors.torch import save
 from torch import Tensor
 
 from poise._errors import check_range
-from poise._files import OLD, TEMPORARY, dumps, expand, remove, remove_leftovers, replacing, seal, sync_folder, verify
+from poise._files import (
+    MANIFEST,
+    OLD,
+    TEMPORARY,
+    dumps,
+    expand,
+    remove,
+    remove_leftovers,
+    replacing,
+    seal,
+    sync_folder,
+    verify,
+)
+from poise._lock import OWNER
 
 T = TypeVar("T")
+_STEP = r"step-(\d{6,})"
+_COPY = "put the file back from a copy"
 ASIDE = "set-aside-"  # a checkpoint that could not be read, and that the run went on without
+
+
+class DamagedError(ValueError):
+    """A file of a run that cannot be what poise wrote. The message says which, and what to do."""
 
 
 class CheckpointError(RuntimeError):
@@ -63,13 +85,14 @@ class RunFolder:
         run = cls(path, keep=keep)
         if run.path.exists() and not run.path.is_dir():
             raise FileExistsError(f"run folder {run.path} is a file; choose another run=DIR")
-        if run.path.exists() and any(not entry.name.startswith(TEMPORARY) for entry in run.path.iterdir()):
-            way = f", or go on with the run in it: {run._resume}" if run._config.exists() else ""
+        if run.path.exists() and any(
+            not entry.name.startswith(TEMPORARY) and entry.name != OWNER for entry in run.path.iterdir()
+        ):
+            way = f", or go on with the run in it: {run.resume_command}" if run._config.exists() else ""
             raise FileExistsError(f"run folder {run.path} is not empty; choose another run=DIR{way}")
         run.path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(run.path)
-        with replacing(run._config) as file:  # infinities are kept, as Python reads them: a resumed run needs them
-            file.write(json.dumps(dict(config), indent=2).encode("ascii") + b"\n")
+        run.write_config(config)
         return run
 
     @classmethod
@@ -83,6 +106,8 @@ class RunFolder:
             why = "has no config.json" if run.path.is_dir() else "does not exist"
             way = "; begin one without --resume" if resume else ""
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
+        if resume and (run.path / "diagnose.json").exists():
+            raise FileExistsError(f"{run.path} holds what poise diagnose measured: there is nothing to go on with")
         if resume:
             for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):
                 remove_leftovers(folder)
@@ -99,8 +124,23 @@ class RunFolder:
     @property
     def config(self) -> dict[str, Any]:
         """What the run was asked to do."""
-        config: dict[str, Any] = json.loads(self._config.read_bytes())
+        config = self.read_json("config.json")
+        if not isinstance(config, dict):
+            raise DamagedError(f"{self._config} holds no settings, which are a JSON object: {_COPY}")
         return config
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write down what the run is asked to do. Infinities stay, as Python reads them: a resumed run needs them."""
+        with replacing(self._config) as file:
+            file.write(json.dumps(dict(config), indent=2).encode("ascii") + b"\n")
+
+    @cached_property
+    def _origin(self) -> dict[str, Any]:
+        """What tells the checkpoints of this run from others': its seed, and a hash of what cannot be changed later."""
+        config = self.config
+        fixed = {key: value for key, value in config.items() if key not in ("run", "steps")}
+        digest = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode("ascii")).hexdigest()
+        return {"seed": config.get("seed"), "config": digest}
 
     def write_json(self, name: str, data: Any) -> None:
         """Write ``data`` to a file of the folder, whole or not at all."""
@@ -110,7 +150,10 @@ class RunFolder:
     def read_json(self, name: str) -> Any:
         """What ``write_json`` wrote; None where it has not yet."""
         path = self.path / name
-        return json.loads(path.read_bytes()) if path.exists() else None
+        try:
+            return json.loads(path.read_bytes()) if path.exists() else None
+        except (ValueError, RecursionError):
+            raise DamagedError(f"{path} cannot be read as JSON: {_COPY}") from None
 
     # Metrics
 
@@ -139,11 +182,13 @@ class RunFolder:
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                records.append((line + b"\n", dict(json.loads(line))))
-            except (ValueError, TypeError):
+                record = dict(json.loads(line))
+                records.append((line + b"\n", {**record, "step": int(record["step"])}))
+            except (ValueError, TypeError, KeyError):
                 if number == len(lines) and not torn:  # after a power cut the last line may be whole in length only
                     break
-                raise ValueError(f"{self._metrics}, line {number}: this is not a JSON object: {line[:60]!r}") from None
+                why = f"this is not a JSON object with a step: {line[:60]!r}"
+                raise DamagedError(f"{self._metrics}, line {number}: {why}; remove the line, or {_COPY}") from None
         return records
 
     def _keep_lines(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
@@ -201,7 +246,7 @@ class RunFolder:
             remove(temporary)
             temporary.mkdir(parents=True)
             write(temporary)
-            seal(temporary)
+            seal(temporary, {"step": step, **self._origin})
             if self._metrics.exists():  # the lines up to here must last as long as the checkpoint does
                 with self._metrics.open("r+b") as file:
                     os.fsync(file.fileno())
@@ -231,7 +276,7 @@ class RunFolder:
         for step in reversed(self.checkpoints()):
             folder = self._checkpoints / _name(step)
             try:
-                verify(folder)
+                self.verify(step)
                 loaded = read(folder)
             except Exception as error:
                 found.append(f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}")
@@ -246,6 +291,16 @@ class RunFolder:
             raise CheckpointError(f"no checkpoint of {self.path} can be read:\n  {listed}\n{way}") from cause
         return None
 
+    def verify(self, step: int, within: str = "") -> None:
+        """Raise ValueError or OSError unless the checkpoint of a step is whole, and this run's own."""
+        about = verify(self._checkpoints / _name(step), within)
+        if about.get("step", step) != step:
+            raise ValueError(f"it is of step {about['step']}, and was given another name")
+        if about.get("seed", self._origin["seed"]) != self._origin["seed"]:
+            raise ValueError(f"it is of a run with seed {about['seed']}; this one has seed {self._origin['seed']}")
+        if about.get("config", self._origin["config"]) != self._origin["config"]:
+            raise ValueError("it was saved with other settings than config.json has: put back what was changed there")
+
     def newest(self) -> Path:
         """The folder of the newest checkpoint."""
         steps = self.checkpoints()
@@ -257,12 +312,22 @@ class RunFolder:
         """The steps that have a checkpoint, oldest first."""
         return _steps(self._checkpoints, "")
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, *, say: Callable[[str], None] = _complain) -> None:
         """Forget what came after ``step``, so that a run resumed there ends as one that was never interrupted.
 
-        A later checkpoint, one that could not be read, is not removed but renamed to ``set-aside-…``.
+        A later checkpoint, one that could not be read, is not removed but renamed to ``set-aside-…``. Metrics that are
+        not of the steps 1 to ``step``, each once, are reported to ``say``.
         """
         self._keep_lines(lambda record: record["step"] <= step)
+        logged = [record["step"] for record in self.metrics()]
+        if logged != list(range(1, step + 1)):
+            lost = sorted(set(range(1, step + 1)) - set(logged))
+            what = (
+                f"has no line for {len(lost)} steps, the first is {lost[0]}"
+                if lost
+                else "has steps twice, or unordered"
+            )
+            say(f"{self._metrics} {what}: training goes on, curves stay like that; to mend it, stop and {_COPY}")
         for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
             remove(self._rollouts / f"{_name(later)}.jsonl.gz")
         for later in [s for s in _steps(self._tokens, ".safetensors") if s > step]:
@@ -276,18 +341,41 @@ class RunFolder:
         intact = "there is no earlier one"
         for earlier in reversed([s for s in self.checkpoints() if s != step]):
             try:
-                verify(self._checkpoints / _name(earlier))
+                self.verify(earlier)
             except (OSError, ValueError):
                 continue
             intact = f"the checkpoint of step {earlier} is intact"
             break
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
         remedy = "free some space" if full else "put that right"
-        return f"checkpoint of step {step} could not be written: {error}; {intact}. {remedy}, then {self._resume}"
+        return (
+            f"checkpoint of step {step} could not be written: {error}; {intact}. {remedy}, then {self.resume_command}"
+        )
 
     @property
-    def _resume(self) -> str:
+    def resume_command(self) -> str:
+        """What to type to go on with this run."""
         return f"poise train --resume run={shlex.quote(str(self.path))}"
+
+
+def verify_model(folder: Path) -> None:
+    """Raise CheckpointError where ``folder`` is the model of a checkpoint, and not as it was saved.
+
+    Any other model has no manifest beside it, and is not looked at.
+    """
+    checkpoint = folder.resolve().parent
+    run = RunFolder(checkpoint.parent.parent)
+    own = checkpoint.parent.name == "checkpoints" and (run.path / "config.json").exists()
+    step = re.fullmatch(_STEP, checkpoint.name)
+    try:
+        if own and step:
+            run.verify(int(step[1]), folder.name)
+        elif (checkpoint / MANIFEST).exists():
+            verify(checkpoint, folder.name)
+    except (ValueError, OSError) as error:
+        others = [run._checkpoints / _name(s) for s in run.checkpoints() if own and _name(s) != checkpoint.name]
+        way = f"; there is also {others[-1]}" if others else ""
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {error}{way}") from error
 
 
 def _name(step: int) -> str:
@@ -296,4 +384,4 @@ def _name(step: int) -> str:
 
 def _steps(folder: Path, suffix: str) -> list[int]:
     names = [path.name for path in folder.glob("step-*")]
-    return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d{6,})" + re.escape(suffix), name)))
+    return sorted(int(m[1]) for name in names if (m := re.fullmatch(_STEP + re.escape(suffix), name)))

@@ -18,6 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from poise import advantages, regulators
+from poise._files import expand
+from poise._lock import owned
+from poise._recipes import merge
 from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.console import Console
@@ -50,19 +53,35 @@ class TrainError(RuntimeError):
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train as the config says, into its run folder, and return what ``summary.json`` holds."""
-    keep = config.keep_checkpoints
-    if resume:
-        folder = RunFolder.open(config.run, keep=keep)
-        folder.write_json("config.json", config.model_dump(mode="json"))  # more steps may have been asked for
-    else:
-        folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=keep)
-    try:
-        held = Trainer(config, folder, quiet=quiet)
-    except Exception:
-        if not resume:
+    with owned(expand(config.run), make=not resume):
+        if resume:
+            return Trainer(config, _resumed(config), quiet=quiet).run()
+        folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=config.keep_checkpoints)
+        try:
+            held = Trainer(config, folder, quiet=quiet)
+        except Exception:
             folder.discard()
-        raise
-    return held.run()
+            raise
+        return held.run()
+
+
+def _resumed(config: Config) -> RunFolder:
+    """The folder of a run to go on with, once it is clear that this can be done with the config."""
+    folder = RunFolder.open(config.run, keep=config.keep_checkpoints)
+    kept, done = folder.config, max(folder.checkpoints(), default=0)
+    changed = {**kept, "run": config.run, "steps": config.steps}
+    asked = config.model_dump(mode="json")
+    own = merge(asked, changed)  # config.json may be of a version that had fewer settings
+    if others := [key for key in own if own[key] != asked.get(key)]:
+        raise TrainError(f"a resumed run keeps its settings; {others[0]} is another in {folder.path}/config.json")
+    if config.steps < done:
+        raise TrainError(
+            f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
+            "raise steps to go on, or begin a shorter run in another run=DIR"
+        )
+    if changed != kept:
+        folder.write_config(changed)
+    return folder
 
 
 class Trainer:
@@ -91,6 +110,7 @@ class Trainer:
         self.reference = self._load_reference() if config.objective.kl_coef else None
         self.settings = config.objective.settings()
         self.saved = 0  # the step of the newest checkpoint
+        self.logged = 0  # the newest step whose line is in metrics.jsonl
         self.weights_of: int | None = 0  # the step that the weights are of; None in the middle of an update
 
     # The loop
@@ -104,7 +124,7 @@ class Trainer:
         with Console(config.steps, done, quiet=self.quiet) as console, Stopper(console.note) as stopper:
             for note in self.notes:
                 console.note(note)
-            before = self._before(console)
+            before = self._before(console, done)
             if done >= config.steps:
                 console.note(f"already at step {done}: nothing to train; to go on, raise steps=")
             console.begin(done)
@@ -116,6 +136,7 @@ class Trainer:
                             metrics |= self._held_out(console).metrics()
                     finally:
                         self.folder.log(step, metrics)
+                        self.logged = step
                     done = step
                     console.step(step, metrics)
                     for tracker in trackers:
@@ -131,7 +152,7 @@ class Trainer:
             except (Exception, KeyboardInterrupt):
                 self._save_what_is_whole()
                 console.close()
-                console.note(f"stopped; go on with: poise train --resume run={self.folder.path}")
+                console.note(f"stopped; go on with: {self.folder.resume_command}")
                 raise
             finally:
                 for tracker in trackers:
@@ -272,10 +293,15 @@ class Trainer:
             progress=lambda done, total: console.note(f"  {done}/{total}"),
         )  # fmt: skip
 
-    def _before(self, console: Console) -> dict[str, Any]:
+    def _before(self, console: Console, done: int) -> dict[str, Any]:
         """Held-out accuracy before training: measured once, and kept for a run that is resumed."""
         kept: dict[str, Any] | None = self.folder.read_json("before.json")
         if kept is None:
+            if done:
+                raise TrainError(
+                    f"{self.folder.path}/before.json is missing: it holds the accuracy before training, which the "
+                    f"weights of step {done} cannot tell any more; put it back, or begin again in another run=DIR"
+                )
             kept = self._held_out(console).summary()
             self.folder.write_json("before.json", kept)
         return kept
@@ -319,14 +345,20 @@ class Trainer:
             self.masters.publish()
 
         found = self.folder.load_checkpoint(read)
-        self.saved = self.weights_of = found[0] if found else 0
+        lines, every = self.folder.metrics(), self.config.checkpoint_every
+        if found is None and lines and 0 < every < lines[-1]["step"]:
+            raise TrainError(
+                f"{self.folder.path} has metrics up to step {lines[-1]['step']}, but no checkpoint: put its "
+                "checkpoints back, or begin again in another run=DIR"
+            )
+        self.saved = self.weights_of = self.logged = found[0] if found else 0
         self.folder.rewind(self.saved)
         return self.saved
 
     def _save_what_is_whole(self) -> None:
-        """Keep the last finished step. Weights in the middle of an update are nobody's."""
-        if self.weights_of is not None and self.weights_of > self.saved:
-            self._save(self.weights_of)
+        """Keep the last finished step. Never save weights in the middle of an update, or a step without its line."""
+        if self.weights_of == self.logged > self.saved:
+            self._save(self.logged)
 
 
 def _seed(seed: int, step: int) -> int:
