@@ -9,6 +9,7 @@ from typing import Any
 
 from poise.policy import Policy
 from poise.rollout.base import Engine
+from poise.rollout.limits import encode_problem
 from poise.scoring import Scoring
 from poise.statistics import ProblemResult, summarise
 from poise.tasks import Problem, Score, Task
@@ -63,6 +64,7 @@ def evaluate(
     samples: int,
     temperature: float,
     max_tokens: int,
+    max_prompt: int | None = None,
     seed: int = 0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -73,7 +75,7 @@ def evaluate(
     The same seed gives the same problems and the same random numbers, so that two policies are compared on equal terms.
     """
     asked = list(islice(task.problems("test", seed), problems))
-    prompts = [policy.encode(problem.prompt) for problem in asked]
+    prompts = [encode_problem(policy, problem, max_tokens, max_prompt) for problem in asked]
     sampled: list[ProblemResult] = []
     greedy: list[ProblemResult] = []
     rewards: list[float] = []

@@ -19,6 +19,7 @@ from poise.compiled import can_compile, compile_layers
 from poise.head import Head, token_logp
 from poise.masters import Masters
 from poise.packing import Packed, layout
+from poise.prompts import encode
 from poise.rollout.base import Rollouts
 from poise.run import RunFolder, verify_model
 
@@ -85,17 +86,13 @@ class Policy:
         return Head.of(self._output, self._config, temperature, master)
 
     def encode(self, prompt: str) -> list[int]:
-        """A prompt as the model wants to see it: through its chat template where it has one."""
-        if self.tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}]
-            return list(
-                self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            )
-        return list(self.tokenizer(prompt)["input_ids"])
+        """A prompt as the model wants to see it: text, through the chat template where there is one."""
+        return encode(self.tokenizer, prompt, self.end_tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response, without the token that ended it."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        ended = bool(len(tokens)) and tokens[-1] in self.end_tokens  # which need not be one that a tokenizer skips
+        return str(self.tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=True))
 
     def texts(self, tokens: Tensor) -> dict[int, str]:
         """The text of each token that occurs, by itself; part of a character shows as U+FFFD."""

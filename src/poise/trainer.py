@@ -7,8 +7,8 @@ weights and the optimizer's state, and a resumed run goes on bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,11 @@ from poise.evaluate import Evaluation, evaluate
 from poise.masters import Masters
 from poise.memory import OutOfMemoryError
 from poise.optimizer_state import optimizer_tensors, restore_optimizer
-from poise.policy import Policy, load_policy
+from poise.policy import ModelError, Policy, load_policy
 from poise.records import Clock, environment, response_records, reward_metrics, rollout_metrics, token_arrays
 from poise.rollout.base import Engine, Rollouts
 from poise.rollout.choose import choose
+from poise.rollout.limits import check_settings, encode_problem
 from poise.run import RunFolder
 from poise.scoring import Scoring
 from poise.stopping import Stopper
@@ -97,6 +98,7 @@ class Trainer:
         )  # fmt: skip
         self.notes: list[str] = []  # for whoever watches, once there is a console
         rollout = config.rollout
+        check_settings(self.policy, rollout.max_prompt, rollout.max_tokens)
         self.engine: Engine = choose(
             self.policy, rollout.engine, rollout.batch, self.notes.append, memory=rollout.vllm_memory
         )
@@ -203,13 +205,9 @@ class Trainer:
     # Its parts
 
     def _encode(self, problem: Problem) -> list[int]:
-        ids = self.policy.encode(problem.prompt)
-        if len(ids) > self.config.rollout.max_prompt:
-            raise TrainError(
-                f"the prompt of problem {problem.id} has {len(ids)} tokens, more than rollout.max_prompt="
-                f"{self.config.rollout.max_prompt}: raise it, or make the task's prompts shorter"
-            )
-        return ids
+        rollout = self.config.rollout
+        with _refusals():
+            return encode_problem(self.policy, problem, rollout.max_tokens, rollout.max_prompt)
 
     def _batch(self, rollouts: Rollouts, scores: Sequence[Score]) -> TokenBatch:
         """The rollouts as regulators and the objective see them."""
@@ -286,12 +284,13 @@ class Trainer:
     def _held_out(self, console: Console) -> Evaluation:
         config, asked = self.config, self.config.evaluation
         console.note(f"evaluating {asked.problems} held-out problems × {asked.samples} and greedily")
-        return evaluate(
-            self.policy, self.engine, self.task, problems=asked.problems, samples=asked.samples, seed=asked.seed,
-            temperature=config.rollout.temperature if asked.temperature is None else asked.temperature,
-            max_tokens=config.rollout.max_tokens, top_p=config.rollout.top_p, top_k=config.rollout.top_k,
-            progress=lambda done, total: console.note(f"  {done}/{total}"),
-        )  # fmt: skip
+        with _refusals():
+            return evaluate(
+                self.policy, self.engine, self.task, problems=asked.problems, samples=asked.samples, seed=asked.seed,
+                temperature=config.rollout.temperature if asked.temperature is None else asked.temperature,
+                max_tokens=config.rollout.max_tokens, max_prompt=config.rollout.max_prompt, top_p=config.rollout.top_p,
+                top_k=config.rollout.top_k, progress=lambda done, total: console.note(f"  {done}/{total}"),
+            )  # fmt: skip
 
     def _before(self, console: Console, done: int) -> dict[str, Any]:
         """Held-out accuracy before training: measured once, and kept for a run that is resumed."""
@@ -364,3 +363,12 @@ class Trainer:
 def _seed(seed: int, step: int) -> int:
     """The seed of a step: any two steps, and any two runs, draw unrelated numbers."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A problem that is refused stops the run as any other cause does."""
+    try:
+        yield
+    except ModelError as error:
+        raise TrainError(str(error)) from error

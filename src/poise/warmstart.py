@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from poise import tasks
 from poise.policy import Policy, resolve_device
+from poise.prompts import plain
 from poise.tasks import Demonstrates, Task
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -130,7 +131,7 @@ class Demonstrations(Dataset[tuple[Tensor, Tensor]]):
         for number, problem in enumerate(islice(self.task.problems("train", seed + 1), self.settings.batch)):
             prompt = self.encode(problem.prompt)
             answer = self.task.demonstration(problem, seed=seed * 10_007 + number)
-            response = [*self.tokenizer(answer)["input_ids"], self.tokenizer.eos_token_id]
+            response = [*plain(self.tokenizer, answer), self.tokenizer.eos_token_id]
             ids.append(torch.tensor(prompt + response))
             labels.append(torch.tensor([-100] * len(prompt) + response))
         pad = torch.nn.utils.rnn.pad_sequence

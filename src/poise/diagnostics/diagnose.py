@@ -21,6 +21,7 @@ from poise.policy import Policy, load_policy
 from poise.records import environment, response_records, token_arrays
 from poise.rollout.base import Engine, Rollouts
 from poise.rollout.choose import choose
+from poise.rollout.limits import check_settings, encode_problem
 from poise.run import RunFolder
 from poise.scoring import Scoring
 from poise.tasks import Problem, Score, Task
@@ -108,6 +109,7 @@ def diagnose(
         longest=config.rollout.longest,
     )  # fmt: skip
     policy.masters = Masters(policy.model)
+    check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
     engine = choose(policy, config.rollout.engine, config.rollout.batch, say, memory=config.rollout.vllm_memory)
     optim = config.optim
     betas = (0.0, optim.betas[1])
@@ -148,11 +150,12 @@ def sample(policy: Policy, engine: Engine, task: Task, config: Config, seed: int
     drawn = 1_000_003 * (config.seed + 1) + seed
     problems = list(islice(task.problems("train", drawn), config.prompts))
     asked = [problem for problem in problems for _ in range(config.group)]
+    settings = config.rollout
+    prompts = [encode_problem(policy, problem, settings.max_tokens, settings.max_prompt) for problem in problems]
     with Scoring(policy, task, asked) as scoring:
         rollouts = engine.generate(
-            [policy.encode(problem.prompt) for problem in problems], config.group, max_tokens=config.rollout.max_tokens,
-            temperature=config.rollout.temperature, seed=drawn, top_p=config.rollout.top_p, top_k=config.rollout.top_k,
-            done=scoring.take,
+            prompts, config.group, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=drawn,
+            top_p=settings.top_p, top_k=settings.top_k, done=scoring.take,
         )  # fmt: skip
         texts, scores = scoring.finish(rollouts)
     device = rollouts.mask.device

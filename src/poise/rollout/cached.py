@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from poise.policy import Policy, pad_left
 from poise.rollout.base import Done, Rollouts
+from poise.rollout.limits import check_positions
 from poise.rollout.sampling import Sampling, uniform
 from poise.trials import close, short_windows
 
@@ -81,6 +82,8 @@ class CachedEngine:
         """``group`` responses to each prompt, group after group."""
         if not prompts:
             raise ValueError("generate: there is no prompt")
+        longest = max(map(len, prompts))
+        check_positions(self.policy, longest, max_tokens, f"a prompt of {longest} tokens")
         self.policy.check_length(max(map(len, prompts)) + max_tokens)
         sampling = Sampling(temperature, top_p, top_k)
         at_once = max(self.batch // group, 1) if self.batch else len(prompts)

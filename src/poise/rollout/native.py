@@ -11,6 +11,7 @@ from poise.policy import Policy
 from poise.rollout import graphs
 from poise.rollout.base import Done, Rollouts
 from poise.rollout.decoder import Decoder, layer_shapes
+from poise.rollout.limits import check_positions
 from poise.rollout.queue import Queue, Request
 from poise.rollout.sampling import Sampling
 from poise.rollout.slots import SharedKeys
@@ -54,6 +55,8 @@ class NativeEngine:
     def answer(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
         """A response to each request, in their order."""
         _check(requests)
+        need, longest = max((len(r.prompt) + r.max_tokens, len(r.prompt)) for r in requests)
+        check_positions(self.policy, longest, need - longest, f"a prompt of {longest} tokens")
         self.policy.check_length(max(len(request.prompt) + request.max_tokens for request in requests))
         with _threads(self.policy):
             made = Queue(requests, self._room(requests), sampling, seed, done).work()

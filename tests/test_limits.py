@@ -1,0 +1,115 @@
+"""Lengths that do not fit the model are refused before anything is computed, with the numbers and the remedy."""
+
+import pytest
+import transformers
+from tiny_models import COMMON, LEARNED, Policy, Words, learned, tiny
+from typer.testing import CliRunner
+
+from poise import config
+from poise.diagnostics.diagnose import diagnose
+from poise.evaluate import evaluate
+from poise.policy import ModelError, load_policy
+from poise.rollout.cached import CachedEngine
+from poise.rollout.limits import positions
+from poise.rollout.native import NativeEngine
+from poise.run import RunFolder
+from poise.tasks import Problem, Score
+from poise.trainer import TrainError, train
+
+ENGINES = [CachedEngine, NativeEngine]
+
+
+class Told:
+    """A task that says one thing."""
+
+    name = "told"
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+    def problems(self, split, seed):
+        return (Problem(f"told/{split}/{seed}/{i}", self.prompt, "1", {}) for i in range(1 << 30))
+
+    def score(self, *_):
+        return Score(0.0, False, {}, "")
+
+
+def rotary(**rope):
+    settings = {**COMMON, "max_position_embeddings": 64}
+    return Policy(transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, rope_parameters=rope)), Words())
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (lambda: tiny("llama"), 256),
+        (lambda: learned("gpt2", 40), 40),
+        (lambda: learned("opt", 40), 40),
+        (lambda: rotary(rope_type="default", rope_theta=1e4), 64),
+        (lambda: rotary(rope_type="linear", rope_theta=1e4, factor=4.0), 256),
+        (lambda: rotary(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32), 128),
+    ],
+)
+def test_how_many_positions_a_model_has(policy, expected):
+    assert positions(policy()) == expected
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("policy", [*LEARNED, "llama"])
+def test_an_engine_goes_up_to_the_last_position_and_not_beyond(policy, engine):
+    held = learned(policy, 32) if policy in LEARNED else rotary(rope_type="default", rope_theta=1e4)
+    most = positions(held)
+    settings = {"temperature": 1.0, "seed": 0}
+    out = engine(held).generate([[7] * 12], 2, max_tokens=most - 12, **settings)
+    assert out.tokens.shape[1] <= most - 12
+    with pytest.raises(ModelError, match=rf"{most} positions .*12 tokens.* set max_tokens to {most - 12} or less"):
+        engine(held).generate([[7] * 12], 2, max_tokens=most - 11, **settings)
+    with pytest.raises(ModelError, match="shorten the prompt"):
+        engine(held).generate([[7] * 70], 2, max_tokens=1, **settings)
+
+
+def test_training_is_refused_before_the_run(tmp_path):
+    run = tmp_path / "run"
+    asked = config.load("demo", [f"run={run}", "rollout.max_tokens=600", "device=cpu"])
+    with pytest.raises(ModelError, match=r"1024 positions.*rollout\.max_prompt=512.*max_tokens=600 need 1112"):
+        train(asked, quiet=True)
+    assert not run.exists()
+
+
+def test_diagnosing_is_refused_before_the_run(tmp_path):
+    asked = config.load("demo", ["rollout.max_tokens=600", "device=cpu"])
+    with pytest.raises(ModelError, match=r"rollout\.max_prompt=512"):
+        diagnose(asked, RunFolder.create(str(tmp_path / "run"), {}), say=pytest.fail)
+
+
+def test_evaluation_names_the_problem_that_is_too_long():
+    policy = load_policy("embedded", device="cpu")
+    settings = {"problems": 2, "samples": 1, "temperature": 1.0, "max_tokens": 10}
+    engine = NativeEngine(policy)
+    with pytest.raises(ModelError, match=r"told/test/0/0 with 1\d\d\d tokens .*1024|1024 .*told/test/0/0"):
+        evaluate(policy, engine, Told("knight " * 1500), **settings)
+    with pytest.raises(ModelError, match=r"told/test/0/0 has \d+ tokens, more than rollout\.max_prompt=20"):
+        evaluate(policy, engine, Told("knight " * 50), max_prompt=20, **settings)
+
+
+def test_poise_eval_says_it_without_a_traceback():
+    from poise.cli import app
+
+    done = CliRunner().invoke(app, ["eval", "embedded", "--people", "2", "--problems", "1", "--max-tokens", "1020"])
+    assert done.exit_code == 1
+    assert "1024 positions" in done.output
+    assert "set max_tokens to" in done.output
+
+
+def test_a_problem_with_a_control_token_that_cannot_be_text_is_refused_by_name():
+    policy = load_policy("embedded", device="cpu")
+    policy.tokenizer.chat_template = policy.tokenizer.chat_template.replace(
+        "message.content", "message.content | upper"
+    )
+    with pytest.raises(ModelError, match=r"problem told/test/0/0: .*control token"):
+        evaluate(policy, NativeEngine(policy), Told("a <|end|>"), problems=1, samples=1, temperature=1.0, max_tokens=4)
+
+
+def test_a_held_out_problem_that_is_too_long_stops_training(tmp_path):
+    with pytest.raises(TrainError, match=r"more than rollout\.max_prompt=9"):
+        train(config.load("demo", [f"run={tmp_path / 'run'}", "rollout.max_prompt=9", "device=cpu"]), quiet=True)
