@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import yaml
@@ -188,6 +189,13 @@ def test_mistakes_around_a_run_folder_are_explained(copy, message):
     assert message in " ".join(fails("train", "--resume", f"run={copy}").split())
 
 
+def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    message = "tracker 'wandb' cannot be imported"
+    assert message in (shown := fails("train", "demo", *SMALL, f"run={tmp_path / 'run'}", "tracking=wandb"))
+    assert "pip install 'poise[wandb]'" in shown
+
+
 def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
@@ -197,7 +205,7 @@ def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
         tmp_path / ("x" * 300): "File name too long",
         trained: "is not empty; choose another run=DIR, or go on with the run in it: poise train --resume run=",
         trained.parent: "is not empty; choose another run=DIR",
-        '"a\\0b"': "no path has a null character",
+        '"a\\0b"': "must not contain the character NUL",
     }.items():
         assert message in " ".join(fails("train", "demo", *SMALL, f"run={place}").split())
     for place, message in {

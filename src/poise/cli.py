@@ -62,11 +62,14 @@ def explained() -> Iterator[None]:
     from poise.policy import ModelError
     from poise.run import CheckpointError, DamagedError
     from poise.tasks import RewardError
+    from poise.tracking import TrackerError
     from poise.trainer import TrainError
 
     try:
         yield
-    except (ConfigError, ModelError, CheckpointError, DamagedError, RewardError, TrainError, OSError) as error:
+    except (ConfigError, ModelError, CheckpointError, DamagedError, OSError) as error:
+        fail(error)
+    except (RewardError, TrainError, TrackerError) as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -243,8 +243,6 @@ class Config(_Group):
     @field_validator("model", "run")
     @classmethod
     def _path(cls, value: str) -> str:
-        if "\0" in value:
-            raise ValueError("no path has a null character in it")
         try:
             return str(expand(value)) if value.startswith("~") else value
         except OSError as error:

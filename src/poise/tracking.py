@@ -20,6 +20,10 @@ from poise._errors import unknown
 PROJECT = "poise"
 
 
+class TrackerError(ImportError):
+    """A tracker that is not installed; the message says how to install it."""
+
+
 class Tracker(Protocol):
     """Where metrics go."""
 
@@ -111,9 +115,9 @@ def _import(extra: str, module: str, needed: str) -> Any:
     try:
         found = import_module(module)
     except ImportError as error:
-        raise ImportError(
+        raise TrackerError(
             f"tracker {extra!r} cannot be imported ({error}); run: pip install 'poise[{extra}]'"
         ) from error
     if not hasattr(found, needed):
-        raise ImportError(f"tracker {extra!r} is not installed; run: pip install 'poise[{extra}]'")
+        raise TrackerError(f"tracker {extra!r} is not installed; run: pip install 'poise[{extra}]'")
     return found
