@@ -135,6 +135,8 @@ def test_the_test_leaves_no_trace(made, monkeypatch):
     trainer, inputs = made
     calls = []
     monkeypatch.setattr(trainer.model, "forward", lambda *_, **__: calls.append(1))
+    for collective in ("gather", "reduce", "gather_for_metrics"):  # other processes may be elsewhere
+        monkeypatch.setattr(trainer.accelerator, collective, lambda *_, **__: calls.append(1))
     trainer.use_adaptive_entropy, trainer._entropy_bonus_enabled, trainer.diary = True, True, []
 
     def with_diary(self, model, inputs):
@@ -168,6 +170,15 @@ def test_a_batch_that_cannot_tell_leaves_it_to_the_next(count, made):
     assert not trainer._poise.loss_checked
     trainer._compute_loss(trainer.model, {**inputs, WEIGHTS: inputs["completion_mask"][:, None].float()})
     assert trainer._poise.loss_checked
+
+
+def test_an_error_that_is_not_about_weights_says_where_it_came_up(made):
+    def typo(_self, _model, inputs):
+        return inputs["advantage"]
+
+    with pytest.raises(KeyError) as caught:
+        check(made, typo)
+    assert "before any update" in caught.value.__notes__[0]
 
 
 def test_one_process_that_finds_a_fault_stops_all(made, monkeypatch):

@@ -11,8 +11,9 @@ responses breaks the first, a loss that is written for advantages (B,) the secon
 the third. Random w and m leave nothing to chance.
 
 It costs no forward pass: the trainer's log-probabilities come from ``_get_per_token_logps_and_entropies``, and for the
-time of the test that returns made-up ones. So neither PEFT nor DDP, FSDP or DeepSpeed takes part; the collectives
-inside the loss, for its metrics, are run by all processes alike. What the loss writes down is forgotten again.
+time of the test that returns made-up ones. So neither PEFT nor DDP, FSDP or DeepSpeed takes part. Each process tests
+on its own, without the collectives that the loss has for its metrics; then they exchange what they found. What the loss
+writes down is forgotten again.
 """
 
 from __future__ import annotations
@@ -112,11 +113,13 @@ class _Tokens:
 def _fault(stand: _Stand, *, masks: bool) -> str | None:
     """What is wrong; "" if nothing is, None if this batch cannot tell."""
     mask, inputs = stand.mask, stand.inputs
-    if not mask.any():
-        return None
     rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device)
     ones = rows[:, None].expand(mask.shape).contiguous()
-    own = stand.gradient(ones if inputs["advantages"].dim() == 2 else rows)  # errors in here are not about weights
+    try:
+        own = stand.gradient(ones if inputs["advantages"].dim() == 2 else rows)
+    except Exception as error:  # not about weights
+        error.add_note("This came up while poise tested the loss on made-up log-probabilities, before any update.")
+        raise
     if not stand.tokens.asked:
         return f"it takes log-probabilities from elsewhere than self.{SOURCE}, so that poise cannot test it"
     weights = stand.random(0.2, 2.0) * (stand.random(0, 1) > 0.2)  # some are 0
@@ -126,6 +129,8 @@ def _fault(stand: _Stand, *, masks: bool) -> str | None:
         weighted = stand.gradient(ones * weights, kept.to(inputs["completion_mask"].dtype) if masks else None)
     except Exception as error:
         return f"it fails on advantages of shape (B, T), with {type(error).__name__}: {error}"
+    if not mask.any():
+        return None
     if not ((plain - rest) != 0).any():
         return "its gradient does not depend on the advantages"
     if _differ(plain, own):
@@ -150,6 +155,21 @@ def _owner(trainer: Any, loss: Loss) -> str:
     return next((kind.__name__ for kind in kinds), type(trainer).__name__)
 
 
+class _Alone:
+    """An accelerator without its collectives: processes have batches of different sizes, and may fail apart."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.accelerator, name)
+
+    def gather(self, values: Any, *_: Any, **__: Any) -> Any:
+        return values
+
+    gather_for_metrics = reduce = pad_across_processes = gather
+
+
 @contextmanager
 def _untouched(trainer: Any) -> Iterator[None]:
     """Puts back the trainer's attributes, its metrics and the state of random numbers."""
@@ -157,6 +177,7 @@ def _untouched(trainer: Any) -> Iterator[None]:
     containers = (list, dict, set, deque)
     vars(trainer).update({k: copy.copy(v) for k, v in before.items() if isinstance(v, containers)})
     trainer._metrics = copy.deepcopy(trainer._metrics)
+    trainer.accelerator = _Alone(trainer.accelerator)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices):

@@ -47,8 +47,10 @@ def write_state(state: Any, regulator: str) -> None:
 
 
 def write_card(folder: str, regulator: str) -> None:
-    """A section of the model card."""
+    """A section of the model card, where TRL has written one."""
     card = Path(folder) / "README.md"
+    if not card.exists():
+        return
     section = (
         f"\n## Token regulator\n\nThe update weighted tokens by `{regulator}` (poise {poise.__version__}).\n"
         "`grpo` is TRL's own update.\n"
