@@ -78,7 +78,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(TEMPORARY + path.name)
     try:
-        with temporary.open("wb") as file:
+        remove(temporary)  # a leftover, or a link that somebody laid there to have another file overwritten
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

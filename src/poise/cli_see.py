@@ -30,12 +30,10 @@ def _progress() -> Iterator[Callable[[str], None]]:
 @contextmanager
 def _looking() -> Iterator[None]:
     """What a run folder holds was written whole; a file that cannot be read all the same was damaged since."""
-    from safetensors import SafetensorError
-
     with explained():
         try:
             yield
-        except (ValueError, EOFError, SafetensorError) as error:
+        except (ValueError, RecursionError) as error:
             fail(f"a file of the run is damaged: {error}")
 
 
@@ -161,6 +159,8 @@ def report(
                 server.server_close()
             return
         place = out or (Path(runs[0]) / "report.html" if len(runs) == 1 else Path("report.html"))
+        if out is None and place.is_symlink():  # whoever made the run chose where it leads
+            fail(f"{place} is a link to another file: name the file to write with --out")
         if place.is_dir():
             fail(f"--out {place} is a folder: name a file, such as {place / 'report.html'}")
         with _progress() as say:
@@ -190,6 +190,7 @@ def tokens(
 
     from poise._errors import unknown
     from poise.console import Console, visible
+    from poise.diagnostics.recorded import read_step
     from poise.diagnostics.terminal import available, extremes, shaded
     from poise.run import RunFolder
 
@@ -201,12 +202,10 @@ def tokens(
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
             fail(f"step {chosen} was not recorded; recorded are {', '.join(map(str, steps))}")
-        found = folder.tokens(chosen)
-        assert found is not None
-        arrays, texts = found
+        records, arrays, texts = read_step(folder, chosen)
         if by not in available(arrays):
             fail(unknown("shading", by, available(arrays)))
-        records, rich = folder.rollouts(chosen), Rich(markup=False, highlight=False, emoji=False)
+        rich = Rich(markup=False, highlight=False, emoji=False)
         if response >= len(records):
             fail(f"--response {response}: step {chosen} has {len(records)} responses, from 0 on")
         for i in range(response, min(response + n, len(records))):

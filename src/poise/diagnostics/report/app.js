@@ -14,8 +14,17 @@ function open(name) {
   if (location.hash.slice(1) !== chosen) history.replaceState(null, "", `#${chosen}`);
   document.getElementById("tabs").replaceChildren(...known.map((tab) => el("button", {
     type: "button", role: "tab", "aria-selected": String(tab === chosen), onclick: () => open(tab) }, tab)));
-  document.getElementById("main").replaceChildren(...[VIEWS[chosen].view()].flat());
+  document.getElementById("main").replaceChildren(...[shown(chosen)].flat());
   return chosen;
+}
+
+// A view, or why there is none: one file with other contents than expected must not cost the rest of the page.
+function shown(name) {
+  try {
+    return VIEWS[name].view();
+  } catch (error) {
+    return el("p", { class: "muted" }, `These data cannot be shown: a file of the run is damaged, or of another version (${error.message}).`);
+  }
 }
 
 // Settings that differ between runs, all settings, where they ran, and what it cost.
@@ -57,10 +66,23 @@ async function look() {
     }
     const steps = data.runs.map((run) => run.steps.at(-1) ?? 0).join(", ");
     note.textContent = `live · step ${steps}`;
-  } catch {
-    note.textContent = "the server has gone; this is what it last said";
+  } catch (error) {
+    note.textContent = error.cause === "server" ? error.message : "the server has gone; this is what it last said";
   }
   setTimeout(look, LOOK_EVERY);
+}
+
+// The first index; while a file is being replaced, or is damaged, the page says so and asks again.
+async function loaded() {
+  for (;;) {
+    try {
+      return await data.load();
+    } catch (error) {
+      if (!LIVE) throw error;
+      document.getElementById("live").textContent = error.cause === "server" ? error.message : "the server has gone";
+      await new Promise((done) => setTimeout(done, LOOK_EVERY));
+    }
+  }
 }
 
 async function start() {
@@ -69,7 +91,7 @@ async function start() {
   theme(kept || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
   document.getElementById("theme").addEventListener("click", () =>
     theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-  await data.load();
+  await loaded();
   const names = visible(data.runs.map((run) => run.name).join(" · "));
   document.getElementById("runs").textContent = names;
   document.title = `poise: ${names}`;

@@ -10,7 +10,7 @@ const data = {
 
   async load() {
     const index = LIVE
-      ? await (await fetch("/index")).json()
+      ? await (await ask("/index")).json()
       : JSON.parse(document.getElementById("data").textContent);
     const same = this.stamp === index.stamp;
     this.stamp = index.stamp;
@@ -23,7 +23,7 @@ const data = {
   },
 
   async changed() {
-    return (await (await fetch("/stamp")).text()) !== this.stamp;
+    return (await (await ask("/stamp")).text()) !== this.stamp;
   },
 
   // A response, token by token: { text, words, and an array for each field }.
@@ -31,7 +31,7 @@ const data = {
     const key = `${row.run}/${row.step}/${row.row}`;
     if (this.blocks.has(key)) return this.blocks.get(key);
     const packed = LIVE
-      ? new Uint8Array(await (await fetch(`/block/${key}`)).arrayBuffer())
+      ? new Uint8Array(await (await ask(`/block/${key}`)).arrayBuffer())
       : Uint8Array.from(atob(document.getElementById(`b${row.number}`).textContent), (c) => c.charCodeAt(0));
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
     const bytes = await new Response(stream).arrayBuffer();
@@ -42,15 +42,24 @@ const data = {
   },
 };
 
+// What the server answers. An Error with its words, where it says what is wrong.
+async function ask(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error((await answer.text()).trim(), { cause: "server" });
+  return answer;
+}
+
 function unpack(bytes, run, count) {
   const size = new DataView(bytes).getUint32(0, true);
-  const block = { text: new TextDecoder().decode(new Uint8Array(bytes, 4, size)), length: count };
+  const block = Object.create(null); // fields have any name, "__proto__" too
   let at = 4 + Math.ceil(size / 4) * 4;
   for (const name of run.fields) {
     if (at + 4 * count > bytes.byteLength) break;
     block[name] = name === "id" ? new Int32Array(bytes, at, count) : new Float32Array(bytes, at, count);
     at += 4 * count;
   }
+  block.text = new TextDecoder().decode(new Uint8Array(bytes, 4, size));
+  block.length = count;
   block.words = Array.from(block.id, (i) => run.words[i]);
   block.weights = Object.keys(block).filter((name) => name.startsWith("weight/"));
   return block;

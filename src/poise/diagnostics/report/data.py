@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poise.diagnostics.recorded import read_json, read_metrics, read_step
 from poise.run import RunFolder
 
 Block = tuple[int, int, int]  # run, step, row: where a response is
@@ -73,7 +74,7 @@ class Source:
         run, step, row = at
         if not 0 <= run < len(self.folders) or step not in self.folders[run].recorded():
             raise KeyError(at)
-        records, arrays = self._records(run, step), self._step(run, step, self._written(run, step))
+        records, (_, arrays) = self._records(run, step), self._step(run, step, self._written(run, step))
         if not 0 <= row < len(records):
             raise KeyError(at)
         text = records[row]["text"].encode("utf-8", "surrogatepass")
@@ -86,13 +87,13 @@ class Source:
 
     def _run(self, run: int) -> dict[str, Any]:
         folder = self.folders[run]
-        lines = folder.metrics()
+        lines = read_metrics(folder)
         keys = sorted({key for line in lines for key in line} - {"step"})
         return {
             "name": self.names[run],
-            "config": folder.config,
-            "environment": folder.read_json("environment.json"),
-            "summary": folder.read_json("summary.json"),
+            "config": read_json(folder, "config.json"),
+            "environment": read_json(folder, "environment.json"),
+            "summary": read_json(folder, "summary.json"),
             "diagnose": _diagnosis(folder),
             "steps": [line["step"] for line in lines],
             "metrics": {key: [line.get(key) for line in lines] for key in keys},
@@ -113,20 +114,23 @@ class Source:
     def _records(self, run: int, step: int) -> list[dict[str, Any]]:
         written = self._written(run, step)
         if self._rows.get((run, step), (0, []))[0] != written:
-            records = self.folders[run].rollouts(step)
-            lengths = self._step(run, step, written)["start"].diff().tolist()
+            records, arrays = self._step(run, step, written)
+            lengths = arrays["start"].diff().tolist()
             self._rows[run, step] = written, [r | {"length": n} for r, n in zip(records, lengths, strict=True)]
         return self._rows[run, step][1]
 
-    def _read(self, run: int, step: int, written: int) -> dict[str, Tensor]:  # noqa: ARG002 - part of the cache's key
-        found = self.folders[run].tokens(step)
-        assert found is not None
-        arrays, texts = found
+    def _read(
+        self,
+        run: int,
+        step: int,
+        written: int,  # noqa: ARG002 - part of the cache's key
+    ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+        records, arrays, texts = read_step(self.folders[run], step)
         words, fields = self._words[run], self._fields[run]
         ids, places = arrays["id"].unique(return_inverse=True)
         numbers = [words.setdefault(texts[i], len(words)) for i in ids.tolist()]
         fields += [name for name in sorted(arrays, key=_order) if name != "start" and name not in fields]
-        return arrays | {"id": torch.tensor(numbers, dtype=torch.int32)[places]}
+        return records, arrays | {"id": torch.tensor(numbers, dtype=torch.int32)[places]}
 
 
 def _order(name: str) -> tuple[bool, str]:
@@ -141,5 +145,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _diagnosis(folder: RunFolder) -> dict[str, Any] | None:
     """What ``poise diagnose`` found for the run, less the single batches: here if this is its folder, or beneath."""
-    found = folder.read_json("diagnose.json") or folder.read_json("diagnose/diagnose.json")
+    found = read_json(folder, "diagnose.json") or read_json(folder, "diagnose/diagnose.json")
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{folder.path}: diagnose.json holds no figures")
     return None if found is None else {key: value for key, value in found.items() if key != "batches"}

@@ -13,11 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import inf
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 from typing import Any
-
-from safetensors import SafetensorError
 
 from poise._files import dumps
 from poise.console import visible
@@ -40,18 +39,23 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         self._slots = BoundedSemaphore(_connections())
-        self.full = False
+        self._was_full = -inf
         super().__init__((ADDRESS, port), handler)
+
+    @property
+    def full(self) -> bool:
+        """Whether clients had to wait for a connection, now or a moment ago: then nobody may keep one for long."""
+        return time.monotonic() - self._was_full < GRACE
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection. OSError, after a pause, where that cannot be: the listening socket stays ready."""
-        self.full = not self._slots.acquire(timeout=PAUSE)
-        if self.full:
+        if not self._slots.acquire(timeout=PAUSE):
+            self._was_full = time.monotonic()
             raise OSError("all connections are taken")
         try:
             return super().get_request()
         except OSError:  # out of descriptors, say
-            self.full = True
+            self._was_full = time.monotonic()
             self._slots.release()
             time.sleep(PAUSE)
             raise
@@ -112,7 +116,7 @@ def serve(paths: Sequence[str | Path], port: int = 0) -> Server:
             try:
                 with lock:
                     answer = self._answer()
-            except (OSError, ValueError, SafetensorError) as error:  # what a resumed run has just removed, say
+            except (OSError, ValueError, RecursionError) as error:  # what a resumed run has just removed, say
                 answer = 503, "text/plain", f"{visible(str(error))}\n".encode()
             self._send(*answer)
 
