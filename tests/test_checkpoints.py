@@ -118,7 +118,7 @@ def fail(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["write", "fsync", "replace", "mkdir", "safetensors"])
+@pytest.mark.parametrize("where", ["write", "fsync", "replace", "mkdir", "safetensors", "tokenizers"])
 def test_a_full_disk(run, monkeypatch, where):
     run.save_checkpoint(10, write(10))
     filling = write(20)
@@ -129,6 +129,11 @@ def test_a_full_disk(run, monkeypatch, where):
 
             def filling(_):
                 raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        elif where == "tokenizers":
+
+            def filling(_):
+                raise Exception("No space left on device (os error 28)")
 
         elif where == "mkdir":
             patch.setattr("pathlib.Path.mkdir", fail)

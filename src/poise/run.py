@@ -256,7 +256,8 @@ class RunFolder:
             sync_folder(self._checkpoints)
         except BaseException as error:
             remove_leftovers(self._checkpoints)
-            if isinstance(error, OSError | SafetensorError):  # safetensors reports a full disk as its own error
+            # safetensors and tokenizers, written in Rust, report a full disk as errors of their own.
+            if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
                 raise CheckpointError(self._failed(step, error)) from error
             raise
         remove(old)
@@ -337,7 +338,7 @@ class RunFolder:
             remove(aside)
             os.replace(self._checkpoints / _name(later), aside)
 
-    def _failed(self, step: int, error: Exception) -> str:
+    def _failed(self, step: int, error: BaseException) -> str:
         intact = "there is no earlier one"
         for earlier in reversed([s for s in self.checkpoints() if s != step]):
             try:
