@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_cli import SMALL, fails, poise
 
-from poise import _user_code, cli_see  # noqa: F401 - all commands are on the app then
+from poise import _user_code
 from poise.config import ConfigError, load, restore
 
 SPY = "from pathlib import Path\nPath('ran').touch()\n"

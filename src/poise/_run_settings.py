@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+from poise._errors import short
 from poise._recipes import Document, merge
 from poise.config import Config, restore
 from poise.run import RunFolder
+
+# How a model is measured that is no run's.
+_MEASURED: Document = {"rollout": {"max_tokens": 512, "batch": 256}, "evaluation": {"samples": 8, "problems": 200}}
 
 
 def is_run(model: str) -> bool:
@@ -32,3 +37,28 @@ def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool
     if changes.get("remote_code") is True:  # the user's own word, not the run's
         kept["remote_code"], document["remote_code"] = True, False
     return restore(document, source=f"the run in {path}", trust=trust).model_copy(update=kept)
+
+
+def to_evaluate(model: str, changes: Document, *, trust: bool = False) -> Config:
+    """What ``poise eval`` measures a model with: the task and the settings of its run, where it has one, changed."""
+    changes = {**changes, "model": model}
+    if is_run(model):
+        return of_run(model, changes, trust=trust, regulator=False)
+    return restore(merge(_MEASURED, changes), trust=True)  # typed, all of it
+
+
+def describe_task(config: Config) -> str:
+    """The task with its settings; long ones, such as texts of instructions, only where they were changed."""
+    given, task = config.task.settings, config.task.build()
+    shown = {name: short(value) for name, value in given.items()}
+    if is_dataclass(task):
+        values = {field.name: getattr(task, field.name) for field in fields(task)}
+        shown = {name: short(value) for name, value in values.items() if name in given or len(repr(value)) < 40}
+    return config.task.name + (f" ({', '.join(f'{name}={value}' for name, value in shown.items())})" if shown else "")
+
+
+def describe_sampling(config: Config, temperature: float) -> str:
+    """How responses are sampled."""
+    rollout = config.rollout
+    limits = f"top_p {rollout.top_p:g}, top_k {rollout.top_k}, up to {rollout.max_tokens} tokens"
+    return f"temperature {temperature:g}, {limits}"

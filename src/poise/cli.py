@@ -10,12 +10,15 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
 
 import typer
 
 from poise import __version__, tasks
 from poise._errors import unknown
+
+if TYPE_CHECKING:
+    from poise.config import Config
 
 app = typer.Typer(
     help="Reinforcement learning with verifiable rewards, token by token.",
@@ -148,6 +151,11 @@ def _report(run: str, summary: dict[str, Any]) -> None:
     folder = RunFolder.open(run, resume=False)
     with Console(0) as console:
         console.before_after_table(_rows(summary))
+    for when in ("before", "after"):
+        if cut := summary[when].get("cut_off"):
+            limit = folder.config["rollout"]["max_tokens"]
+            total = summary[when]["n"] * summary[when]["samples"]
+            print(f"{when} training, {cut} of {total} samples were cut off at rollout.max_tokens={limit}")
     name = f"eval/{folder.config['task']['name']}/avg@{summary['before']['samples']}"
     ends = [
         {"step": 0, name: summary["before"]["accuracy"]},
@@ -181,58 +189,101 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 def evaluate(
     model: Annotated[str, typer.Argument(callback=home, help="A hub id, a model folder, a run folder, or 'embedded'.")],
     args: Annotated[list[str] | None, typer.Argument(metavar="[SETTING=VALUE]...", help="More task settings.")] = None,
-    task: Annotated[str, typer.Option(help="The task.")] = "kk",
-    people: Annotated[Optional[str], typer.Option(help="For kk: how many people, such as 3-7.")] = None,  # noqa: UP045
-    n: Annotated[int, typer.Option("--n", min=1, help="Samples per problem: the k of avg@k, pass@k, maj@k.")] = 8,
-    problems: Annotated[int, typer.Option(min=1, help="How many held-out problems.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    task: Annotated[str | None, typer.Option(help="The task; default: kk.")] = None,
+    people: Annotated[str | None, typer.Option(help="For kk: how many people, such as 3-7.")] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, help="Samples per problem, the k of avg@k, pass@k, maj@k; default: 8.")
+    ] = None,
+    problems: Annotated[int | None, typer.Option(min=1, help="How many held-out problems; default: 200.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; default: 1.")] = None,
     top_p: Annotated[
-        float, typer.Option(min=1e-6, max=1.0, help="Draw from the likeliest tokens that reach it.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
-    batch: Annotated[int, typer.Option(min=0, help="Responses decoded together; 0: all.")] = 256,
-    seed: Annotated[int, typer.Option()] = 0,
-    device: Annotated[str, typer.Option()] = "auto",
+        float | None, typer.Option(min=1e-6, max=1.0, help="Draw from the likeliest tokens that reach it; default: 1.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Draw from so many of them; default: 0, all.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest response; default: 512.")] = None,
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="Longest prompt, in tokens; default: 512.")] = None,
+    batch: Annotated[int | None, typer.Option(min=0, help="Responses decoded together; 0: all; default: 256.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the problems; default: 0.")] = None,
+    device: Annotated[str | None, typer.Option()] = None,
     json_to: Annotated[Path | None, typer.Option("--json", callback=home, help="Write the figures here too.")] = None,
     remote_code: Annotated[
         bool, typer.Option("--remote-code", help="Run code that the model's repository brings.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Measure a model on held-out problems: avg@k, pass@k, maj@k, by difficulty, with 95 % intervals.
 
+    A run is measured on its own task with its own settings, as after training; options change them one by one.
+
     Examples:
 
+    - `poise eval runs/demo`
+    - `poise eval runs/demo --people 4-5 --n 8`
     - `poise eval embedded --people 2-3 --n 4`
-    - `poise eval runs/demo --people 2-3`
     - `poise eval Qwen/Qwen2.5-0.5B-Instruct --task kk --people 3-7 --n 8 --max-tokens 2048 --temperature 0.7`
     """
     from poise._files import check_output, replacing
-    from poise.config import RolloutConfig
-    from poise.console import Console
-    from poise.evaluate import evaluate as run
+    from poise._recipes import ConfigError, split_overrides
+    from poise._run_settings import to_evaluate
+
+    with explained():
+        if json_to:
+            check_output(json_to)
+        if temperature == 0 and n is None:
+            n = 1  # greedy samples are all the same
+        changes = {
+            "task": {**split_overrides(args or [])[0], **_given(name=task, people=people)},
+            "rollout": _given(max_tokens=max_tokens, max_prompt=max_prompt, top_p=top_p, top_k=top_k, batch=batch),
+            "evaluation": _given(samples=n, problems=problems, temperature=temperature, seed=seed),
+            **_given(device=device, remote_code=remote_code or None),
+        }
+        try:
+            config = to_evaluate(model, changes, trust=trust)
+        except ConfigError as error:  # here the settings of the task are written without its name
+            raise ConfigError(line.replace("'task.", "'") for line in error.problems) from None
+        summary = _evaluated(config)
+        if json_to:
+            rollout = config.rollout
+            about = {
+                "model": model, "task": config.task.name, "settings": config.task.settings, "split": "test",
+                "seed": config.evaluation.seed, "max_tokens": rollout.max_tokens, "top_p": rollout.top_p,
+                "top_k": rollout.top_k,
+            }  # fmt: skip
+            with replacing(json_to) as file:
+                file.write(json.dumps({**about, **summary}, indent=1).encode())
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were typed."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _evaluated(config: Config) -> dict[str, Any]:
+    """Measure as the settings say; print what is measured, and the figures."""
+    from poise._run_settings import describe_sampling, describe_task
+    from poise.console import Console, visible
+    from poise.evaluate import held_out
     from poise.policy import load_policy
     from poise.rollout.choose import choose
 
-    with explained():
-        built = _task(task, people, args or [])
-        if json_to:
-            check_output(json_to)
-        longest = RolloutConfig(max_tokens=max_tokens).longest
-        policy = load_policy(model, device=device, remote_code=remote_code, longest=longest)
-        engine = choose(policy, batch=batch, note=partial(print, file=sys.stderr))
-        result = run(
-            policy, engine, built, problems=problems, samples=n,
-            temperature=temperature, max_tokens=max_tokens, seed=seed, top_p=top_p, top_k=top_k, progress=_progress,
-        )  # fmt: skip
-        summary = result.summary()
-        with Console(0) as console:
-            rows = summary["table"].items()
-            console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])
-        if json_to:
-            about = {"model": model, "task": task, "people": people, "settings": args or [], "seed": seed}
-            with replacing(json_to) as file:
-                file.write(json.dumps({**about, **summary}, indent=1).encode())
+    asked, rollout = config.evaluation, config.rollout
+    policy = load_policy(
+        config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code, longest=rollout.longest
+    )
+    note = partial(print, file=sys.stderr)
+    engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)
+    print(visible(f"{config.model} on task {describe_task(config)}, split test, seed {asked.seed}:"))
+    sampling = describe_sampling(config, config.test_temperature)
+    print(f"{asked.problems} problems × {asked.samples} samples at {sampling}; and once greedily", flush=True)
+    summary = held_out(policy, engine, config.task.build(), config, _progress).summary()
+    with Console(0) as console:
+        rows = summary["table"].items()
+        console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])
+    print(
+        f"cut off at {rollout.max_tokens} tokens: {summary['cut_off']} of {summary['n'] * summary['samples']} samples, "
+        f"{summary['greedy_cut_off']} of {summary['n']} greedy responses"
+    )
+    return summary
 
 
 def _progress(done: int, total: int) -> None:
@@ -273,16 +324,18 @@ def warmstart(
     own = {f.name for f in fields(settings)} - {"task_settings"}
     with explained():
         given, _ = split_overrides(args or [])
+    own_changes = {key: value for key, value in given.items() if key in own}
     for key, parsed in given.items():
         if key in own:
-            settings = replace(settings, **{key: parsed})
-        elif key in settings.task_settings or key in ("depth", "phrasing", "instruction"):
+            continue
+        if key in settings.task_settings or key in ("depth", "phrasing", "instruction"):
             settings = replace(settings, task_settings={**settings.task_settings, key: parsed})
         else:
             fail(unknown("setting of warmstart", key, [*own, *settings.task_settings]))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         fail(f"{out} {'is not empty' if out.is_dir() else 'is a file'}: choose another folder")
     try:
+        settings = replace(settings, **own_changes)
         settings.build_task()
     except (ValueError, TypeError) as error:
         fail(error)

@@ -67,7 +67,7 @@ def diagnose(
     - `poise diagnose Qwen/Qwen2.5-0.5B-Instruct --task kk task.people=2-3 prompts=16 rollout.max_tokens=512`
     - `poise diagnose embedded --regulator grpo --regulator "ar(alpha=0.3)" --intervals 0.1,0.9`
     """
-    from poise._run_settings import is_run
+    from poise._run_settings import describe_sampling, describe_task, is_run
     from poise.console import visible
     from poise.diagnostics.diagnose import METHODS
     from poise.diagnostics.diagnose import diagnose as run
@@ -88,6 +88,9 @@ def diagnose(
             why = "is not empty" if place.is_dir() else "is a file"
             fail(f"{place} {why}: choose another folder with --out")
         folder = RunFolder.create(place, config.model_dump(mode="json"))
+        print(visible(f"{model} on task {describe_task(config)}, split train:"))
+        sampling = describe_sampling(config, config.rollout.temperature)
+        print(f"{batches} batches of {config.prompts} problems × {config.group} responses at {sampling}", flush=True)
         try:
             with _progress() as say:
                 found = run(
@@ -106,6 +109,7 @@ def diagnose(
             raise
         page = write_report([place], place / "report.html")
     print("\n".join(f"- {sentence}" for sentence in found["verdict"]))
+    print(f"cut off at {config.rollout.max_tokens} tokens: {found['cut_off']} of {found['responses']} responses")
     print(visible(f"\nfigures: {place / 'diagnose.json'}   report: {page}"))
 
 
@@ -212,6 +216,7 @@ def tokens(
             record, (begin, end) = records[i], arrays["start"][i : i + 2].tolist()
             one = {name: values[begin:end] for name, values in arrays.items() if name != "start"}
             verdict = "correct" if record["correct"] else "wrong"
+            verdict += "" if record.get("finished", True) else ", cut off"
             rich.print(f"step {chosen}, response {i}: {verdict}, reward {record['reward']}; shaded by {by}")
             rich.print(visible(record["prompt"]), style="dim")
             rich.print(shaded(one, texts, by))

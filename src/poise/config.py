@@ -182,7 +182,10 @@ class EvaluationConfig(_Group):
     @model_validator(mode="after")
     def _samples_can_differ(self) -> Self:
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError(f"samples = {self.samples} at temperature 0: greedy samples are all the same, so take 1")
+            raise ValueError(
+                f"samples = {self.samples} at temperature 0: greedy samples are all the same, so take 1, or another "
+                "temperature"
+            )
         return self
 
 
@@ -247,6 +250,12 @@ class Config(_Group):
             return str(expand(value)) if value.startswith("~") else value
         except OSError as error:
             raise ValueError(str(error)) from None
+
+    @property
+    def test_temperature(self) -> float:
+        """The temperature that held-out problems are sampled at."""
+        asked = self.evaluation.temperature
+        return self.rollout.temperature if asked is None else asked
 
     @field_validator("regulator")
     @classmethod

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from poise.config import Config
 from poise.policy import Policy
 from poise.rollout.base import Engine
 from poise.rollout.limits import encode_problem
@@ -27,6 +28,8 @@ class Evaluation:
     sampled: list[ProblemResult]
     greedy: list[ProblemResult]
     reward: float  # mean over the samples
+    cut_off: int  # samples that the limit of tokens ended
+    greedy_cut_off: int
 
     def summary(self) -> dict[str, Any]:
         """For ``summary.json``. ``accuracy`` is avg@k as sampled; ``greedy`` beside it tells mere sharpening apart."""
@@ -45,6 +48,8 @@ class Evaluation:
             "n": len(self.sampled),
             "samples": self.samples,
             "temperature": self.temperature,
+            "cut_off": self.cut_off,
+            "greedy_cut_off": self.greedy_cut_off,
             "table": table,
         }
 
@@ -79,8 +84,9 @@ def evaluate(
     sampled: list[ProblemResult] = []
     greedy: list[ProblemResult] = []
     rewards: list[float] = []
+    cut_off = greedy_cut_off = 0
 
-    def scores(part: Sequence[Problem], at: int, group: int, heat: float) -> list[list[Score]]:
+    def scores(part: Sequence[Problem], at: int, group: int, heat: float) -> tuple[list[list[Score]], int]:
         with Scoring(policy, task, [problem for problem in part for _ in range(group)]) as scoring:
             out = engine.generate(
                 prompts[at : at + len(part)],
@@ -93,17 +99,32 @@ def evaluate(
                 done=scoring.take,
             )
             found = scoring.finish(out)[1]
-        return [found[i * group : (i + 1) * group] for i in range(len(part))]
+        return [found[i * group : (i + 1) * group] for i in range(len(part))], int((~out.finished).sum())
 
     for at in range(0, problems, CHUNK):
         part = asked[at : at + CHUNK]
-        drawn, best = scores(part, at, samples, temperature), scores(part, at, 1, 0.0)
+        drawn, unfinished = scores(part, at, samples, temperature)
+        best, greedy_unfinished = scores(part, at, 1, 0.0)
+        cut_off, greedy_cut_off = cut_off + unfinished, greedy_cut_off + greedy_unfinished
         sampled += [_result(p, given) for p, given in zip(part, drawn, strict=True)]
         greedy += [_result(p, given) for p, given in zip(part, best, strict=True)]
         rewards += [score.reward for given in drawn for score in given]
         if progress:
             progress(len(sampled), problems)
-    return Evaluation(task.name, samples, temperature, sampled, greedy, sum(rewards) / len(rewards))
+    reward = sum(rewards) / len(rewards)
+    return Evaluation(task.name, samples, temperature, sampled, greedy, reward, cut_off, greedy_cut_off)
+
+
+def held_out(
+    policy: Policy, engine: Engine, task: Task, config: Config, progress: Callable[[int, int], None] | None = None
+) -> Evaluation:
+    """``evaluate`` as the settings of a run say: what the trainer measures before and after, and ``poise eval``."""
+    asked, rollout = config.evaluation, config.rollout
+    return evaluate(
+        policy, engine, task, problems=asked.problems, samples=asked.samples, seed=asked.seed,
+        temperature=config.test_temperature, max_tokens=rollout.max_tokens, max_prompt=rollout.max_prompt,
+        top_p=rollout.top_p, top_k=rollout.top_k, progress=progress,
+    )  # fmt: skip
 
 
 def _result(problem: Problem, scores: Sequence[Score]) -> ProblemResult:

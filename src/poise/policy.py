@@ -246,7 +246,10 @@ def resolve_device(device: str = "auto") -> torch.device:
         return torch.device("cuda" if found else "cpu")
     if device.startswith("cuda") and not found:
         raise ModelError(f"device {device}: this torch sees no CUDA device; use device=cpu, or auto")
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"device {device!r}: must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
 
 
 def _runs_beside(folder: Path) -> list[str]:

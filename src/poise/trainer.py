@@ -24,7 +24,7 @@ from poise._recipes import merge
 from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.console import Console
-from poise.evaluate import Evaluation, evaluate
+from poise.evaluate import Evaluation, held_out
 from poise.masters import Masters
 from poise.memory import OutOfMemoryError
 from poise.optimizer_state import optimizer_tensors, restore_optimizer
@@ -282,15 +282,12 @@ class Trainer:
     # Held-out problems
 
     def _held_out(self, console: Console) -> Evaluation:
-        config, asked = self.config, self.config.evaluation
+        asked = self.config.evaluation
         console.note(f"evaluating {asked.problems} held-out problems × {asked.samples} and greedily")
         with _refusals():
-            return evaluate(
-                self.policy, self.engine, self.task, problems=asked.problems, samples=asked.samples, seed=asked.seed,
-                temperature=config.rollout.temperature if asked.temperature is None else asked.temperature,
-                max_tokens=config.rollout.max_tokens, max_prompt=config.rollout.max_prompt, top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k, progress=lambda done, total: console.note(f"  {done}/{total}"),
-            )  # fmt: skip
+            return held_out(
+                self.policy, self.engine, self.task, self.config, lambda done, total: console.note(f"  {done}/{total}")
+            )
 
     def _before(self, console: Console, done: int) -> dict[str, Any]:
         """Held-out accuracy before training: measured once, and kept for a run that is resumed."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from poise import tasks
+from poise._errors import check_range
 from poise.policy import Policy, resolve_device
 from poise.prompts import plain
 from poise.tasks import Demonstrates, Task
@@ -49,6 +50,16 @@ class Warmstart:
     lr: float = 2e-3
     seed: int = 0
     workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "vocabulary", "steps", "batch", "seed", "workers"):
+            value, least = getattr(self, name), {"vocabulary": 300, "seed": 0, "workers": 0}.get(name, 1)
+            check_range("warmstart", name, value, least, 2**31 - 1)
+            if not isinstance(value, int):
+                raise TypeError(f"warmstart: {name} must be a whole number, got {value!r}")
+        check_range("warmstart", "lr", self.lr, 1e-12, 1e3)
+        if self.width % self.heads:
+            raise ValueError(f"warmstart: width = {self.width} must be a multiple of heads = {self.heads}")
 
     def build_task(self) -> Task:
         """The task with these settings."""

@@ -122,7 +122,7 @@ def diagnose(
         optimizer.step()
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = optim.lr, optim.weight_decay
-    found, suspects = [], list[dict[str, Any]]()
+    found, suspects, cut_off = [], list[dict[str, Any]](), 0
     for number in range(1, batches + 1):
         say(f"batch {number} of {batches}: sampling {config.prompts} × {config.group} responses")
         sampled = sample(policy, engine, task, config, seed=number)
@@ -132,12 +132,14 @@ def diagnose(
             loop, _announced(chosen, said, say), optimizer, intervals=intervals, clip=optim.grad_clip
         )
         found.append(numbers)
+        cut_off += int((~sampled.rollouts.finished).sum())
         suspects += _suspects(number, sampled, policy, tokens)
         _record(folder, number, sampled, policy, tokens)
     mean, error = combine(found)
     result = {
         "intervals": intervals.names, "edges": list(intervals.edges), "mean": mean, "error": error, "batches": found,
         "verdict": verdict(mean, error, intervals.names), "settings": {"batches": batches, "warmup": warmup},
+        "responses": batches * config.prompts * config.group, "cut_off": cut_off,
         "suspects": sorted(suspects, key=lambda each: -each["score"])[:SUSPECTS],
     }  # fmt: skip
     folder.write_json("diagnose.json", result)
