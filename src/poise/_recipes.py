@@ -165,7 +165,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """The next node, unless it is an alias of many."""
-        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         if alias is not None and not isinstance(node, yaml.ScalarNode):
             raise yaml.composer.ComposerError(
