@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from math import inf
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 from typing import Any
@@ -39,23 +38,18 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         self._slots = BoundedSemaphore(_connections())
-        self._was_full = -inf
+        self.full = False
         super().__init__((ADDRESS, port), handler)
-
-    @property
-    def full(self) -> bool:
-        """Whether clients had to wait for a connection, now or a moment ago: then nobody may keep one for long."""
-        return time.monotonic() - self._was_full < GRACE
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection. OSError, after a pause, where that cannot be: the listening socket stays ready."""
-        if not self._slots.acquire(timeout=PAUSE):
-            self._was_full = time.monotonic()
+        self.full = not self._slots.acquire(timeout=PAUSE)
+        if self.full:
             raise OSError("all connections are taken")
         try:
             return super().get_request()
         except OSError:  # out of descriptors, say
-            self._was_full = time.monotonic()
+            self.full = True
             self._slots.release()
             time.sleep(PAUSE)
             raise
