@@ -187,7 +187,7 @@ def draw(path: Path) -> None:
     for at, (_, tried, good) in enumerate(listed):
         left.text(tried, at, f" {good} of {tried}", va="center")
     left.set(xlim=(0, 1.25 * max(tried for _, tried, _ in listed)), title="What was tried")
-    left.legend(loc="lower right", frameon=False)
+    left.legend(loc="center right", frameon=False)
     phases = json.loads((RESULTS / "kills.json").read_text())["kills_by_phase"]
     right.barh(list(phases)[::-1], list(phases.values())[::-1], color="#2a7f62")
     right.set(title="What the kills interrupted", xlabel="kills")
