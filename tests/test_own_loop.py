@@ -15,8 +15,9 @@ ROLLOUTS = [
     ([5, 6, 7], [1, 2, 3], [-0.1, -2.0, -0.7]),
     ([5, 6, 7], [4, 2], [-0.3, -1.5]),
     ([8, 9], [3, 3], [-0.2, -0.4]),
+    ([5, 6, 7], [], []),  # ended before its first token
 ]
-ADVANTAGES = [1.0, -1.0, 0.5]
+ADVANTAGES = [1.0, -1.0, 0.5, -0.5]
 
 
 def section(title):
@@ -49,7 +50,7 @@ def test_the_bare_loop_learns(capsys):
 def test_prime_rl_gets_the_mean_over_all_tokens(method):
     """Its documented contract: the sum of weight × loss over tokens with a weight, divided by their count."""
     streams = section("prime-rl")["rl_weights"](method, [row[2] for row in ROLLOUTS], ADVANTAGES)
-    assert [len(stream) for stream in streams] == [3, 2, 2]
+    assert [len(stream) for stream in streams] == [3, 2, 2, 0]
     weights = torch.tensor([value for stream in streams for value in stream])
     losses = torch.linspace(-1, 2, 7)
     theirs = (weights * losses).sum() / (weights != 0).sum()
@@ -70,7 +71,7 @@ def test_prime_rl_has_one_pass():
 def test_tinker_gets_the_phases(method):
     """Its documented ppo loss: the sum of the clipped term over target tokens, nothing in front of the response."""
     batch, settings = whole(), objective.Settings(clip_low=0.2, clip_high=0.2, dual_clip=None)
-    drift = torch.linspace(-0.4, 0.4, 9).view(3, 3)
+    drift = torch.linspace(-0.4, 0.4, 12).view(4, 3)
     phases = [p for p in regulators.parse(method)(batch) if objective.active(batch, p, settings).any()]
     found = list(section("tinker")["phase_data"](method, ROLLOUTS, ADVANTAGES))
     assert len(found) == len(phases)
@@ -79,7 +80,8 @@ def test_tinker_gets_the_phases(method):
         for (prompt, tokens, _), datum, shift in zip(ROLLOUTS, data, drift, strict=True):
             inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
             assert datum.model_input.length == len(inputs["target_tokens"]) == len(inputs["advantages"])
-            assert datum.model_input.to_ints()[1:] + tokens[-1:] == inputs["target_tokens"].tolist()
+            assert (prompt + tokens)[1:] == inputs["target_tokens"].tolist()
+            assert datum.model_input.to_ints() == (prompt + tokens)[:-1]
             before = len(prompt) - 1
             assert not inputs["advantages"][:before].any()
             ratio = torch.cat([torch.ones(before), shift[: len(tokens)].exp()])
@@ -88,6 +90,77 @@ def test_tinker_gets_the_phases(method):
             ).sum()  # fmt: skip
         ours, _ = objective.policy_loss(batch.old_logp + drift, batch, phase, settings, normalizer=1.0)
         torch.testing.assert_close(total, ours)
+
+
+# --- a tiny server for each: a table of logits, with the loss that the library documents
+
+
+def score(table, tokens):
+    """The log-probability of each token but the first, given the one before it."""
+    return table[tokens[:-1]].log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
+
+
+def rewards_over_time(update, steps=25):
+    """Sample answers that should count upwards, some of them empty, and let ``update`` give a loss for each pass."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.zeros(6, 6, requires_grad=True)
+    optimizer, history = torch.optim.Adam([table], lr=0.3), []
+    for _ in range(steps):
+        rollouts = []
+        for row in range(48):
+            tokens = [0, row % 6]
+            for _ in range(row % 5):
+                tokens.append(int(table[tokens[-1]].detach().softmax(-1).multinomial(1, generator=generator)))
+            answer = tokens[2:]
+            logprobs = score(table, tokens)[1:].tolist()
+            rollouts.append((tokens[:2], answer, logprobs))
+        hits = [
+            [after == (before + 1) % 6 for before, after in zip(prompt[1:] + answer, answer, strict=False)]
+            for prompt, answer, _ in rollouts
+        ]
+        scores = torch.tensor([sum(row) / max(len(row), 1) for row in hits])
+        history.append(float(sum(map(sum, hits)) / sum(map(len, hits))))
+        for loss in update(table, rollouts, (scores - scores.mean()).tolist()):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return history
+
+
+def test_prime_rl_learns():
+    weights = section("prime-rl")["rl_weights"]
+
+    def update(table, rollouts, advantages):
+        streams = weights("ar(alpha=0.3)", [logprobs for *_, logprobs in rollouts], advantages)
+        terms = [
+            -advantage * (score(table, prompt + tokens)[len(prompt) - 1 :] * torch.tensor(stream)).sum()
+            for (prompt, tokens, _), stream, advantage in zip(rollouts, streams, advantages, strict=True)
+        ]
+        yield sum(terms) / sum(value != 0 for stream in streams for value in stream)
+
+    history = rewards_over_time(update)
+    assert history[0] < 0.3
+    assert min(history[-3:]) > 0.7
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tinker") is None, reason="tinker is not installed")
+def test_tinker_learns():
+    phase_data = section("tinker")["phase_data"]
+
+    def update(table, rollouts, advantages):
+        for data in phase_data("ar(alpha=0.3) | lopti(threshold=0.5)", rollouts, advantages):
+            loss = torch.zeros(())
+            for datum in data:
+                inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
+                tokens = datum.model_input.to_ints()
+                ratio = (score(table, [*tokens, int(inputs["target_tokens"][-1])]) - inputs["logprobs"]).exp()
+                clipped = ratio.clamp(0.8, 1.2)
+                loss = loss - torch.minimum(ratio * inputs["advantages"], clipped * inputs["advantages"]).sum()
+            yield loss
+
+    history = rewards_over_time(update)
+    assert history[0] < 0.3
+    assert min(history[-3:]) > 0.7
 
 
 def test_the_table_names_what_is_there():
