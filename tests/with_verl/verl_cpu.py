@@ -9,11 +9,12 @@ import copy
 import functools
 import os
 from itertools import islice
+from pathlib import Path
 
 import ray
 import torch
 import transfer_queue as tq
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,10 +60,11 @@ from poise.policy import EMBEDDED  # noqa: E402
 from poise.tasks.knights_knaves import KnightsKnaves  # noqa: E402
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # tests talk to nobody
+SCALE = Path(__file__).parents[2] / "examples/scale"
 HOT = 3.0  # as hot as it takes for the embedded model to hesitate: probabilities from 0 to 1
 
 
-@EngineRegistry.register(model_type="language_model", backend="fsdp", device="cpu")
+@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")
 class CPUEngine(FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module):
         self._autocast_dtype = torch.float32
@@ -119,6 +121,30 @@ def _composed(overrides):
         return compose("ppo_trainer", overrides=list(overrides))
 
 
+# What the configurations of examples/scale need to run here, and no more: one process, the embedded model.
+SMALL = {
+    "data.train_batch_size": 4,
+    "actor_rollout_ref.rollout.n": 2,
+    "actor_rollout_ref.rollout.calculate_log_probs": False,  # there is no sampler
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,  # where batches are not dynamic
+    "actor_rollout_ref.rollout.temperature": HOT,
+    "actor_rollout_ref.model.path": EMBEDDED,
+    "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 226,  # micro-batches of one row, and of two
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+    "actor_rollout_ref.actor.optim.total_training_steps": 10,
+    "trainer.n_gpus_per_node": 1,
+}
+
+
+def shipped(name, **settings):
+    """A configuration of examples/scale, made small; settings as in ``config``."""
+    actor = {f"actor_rollout_ref.actor.{key.replace('__', '.')}": value for key, value in settings.items()}
+    with initialize_config_dir(str(SCALE), version_base=None):
+        return compose(name, overrides=[f"{key}={value}" for key, value in (SMALL | actor).items()])
+
+
 def worker(settings):
     """verl's training worker, alone in its process group."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
@@ -129,9 +155,12 @@ def worker(settings):
     root = OmegaConf.create(settings)
     actor = omega_conf_to_dataclass(root.actor_rollout_ref.actor)
     actor.engine.use_dynamic_bsz = actor.use_dynamic_bsz
+    actor.engine.infer_max_token_len_per_gpu = root.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
     actor.engine.infer_micro_batch_size_per_gpu = root.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+    actor.engine.max_token_len_per_gpu = actor.ppo_max_token_len_per_gpu
     actor.engine.micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
     model = omega_conf_to_dataclass(root.actor_rollout_ref.model)
+    actor.engine.use_remove_padding = model.use_remove_padding
     made = TrainingWorker(
         TrainingWorkerConfig(
             model_type="language_model",
@@ -169,8 +198,12 @@ class WorkerGroup:
 
 def trainer(regulator=None, **settings):
     """verl's trainer, stock or with a regulator, and one worker with the model; no rollout servers, no data loader."""
-    made = config(regulator, **settings)
-    built = (PPOTrainerSync if regulator is None else RegulatedTrainer)(made)
+    return assembled(config(regulator, **settings))
+
+
+def assembled(made):
+    """The same for a whole configuration."""
+    built = (RegulatedTrainer if made.trainer.v1.trainer_mode == "poise_sync" else PPOTrainerSync)(made)
     built.actor_rollout_wg = WorkerGroup(made)
     built.global_steps, built.distillation_config = 1, None
     return built
