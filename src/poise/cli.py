@@ -344,6 +344,28 @@ def warmstart(
     print(f"saved to {out}; measure it with: poise eval {out} --people {settings.task_settings.get('people', '3-7')}")
 
 
+@doctor_app.command("trl")
+def doctor_trl(
+    args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
+    config: Annotated[
+        Path | None, typer.Option(callback=home, help="Settings as TRL's parser reads them, YAML.")
+    ] = None,
+) -> None:
+    """Tell which TRL is here and which regulators it can train; with a regulator, try it with settings of GRPOConfig.
+
+    Examples:
+
+    - `poise doctor trl`
+    - `poise doctor trl beta=0.04 loss_type=grpo`
+    - `poise doctor trl regulator="ar | lopti" num_iterations=2`
+    - `poise doctor trl --config examples/scale/trl-8gpu.yaml use_vllm=false`
+    """
+    from poise.integrations import doctor
+
+    if not doctor.trl(print, args or [], config):
+        raise typer.Exit(1)
+
+
 @doctor_app.command("verl")
 def doctor_verl(
     args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045

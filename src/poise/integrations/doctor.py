@@ -8,19 +8,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from poise.integrations.doctor_trl import Say, trl, version
 from poise.integrations.probe import CannotRegulateError, probe
 from poise.integrations.verl_checks import LOSS, TESTED, TRAINER, check_config, check_verl
 from poise.regulators import parse
 
 PLUGINS = ("poise", "poise_trainer")  # our entry points in the group verl.plugins
 PACKAGES = ("poise", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
-Say = Callable[[str], None]
+
+__all__ = ["trl", "verl"]
 
 
 def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = None, name: str = "ppo_trainer") -> bool:
     """Say what there is, what is wrong and what to do; with settings, also whether verl can do what they ask for."""
     for package in PACKAGES:
-        say(f"{package:14s} {_version(package)}")
+        say(f"{package:14s} {version(package)}")
     try:
         check_verl()
     except (ImportError, CannotRegulateError) as error:
@@ -30,13 +32,6 @@ def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = Non
     if all(found) and (overrides or config_path):
         return _settings(say, overrides, config_path, name)
     return all(found)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _losses() -> tuple[str, Any]:

@@ -1,0 +1,187 @@
+"""`poise doctor trl`: which TRL is here, which regulators its settings can train, and what to do otherwise."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from poise._errors import short
+from poise.integrations.probe import probe
+from poise.regulators import TABLE, parse
+
+PACKAGES = ("poise", "trl", "torch", "transformers", "accelerate", "datasets", "peft", "vllm")
+# Settings that decide what the loss is: the update that the doctor takes keeps them, and is small otherwise.
+LOSS_SETTINGS = (
+    "beta", "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "scale_rewards",
+    "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold", "num_iterations",
+)  # fmt: skip
+Say = Callable[[str], None]
+
+
+def trl(say: Say, overrides: Sequence[str] = (), config: Path | None = None) -> bool:
+    """Say what there is; for a regulator whether these settings train it, else which regulators they train."""
+    for package in PACKAGES:
+        say(f"{package:14s} {version(package)}")
+    try:
+        from poise.integrations.trl import RegulatedGRPOTrainer
+        from poise.integrations.trl_checks import check_trl
+
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            check_trl(RegulatedGRPOTrainer)
+        for warning in told:
+            say(f"UNTESTED: {warning.message}")
+        if not told:
+            say(f"live: TRL {version('trl')} is in the tested range")
+        settings = _given(overrides, config, say)
+        text = settings.pop("regulator", None)
+        args = _grpo_config(settings)
+        _check_vllm(args)
+    except (ImportError, ValueError, TypeError, OSError, RuntimeError, yaml.YAMLError) as error:
+        say(f"NOT LIVE: {error}" if isinstance(error, ImportError) else f"REFUSED: {error}")
+        return False
+    return _several(say, args, settings) if text is None else _one(say, str(text), args, settings)
+
+
+def version(package: str) -> str:
+    """As installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _given(overrides: Sequence[str], config: Path | None, say: Say) -> dict[str, Any]:
+    """The settings of a GRPOConfig, and ``regulator``, from a file for TRL's parser and from KEY=VALUE on top."""
+    from trl import GRPOConfig
+
+    known = {"regulator", *(field.name for field in fields(GRPOConfig))}
+    found = yaml.safe_load(config.read_text()) if config else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{config}: settings are lines of the form key: value")
+    if aside := sorted(found.keys() - known):
+        say(f"left aside, since GRPOConfig does not have them: {', '.join(aside)}")
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"{short(word)}: write KEY=VALUE")
+        if key not in known:
+            near = ", ".join(get_close_matches(key, known, n=3, cutoff=0.5))
+            raise ValueError(f"GRPOConfig has no setting {short(key)}" + (f"; did you mean {near}?" if near else ""))
+        found[key] = value if key == "regulator" else _value(value)
+    return {key: value for key, value in found.items() if key in known}
+
+
+def _value(text: str) -> Any:
+    """As YAML has it, but 1e-3 is a number."""
+    try:
+        return float(text) if "e" in text else yaml.safe_load(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
+def _grpo_config(settings: dict[str, Any]) -> Any:
+    """TRL's own, which refuses what it cannot do. Neither a GPU nor the number of processes matters here."""
+    from trl import GRPOConfig
+
+    whole = settings.get("num_generations", GRPOConfig.num_generations)
+    size = {} if "generation_batch_size" in settings else {"per_device_train_batch_size": whole}
+    return GRPOConfig(**{"output_dir": "runs/doctor", "report_to": "none"} | settings | size | {"use_cpu": True})
+
+
+def _check_vllm(args: Any) -> None:
+    """TRL samples with the vLLM of its own range alone."""
+    if not args.use_vllm:
+        return
+    from packaging.requirements import Requirement
+
+    (needed,) = [need for need in map(Requirement, metadata.requires("trl") or []) if need.name == "vllm"][:1]
+    if (found := version("vllm")) == "not installed" or not needed.specifier.contains(found, prereleases=True):
+        raise ValueError(
+            f"use_vllm=True needs vLLM {needed.specifier}, as TRL says; here it is {found}. pip install 'trl[vllm]'"
+        )
+
+
+def _check(text: str, args: Any) -> int:
+    """Raise if these settings cannot train the regulator; how many phases it has."""
+    from poise.integrations.trl_checks import check_config, check_needs
+
+    regulator = parse(text)
+    wants = probe(regulator)
+    check_config(args, wants, text)
+    check_needs(args, regulator, text)
+    return len(wants.phases)
+
+
+def _several(say: Say, args: Any, settings: dict[str, Any]) -> bool:
+    """Every regulator by itself, with its default settings."""
+    say("with these settings:")
+    for name in TABLE:
+        try:
+            _check(name, args)
+            say(f"  {name:13s} can be trained")
+        except ValueError as error:
+            say(f"  {name:13s} REFUSED: {error}")
+    say("for one of them: poise doctor trl regulator=NAME KEY=VALUE ...")
+    return _tried(say, "constant(weight=0.5)", settings)
+
+
+def _one(say: Say, text: str, args: Any, settings: dict[str, Any]) -> bool:
+    try:
+        count = _check(text, args)
+    except (ValueError, TypeError) as error:
+        say(f"REFUSED: {error}")
+        return False
+    say(f"these settings train with {text}, in {count} phase(s)")
+    return _tried(say, text, settings, count)
+
+
+def _tried(say: Say, text: str, settings: dict[str, Any], steps: int = 1) -> bool:
+    try:
+        _try(text, settings, steps)
+    except Exception as error:  # whatever stops a run here would stop it there
+        say(f"REFUSED: {error}" if isinstance(error, ValueError) else f"REFUSED: {type(error).__name__}: {error}")
+        return False
+    say(f"tried {text} on the embedded model: TRL's loss with these settings weights tokens, and the model moved")
+    return True
+
+
+def _try(text: str, settings: dict[str, Any], steps: int) -> None:
+    """Train the embedded model for one generation batch with the loss of these settings."""
+    import torch
+    import transformers
+    from datasets import Dataset
+
+    from poise.integrations.trl import RegulatedGRPOTrainer
+    from poise.policy import EMBEDDED
+
+    small = {
+        "generation_batch_size": 4, "per_device_train_batch_size": 4, "num_generations": 2,
+        "gradient_accumulation_steps": 1, "max_steps": steps, "max_completion_length": 8, "temperature": 2.0,
+        "learning_rate": 1e-3, "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False,
+        "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    kept = {key: value for key, value in settings.items() if key in LOSS_SETTINGS}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = RegulatedGRPOTrainer(
+            model=str(EMBEDDED),
+            reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+            args=_grpo_config(small | kept | {"output_dir": folder}),
+            train_dataset=Dataset.from_dict({"prompt": ["Ada says that Bo is a knave."] * 4}),
+            regulator=text,
+            correct=lambda rewards: rewards[:, 0] == 1,
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        before = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
+        trainer.train()
+        after = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
+    if torch.equal(before, after):
+        raise ValueError(f"one generation batch with {text} did not move the model: its weights left no token")
