@@ -1,3 +1,4 @@
+import os
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ settings.register_profile("fixed", deadline=None, derandomize=True, max_examples
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("fixed")
 torch.set_num_threads(1)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to the hub; read when its library is imported, later
 
 
 @pytest.fixture(scope="module")

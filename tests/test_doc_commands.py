@@ -100,6 +100,7 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, demo):
         shutil.copytree(demo, Path("runs") / name)
     for line in own_commands()[page]:
         words = [word for word in line if word not in ("PYTHONPATH=.", "poise")]
+        words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
         if "rollout.engine=vllm" in words:  # trained in with_vllm
             run(*words, "--dry-run")
         else:

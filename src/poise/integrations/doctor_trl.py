@@ -159,10 +159,12 @@ def _try(text: str, settings: dict[str, Any], steps: int) -> None:
     import torch
     import transformers
     from datasets import Dataset
+    from huggingface_hub import constants
 
     from poise.integrations.trl import RegulatedGRPOTrainer
     from poise.policy import EMBEDDED
 
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL reports each trainer that is made; this one is nobody's business
     small = {
         "generation_batch_size": 4, "per_device_train_batch_size": 4, "num_generations": 2,
         "gradient_accumulation_steps": 1, "max_steps": steps, "max_completion_length": 8, "temperature": 2.0,
