@@ -1,6 +1,7 @@
 """Lengths that do not fit the model are refused before anything is computed, with the numbers and the remedy."""
 
 import pytest
+import torch
 import transformers
 from tiny_models import COMMON, LEARNED, Policy, Words, learned, tiny
 from typer.testing import CliRunner
@@ -10,11 +11,12 @@ from poise.diagnostics.diagnose import diagnose
 from poise.evaluate import evaluate
 from poise.policy import ModelError, load_policy
 from poise.rollout.cached import CachedEngine
+from poise.rollout.forecast import announce, free_bytes, token_bytes
 from poise.rollout.limits import positions
 from poise.rollout.native import NativeEngine
 from poise.run import RunFolder
 from poise.tasks import Problem, Score
-from poise.trainer import TrainError, train
+from poise.trainer import Trainer, TrainError, train
 
 ENGINES = [CachedEngine, NativeEngine]
 
@@ -113,3 +115,36 @@ def test_a_problem_with_a_control_token_that_cannot_be_text_is_refused_by_name()
 def test_a_held_out_problem_that_is_too_long_stops_training(tmp_path):
     with pytest.raises(TrainError, match=r"more than rollout\.max_prompt=9"):
         train(config.load("demo", [f"run={tmp_path / 'run'}", "rollout.max_prompt=9", "device=cpu"]), quiet=True)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_what_a_token_takes(self, engine):
+        assert token_bytes(engine(tiny("llama"))) == 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
+
+    def test_free_memory_is_known_here(self):
+        free = free_bytes(torch.device("cpu"))
+        assert free is None or 0 < free < 1 << 50
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_much_is_announced_with_the_figure_and_little_is_not(self, engine, monkeypatch):
+        monkeypatch.setattr("poise.rollout.forecast.free_bytes", lambda _: 8 << 30)
+        said = []
+        asked = {"max_prompt": 24, "max_tokens": 1000}
+        announce(engine(tiny("llama")), said.append, responses=4 << 10, **asked)  # 1.5 GiB
+        announce(engine(tiny("llama"), batch=4), said.append, responses=1 << 20, **asked)
+        assert not said
+        announce(engine(tiny("llama")), said.append, responses=1 << 14, **asked)
+        (note,) = said
+        assert "6.0 GiB if all of 16384 responses" in note
+        assert "8.0 GiB are free" in note
+        assert "rollout.max_tokens=1000" in note
+
+    def test_an_engine_with_memory_of_its_own_is_left_alone(self):
+        announce(object(), pytest.fail, responses=1 << 40, max_prompt=1, max_tokens=1)
+
+    def test_training_says_it_before_the_run(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("poise.rollout.forecast.free_bytes", lambda _: 1 << 20)
+        asked = config.load("demo", [f"run={tmp_path / 'run'}", "device=cpu"])
+        held = Trainer(asked, RunFolder.create(asked.run, asked.model_dump(mode="json")), quiet=True)
+        assert any("GiB are free" in note for note in held.notes)

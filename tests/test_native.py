@@ -344,8 +344,9 @@ class TestRows:
         assert per_slot == 3 * 2 * 2 * 64 * 1000 * 2
         assert graphs.affordable(512, per_slot, 10**12, 1000) == 512
         assert graphs.affordable(512, per_slot, 100 * per_slot, 1000) == 85
-        with pytest.raises(torch.OutOfMemoryError, match=r"lower rollout\.max_tokens"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"lower rollout\.max_tokens") as refused:
             graphs.affordable(512, per_slot, per_slot, 1000)
+        assert isinstance(refused.value, ModelError)  # which the command line shows without a traceback
 
     def test_bad_requests_are_refused(self):
         engine = NativeEngine(tiny("llama"))
@@ -406,3 +407,56 @@ def test_the_queue_looks_up_only_now_and_then(monkeypatch):
     monkeypatch.setattr(Queue, "_decode", lambda self: (looks.append(1), decode(self))[1])
     NativeEngine(tiny("llama")).answer([Request([7, 8], 40), Request([9], 33)], Sampling(), 0)
     assert len(looks) == 5
+
+
+class TestRoom:
+    """Room for responses grows as they do, and what comes out is what it was with all of it reserved."""
+
+    @pytest.mark.parametrize("engine", [NativeEngine, SlotEngine, CachedEngine])
+    @pytest.mark.parametrize("name", ["llama", "mistral"])
+    def test_growing_changes_nothing(self, name, engine, monkeypatch):
+        policy = exact(tiny(name))
+        outs = []
+        for first in (16, 256):
+            for module in ("slots", "queue", "cached"):
+                monkeypatch.setattr(f"poise.rollout.{module}.FIRST", first)
+            held = engine(policy, batch=5)
+            outs.append([held.generate(prompts(4), 2, max_tokens=40, temperature=1.0, seed=seed) for seed in (0, 1)])
+        for small, large in zip(*outs, strict=True):
+            assert torch.equal(small.tokens, large.tokens)
+            assert torch.equal(small.mask, large.mask)
+            torch.testing.assert_close(small.logp, large.logp)
+            assert max(small.lengths) > 32  # it has grown twice
+
+    @pytest.mark.parametrize("engine", [NativeEngine, CachedEngine])
+    def test_a_limit_that_no_response_reaches_costs_nothing(self, engine, monkeypatch):
+        policy = tiny("llama")
+        monkeypatch.setattr(policy.base.config, "max_position_embeddings", 1 << 40)
+        policy.model.generation_config.eos_token_id = list(range(0, VOCABULARY, 2))  # every other token ends a response
+        # 10^12 tokens could not be reserved by any machine.
+        out = engine(policy).generate(prompts(3), 4, max_tokens=10**12, temperature=1.0, seed=0)
+        assert out.finished.all()
+        assert max(out.lengths) < 200
+
+    def test_every_call_begins_with_the_same_room(self, monkeypatch):
+        monkeypatch.setattr("poise.rollout.slots.FIRST", 16)
+        engine = NativeEngine(tiny("llama"))
+        ask = lambda: engine.answer([Request([7, 8], 60), Request([9], 60)], Sampling(), 0)  # noqa: E731
+        first = ask()
+        keys = engine._decoder.keys
+        assert keys.room > 16
+        grown = keys.nbytes
+        keys.clear()
+        assert keys.room == 16
+        assert keys.nbytes < grown
+        assert torch.equal(ask().logp, first.logp)
+
+    @pytest.mark.parametrize("engine", [NativeEngine, CachedEngine])
+    def test_a_model_without_an_end_token_goes_on_to_the_limit(self, engine):
+        policy = tiny("llama")
+        policy.model.generation_config.eos_token_id = None
+        policy.tokenizer.eos_token_id = None
+        assert policy.end_tokens == []
+        out = engine(policy).generate(prompts(2), 2, max_tokens=9, temperature=1.0, seed=0)
+        assert out.lengths == [9] * 4
+        assert not out.finished.any()

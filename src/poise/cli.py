@@ -262,9 +262,10 @@ def _evaluated(config: Config) -> dict[str, Any]:
     """Measure as the settings say; print what is measured, and the figures."""
     from poise._run_settings import describe_sampling, describe_task
     from poise.console import Console, visible
-    from poise.evaluate import held_out
+    from poise.evaluate import at_once, held_out
     from poise.policy import load_policy
     from poise.rollout.choose import choose
+    from poise.rollout.forecast import announce
 
     asked, rollout = config.evaluation, config.rollout
     policy = load_policy(
@@ -272,6 +273,10 @@ def _evaluated(config: Config) -> dict[str, Any]:
     )
     note = partial(print, file=sys.stderr)
     engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)
+    announce(
+        engine, note, responses=at_once(asked.problems, asked.samples), max_prompt=rollout.max_prompt,
+        max_tokens=rollout.max_tokens,
+    )  # fmt: skip
     print(visible(f"{config.model} on task {describe_task(config)}, split test, seed {asked.seed}:"))
     sampling = describe_sampling(config, config.test_temperature)
     print(f"{asked.problems} problems × {asked.samples} samples at {sampling}; and once greedily", flush=True)

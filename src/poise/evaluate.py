@@ -60,6 +60,11 @@ class Evaluation:
         return {f"eval/{self.task}/{name}": value for name, value in named.items()}
 
 
+def at_once(problems: int, samples: int) -> int:
+    """How many responses ``evaluate`` asks an engine for in one call."""
+    return min(problems, CHUNK) * samples
+
+
 def evaluate(
     policy: Policy,
     engine: Engine,

@@ -24,7 +24,7 @@ from poise._recipes import merge
 from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.console import Console
-from poise.evaluate import Evaluation, held_out
+from poise.evaluate import Evaluation, at_once, held_out
 from poise.masters import Masters
 from poise.memory import OutOfMemoryError
 from poise.optimizer_state import optimizer_tensors, restore_optimizer
@@ -32,6 +32,7 @@ from poise.policy import ModelError, Policy, load_policy
 from poise.records import Clock, environment, response_records, reward_metrics, rollout_metrics, token_arrays
 from poise.rollout.base import Engine, Rollouts
 from poise.rollout.choose import choose
+from poise.rollout.forecast import announce
 from poise.rollout.limits import check_settings, encode_problem
 from poise.run import RunFolder
 from poise.scoring import Scoring
@@ -102,6 +103,11 @@ class Trainer:
         self.engine: Engine = choose(
             self.policy, rollout.engine, rollout.batch, self.notes.append, memory=rollout.vllm_memory
         )
+        test = config.evaluation
+        announce(
+            self.engine, self.notes.append, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens,
+            responses=max(config.prompts * config.group, at_once(test.problems, test.samples)),
+        )  # fmt: skip
         self.masters = self.policy.masters = Masters(self.policy.model)
         self.parameters = self.masters.parameters
         optim = config.optim

@@ -8,9 +8,11 @@ from tiny_models import LEARNED, VOCABULARY, head_alone, learned, prompts, tiny
 
 from poise.attention import over_slots
 from poise.linear import Head
+from poise.policy import ModelError
 from poise.rollout import graphs
 from poise.rollout.cached import CachedEngine
 from poise.rollout.choose import choose
+from poise.rollout.forecast import announce
 from poise.rollout.graphs import GraphedDecoder
 from poise.rollout.native import NativeEngine, supports
 from poise.rollout.queue import Request
@@ -271,3 +273,28 @@ class TestDrawing:
 def test_memory_that_is_not_there_is_said_early():
     with pytest.raises(torch.OutOfMemoryError, match=r"rollout\.max_tokens"):
         graphs.affordable(4, per_slot=2 << 40, free=graphs.free_bytes(torch.device("cuda")), length=100)
+
+
+def test_slots_that_do_not_all_fit_are_announced_before_the_run(monkeypatch):
+    engine, said = NativeEngine(tiny("llama", "cuda", torch.bfloat16)), []
+    slot = graphs.slot_bytes(engine.shapes, 64 + 128, 2)
+    announce(engine, said.append, responses=8, max_prompt=40, max_tokens=128)
+    assert not said
+    monkeypatch.setattr(graphs, "free_bytes", lambda _: 5 * slot)
+    announce(engine, said.append, responses=8, max_prompt=40, max_tokens=128)
+    assert "about 4 of 8 responses" in said[0]
+    monkeypatch.setattr(graphs, "free_bytes", lambda _: slot)
+    with pytest.raises(ModelError, match=r"lower rollout\.max_tokens"):
+        announce(engine, said.append, responses=8, max_prompt=40, max_tokens=128)
+
+
+def test_a_long_limit_grows_what_is_kept_of_the_responses():
+    """In the queue, and in float32 the keys and values too; slots are of fixed length."""
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = tiny("llama", "cuda", dtype)
+        policy.base.config.max_position_embeddings = 4096
+        out = NativeEngine(policy).answer([Request([7, 8], 700, NEVER)] * 3, Sampling(), 0)
+        assert out.lengths == [700] * 3
+        with torch.no_grad():
+            logp, _ = policy.score(out)
+        assert (logp - out.logp)[out.mask].abs().mean() < 0.02

@@ -21,6 +21,7 @@ from poise.policy import Policy, load_policy
 from poise.records import environment, response_records, token_arrays
 from poise.rollout.base import Engine, Rollouts
 from poise.rollout.choose import choose
+from poise.rollout.forecast import announce
 from poise.rollout.limits import check_settings, encode_problem
 from poise.run import RunFolder
 from poise.scoring import Scoring
@@ -111,6 +112,10 @@ def diagnose(
     policy.masters = Masters(policy.model)
     check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
     engine = choose(policy, config.rollout.engine, config.rollout.batch, say, memory=config.rollout.vllm_memory)
+    announce(
+        engine, say, responses=config.prompts * config.group, max_prompt=config.rollout.max_prompt,
+        max_tokens=config.rollout.max_tokens,
+    )  # fmt: skip
     optim = config.optim
     betas = (0.0, optim.betas[1])
     optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)

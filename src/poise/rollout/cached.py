@@ -13,6 +13,7 @@ from poise.policy import Policy, pad_left
 from poise.rollout.base import Done, Rollouts
 from poise.rollout.limits import check_positions
 from poise.rollout.sampling import Sampling, uniform
+from poise.rollout.slots import FIRST
 from poise.trials import close, short_windows
 
 ROOM = 64  # tokens that a cache grows by
@@ -105,16 +106,15 @@ class CachedEngine:
         """Responses to some of the prompts; ``first`` is the number of the first one among all."""
         policy, device = self.policy, self.policy.device
         head = policy.head(sampling.temperature or 1.0)
-        ends = torch.tensor(policy.end_tokens, device=device)
+        ends = torch.tensor(policy.end_tokens, dtype=torch.long, device=device)
         ids, seen = pad_left(prompts, device)
         longest, total, lengths = ids.shape[1], len(prompts) * group, seen.sum(1)
-        seen = torch.nn.functional.pad(seen, (0, max_tokens), value=True)
-        position = (seen[:, :longest].cumsum(1) - 1).clamp(min=0)
+        position = (seen.cumsum(1) - 1).clamp(min=0)
 
         cache = _roomy_cache(policy)
         states = policy.trunk(
             input_ids=ids,
-            attention_mask=seen[:, :longest],
+            attention_mask=seen,
             position_ids=position,
             past_key_values=cache,
             use_cache=True,
@@ -125,13 +125,17 @@ class CachedEngine:
         # run packed do. Falcon's and Bloom's ALiBi are worked out from a mask of two.
         whole_mask = policy.packed and all(type(layer) is RoomyLayer for layer in cache.layers)
 
-        shape = (total, max_tokens)
-        tokens = torch.zeros(shape, dtype=torch.long, device=device)
-        mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        logp, entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        width = 0  # tokens of a response that there is room for so far: few are as long as they may be
+        tokens, mask = (torch.zeros((total, 0), dtype=kind, device=device) for kind in (torch.long, torch.bool))
+        logp, entropy = torch.zeros((total, 0), device=device), torch.zeros((total, 0), device=device)
         finished = torch.zeros(total, dtype=torch.bool, device=device)
         alive = torch.arange(total, device=device)  # the rows that are still being decoded
         for step in range(max_tokens):
+            if step == width:
+                more = min(max(width, FIRST), max_tokens - width)
+                width += more
+                tokens, mask, logp, entropy = (_widened(x, more) for x in (tokens, mask, logp, entropy))
+                seen = _widened(seen, more, value=True)
             point = uniform(seed, first + alive, torch.full_like(alive, step))
             chosen, own, spread = sampling.draw(head(states), point)
             going = ~finished[alive]
@@ -159,6 +163,10 @@ class CachedEngine:
             ).last_hidden_state[:, -1]
         used = max(int(mask.any(0).sum()), 1)
         return tokens[:, :used], logp[:, :used], entropy[:, :used], mask[:, :used], finished
+
+
+def _widened(x: Tensor, more: int, value: bool = False) -> Tensor:
+    return torch.nn.functional.pad(x, (0, more), value=value)
 
 
 def _roomy_cache(policy: Policy) -> Any:

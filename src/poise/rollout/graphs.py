@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from poise.attention import flash_takes
-from poise.policy import Policy
+from poise.policy import ModelError, Policy
 from poise.rollout.decoder import Decoder
 from poise.rollout.sampling import Sampling
 from poise.rollout.slots import Shape, SharedKeys, SlotKeys
@@ -17,6 +17,10 @@ from poise.rollout.slots import Shape, SharedKeys, SlotKeys
 SHARE = 0.85  # of the free memory that keys and values may take
 STAY = 0.2  # of the device's memory that they may keep while they are not needed: an update needs the rest
 WARM_UP = 2  # steps before one is recorded
+
+
+class SlotMemoryError(torch.OutOfMemoryError, ModelError):
+    """Not even one sequence fits. Shown as it is: it says what to do."""
 
 
 def usable(policy: Policy, shapes: Sequence[Shape]) -> bool:
@@ -49,7 +53,7 @@ def affordable(slots: int, per_slot: int, free: int, length: int) -> int:
     """As many of the slots as fit."""
     fit = int(SHARE * free) // per_slot
     if fit < 1:
-        raise torch.OutOfMemoryError(
+        raise SlotMemoryError(
             f"sampling: the keys and values of one sequence of {length} tokens take {per_slot / 2**30:.2f} GiB, and "
             f"{free / 2**30:.2f} GiB are free: lower rollout.max_tokens or rollout.max_prompt, or optim.micro_tokens, "
             "whose passes come first"

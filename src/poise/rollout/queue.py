@@ -14,6 +14,7 @@ from poise.packing import first_fit
 from poise.rollout.base import Done, Rollouts
 from poise.rollout.decoder import Decoder
 from poise.rollout.sampling import Sampling, uniform
+from poise.rollout.slots import FIRST
 
 PASS = 8192  # prompt tokens that are read together
 
@@ -49,8 +50,9 @@ class Queue:
         self.counts = [0] * len(requests)  # tokens so far
         self.stopped = [False] * len(requests)
 
-        self.width = max(request.max_tokens for request in requests)
-        places = len(requests) * self.width + 1  # the last one takes what nobody wants
+        self.limit = max(request.max_tokens for request in requests)
+        self.width = min(FIRST, self.limit)  # tokens of a response that there is room for so far
+        places = (len(requests) + 1, self.width)  # the last row takes what nobody wants
         self.tokens = torch.zeros(places, dtype=torch.long, device=self.device)
         self.logp, self.entropy = (torch.zeros(places, device=self.device) for _ in range(2))
         self.ends = _end_table(requests, self.device)
@@ -116,14 +118,24 @@ class Queue:
         tokens = self.decoder.tokens[:steps, :n]
         ending = (tokens[..., None] == self.ends[row]).any(-1)
         wanted = (ending.cumsum(0) - ending.long() == 0) & (order < room)
-        place = torch.where(wanted, row * self.width + count + order, len(self.tokens) - 1)
+        self._widen(min(max(counts) + steps, self.limit))
+        place = torch.where(wanted, row * self.width + count + order, len(self.requests) * self.width)
         for store, new in ((self.tokens, tokens), (self.logp, self.decoder.logp), (self.entropy, self.decoder.entropy)):
-            store[place] = new[:steps, :n]
+            store.view(-1)[place] = new[:steps, :n]
         lengths, stopped = torch.stack([wanted.sum(0), (ending & wanted).any(0)]).tolist()
         for i, length, stop in zip(self.rows, lengths, stopped, strict=True):
             if i >= 0:
                 self.counts[i] += length
                 self.stopped[i] = bool(stop)
+
+    def _widen(self, need: int) -> None:
+        """Room for responses of so many tokens: twice as much as there was, as often as it takes."""
+        while self.width < need:
+            more = min(self.width, self.limit - self.width)
+            self.tokens, self.logp, self.entropy = (
+                torch.nn.functional.pad(x, (0, more)) for x in (self.tokens, self.logp, self.entropy)
+            )
+            self.width += more
 
     def _drop(self) -> None:
         """Free the rows of what has ended."""
@@ -135,7 +147,7 @@ class Queue:
         self.keys.leave(ended)
         if self.done is not None and ended:
             finished = [self.rows[row] for row in ended]
-            tokens = self.tokens[:-1].view(-1, self.width)[send(finished, self.device)].tolist()
+            tokens = self.tokens[send(finished, self.device)].tolist()
             for i, row_tokens in zip(finished, tokens, strict=True):
                 self.done(i, row_tokens[: self.counts[i]])
         for row in ended:
@@ -143,9 +155,7 @@ class Queue:
 
     def _results(self) -> Rollouts:
         used = max(self.counts)
-        tokens, logp, entropy = (
-            x[:-1].view(len(self.requests), self.width)[:, :used] for x in (self.tokens, self.logp, self.entropy)
-        )
+        tokens, logp, entropy = (x[:-1, :used] for x in (self.tokens, self.logp, self.entropy))
         mask = torch.arange(used, device=self.device) < send(self.counts, self.device)[:, None]
         prompts = [list(request.prompt) for request in self.requests]
         out = Rollouts(prompts, tokens, mask, logp, entropy, send(torch.tensor(self.stopped), self.device))

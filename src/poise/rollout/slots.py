@@ -24,6 +24,7 @@ from poise.attention import over_slots
 from poise.packing import Packed
 
 ROUND = 16  # response tokens: products of fewer go a slower way in torch, and fewer shapes are better anyway
+FIRST = 256  # response tokens that there is room for at first; a multiple of ROUND
 Shape = tuple[int, int, int]  # of a layer: key heads, width of a key, width of a value
 
 
@@ -38,7 +39,6 @@ class Keys:
         self.count = torch.zeros_like(self.position)  # response tokens before it
         self.last = torch.zeros_like(self.position)  # of the last token that the row may have
         self.device, self.n = like.device, 0
-        self.nbytes = 0  # of keys and values
         self.clear()
 
     def clear(self) -> None:
@@ -76,8 +76,11 @@ class Keys:
 class SharedKeys(Keys):
     """Prompts apart from responses: (prompts, heads, length, D) and (slots, heads, length, D) for every layer.
 
-    A prompt's keys lie as (heads, D, length), since that is how a product takes them fastest.
+    A prompt's keys lie as (heads, D, length), since that is how a product takes them fastest. There is room for the
+    first response tokens of each row, and for twice as many whenever that is full: few responses reach their limit.
     """
+
+    room = 0  # response tokens per row that there is memory for
 
     def __init__(
         self, shapes: Sequence[Shape], slots: int, prompts: int, longest_prompt: int, length: int, width: int,
@@ -85,22 +88,44 @@ class SharedKeys(Keys):
     ) -> None:  # fmt: skip
         super().__init__(slots, length, width, like)
         self.prompts, self.longest_prompt = prompts, longest_prompt
+        self.shapes = list(shapes)
         # Scores must not be rounded to half precision. Zeros, since 0 · NaN is NaN where a mask has left something out.
-        kind = torch.promote_types(like.dtype, torch.float32)
+        self.kind = torch.promote_types(like.dtype, torch.float32)
+        self.prompt_keys = [x.transpose(2, 3).contiguous() for x in self._make(prompts, longest_prompt, 1)]
+        self.prompt_values = self._make(prompts, longest_prompt, 2)
+        self._begin_room()
 
-        def make(rows: int, tokens: int, of: int) -> list[Tensor]:
-            made = [torch.zeros((rows, s[0], tokens, s[of]), dtype=kind, device=like.device) for s in shapes]
-            self.nbytes += sum(x.nbytes for x in made)
-            return made
+    def _make(self, rows: int, tokens: int, of: int) -> list[Tensor]:
+        return [torch.zeros((rows, s[0], tokens, s[of]), dtype=self.kind, device=self.device) for s in self.shapes]
 
-        self.prompt_keys = [x.transpose(2, 3).contiguous() for x in make(prompts, longest_prompt, 1)]
-        self.prompt_values = make(prompts, longest_prompt, 2)
-        self.own_keys, self.own_values = (make(slots, length, of) for of in (1, 2))
+    def _begin_room(self) -> None:
+        self.room = min(FIRST, self.length)
+        self.own_keys, self.own_values = (self._make(self.slots, self.room, of) for of in (1, 2))
+
+    def _grow(self) -> None:
+        """Twice the room. One tensor after the other: the old ones are never all there beside the new ones."""
+        more = min(self.room, self.length - self.room)
+        for stores in (self.own_keys, self.own_values):
+            for layer, store in enumerate(stores):
+                stores[layer] = torch.nn.functional.pad(store, (0, 0, 0, more))
+                del store
+        self.room += more
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values."""
+        return sum(
+            x.nbytes
+            for stores in (self.prompt_keys, self.prompt_values, self.own_keys, self.own_values)
+            for x in stores
+        )
 
     def clear(self) -> None:
         """Forget all sequences: the weights may have changed."""
         super().clear()
         self.lengths: list[int] = []  # of the prompts, in the order in which their keys lie
+        if self.room > FIRST:  # how much there is must not depend on calls before: see NativeEngine._room
+            self._begin_room()
 
     # Who is where
 
@@ -178,7 +203,9 @@ class SharedKeys(Keys):
         self.biases: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}
         self.lockstep = min(self.host_counts) == max(self.host_counts)
         self.newest = min(max(self.host_counts), self.length - 1)
-        self.used = min(-(-(self.newest + 1) // ROUND) * ROUND, self.length)
+        while self.newest >= self.room:
+            self._grow()
+        self.used = min(-(-(self.newest + 1) // ROUND) * ROUND, self.room)
         self.column = self.count[: self.n].clamp(max=self.length - 1)  # where the row's next key goes
 
     def attend(
@@ -261,13 +288,16 @@ class SlotKeys(Keys):
         super().__init__(slots, length, width, like)
 
         def make(of: int) -> list[Tensor]:
-            made = [torch.zeros((slots, length, s[0], s[of]), dtype=like.dtype, device=like.device) for s in shapes]
-            self.nbytes += sum(x.nbytes for x in made)
-            return made
+            return [torch.zeros((slots, length, s[0], s[of]), dtype=like.dtype, device=like.device) for s in shapes]
 
         self.keys, self.values = make(1), make(2)
         self.starts_q = torch.arange(slots + 1, dtype=torch.int32, device=like.device)
         self.starts_k = self.starts_q * length
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def clear(self) -> None:
         """Forget all sequences: the weights may have changed."""
