@@ -36,6 +36,8 @@ def test_a_run_is_measured_on_its_own_task_with_its_own_settings(tmp_path, monke
     assert "3 problems × 1 samples at temperature 0.6, top_p 1, top_k 7, up to 48 tokens; and once greedily" in shown
     cut = after["cut_off"], after["greedy_cut_off"]
     assert "cut off at 48 tokens: {} of 3 samples, {} of 3 greedy responses".format(*cut) in shown
+    for checkpoint in ("checkpoints/step-000001", "checkpoints/step-000001/model"):
+        assert "on task short (people=(2,)" in poise("eval", run / checkpoint, "--problems", "1").output
     changed = ["--people", "3", "phrasing=varied", "--n", "2", "--problems", "2", "--temperature", "1", "--seed", "0",
                "--top-k", "0", "--max-tokens", "4", "--json", out]  # fmt: skip
     shown = poise("eval", run, *changed).output

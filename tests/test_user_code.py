@@ -77,6 +77,23 @@ def test_the_code_of_a_foreign_runs_model_needs_consent():
     assert "remote_code: true" in poise("train", "--resume", "--dry-run", "--trust", "run=run").output
 
 
+@pytest.mark.parametrize(
+    ("config", "weights", "message"),
+    [
+        ('{"base_model_name_or_path": "embedded"}', "adapter_model.bin", "has no adapter_model.safetensors"),
+        ('{"base_model_name_or_path": ', "adapter_model.safetensors", "names no model"),
+        ("[]", "adapter_model.safetensors", "names no model"),
+        ('{"base_model_name_or_path": "adapter"}', "adapter_model.safetensors", "on top of itself"),
+    ],
+)
+def test_a_foreign_adapter_is_not_unpickled(config, weights, message):
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text(config)
+    Path("adapter", weights).write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    assert message in fails("eval", "adapter")
+    assert not Path("ran").exists()
+
+
 def test_the_packages_own_code_needs_no_consent():
     foreign(regulator="poise.regulators.ar:AdvantageReweighting(alpha=0.3) | poise.regulators.Lopti")
     assert poise("train", "--resume", "--dry-run", "run=run").exit_code == 0

@@ -24,6 +24,13 @@ def is_run(model: str) -> bool:
     return isinstance(found, dict) and "rollout" in found
 
 
+def run_of(model: str) -> str | None:
+    """The folder of the run that a model is of: of a run itself, of a checkpoint, or of the model in one."""
+    place = Path(model)
+    above = [folder.parent for folder in place.absolute().parents if folder.name == "checkpoints" and place.is_dir()]
+    return next((str(folder) for folder in (place, *above) if is_run(str(folder))), None)
+
+
 def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool = True) -> Config:
     """The settings of the run in a folder, changed. Code that they name is loaded only with ``trust``.
 
@@ -42,8 +49,8 @@ def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool
 def to_evaluate(model: str, changes: Document, *, trust: bool = False) -> Config:
     """What ``poise eval`` measures a model with: the task and the settings of its run, where it has one, changed."""
     changes = {**changes, "model": model}
-    if is_run(model):
-        return of_run(model, changes, trust=trust, regulator=False)
+    if (run := run_of(model)) is not None:
+        return of_run(run, changes, trust=trust, regulator=False)
     return restore(merge(_MEASURED, changes), trust=True)  # typed, all of it
 
 

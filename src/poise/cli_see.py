@@ -117,16 +117,16 @@ def _settings(model: str, task: str | None, args: list[str], trust: bool) -> Any
     """The settings of a run; for a model, those of the demo or of the baseline recipe, with small batches."""
     from poise import config as configs
     from poise._recipes import split_overrides
-    from poise._run_settings import is_run, of_run
+    from poise._run_settings import of_run, run_of
     from poise.run import RunFolder
 
     named = [f"task.name={task}"] if task else []
-    if is_run(model):
+    if (run := run_of(model)) is not None:
         changes, regulated = split_overrides([*named, *args])
         if regulated:
             fail("methods are given with --regulator")
-        RunFolder.open(model, resume=False).newest()  # says so where there is none
-        return of_run(model, {**changes, "model": model}, trust=trust, regulator=False)
+        RunFolder.open(run, resume=False).newest()  # says so where there is none
+        return of_run(run, {**changes, "model": model}, trust=trust, regulator=False)
     if model == "embedded":  # within a minute on a laptop
         return configs.load("demo", ["prompts=6", *named, *args])
     small = [f"model={model}", "prompts=8", "rollout.max_tokens=512"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from poise import attention, memory, rope, trials
 from poise._files import MANIFEST, expand
+from poise._loading import add_adapter, progress_bars
 from poise.compiled import can_compile, compile_layers
 from poise.head import Head, token_logp
 from poise.masters import Masters
@@ -199,7 +199,7 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Write an ordinary transformers folder."""
-        with _progress_bars(False):
+        with progress_bars(False):
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
@@ -305,7 +305,7 @@ def load_policy(
             f"{name}: neither a folder here nor a model that could be fetched ({first_line(error)})"
         ) from error
     try:
-        with _progress_bars(sys.stderr.isatty()):
+        with progress_bars(sys.stderr.isatty()):
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 place, dtype=kind, use_safetensors=True, output_loading_info=True, **common
             )
@@ -313,7 +313,7 @@ def load_policy(
         raise ModelError(f"{name}: the model cannot be loaded ({first_line(error)})") from error
     _check_weights(name, model, report["missing_keys"])
     if lora is not None:  # before it goes to its device, so that the same seed means the same adapter on each
-        model = _add_adapter(model, lora, seed)
+        model = add_adapter(model, lora, seed)
     model.to(where)
     model.eval()  # no dropout: the probabilities of sampling and of the update must be of one policy
     return Policy(model, tokenizer, compiled=can_compile(where) if compiled is None else compiled, longest=longest)
@@ -347,27 +347,18 @@ def _resolve(name: str) -> str:
     return str(folder) if name.startswith("~") else name
 
 
-def _add_adapter(model: Any, lora: Any, seed: int) -> Any:
-    """The model with a new LoRA adapter."""
-    import peft
-
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch the generators of all GPUs too
-        return peft.get_peft_model(model, settings)
-
-
 def _load_adapter(folder: Path, **settings: Any) -> Policy:
     """A LoRA adapter merged into the model it was trained on."""
     import peft
 
-    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = _adapted(folder)
     if Path(base).name == EMBEDDED.name:  # saved with its path on another machine, perhaps
         base = "embedded"
     compiled = settings.pop("compiled")
-    policy = load_policy(base, **settings)
+    try:
+        policy = load_policy(base, **settings)
+    except RecursionError:
+        raise ModelError(f"{folder}: this adapter is one on top of itself (base_model_name_or_path)") from None
     merged = peft.PeftModel.from_pretrained(policy.model, folder).merge_and_unload()
     _check_weights(str(folder), merged, ())
     merged.requires_grad_(True)  # peft had frozen the model under the adapter
@@ -375,19 +366,17 @@ def _load_adapter(folder: Path, **settings: Any) -> Policy:
     return Policy(merged.eval(), policy.tokenizer, compiled=wanted, longest=settings["longest"])
 
 
-@contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
-    """transformers' own progress bars, only where they do not get in the way."""
-    from transformers.utils import logging
-
-    before = logging.is_progress_bar_enabled()
-    if not shown:
-        logging.disable_progress_bar()
+def _adapted(folder: Path) -> str:
+    """The model that an adapter was trained on. Its weights must be safetensors: peft would unpickle others."""
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ModelError(f"{folder}: this adapter has no adapter_model.safetensors, and nothing else is loaded")
     try:
-        yield
-    finally:
-        if before:
-            logging.enable_progress_bar()
+        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        base = None
+    if not isinstance(base, str):
+        raise ModelError(f"{folder / 'adapter_config.json'} names no model (base_model_name_or_path): put back a copy")
+    return base
 
 
 def first_line(error: Exception) -> str:
