@@ -1,8 +1,9 @@
 """avg@k, pass@k, maj@k and their intervals: by hand, by enumeration and by simulation."""
 
 import json
+from functools import cache
 from itertools import combinations
-from math import sqrt
+from math import comb, sqrt
 from random import Random
 from statistics import fmean, stdev
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise.statistics import ProblemResult, majority, mean_interval, pass_at_k, summarise, wilson
+from poise.statistics import ProblemResult, clopper_pearson, majority, mean_interval, pass_at_k, summarise
 
 shares = st.lists(st.integers(0, 4).map(lambda c: c / 4), min_size=1, max_size=30)
 levels = st.floats(0.01, 0.999)
@@ -69,25 +70,36 @@ def test_pass_at_k_refuses_what_it_cannot_estimate(arguments, message):
 @pytest.mark.parametrize(
     ("successes", "n", "low", "high"),
     [
-        (0, 10, 0.0, 0.2775),
-        (10, 10, 0.7225, 1.0),
-        (5, 10, 0.2366, 0.7634),
-        (1, 29, 0.0061, 0.1718),
-        (81, 263, 0.2553, 0.3662),
+        (0, 10, 0.0, 1 - 0.025**0.1),
+        (10, 10, 0.025**0.1, 1.0),
+        (5, 10, 0.1871, 0.8129),
+        (1, 29, 0.0009, 0.1776),
+        (81, 263, 0.2527, 0.3676),
     ],
 )
-def test_wilson_by_hand(successes, n, low, high):
+def test_clopper_pearson_by_hand(successes, n, low, high):
     # The last two are from Newcombe (1998), table I.
-    assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
+    assert clopper_pearson(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+@given(st.integers(1, 60), st.data(), levels)
+def test_clopper_pearson_leaves_half_of_the_rest_on_either_side(n, data, level):
+    c = data.draw(st.integers(0, n))
+    low, high = clopper_pearson(c, n, level)
+    tail = (1 - level) / 2
+    assert sum(comb(n, i) * low**i * (1 - low) ** (n - i) for i in range(c, n + 1)) == pytest.approx(tail if c else 1)
+    assert sum(comb(n, i) * high**i * (1 - high) ** (n - i) for i in range(c + 1)) == pytest.approx(
+        tail if c < n else 1
+    )
 
 
 @given(st.integers(1, 500), st.data(), levels)
-def test_wilson_contains_the_share_and_is_symmetric(n, data, level):
+def test_clopper_pearson_contains_the_share_and_is_symmetric(n, data, level):
     c = data.draw(st.integers(0, n))
-    low, high = wilson(c, n, level)
+    low, high = clopper_pearson(c, n, level)
     assert 0 <= low <= c / n <= high <= 1
     assert low < high
-    assert wilson(n - c, n, level) == pytest.approx((1 - high, 1 - low), abs=1e-12)
+    assert clopper_pearson(n - c, n, level) == pytest.approx((1 - high, 1 - low), abs=1e-12)
 
 
 @given(shares, levels)
@@ -104,21 +116,21 @@ def test_mean_interval_contains_the_mean_and_widens_with_the_level(values, level
 def test_mean_interval_is_no_wider_than_that_of_as_many_yes_or_no_problems(values):
     values = values * 4  # so that a whole number of yes-or-no problems has the same mean
     low, high = mean_interval(values)
-    yes_or_no = wilson(round(sum(values)), len(values))
+    yes_or_no = clopper_pearson(round(sum(values)), len(values))
     assert yes_or_no[0] - 1e-12 <= low
     assert high <= yes_or_no[1] + 1e-12
 
 
 @given(st.lists(st.booleans(), min_size=1))
-def test_mean_interval_of_yes_or_no_is_wilson(values):
-    assert mean_interval(values) == pytest.approx(wilson(sum(values), len(values)))
+def test_mean_interval_of_yes_or_no_is_exact(values):
+    assert mean_interval(values) == pytest.approx(clopper_pearson(sum(values), len(values)))
 
 
 def test_mean_interval_by_hand():
-    # Mean ½ and squares of 2 · ¼² + 2 · 0 = ⅛: φ = (⅛ + ¼) / (4 · ¼) = ⅜, so 4 problems are worth 10 ⅔.
-    z2, n = 1.959964**2, 4 / 0.375
-    half = sqrt(z2) / (1 + z2 / n) * sqrt(0.25 / n + z2 / (4 * n * n))
-    assert mean_interval([0.25, 0.5, 0.5, 0.75]) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+    # No spread: φ = 4 / (5 + 3), so that 5 problems are worth 10.
+    assert mean_interval([0.5] * 5) == pytest.approx(clopper_pearson(5, 10))
+    # Squares of 2 · ¼² = ⅛, half of ½ · ½: φ = (½ + 4) / (9 + 3), so that 9 problems are worth 24.
+    assert mean_interval([0.25, *[0.5] * 7, 0.75]) == pytest.approx(clopper_pearson(12, 24))
 
 
 def test_more_samples_of_the_same_problems_cannot_help_without_end():
@@ -126,7 +138,7 @@ def test_more_samples_of_the_same_problems_cannot_help_without_end():
     few = summarise([ProblemResult("1", (right,) * 4) for right in (True, False) * 20], 4)["overall"]["avg@4"]
     many = summarise([ProblemResult("1", (right,) * 40) for right in (True, False) * 20], 4)["overall"]["avg@4"]
     assert few == many
-    assert few["high"] - few["low"] == pytest.approx(0.3, abs=0.02)
+    assert few["high"] - few["low"] == pytest.approx(0.324, abs=1e-3)  # 20 of 40
 
 
 @pytest.mark.parametrize("bad", [[], [0.5, 1.5], [-0.1], [float("nan")]])
@@ -138,16 +150,16 @@ def test_mean_interval_refuses_what_is_no_share(bad):
 @pytest.mark.parametrize("level", [0, 1, 1.5, 95])
 def test_level_is_a_share(level):
     with pytest.raises(ValueError, match="level"):
-        wilson(1, 2, level)
+        clopper_pearson(1, 2, level)
 
 
 def coverage(interval, a, b, problems, samples, trials=1500, seed=0):
     """How often an interval holds the true accuracy, the problems' own accuracies being Beta(a, b)."""
     rng = Random(seed)
-    held = 0
+    held, known = 0, cache(interval)
     for _ in range(trials):
         chances = [rng.betavariate(a, b) for _ in range(problems)]
-        low, high = interval([sum(rng.random() < p for _ in range(samples)) / samples for p in chances])
+        low, high = known(tuple(sorted(sum(rng.random() < p for _ in range(samples)) / samples for p in chances)))
         held += low <= a / (a + b) <= high
     return held / trials
 
@@ -159,7 +171,40 @@ def t_interval(values, quantile=2.045):  # 29 degrees of freedom
 
 @pytest.mark.parametrize(("a", "b"), [(1, 1), (0.2, 0.2), (5, 0.3), (0.1, 2), (50, 50)])
 def test_the_interval_covers_as_often_as_it_says(a, b):
-    assert 0.935 <= coverage(mean_interval, a, b, problems=30, samples=4) <= 0.985
+    assert 0.94 <= coverage(mean_interval, a, b, problems=30, samples=4, trials=800) <= 0.995
+
+
+RARE = [(1, 19), (0.1, 1.9), (0.05, 0.95), (0.02, 0.98), (0.3, 2.7)]
+
+
+@pytest.mark.parametrize(("problems", "samples"), [(5, 4), (10, 1), (10, 16), (20, 16), (30, 4)])
+def test_few_problems_and_rare_success_are_covered_as_often(problems, samples):
+    for a, b in RARE:
+        assert coverage(mean_interval, a, b, problems, samples, trials=400) >= 0.93  # 0.95 less twice its error
+
+
+def wilson(values):
+    """Wilson's score interval at the effective number of problems, with one more of the greatest variance."""
+    n, mean, z2 = len(values), fmean(values), 1.959964**2
+    most = mean * (1 - mean)
+    phi = min(1.0, (sum((v - mean) ** 2 for v in values) + most) / (n * most)) if most else 1.0
+    n /= phi
+    centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
+    half = sqrt(z2 * (most / n + z2 / (4 * n * n))) / (1 + z2 / n)
+    return centre - half, centre + half
+
+
+def test_wilsons_interval_covers_too_seldom_where_success_is_rare():
+    assert coverage(wilson, 0.05, 0.95, problems=20, samples=16) < 0.91
+    assert coverage(wilson, 0.05, 0.95, problems=10, samples=1) < 0.93
+
+
+def test_the_interval_is_little_wider_than_wilsons():
+    rng = Random(0)
+    for chance in (0.1, 0.3, 0.5):
+        values = [sum(rng.random() < chance for _ in range(4)) / 4 for _ in range(200)]
+        (low, high), (least, most) = mean_interval(values), wilson(values)
+        assert high - low < 1.1 * (most - least)
 
 
 def test_the_t_interval_is_as_good_in_the_middle_and_worse_at_the_ends():
@@ -170,7 +215,7 @@ def test_the_t_interval_is_as_good_in_the_middle_and_worse_at_the_ends():
 def test_samples_counted_as_problems_would_cover_too_seldom():
     # Why problems are the unit: 30 problems × 8 samples are not 240 independent ones.
     def naive(values):
-        return wilson(round(sum(values) * 8), len(values) * 8)
+        return clopper_pearson(round(sum(values) * 8), len(values) * 8)
 
     assert coverage(naive, 0.5, 0.5, problems=30, samples=8, trials=500) < 0.75
 
@@ -214,7 +259,7 @@ def test_summary_by_hand():
     }
     assert made["difficulty"]["2"]["maj@4"]["value"] == pytest.approx(2 / 3)
     assert made["difficulty"]["10"]["pass@4"]["value"] == 1
-    low, high = wilson(2, 4)
+    low, high = clopper_pearson(2, 4)
     assert made["overall"]["maj@4"] == {"value": 0.5, "low": pytest.approx(low), "high": pytest.approx(high)}
     assert json.loads(json.dumps(made)) == made
 

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import comb, fsum, sqrt
-from statistics import NormalDist
+from math import comb, exp, fsum, lgamma, log, log1p, sqrt
 from typing import Any
 
 from poise._errors import check_range
@@ -52,37 +51,35 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - comb(n - c, k) / comb(n, k)
 
 
-def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
-    """Wilson's score interval of a proportion: sound at 0 and at n as well, where the textbook one has no width."""
-    _check_count("wilson", "n", n, 1)
-    _check_count("wilson", "successes", successes, 0, n)
-    return _score_interval(successes / n, n, level)
+def clopper_pearson(successes: int, n: int, level: float = 0.95) -> Interval:
+    """The exact interval of a proportion: whatever the truth and however small n is, it covers as often as it says."""
+    _check_count("clopper_pearson", "n", n, 1)
+    _check_count("clopper_pearson", "successes", successes, 0, n)
+    return _exact_interval(successes / n, n, level)
 
 
 def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> Interval:
     """The interval of the mean over problems of values in [0, 1], such as each problem's share of right samples.
 
-    Wilson's interval at the effective number of problems. A value in [0, 1] with mean m has at most the variance
-    m·(1 − m) of a yes or no; averaging over samples makes it smaller by a factor φ ≤ 1, so that n problems are worth
-    n/φ yes-or-no ones. Why not the t interval or a bootstrap: where all problems went alike (none solved, or all) both
-    have no width, and near 0 and 1, where runs begin and end, both hold the truth too seldom. With 30 hard problems
-    (mean .05) of 4 samples the 95 % t interval does in 86 % of all trials, this one in 97 %; away from the ends the two
-    agree (tests/test_statistics.py).
+    The exact interval at the effective number of problems (Korn and Graubard, 1998). A value in [0, 1] with mean m has
+    at most the variance m·(1 − m) of a yes or no; averaging over samples makes it smaller by a factor φ ≤ 1, so that n
+    problems are worth n/φ yes-or-no ones. With yes-or-no values φ = 1 and this is ``clopper_pearson``.
 
-    φ is estimated with one more problem of the greatest variance counted in, for few problems tell little about φ. With
-    yes-or-no values φ = 1 and this is ``wilson`` exactly.
+    Few problems tell little about φ, and where success is rare, one problem decides it. So φ is estimated with four
+    more problems of the greatest variance counted in. Why not something narrower: with 30 problems of which a few are
+    solved (mean .05) the t interval holds the truth in 86 % of all trials, and with 20 problems of 16 samples Wilson's
+    at the effective number does in 88 %; this one in 96 %, and it is about a tenth wider (tests/test_statistics.py).
     """
     values = [float(value) for value in per_problem_means]
     if not values:
         raise ValueError("mean_interval: there is no problem to average over")
     for at, value in enumerate(values):
         check_range("mean_interval", f"per_problem_means[{at}]", value, 0.0, 1.0)
-    n = len(values)
     mean = _mean(values)
     most = mean * (1 - mean)
     spread = fsum((value - mean) ** 2 for value in values)
-    phi = min(1.0, (spread + most) / (n * most)) if most > 0 else 1.0
-    return _score_interval(mean, n / phi, level)
+    phi = min(1.0, (spread / most + 4) / (len(values) + 3)) if most > 0 else 1.0
+    return _exact_interval(mean, len(values) / phi, level)
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
@@ -149,17 +146,39 @@ def _mean(values: Sequence[float]) -> float:
     return fsum(values) / len(values)
 
 
-def _score_interval(mean: float, n: float, level: float) -> Interval:
+def _exact_interval(mean: float, n: float, level: float) -> Interval:
     check_range("interval", "level", level, 0.0, 1.0)
     if level in (0, 1):
         raise ValueError(f"interval: level must lie between 0 and 1, such as 0.95, got {level!r}")
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-    # At 0 and 1 the bound is the mean itself; rounding must not put it on the wrong side.
-    low = 0.0 if mean == 0 else min(mean, max(0.0, centre - half))
-    high = 1.0 if mean == 1 else max(mean, min(1.0, centre + half))
-    return low, high
+    tail, successes = (1 - level) / 2, mean * n
+    low = 0.0 if mean == 0 else _beta_quantile(tail, successes, n - successes + 1)
+    high = 1.0 if mean == 1 else 1 - _beta_quantile(tail, n - successes, successes + 1)
+    return min(low, mean), max(high, mean)  # rounding must not put the mean outside
+
+
+def _beta_quantile(share: float, a: float, b: float) -> float:
+    """Where the distribution function of Beta(a, b) reaches ``share``, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(44):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _beta_share(a, b, middle) < share else (low, middle)
+    return low
+
+
+def _beta_share(a: float, b: float, x: float) -> float:
+    """The distribution function of Beta(a, b) at 0 < x < 1: the regularised incomplete beta function.
+
+    By its continued fraction (DLMF 8.17.22), which converges quickly up to about the mean; beyond, by symmetry.
+    """
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta_share(b, a, 1 - x)
+    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b) + a * log(x) + b * log1p(-x)) / a
+    fraction = 1.0  # from the inside out, with more terms than any x up to here needs
+    for m in range(int(16 + 2 * sqrt(a + b)), 0, -1):
+        odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        fraction = 1 + odd / (1 + even / fraction)
+    return front / fraction
 
 
 def _check_count(owner: str, name: str, value: int, low: int, high: float = float("inf")) -> None:
