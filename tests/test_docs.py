@@ -2,16 +2,18 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from poise import regulators
+from poise import TokenBatch, regulators
+from poise.policy import load_policy
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/dominance.md")]
 
 
 def snippets(page):
@@ -20,14 +22,52 @@ def snippets(page):
             for indent, code in re.findall(r"(?ms)^( {3})?```python\n(.*?)^ *```", text)]  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # some write a run folder
+def run_snippets(page):
+    """All of a page's, in order, each on top of those before it; the names that are left."""
     found = snippets(page)
     assert found
     namespace = {"__name__": "snippets"}
-    for code in found:  # in order, each on top of those before it
+    for code in found:
         exec(compile(code, str(page), "exec"), namespace)
+    return namespace
+
+
+def test_the_readme_regulates_and_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    left = run_snippets(ROOT / "README.md")
+    kept = torch.tensor([[True, True, True], [True, True, False]])
+    ar = 0.2 * left["old_logp"].exp() + 0.8
+    torch.testing.assert_close(left["advantages"], torch.where(kept, ar, 0.0) * torch.tensor([[1.0], [-1.0]]))
+    for moved in (left["logp"], left["hidden"], left["head"].weight, left["head"].bias):
+        assert moved.grad.isfinite().all()
+        assert moved.grad.any()
+    assert not left["hidden"].grad[1, 2].any()  # outside the mask
+    assert "reg/low/weight_mean" in capsys.readouterr().out
+    trained, embedded = (
+        torch.cat([weight.detach().flatten() for weight in load_policy(model, device="cpu").model.parameters()])
+        for model in ("runs/api", "embedded")
+    )
+    assert not torch.equal(trained, embedded)
+
+
+def test_the_regulator_of_contributing_learns():
+    mine = run_snippets(ROOT / "CONTRIBUTING.md")["SquareRoot"]()
+    batch = TokenBatch(torch.tensor([[-1.0, -4.0]]), torch.ones(1, 2), torch.ones(1))
+    torch.testing.assert_close(mine(batch)[0].policy, torch.tensor([[-0.5, -2.0]]).exp())
+    sys.path.insert(0, str(ROOT / "examples"))
+    from minimal_loop import train
+
+    history = train(mine, steps=40)
+    assert history[0] < 0.3
+    assert min(history[-3:]) > 0.6
+
+
+def test_the_diagnosis_of_the_dominance_page():
+    left = run_snippets(ROOT / "docs/dominance.md")
+    shares = left["found"]["regulators"]["grpo"]["share"]
+    assert sum(shares) == pytest.approx(1, abs=1e-4)
+    assert left["tokens"]["change"].abs().max() > 0  # a step was taken
+    torch.testing.assert_close(left["forward"]().detach(), left["batch"].old_logp)  # and undone
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/papers.md"], ids=lambda page: page.name)
@@ -81,7 +121,14 @@ def test_the_minimal_loop_is_minimal():
 
 
 def test_the_minimal_loop_runs_as_a_script():
+    """With the command that it shows itself; and with a mistake."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
+    (shown,) = re.findall(r"(?m)^python (examples/.*)$", (ROOT / "examples/minimal_loop.py").read_text())
+    command = [sys.executable, *shlex.split(shown)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True, cwd=ROOT)
+    rewards = [float(number) for number in re.findall(r"reward (\S+)", done.stdout)]
+    assert len(rewards) == 6
+    assert rewards[-1] > 0.9  # chance: 0.13
     command = [sys.executable, str(ROOT / "examples/minimal_loop.py"), "lopty"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 1

@@ -46,7 +46,7 @@ class PlatformCPU(PlatformCUDA):
 
 set_platform(PlatformCPU())
 
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync  # noqa: E402
+from verl.trainer.ppo.v1.trainer_base import get_trainer_cls  # noqa: E402
 from verl.utils.config import omega_conf_to_dataclass  # noqa: E402
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict  # noqa: E402
 from verl.workers.config import TrainingWorkerConfig  # noqa: E402
@@ -55,7 +55,7 @@ from verl.workers.engine.fsdp import FSDPEngineWithLMHead  # noqa: E402
 from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
-from poise.integrations.verl_trainer import RegulatedTrainer  # noqa: E402
+import poise.integrations.verl_trainer  # noqa: E402, F401  # makes its trainer known to verl
 from poise.policy import EMBEDDED  # noqa: E402
 from poise.tasks.knights_knaves import KnightsKnaves  # noqa: E402
 
@@ -203,7 +203,7 @@ def trainer(regulator=None, **settings):
 
 def assembled(made):
     """The same for a whole configuration."""
-    built = (RegulatedTrainer if made.trainer.v1.trainer_mode == "poise_sync" else PPOTrainerSync)(made)
+    built = get_trainer_cls(made.trainer.v1.trainer_mode)(made)
     built.actor_rollout_wg = WorkerGroup(made)
     built.global_steps, built.distillation_config = 1, None
     return built
