@@ -60,7 +60,7 @@ SMALL: dict[str, Any] = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "vocab_size_per_layer_input": VOCABULARY, "is_decoder": True,
     "original_max_position_embeddings": ORIGINAL, "alt_window_size": WINDOW,
 }  # fmt: skip
-LEAVE = {  # what must stay as it is, or be something else, by model type
+LEAVE: dict[str, dict[str, Any]] = {  # settings of their own, by model type
     "ernie4_5_moe": {"moe_k": 2},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
@@ -83,11 +83,11 @@ LEAVE = {  # what must stay as it is, or be something else, by model type
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
-DROP = {
+DROP = {  # names that a configuration has, and that cannot be set
     "falcon": ["head_dim"], "xlstm": ["v_head_dim"], "prophetnet": ["num_hidden_layers"],
     "xlnet": ["max_position_embeddings"], "gemma4_text": ["head_dim"], "gemma4_unified_text": ["head_dim"],
 }  # fmt: skip
-ROTARY = {
+ROTARY: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL},

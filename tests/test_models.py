@@ -243,7 +243,7 @@ class TestFiles:
         load_policy("embedded", device="cpu").tokenizer.save_pretrained(tmp_path)
         assert load_policy(str(tmp_path), device="cpu").packed
 
-    def test_an_adapter_that_is_no_number(self, tmp_path):
+    def test_an_adapter_that_is_no_number_or_incomplete(self, tmp_path):
         import peft
 
         policy = load_policy("embedded", device="cpu")
@@ -252,5 +252,10 @@ class TestFiles:
             next(p for n, p in adapted.named_parameters() if "lora_B" in n).fill_(torch.nan)
         adapted.save_pretrained(tmp_path)
         policy.tokenizer.save_pretrained(tmp_path)
-        with pytest.raises(ModelError, match=r"NaN or infinite weights in model\.layers\.0"):
+        with pytest.raises(ModelError, match=r"NaN or infinite weights in \S+layers\.0\S+lora_B"):
+            load_policy(str(tmp_path), device="cpu")
+        file = tmp_path / "adapter_model.safetensors"
+        weights = {name: value for name, value in load_file(file).items() if "layers.0" not in name}
+        save_file(weights, file, {"format": "pt"})
+        with pytest.raises(ModelError, match=r"no weights for \S+layers\.0"):
             load_policy(str(tmp_path), device="cpu")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
@@ -319,20 +321,9 @@ def load_policy(
     return Policy(model, tokenizer, compiled=can_compile(where) if compiled is None else compiled, longest=longest)
 
 
-def _check_weights(name: str, model: nn.Module, missing: Collection[str]) -> None:
-    """Refuse a model of which a part is random, since the files have no weights for it, or is not a number."""
-    if missing:
-        raise ModelError(
-            f"{name}: the files have no weights for {_some(sorted(missing))}, which would be random; "
-            "the folder is incomplete, or its config.json is of another model"
-        )
-    wrong = [key for key, value in model.named_parameters() if not bool(torch.isfinite(value).all())]
-    if wrong:
-        raise ModelError(f"{name}: NaN or infinite weights in {_some(wrong)}; the files are damaged, or a run diverged")
-
-
-def _some(names: Sequence[str], shown: int = 3) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+def _check_weights(name: str, model: nn.Module, missing: Collection[str] = ()) -> None:
+    if said := trials.weights_defect(model, missing):
+        raise ModelError(f"{name}: {said}")
 
 
 def _resolve(name: str) -> str:
@@ -359,8 +350,13 @@ def _load_adapter(folder: Path, **settings: Any) -> Policy:
         policy = load_policy(base, **settings)
     except RecursionError:
         raise ModelError(f"{folder}: this adapter is one on top of itself (base_model_name_or_path)") from None
-    merged = peft.PeftModel.from_pretrained(policy.model, folder).merge_and_unload()
-    _check_weights(str(folder), merged, ())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # that is refused below
+        adapted = peft.PeftModel.from_pretrained(policy.model, folder)
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        missing = peft.get_peft_model_state_dict(adapted).keys() - file.keys()
+    _check_weights(str(folder), adapted, missing)
+    merged = adapted.merge_and_unload()
     merged.requires_grad_(True)  # peft had frozen the model under the adapter
     wanted = can_compile(policy.device) if compiled is None else compiled
     return Policy(merged.eval(), policy.tokenizer, compiled=wanted, longest=settings["longest"])

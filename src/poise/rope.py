@@ -31,7 +31,7 @@ def _pin(module: nn.Module, longest: int | None) -> int | None:
     originals = {layer: _original(module, layer) for layer, rope_type in by_layer.items() if _varies(rope_type)}
     if not originals:
         return None
-    length = max(longest or 0, *originals.values()) if longest else min(originals.values())
+    length = max(longest or 0, min(originals.values()))
     place = next((buffer for buffer in module.buffers()), torch.zeros(()))
     module.unpinned_rope_type = module.rope_type = types  # a model may be pinned again, for another length
     for layer in originals:

@@ -1,4 +1,4 @@
-"""What is tried of a model when it is loaded, so that nothing is trained wrongly later: its head, and its passes.
+"""What is tried of a model when it is loaded, so that nothing is trained wrongly later: weights, head and passes.
 
 Trials are short. A window of 4,096 tokens would not show in them, and a trial of 4,097 tokens would take a large model
 on a CPU minutes. So windows are shortened to a few tokens while a trial runs: in the configuration, from which
@@ -8,7 +8,7 @@ a window in one of the two places only is found out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,21 @@ def short_windows(model: nn.Module) -> Iterator[None]:
     finally:
         for place, name, value in before:
             setattr(place, name, value)
+
+
+def weights_defect(model: nn.Module, missing: Collection[str]) -> str | None:
+    """What is wrong with the weights, in words: a part is random, since the files lack it, or is not a number."""
+    if missing:
+        return (
+            f"the files have no weights for {_some(sorted(missing))}, which would be random; the folder is incomplete, "
+            "or its config is of another model"
+        )
+    wrong = [name for name, value in model.named_parameters() if not bool(torch.isfinite(value).all())]
+    return f"NaN or infinite weights in {_some(wrong)}; the files are damaged, or a run diverged" if wrong else None
+
+
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 @torch.no_grad()
