@@ -109,6 +109,18 @@ def test_what_the_user_names_is_consent():
     assert Path("ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "asks"),
+    [
+        ({}, False), ({"regulator": "ar(alpha=0.3) | lopti(order='a.b:c')"}, False), ({"remote_code": True}, True),
+        ({"regulator": "poise.regulators.Lopti | ar"}, False), ({"regulator": "ar | mine.Mine(gain=0.5)"}, True),
+        ({"regulator": "mine:Mine"}, True), ({"regulator": 5}, False),
+    ],
+)  # fmt: skip
+def test_what_a_run_is_resumed_with(settings, asks):
+    assert _user_code.asks_for_code(settings) is asks
+
+
 def test_in_python_a_document_is_not_trusted_unless_the_caller_says_so():
     document = load("demo").model_dump(mode="json") | {"regulator": "spy_module.Mine"}
     with pytest.raises(ConfigError, match="trust=True"):
@@ -160,5 +172,6 @@ def test_the_process_of_a_command(wanted, found):
 def test_a_run_of_ones_own_regulator_trains_and_resumes():
     run = ["regulator=spy_module.Mine", "run=mine"]
     assert poise("train", "demo", *SMALL, *run).exit_code == 0
+    assert "poise train --resume run=mine --trust" in fails("train", "demo", *SMALL, *run)  # there is a run already
     assert "--trust" in fails("train", "--resume", "run=mine", "steps=2")
     assert poise("train", "--resume", "run=mine", "steps=2", "--trust", "--quiet").exit_code == 0

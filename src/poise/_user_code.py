@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -46,6 +47,13 @@ def check_trusted(what: str) -> None:
             f"{what}: {source} asks to run code that is not part of poise, and it was not loaded; "
             "if you trust whoever wrote it, add --trust (in Python: trust=True)"
         )
+
+
+def asks_for_code(settings: Mapping[str, Any]) -> bool:
+    """Whether settings, as ``untrusted`` sees them, would be refused: then ``--resume`` needs ``--trust``."""
+    names = re.sub(r"\(.*?\)", "", str(settings.get("regulator", "")), flags=re.DOTALL).split("|")
+    foreign = [name for name in names if re.search("[.:]", name) and not name.strip().startswith(f"{__package__}.")]
+    return bool(foreign or settings.get("remote_code"))
 
 
 def mark(kind: str, thing: F) -> F:

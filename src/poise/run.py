@@ -24,6 +24,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ from poise._files import (
     verify,
 )
 from poise._lock import OWNER
+from poise._user_code import asks_for_code
 
 T = TypeVar("T")
 _STEP = r"step-(\d{6,})"
@@ -356,7 +358,10 @@ class RunFolder:
     @property
     def resume_command(self) -> str:
         """What to type to go on with this run."""
-        return f"poise train --resume run={shlex.quote(str(self.path))}"
+        trust = False
+        with suppress(DamagedError, OSError):
+            trust = asks_for_code(self.config)
+        return f"poise train --resume run={shlex.quote(str(self.path))}" + (" --trust" if trust else "")
 
 
 def verify_model(folder: Path) -> None:
