@@ -57,12 +57,14 @@ def prompts(n, seed=0):
     return [torch.randint(6, 700, (length,), generator=g).tolist() for length in lengths]
 
 
-def greedy_of_transformers(policy, prompt, count):
-    ids = torch.tensor([prompt])
-    made = policy.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
-    )
-    return made[0, len(prompt) :].tolist()
+def shortfalls(policy, found):
+    """How far each sampled token's logit is below the highest, by transformers' own forward pass over the response."""
+    for prompt, tokens, mask in zip(found.prompts, found.tokens, found.mask, strict=True):
+        answer = tokens[mask]
+        ids = torch.cat([torch.tensor(prompt), answer])
+        with torch.no_grad():
+            logits = policy.model(ids[None]).logits[0, len(prompt) - 1 : -1]
+        yield logits.amax(-1) - logits.gather(-1, answer[:, None])[:, 0]
 
 
 def perturb(policy, seed):
@@ -73,11 +75,12 @@ def perturb(policy, seed):
 
 
 def check_greedy(engine):
-    asked = prompts(6)
-    found = engine.generate(asked, 1, max_tokens=30, temperature=0.0, seed=0)
-    ours = [row[mask].tolist() for row, mask in zip(found.tokens, found.mask, strict=True)]
-    assert ours == [greedy_of_transformers(engine.policy, prompt, 30) for prompt in asked]
-    return ours
+    """Every token is the likeliest after those before it; of two that nearly tie, rounding may choose."""
+    found = engine.generate(prompts(6), 1, max_tokens=30, temperature=0.0, seed=0)
+    below = torch.cat(list(shortfalls(engine.policy, found)))
+    assert below.max() < 1e-3
+    assert (below == 0).float().mean() > 0.95
+    return found.tokens.tolist()
 
 
 def test_greedy_decoding_is_that_of_transformers_after_every_change_of_the_weights(engine):
@@ -182,10 +185,10 @@ def test_adapters_are_merged():
                 parameter.normal_(std=0.3)
     merged = {name: value.clone() for name, value in weights(policy)}
     engine = start(policy)
-    asked = prompts(4)
-    found = engine.generate(asked, 1, max_tokens=20, temperature=0.0, seed=0)
-    ours = CachedEngine(policy).generate(asked, 1, max_tokens=20, temperature=0.0, seed=0)
-    assert torch.equal(found.tokens, ours.tokens)
+    with_adapters = check_greedy(engine)
+    with policy.model.disable_adapter():  # the adapters make a difference
+        without = CachedEngine(policy).generate(prompts(6), 1, max_tokens=30, temperature=0.0, seed=0)
+    assert with_adapters != without.tokens.tolist()
     again = dict(weights(policy))
     assert all(torch.equal(value, again[name]) for name, value in merged.items())  # nothing was merged for good
     assert {*merged} == {*small().model.state_dict()}
