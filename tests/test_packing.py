@@ -63,7 +63,8 @@ def gradients(policy, rollouts):
     """Hidden states of all response tokens, and the gradients of a random function of them."""
     policy.model.zero_grad()
     states = policy.hidden(rollouts)
-    direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1), dtype=states.dtype)
+    # Drawn in float32, whatever it is for: torch draws other numbers for bfloat16, on some CPUs.
+    direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(states.dtype)
     (states * direction).sum().backward()
     return states.detach(), {n: p.grad.clone() for n, p in policy.trunk.named_parameters() if p.grad is not None}
 
