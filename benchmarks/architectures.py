@@ -79,6 +79,7 @@ LEAVE: dict[str, dict[str, Any]] = {  # settings of their own, by model type
                      "laurel_rank": 8, "hidden_size_per_layer_input": 8},
     "gemma4_text": {"hidden_size_per_layer_input": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "zaya": {"num_experts_per_tok": 1},
@@ -98,10 +99,10 @@ ROTARY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # beside the model types themselves
     "falcon with ALiBi": ("falcon", {"alibi": True}),
-    "falcon with ALiBi, new": ("falcon", {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon with ALiBi (new decoder)": ("falcon", {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "phimoe with a window": ("phimoe", {"sliding_window": WINDOW}),
     **{
-        f"phimoe with longrope RoPE, {name}": (
+        f"phimoe with longrope RoPE ({name})": (
             "phimoe",
             {
                 "rope_parameters": {
@@ -316,6 +317,12 @@ those of each response by itself in a plain forward pass. The largest difference
 """
 
 
+PREFACE = {
+    "not tried": "The script could not build these as tiny models, for the reason given. Of models that also read\n"
+    "images or sound, the text part is listed above under a name such as gemma3_text.\n\n"
+}
+
+
 def page(results: Sequence[Result]) -> str:
     """docs/models.md."""
     served = [result for result in results if result.verdict in ("packed", "padded")]
@@ -337,7 +344,7 @@ def page(results: Sequence[Result]) -> str:
         for result in chosen:
             reasons.setdefault(result.note.replace(result.class_name, "the model"), []).append(result.name)
         if chosen:
-            text += f"\n## {title}\n\n"
+            text += f"\n## {title}\n\n{PREFACE.get(verdict, '')}"
         for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
             item = f"{', '.join(sorted(names))}: {reason}"
             text += textwrap.fill(item, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) + "\n"

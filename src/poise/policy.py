@@ -228,8 +228,8 @@ class Policy:
             self.base.set_attn_implementation("sdpa")
         if not self.packed and not trials.passes_agree(self):
             raise ModelError(
-                f"{name} keeps a state that responses to the same prompt cannot share, "
-                "as recurrent layers do; poise cannot train it yet"
+                f"{name}: responses to the same prompt, read together, do not get what each gets by itself, "
+                "as with recurrent layers; poise cannot train it yet"
             )
 
 
