@@ -6,6 +6,7 @@ import pytest
 import torch
 import verl_cpu
 from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 PAGE = (verl_cpu.SCALE.parents[1] / "docs/verl.md").read_text()
 LOSS, TRAINER = (OmegaConf.create(block) for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", PAGE))
@@ -15,6 +16,13 @@ LOSS, TRAINER = (OmegaConf.create(block) for block in re.findall(r"(?ms)^```yaml
 def _queue():
     with verl_cpu.queue():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """The trainer that the page registers is not there for other tests."""
+    yield
+    TRAINER_REGISTRY.pop("mine", None)
 
 
 @pytest.mark.parametrize("name", ["loss", "trainer", "mine"])

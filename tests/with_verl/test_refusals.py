@@ -10,7 +10,7 @@ from hydra.errors import InstantiationException
 from test_loss import actor, run
 from verl.workers.config import PolicyLossConfig
 
-from poise import Phase, regulators
+from poise import Phase, regulator, regulators
 from poise.integrations import doctor
 from poise.integrations.probe import CannotRegulateError, probe
 from poise.integrations.verl import RegulatedPolicyLoss
@@ -67,10 +67,11 @@ def test_refused_when_the_trainer_is_made(method, settings, message):
     ],
 )
 def test_what_can_be_done_is_not_refused(method, settings):
-    regulator = regulators.parse(method)
-    check_config(composed(method, settings), regulator, probe(regulator), method)
+    parsed = regulators.parse(method)
+    check_config(composed(method, settings), parsed, probe(parsed), method)
 
 
+@regulator
 def mine(batch):
     return [Phase.of(batch, batch.prob)]
 

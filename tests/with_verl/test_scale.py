@@ -9,7 +9,7 @@ import verl_cpu
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from poise import regulators
@@ -95,3 +95,4 @@ def test_the_page_shows_what_verl_takes():
     mine = OmegaConf.merge(base, {"trainer": {"v1": {"trainer_mode": "mine", "mine": {"regulator": "lopti"}}}})
     assert get_trainer_cls("mine")(mine).regulator == regulators.parse("lopti")
     assert issubclass(namespace["MyRegulatedTrainer"], namespace["MyTrainer"])
+    TRAINER_REGISTRY.pop("mine")  # other tests do not know it
