@@ -1,5 +1,7 @@
 """Advantages against hand-worked values."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -133,3 +135,23 @@ def test_differences_that_no_number_holds_are_refused():
         with pytest.raises(ValueError, match=r"rewards\[0\] = 3\.4e\+38: .* float32"):
             estimate(rewards, torch.zeros(3, dtype=torch.long))
     assert group_zscore(rewards, torch.zeros(3, dtype=torch.long)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
+@pytest.mark.parametrize("offset", [100.0, 1e6, 2.0**24, -(2.0**24), 2.0**100])
+def test_an_offset_of_all_rewards_does_not_drown_their_spread(name, offset):
+    step = 2.0 ** max(-10, math.frexp(offset)[1] - 24)  # what float32 can add to the offset
+    spread, groups = (
+        torch.tensor([0.0, 2.0, 4.0, 2.0, 2.0, 4.0, 2.0, 0.0, 6.0]) * step,
+        torch.zeros(9, dtype=torch.long),
+    )
+    found = ESTIMATES[name](spread + offset, groups)
+    expected = ESTIMATES[name](spread.double() + offset, groups).float()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_a_response_without_tokens_does_not_set_the_scale_of_the_others():
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0], [0, 0]])
+    found = reinforce_pp(torch.tensor([1.0, 0.0, 1.0, 1e38]), mask=mask)
+    assert torch.equal(found[:3], reinforce_pp(torch.tensor([1.0, 0.0, 1.0]), mask=mask[:3]))
+    assert found[3] == 0

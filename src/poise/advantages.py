@@ -5,7 +5,8 @@ be of equal size. A group of one has nothing to be compared with and is an error
 groups.
 
 Large rewards are divided by a power of two first, so that neither their sums nor their squares overflow. Such a
-division is exact: it changes no digit of the result.
+division is exact: it changes no digit of the result. The mean is taken off twice: where rewards are large and close
+together, its own rounding is as large as their spread, and the second time takes that off.
 """
 
 from __future__ import annotations
@@ -40,18 +41,20 @@ def reinforce_pp(
 
     With ``groups`` the group's mean is taken off first (the paper's "baseline" variant). With ``mask`` (B, T) the
     moments are over tokens, as in the paper's implementation, so that long responses count more; without it each
-    response counts once. A batch without spread gives exactly 0.
+    response counts once. A batch without spread gives exactly 0, and so does a response without a token.
     """
     rewards = _finite(rewards) if groups is None else group_centered(rewards, groups)
-    scale = _scale(rewards.abs().max()) if len(rewards) else 1.0
-    rewards = rewards / scale
     weight = torch.ones_like(rewards) if mask is None else (mask != 0).sum(1).to(rewards.dtype)
-    counted = rewards[weight > 0]
+    counted, times = rewards[weight > 0], weight[weight > 0]
     if len(counted) == 0 or bool(counted.max() == counted.min()):
         return torch.zeros_like(rewards)
-    mean = (rewards * weight).sum() / weight.sum()
-    variance = ((rewards - mean).square() * weight).sum() / weight.sum()
-    return (rewards - mean) * (variance + eps / scale / scale).rsqrt()
+    scale = _scale(counted.abs().max())
+    counted = counted / scale
+    for _ in range(2):
+        counted = counted - (counted * times).sum() / times.sum()
+    variance = (counted.square() * times).sum() / times.sum()
+    found = counted * (variance + eps / scale / scale).rsqrt()
+    return torch.zeros_like(rewards).masked_scatter_(weight > 0, found)
 
 
 def _finite(rewards: Tensor) -> Tensor:
@@ -93,9 +96,10 @@ def _centered(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     low = rewards.new_full((len(count),), torch.inf).scatter_reduce_(0, index, rewards, "amin")
     high = rewards.new_full((len(count),), -torch.inf).scatter_reduce_(0, index, rewards, "amax")
     scale = _scale(torch.maximum(low.abs(), high.abs()))[index]
-    rewards = rewards / scale
-    mean = _group_sum(rewards, index, len(count)) / count
-    return torch.where((low == high)[index], 0.0, rewards - mean[index]), scale, index, count
+    centered = rewards / scale
+    for _ in range(2):
+        centered = centered - (_group_sum(centered, index, len(count)) / count)[index]
+    return torch.where((low == high)[index], 0.0, centered), scale, index, count
 
 
 def _scale(size: Tensor) -> Tensor:
