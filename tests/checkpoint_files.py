@@ -6,10 +6,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def write(value):
+def write(value, *, weights=True):
     def fill(folder):
         (folder / "model").mkdir()
-        save_file({"w": torch.full((50,), float(value))}, folder / "model" / "model.safetensors")
+        if weights:
+            save_file({"w": torch.full((50,), float(value))}, folder / "model" / "model.safetensors")
         (folder / "state.json").write_text(json.dumps(value))
 
     return fill

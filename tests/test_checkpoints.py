@@ -37,12 +37,19 @@ def test_the_newest_are_kept(run):
     assert names(run.path / "checkpoints") == ["step-1000000"]
 
 
+def manifest(text):
+    return lambda folder: (folder / "manifest.json").write_text(text)
+
+
 DAMAGE = {
     "SHA-256": flip,
     "state.json is missing": lambda folder: (folder / "state.json").unlink(),
     "instead of": lambda folder: (folder / "state.json").write_text("20000"),
     "manifest.json is missing": lambda folder: (folder / "manifest.json").unlink(),
-    "manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text("[1]"),
+    "manifest.json is damaged": manifest("[1]"),
+    "json is damaged": manifest("[" * 100_000),
+    "is damaged": manifest('{"files": {"model/model.safetensors": {"size": Infinity, "sha256": ""}}}'),
+    "manifest.json does not name model/model.safetensors": manifest('{"files": {}}'),
 }
 
 
@@ -61,6 +68,13 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(run, why, caps
     DAMAGE[why](run.path / "checkpoints" / "step-000010")
     with pytest.raises(CheckpointError, match=r"(?s)step-000020 .*step-000010 .*begin again in another run=DIR"):
         run.load_checkpoint(read, say=said.append)
+
+
+def test_what_a_manifest_says_is_shown_as_text(run, capsys):
+    run.save_checkpoint(10, write(10))
+    manifest(r'{"files": {}, "step": "\u001b[31m"}')(run.save_checkpoint(20, write(20, weights=False)))
+    assert run.load_checkpoint(read) == (10, 10)
+    assert r"it is of step \x1b[31m" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_read_cannot_make_sense_of_counts_as_damaged(run):

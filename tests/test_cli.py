@@ -170,6 +170,7 @@ MISTAKES = {  # what was done to a run, and what --resume says
     "it has no config.json": lambda run: (run / "config.json").unlink(),
     "metrics.jsonl, line 1: this is not": write("metrics.jsonl", '{"a": 1}\n{"step": 2}\n'),
     "before.json cannot be read as JSON": write("before.json", ""),
+    "before.json does not hold the accuracy": write("before.json", '{"accuracy": 1, "table": {"greedy": 1}}'),
     "before.json is missing": lambda run: (run / "before.json").unlink(),
     "metrics up to step 2, but no checkpoint": lambda run: shutil.rmtree(run / "checkpoints"),
     "holds what poise diagnose measured": write("diagnose.json", "{}"),

@@ -1,6 +1,7 @@
 """What a person sees: plain lines without a terminal, and nothing a model wrote that acts on one."""
 
 import io
+import math
 import os
 import re
 
@@ -219,7 +220,8 @@ def test_curve(tmp_path):
     for i in (0, 30, 59):
         metrics[i]["eval/kk/avg@8"] = i / 60
     path = tmp_path / "plots" / "curve.png"
-    for case in (metrics, metrics[:1], [], [{"step": 1, "eval/$a_/avg@1": 0.5}]):
+    odd = [{"step": i, "reward/mean": value} for i, value in enumerate(["x", [1], 10**400, True, math.nan, 1.0])]
+    for case in (metrics, metrics[:1], [], [{"step": 1, "eval/$a_/avg@1": 0.5}], odd):
         curve(path, case, "AR $ with_ a stray \\dollar $")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in path.parent.iterdir()] == ["curve.png"]

@@ -43,6 +43,15 @@ def test_a_second_one_is_refused_and_told_who_the_first_is(tmp_path):
         pass
 
 
+def test_what_a_link_leads_to_is_not_emptied(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "x" / OWNER).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"owner.json is a link.*remove it first"), owned(tmp_path / "x", make=True):
+        pass
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 def test_a_killed_owner_holds_nothing(tmp_path):
     def hold():
         with owned(tmp_path, make=False):

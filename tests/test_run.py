@@ -97,6 +97,30 @@ def test_only_regular_files_are_replaced(tmp_path):
     assert names(tmp_path) == ["folder", "link", "pipe", "target"]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "environment.json", "curve.png", "checkpoints", "rollouts"])
+def test_a_run_is_not_resumed_through_a_link(run, tmp_path, name):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("precious") if "." in name else elsewhere.mkdir()
+    (run.path / name).symlink_to(elsewhere)
+    with pytest.raises(FileExistsError, match=f"{name} is a link.*link its whole folder"):
+        RunFolder.open(run.path)
+    RunFolder.open(run.path, resume=False)
+    assert elsewhere.is_dir() or elsewhere.read_text() == "precious"
+
+
+def test_a_run_may_be_reached_through_a_link(run, tmp_path):
+    (tmp_path / "link").symlink_to(run.path)
+    assert RunFolder.open(tmp_path / "link").config["seed"] == 3
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hold_a_run_up(run):
+    os.mkfifo(run.path / "before.json")
+    with pytest.raises(OSError, match=r"before.json is not a file"):
+        run.read_json("before.json")
+    with pytest.raises(FileExistsError, match=r"before.json is a link, a pipe or a device"):
+        RunFolder.open(run.path)
+
+
 # Metrics, rollouts
 
 
@@ -137,8 +161,9 @@ def test_a_torn_last_line_is_ignored_and_gone_once_resumed(run, torn):
     assert [record["step"] for record in run.metrics()] == [1, 2, 3]
 
 
-def test_a_broken_line_in_the_middle_is_an_error(run):
-    (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+@pytest.mark.parametrize("line", ['{"st', '{"step": 2, "a": ' + "[" * 100_000, '{"step": Infinity}'])
+def test_a_broken_line_in_the_middle_is_an_error(run, line):
+    (run.path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: this is not a JSON object"):
         run.metrics()
 

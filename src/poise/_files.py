@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
@@ -34,6 +34,21 @@ def _finite(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_finite(value) for value in data]
     return data
+
+
+def loads(text: bytes | str) -> Any:
+    """What a JSON text says. ValueError, and no other error, where it says nothing, be it nested without end."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says. OSError where it is no regular file: a pipe or a device may have no end."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is not a file")
+    return loads(path.read_bytes())
 
 
 def expand(path: str | Path) -> Path:
@@ -65,6 +80,16 @@ def check_output(path: Path) -> None:
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if not parent.is_dir():
         raise NotADirectoryError(f"{path}: {parent} is not a folder")
+
+
+def check_own(paths: Iterable[Path]) -> None:
+    """Raise where one of a run's files or folders is a link: what is done to it would be done to files elsewhere."""
+    for path in paths:
+        if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+            raise FileExistsError(
+                f"{path} is a link, a pipe or a device, and a run changes only files of its own: put the file or "
+                "folder itself in its place; to keep a run on another disk, link its whole folder"
+            )
 
 
 @contextmanager
@@ -144,13 +169,17 @@ def verify(folder: Path, within: str = "") -> dict[str, Any]:
     With ``within`` only the files of that folder inside it are read.
     """
     try:
-        about = dict(json.loads((folder / MANIFEST).read_bytes()))
+        about = dict(read_json(folder / MANIFEST))
         files = about.pop("files").items()
         expected = [(str(name), int(entry["size"]), str(entry["sha256"])) for name, entry in files]
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError(f"{MANIFEST} is damaged") from None
+    listed = {name for name, _, _ in expected}
+    for path in (folder / within).rglob("*.safetensors"):
+        if (name := path.relative_to(folder).as_posix()) not in listed:
+            raise ValueError(f"{MANIFEST} does not name {name}, so that nobody knows whether it is whole")
     for name, size, digest in expected:
         path = folder / name
         if within and not name.startswith(f"{within}/"):

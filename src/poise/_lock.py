@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,7 +46,7 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
 def _acquire(path: Path) -> int | None:
     """The handle that holds the lock; None where the file system has no locks."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = _open(path)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -63,6 +64,17 @@ def _acquire(path: Path) -> int | None:
     os.ftruncate(handle, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode() + b"\n")
+    return handle
+
+
+def _open(path: Path) -> int:
+    """A handle on a regular file, which what a link leads to is not: it would be emptied."""
+    if path.is_symlink():
+        raise FileExistsError(f"{path} is a link, and poise writes a file there: remove it first")
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise FileExistsError(f"{path} is a pipe or a device, and poise writes a file there: remove it first")
     return handle
 
 

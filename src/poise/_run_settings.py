@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from poise._errors import short
+from poise._files import read_json
 from poise._recipes import Document, merge
 from poise.config import Config, restore
 from poise.run import RunFolder
@@ -18,8 +18,8 @@ _MEASURED: Document = {"rollout": {"max_tokens": 512, "batch": 256}, "evaluation
 def is_run(model: str) -> bool:
     """Whether a folder is a run's, be it one that was stopped before its first checkpoint."""
     try:
-        found = json.loads((Path(model) / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = read_json(Path(model) / "config.json")
+    except (OSError, ValueError):
         return False
     return isinstance(found, dict) and "rollout" in found
 

@@ -170,7 +170,7 @@ def _report(run: str, summary: dict[str, Any]) -> None:
 def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     before, after = summary["before"], summary["after"]
     rows = []
-    for name in before["table"]:
+    for name in (name for name in before["table"] if name in after["table"]):
         old, new = before["table"][name], after["table"][name]
         rows.append(
             {

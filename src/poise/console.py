@@ -256,6 +256,11 @@ def visible(text: str) -> str:
     return "".join(c if c == "\n" or (c.isprintable() and c not in IGNORABLE) else _escape(c) for c in text)
 
 
+def complain(text: str) -> None:
+    """Say something on standard error."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
 def _escape(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
 

@@ -60,6 +60,16 @@ class Evaluation:
         return {f"eval/{self.task}/{name}": value for name, value in named.items()}
 
 
+def is_summary(found: Any) -> bool:
+    """Whether ``found``, read from a file, is what ``Evaluation.summary`` made, as far as anything reads it again."""
+    if not isinstance(found, dict) or not isinstance(found.get("table"), dict):
+        return False
+    rows = [row if isinstance(row, dict) else {} for row in found["table"].values()]
+    numbers = [*(row.get(key) for row in rows for key in ("value", "low", "high")), found.get("accuracy")]
+    counts = [found.get(key) for key in ("n", "samples")]
+    return all(type(count) is int for count in counts) and all(type(number) in (int, float) for number in numbers)
+
+
 def at_once(problems: int, samples: int) -> int:
     """How many responses ``evaluate`` asks an engine for in one call."""
     return min(problems, CHUNK) * samples

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from poise._files import replacing
 # Okabe and Ito's colours, told apart by colour-blind readers too; markers differ as well, for print without colour.
 BLUE = "#0072B2"
 HELD_OUT = [("#D55E00", "o"), ("#009E73", "s"), ("#CC79A7", "^"), ("#E69F00", "D"), ("#56B4E9", "v")]
+
+LARGEST = 1e300  # what can be drawn
 
 Points = list[tuple[float, float]]
 
@@ -67,8 +68,12 @@ def smooth(points: Points) -> Points:
 
 def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
     """The steps at which ``key`` was measured; null stands for what was not finite."""
-    found = [(float(record["step"]), record.get(key)) for record in metrics]
-    return [(step, float(value)) for step, value in found if value is not None and isfinite(value)]
+    found: list[tuple[Any, Any]] = [(record["step"], record.get(key)) for record in metrics]
+    return [(float(step), float(value)) for step, value in found if _drawable(step) and _drawable(value)]
+
+
+def _drawable(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 def _xy(points: Points) -> tuple[list[float], list[float]]:

@@ -22,7 +22,6 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -38,8 +37,11 @@ from poise._files import (
     MANIFEST,
     OLD,
     TEMPORARY,
+    check_own,
     dumps,
     expand,
+    loads,
+    read_json,
     remove,
     remove_leftovers,
     replacing,
@@ -49,9 +51,14 @@ from poise._files import (
 )
 from poise._lock import OWNER
 from poise._user_code import asks_for_code
+from poise.console import complain
 
 T = TypeVar("T")
 _STEP = r"step-(\d{6,})"
+_OWN = (
+    *("config.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "curve.png"),
+    *("rollouts", "tokens", "checkpoints"),
+)
 _COPY = "put the file back from a copy"
 ASIDE = "set-aside-"  # a checkpoint that could not be read, and that the run went on without
 
@@ -62,10 +69,6 @@ class DamagedError(ValueError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or none could be read. The message says how to go on."""
-
-
-def _complain(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class RunFolder:
@@ -111,6 +114,7 @@ class RunFolder:
         if resume and (run.path / "diagnose.json").exists():
             raise FileExistsError(f"{run.path} holds what poise diagnose measured: there is nothing to go on with")
         if resume:
+            check_own(run.path / name for name in _OWN)
             for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):
                 remove_leftovers(folder)
             run._keep_lines(lambda _: True)
@@ -153,8 +157,8 @@ class RunFolder:
         """What ``write_json`` wrote; None where it has not yet."""
         path = self.path / name
         try:
-            return json.loads(path.read_bytes()) if path.exists() else None
-        except (ValueError, RecursionError):
+            return read_json(path) if path.exists() else None
+        except ValueError:
             raise DamagedError(f"{path} cannot be read as JSON: {_COPY}") from None
 
     # Metrics
@@ -184,9 +188,9 @@ class RunFolder:
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                record = dict(json.loads(line))
+                record = dict(loads(line))
                 records.append((line + b"\n", {**record, "step": int(record["step"])}))
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, OverflowError):
                 if number == len(lines) and not torn:  # after a power cut the last line may be whole in length only
                     break
                 why = f"this is not a JSON object with a step: {line[:60]!r}"
@@ -269,7 +273,7 @@ class RunFolder:
         return folder
 
     def load_checkpoint(
-        self, read: Callable[[Path], T], *, say: Callable[[str], None] = _complain
+        self, read: Callable[[Path], T], *, say: Callable[[str], None] = complain
     ) -> tuple[int, T] | None:
         """The newest checkpoint that is whole and that ``read`` can read, with its step; None if there is none yet.
 
@@ -315,7 +319,7 @@ class RunFolder:
         """The steps that have a checkpoint, oldest first."""
         return _steps(self._checkpoints, "")
 
-    def rewind(self, step: int, *, say: Callable[[str], None] = _complain) -> None:
+    def rewind(self, step: int, *, say: Callable[[str], None] = complain) -> None:
         """Forget what came after ``step``, so that a run resumed there ends as one that was never interrupted.
 
         A later checkpoint, one that could not be read, is not removed but renamed to ``set-aside-…``. Metrics that are
@@ -323,13 +327,11 @@ class RunFolder:
         """
         self._keep_lines(lambda record: record["step"] <= step)
         logged = [record["step"] for record in self.metrics()]
-        if logged != list(range(1, step + 1)):
-            lost = sorted(set(range(1, step + 1)) - set(logged))
-            what = (
-                f"has no line for {len(lost)} steps, the first is {lost[0]}"
-                if lost
-                else "has steps twice, or unordered"
-            )
+        if len(logged) != step or logged != list(range(1, step + 1)):
+            there = set(logged)
+            first = next((s for s in range(1, step + 1) if s not in there), None)
+            lost = step - sum(1 <= s <= step for s in there)
+            what = f"has no line for {lost} steps, the first is {first}" if lost else "has steps twice, or unordered"
             say(f"{self._metrics} {what}: training goes on, curves stay like that; to mend it, stop and {_COPY}")
         for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
             remove(self._rollouts / f"{_name(later)}.jsonl.gz")

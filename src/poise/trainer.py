@@ -24,7 +24,7 @@ from poise._recipes import merge
 from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.console import Console
-from poise.evaluate import Evaluation, at_once, held_out
+from poise.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.masters import Masters
 from poise.memory import OutOfMemoryError
 from poise.optimizer_state import optimizer_tensors, restore_optimizer
@@ -306,6 +306,11 @@ class Trainer:
                 )
             kept = self._held_out(console).summary()
             self.folder.write_json("before.json", kept)
+        if not is_summary(kept):
+            raise TrainError(
+                f"{self.folder.path}/before.json does not hold the accuracy before training as poise writes it: put "
+                "the file back from a copy, or begin again in another run=DIR"
+            )
         return kept
 
     def _reached(self, metrics: dict[str, float], console: Console) -> bool:
