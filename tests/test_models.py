@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import COMMON, Words, prompts, responses
+from tiny_models import ARCHITECTURES, COMMON, Words, prompts, responses
 
 from poise import rope, trials
 from poise.policy import ModelError, Policy, load_policy
@@ -154,6 +154,28 @@ class TestRotaryEmbeddingsThatChangeWithLength:
         choose(Policy(build("longrope"), Words(), longest=64), note=said.append)
         assert len(said) == 1
         assert "64 tokens" in said[0]
+
+
+class Capped(transformers.LlamaForCausalLM):
+    """A cap on the logits that no field of the configuration tells of."""
+
+    cap = 15.0
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = self.cap * torch.tanh(out.logits / self.cap)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [15.0, 100.0])
+def test_a_cap_that_poise_does_not_know_is_found_out_on_small_logits(cap, dtype):
+    torch.manual_seed(0)
+    model = Capped(ARCHITECTURES["llama"]()).eval()
+    assert model(input_ids=torch.arange(1, 5)[None]).logits.abs().max() < 1  # the cap changes nothing there
+    model.cap = cap
+    with pytest.raises(ModelError, match="between trunk and head"):
+        Policy(model.to(dtype), Words())
 
 
 class TestWindows:

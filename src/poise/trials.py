@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size")
 SHORT = 3  # tokens in a shortened window
+LARGE_LOGIT = 300.0  # far above any cap in use, far below what float16 holds
 
 
 @contextmanager
@@ -63,11 +64,36 @@ def _some(names: Sequence[str], shown: int = 3) -> str:
 
 @torch.no_grad()
 def head_fits(policy: Policy) -> bool:
-    """Whether ``head(trunk(x))`` is the model's own output."""
+    """Whether ``head(trunk(x))`` is the model's own output, for the states as they are and for larger ones.
+
+    A cap leaves small logits as they are, and those of a few tokens may all be small. Training makes them grow.
+    """
     ids = torch.arange(1, 5, device=policy.device)[None] % policy.head().vocabulary
     states = policy.trunk(input_ids=ids, use_cache=False).last_hidden_state
     ours, theirs = policy.head()(states[0]).float(), policy.model(input_ids=ids, use_cache=False).logits[0].float()
-    return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max()))
+    if not _same_logits(ours, theirs, policy.head().weight.dtype):
+        return False
+    seen: list[Tensor] = []
+    product = states[0] @ policy.head().weight.T.to(states.dtype)
+    factor = LARGE_LOGIT / float(product.abs().max().clamp(min=0.5))
+
+    def enlarge(_module: nn.Module, _inputs: object, output: Any) -> None:
+        if hasattr(output, "last_hidden_state"):
+            output.last_hidden_state = output.last_hidden_state * factor
+            seen.append(output.last_hidden_state[0])
+
+    hook = policy.trunk.register_forward_hook(enlarge)
+    try:
+        theirs = policy.model(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        hook.remove()
+    # A model may run its trunk in parts, past the hook (OPT): then this cannot be tried.
+    return not seen or _same_logits(policy.head()(seen[0]).float(), theirs, policy.head().weight.dtype)
+
+
+def _same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
+    allowed = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-3
+    return torch.allclose(ours, theirs, rtol=allowed, atol=allowed * float(theirs.abs().max()))
 
 
 @torch.no_grad()
