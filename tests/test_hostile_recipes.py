@@ -32,6 +32,11 @@ HOSTILE = {
     "a number that is none": ("steps: 3\nseed: !!int x\n", r"mine\.yaml, line 2: cannot read the value 'x'"),
     "a date that is none": ("steps: !!timestamp x\n", r"mine\.yaml, line 1: cannot read the value 'x'"),
     "a truth that is none": ("steps: !!bool x\n", r"mine\.yaml, line 1: cannot read the value 'x'"),
+    "phases without end": ("regulator: grpo(passes=1000000000)", "passes must be between 1 and 100, got 1000000000"),
+    "phases that multiply": (f"regulator: {'|'.join(['lopti'] * 600)}", "600 regulators make .* phases together"),
+    "passes that multiply": ("regulator: grpo(passes=11)|grpo(passes=10)", "make 110 phases together.*at most 100 are"),
+    "no function": ("regulator: poise.regulators.base:Function('x')", "a regulator is a callable .*, got 'x'"),
+    "no regulator": ("regulator: poise.regulators.base:Compose(())", "a composition needs at least one regulator"),
     "half a character": ('run: "\\ud800"\n', "run = '.ud800': must be a valid string"),
     "no file name": ('run: "a\\0b"\n', "run = 'a.x00b': must not contain the character NUL"),
 }  # fmt: skip

@@ -228,6 +228,13 @@ def test_composition_is_associative_and_gathers_needs_and_reports():
     assert "flagged_share" in phase.metrics
 
 
+def test_phases_of_ones_own_that_multiply_have_an_end():
+    many = regulators.parse(lambda batch: [Phase.of(batch, name=str(i)) for i in range(11)])
+    with pytest.raises(ValueError, match="make 121 phases together"):
+        (many | many)(random_batch())
+    assert regulators.parse("lopti | grpo(passes=3) | random-split").phase_count == 12
+
+
 def test_plain_callables_compose_on_either_side():
     def half(batch):
         return [Phase.of(batch, 0.5)]

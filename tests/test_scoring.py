@@ -3,13 +3,15 @@
 import re
 import threading
 
+import numpy as np
 import pytest
+import torch
 from tiny_models import prompts, tiny
 
 from poise.rollout.cached import CachedEngine
 from poise.rollout.native import NativeEngine
 from poise.scoring import Scoring
-from poise.tasks import Problem, Score
+from poise.tasks import Problem, Score, TaskError, draw
 from poise.tasks.base import RewardError, judge
 
 
@@ -88,3 +90,51 @@ def test_a_reward_that_float32_cannot_average_is_refused(reward):
     refusal = rf"is {re.escape(str(reward))} \(problem 7\): rewards must be finite, and between -1e\+30"
     with pytest.raises(RewardError, match=refusal):
         judge(task, Problem("7", "", "", {}), "")
+
+
+@pytest.mark.parametrize(
+    ("score", "refusal"),
+    [
+        (None, "must be a poise.tasks.Score"),
+        (1.0, "must be a poise.tasks.Score"),
+        (Score(None, False), "reward must be a number, got None"),
+        (Score("1", False), "reward must be a number, got '1'"),
+        (Score(torch.ones(2), False), "reward must be a number"),
+        (Score(1.0, None), "correct must be True or False, got None"),
+        (Score(1.0, "no"), "correct must be True or False, got 'no'"),
+        (Score(1.0, torch.ones(2)), "ambiguous"),
+        (Score(1.0, True, None), "parts must be a dict"),
+        (Score(1.0, True, {"format": "x"}), r"parts\['format'\] must be a number"),
+        (Score(1.0, True, {}, [1]), "answer must be text or None"),
+    ],
+)
+def test_a_score_of_other_types_is_refused(score, refusal):
+    task = Lengths(concurrent=False)
+    task.score = lambda *_: score
+    with pytest.raises(RewardError, match=rf"the score of task 'lengths' \(problem 7\): .*{refusal}"):
+        judge(task, Problem("7", "", "", {}), "")
+
+
+@pytest.mark.parametrize("number", [np.float32(1), np.bool_(True), np.int64(1), torch.tensor(1.0), True, 1])
+def test_numbers_of_other_libraries_become_pythons_own(number):
+    task = Lengths(concurrent=False)
+    task.score = lambda *_: Score(number, number, {"format": number})
+    found = judge(task, Problem("7", "", "", {}), "")
+    assert found == Score(1.0, True, {"format": 1.0})
+    assert [type(value) for value in (found.reward, found.correct, found.parts["format"])] == [float, bool, float]
+
+
+def test_problems_that_end_or_have_no_text_are_refused():
+    class Few(Lengths):
+        prompt = "question"
+
+        def problems(self, *_):
+            return iter([Problem("7", self.prompt, "1", {})])
+
+    task = Few(concurrent=False)
+    assert len(draw(task, "train", 0, 1)) == 1
+    with pytest.raises(TaskError, match=r"'lengths' has 1 problems of split train, and 2 are asked for"):
+        draw(task, "train", 0, 2)
+    task.prompt = 3
+    with pytest.raises(TaskError, match=r"prompt of problem 7 must be text, got 3"):
+        draw(task, "train", 0, 1)

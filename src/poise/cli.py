@@ -64,7 +64,7 @@ def explained() -> Iterator[None]:
     from poise.config import ConfigError
     from poise.policy import ModelError
     from poise.run import CheckpointError, DamagedError
-    from poise.tasks import RewardError
+    from poise.tasks import TaskError
     from poise.tracking import TrackerError
     from poise.trainer import TrainError
 
@@ -72,7 +72,7 @@ def explained() -> Iterator[None]:
         yield
     except (ConfigError, ModelError, CheckpointError, DamagedError, OSError) as error:
         fail(error)
-    except (RewardError, TrainError, TrackerError) as error:
+    except (TaskError, TrainError, TrackerError) as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from poise.config import Config
@@ -13,7 +12,7 @@ from poise.rollout.base import Engine
 from poise.rollout.limits import encode_problem
 from poise.scoring import Scoring
 from poise.statistics import ProblemResult, summarise
-from poise.tasks import Problem, Score, Task
+from poise.tasks import Problem, Score, Task, draw
 
 CHUNK = 64  # problems between two reports of progress
 
@@ -94,7 +93,7 @@ def evaluate(
 
     The same seed gives the same problems and the same random numbers, so that two policies are compared on equal terms.
     """
-    asked = list(islice(task.problems("test", seed), problems))
+    asked = draw(task, "test", seed, problems)
     prompts = [encode_problem(policy, problem, max_tokens, max_prompt) for problem in asked]
     sampled: list[ProblemResult] = []
     greedy: list[ProblemResult] = []

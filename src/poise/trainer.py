@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from poise.rollout.limits import check_settings, encode_problem
 from poise.run import RunFolder
 from poise.scoring import Scoring
 from poise.stopping import Stopper
-from poise.tasks import Problem, Score, Task
+from poise.tasks import Problem, Score, Task, draw
 from poise.tracking import open_trackers
 from poise.update import NotFiniteError, score_all, update
 
@@ -174,7 +173,7 @@ class Trainer:
         config, clock = self.config, Clock()
         seed = _seed(config.seed, step)
         with clock("problems"):
-            problems = list(islice(self.task.problems("train", seed), config.prompts))
+            problems = draw(self.task, "train", seed, config.prompts)
             prompts = [self._encode(problem) for problem in problems]
             asked = [problem for problem in problems for _ in range(config.group)]
         with Scoring(self.policy, self.task, asked) as scoring:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from poise.rollout.forecast import announce
 from poise.rollout.limits import check_settings, encode_problem
 from poise.run import RunFolder
 from poise.scoring import Scoring
-from poise.tasks import Problem, Score, Task
+from poise.tasks import Problem, Score, Task, draw
 from poise.trainer import ADVANTAGES
 from poise.update import score_all, update
 
@@ -155,7 +154,7 @@ def diagnose(
 def sample(policy: Policy, engine: Engine, task: Task, config: Config, seed: int) -> Sampled:
     """A batch as the trainer draws it, with hidden states for whoever asks."""
     drawn = 1_000_003 * (config.seed + 1) + seed
-    problems = list(islice(task.problems("train", drawn), config.prompts))
+    problems = draw(task, "train", drawn, config.prompts)
     asked = [problem for problem in problems for _ in range(config.group)]
     settings = config.rollout
     prompts = [encode_problem(policy, problem, settings.max_tokens, settings.max_prompt) for problem in problems]

@@ -6,15 +6,17 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from poise._errors import unknown
+from poise._errors import short, unknown
 from poise._user_code import F, mark
 from poise.batch import Phase, TokenBatch
 
+MOST_PHASES = 100  # of one regulator: each is a whole pass of the update, with weights for every token
 _WHAT = {
     "groups": "(B,) integers, the same for responses to the same prompt",
     "correct": "(B,) bool, the verifier's verdict",
@@ -34,6 +36,11 @@ class Regulator(ABC):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def phase_count(self) -> int:
+        """How many phases it returns, where that is known before it is called: at least so many."""
+        return 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -78,12 +85,28 @@ class Compose(Regulator):
         flat = [p for part in self.parts for p in (part.parts if isinstance(part, Compose) else (part,))]
         object.__setattr__(self, "parts", tuple(flat))
         object.__setattr__(self, "needs", frozenset[str]().union(*(part.needs for part in flat)))
+        if not flat:
+            raise ValueError("a composition needs at least one regulator")
+        self._check(self.phase_count)
+
+    @property
+    def phase_count(self) -> int:
+        """The phases of all parts, multiplied out."""
+        return prod(part.phase_count for part in self.parts)
+
+    def _check(self, count: int) -> None:
+        if count > MOST_PHASES:
+            raise ValueError(
+                f"{len(self.parts)} regulators make {short(count)} phases together, each a whole pass of the update: "
+                f"at most {MOST_PHASES} are allowed"
+            )
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Every combination of the parts' phases; the first part varies slowest."""
         made = self.parts[0](batch)
         for part in self.parts[1:]:
             right = part(batch)
+            self._check(len(made) * len(right))
             made = [_product(a, b) for a in made for b in right]
         return made
 
@@ -101,6 +124,8 @@ class Function(Regulator):
     settings: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"a regulator is a callable from TokenBatch to phases, got {short(self.function)}")
         object.__setattr__(self, "needs", frozenset(getattr(self.function, "needs", ())))
 
     def phases(self, batch: TokenBatch) -> list[Phase]:

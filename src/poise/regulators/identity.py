@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from poise._errors import check_range
 from poise.batch import Phase, TokenBatch
-from poise.regulators.base import Regulator
+from poise.regulators.base import MOST_PHASES, Regulator
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,12 @@ class Identity(Regulator):
     def __post_init__(self) -> None:
         if not isinstance(self.passes, int):
             raise TypeError(f"grpo: passes must be a whole number, got {self.passes!r}")
-        check_range("grpo", "passes", self.passes, 1)
+        check_range("grpo", "passes", self.passes, 1, MOST_PHASES)
+
+    @property
+    def phase_count(self) -> int:
+        """``passes``."""
+        return self.passes
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Ones, ``passes`` times."""

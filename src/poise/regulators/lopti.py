@@ -29,6 +29,11 @@ class Lopti(Regulator):
         check_range("lopti", "threshold", self.threshold, 0.0)
         check_choice("lopti", "order", self.order, ("low-first", "high-first"))
 
+    @property
+    def phase_count(self) -> int:
+        """Two."""
+        return 2
+
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Always two, "low" and "high", even where one of them has no token."""
         low = batch.mask & (batch.prob < self.threshold)

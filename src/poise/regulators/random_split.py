@@ -23,6 +23,11 @@ class RandomSplit(Regulator):
     def __post_init__(self) -> None:
         check_range("random-split", "share", self.share, 0.0, 1.0)
 
+    @property
+    def phase_count(self) -> int:
+        """Two."""
+        return 2
+
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Exactly ``round(share · N)`` of the N tokens first, then the others."""
         count = int(batch.mask.sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from poise.policy import ModelError, Policy
+from poise.policy import ModelError, Policy, first_line
 from poise.prompts import PromptError
 from poise.tasks import Problem
 
@@ -55,6 +55,11 @@ def encode_problem(policy: Policy, problem: Problem, max_tokens: int, max_prompt
         ids = policy.encode(problem.prompt)
     except PromptError as error:
         raise ModelError(f"problem {problem.id}: {error}") from error
+    except Exception as error:  # a chat template is a program of the model's, and may raise anything
+        raise ModelError(
+            f"problem {problem.id}: the model's tokenizer or chat template fails on its prompt "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from error
     if max_prompt is not None and len(ids) > max_prompt:
         raise ModelError(
             f"the prompt of problem {problem.id} has {len(ids)} tokens, more than rollout.max_prompt={max_prompt}: "

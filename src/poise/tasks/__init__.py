@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from poise._errors import unknown
-from poise.tasks.base import SPLITS, Demonstrates, Problem, RewardError, Score, Split, Task, judge
+from poise.tasks.base import SPLITS, Demonstrates, Problem, RewardError, Score, Split, Task, TaskError, draw, judge
 from poise.tasks.knights_knaves import KnightsKnaves
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -23,6 +23,8 @@ __all__ = [
     "Score",
     "Split",
     "Task",
+    "TaskError",
+    "draw",
     "get",
     "judge",
     "names",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from poise._errors import check_choice
+from poise._errors import check_choice, short
 
 Split = Literal["train", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -63,24 +64,72 @@ class Demonstrates(Protocol):
         ...
 
 
-class RewardError(RuntimeError):
-    """A verifier that raised, or whose reward is not a finite number."""
+class TaskError(RuntimeError):
+    """A task that does not do what ``Task`` asks of it."""
+
+
+class RewardError(TaskError):
+    """A verifier that raised, or whose score is not made of finite numbers and a verdict."""
+
+
+def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
+    """The first ``count`` problems, or an error that says what is wrong with them."""
+    found = list(islice(task.problems(split, seed), count))
+    if len(found) < count:
+        raise TaskError(
+            f"task {task.name!r} has {len(found)} problems of split {split}, and {count} are asked for: problems must "
+            "not end; begin again with the first, shuffled by the seed"
+        )
+    for problem in found:
+        texts = {name: getattr(problem, name, None) for name in ("prompt", "difficulty")}
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                what = f"{name} of problem {getattr(problem, 'id', problem)}"
+                raise TaskError(f"task {task.name!r}: {what} must be text, got {short(text)}")
+    return found
 
 
 def judge(task: Task, problem: Problem, text: str) -> Score:
-    """``task.score``, with an error that says on which problem it went wrong."""
+    """``task.score`` in plain Python numbers, with an error that says on which problem it went wrong."""
     try:
         score = task.score(problem, text)
     except Exception as error:
         raise RewardError(
             f"the reward of task {task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
         ) from error
+    try:
+        score = _plain(score)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(f"the score of task {task.name!r} (problem {problem.id}): {error}") from error
     if not abs(score.reward) <= LARGEST_REWARD:
         raise RewardError(
             f"the reward of task {task.name!r} is {score.reward} (problem {problem.id}): "
             f"rewards must be finite, and between {-LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
         )
     return score
+
+
+def _plain(score: Any) -> Score:
+    """The score with numbers of Python's own: verifiers compute with numpy and torch, whose numbers JSON lacks."""
+    if not isinstance(score, Score):
+        raise TypeError(f"must be a poise.tasks.Score(reward, correct), got {short(score)}")
+    if isinstance(score.correct, str) or score.correct not in (True, False):
+        raise TypeError(f"correct must be True or False, got {short(score.correct)}")
+    if not isinstance(score.parts, Mapping):
+        raise TypeError(f"parts must be a dict of numbers, got {short(score.parts)}")
+    if not isinstance(score.answer, Hashable):
+        raise TypeError(f"answer must be text or None, got {short(score.answer)}")
+    parts = {str(name): _number(f"parts[{name!r}]", value) for name, value in score.parts.items()}
+    return Score(_number("reward", score.reward), bool(score.correct), parts, score.answer)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise TypeError(f"{name} must be a number, got {short(value)}")
 
 
 def check_split(split: str) -> None:
