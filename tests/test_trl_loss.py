@@ -88,11 +88,37 @@ def own_forward(_self, model, inputs):
     return model(input_ids=inputs["completion_ids"]).logits.mean() * inputs["advantages"].sum()
 
 
+def clipped(self, model, inputs, width):
+    """The clipped objective; ``width`` of the advantages is how far a ratio may go."""
+    mask, advantages = inputs["completion_mask"] * inputs.get("tool_mask", 1), inputs["advantages"]
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    ratio = (tokens(self, model, inputs) - inputs["old_per_token_logps"]).exp()
+    bounded = torch.maximum(torch.minimum(ratio, 1 + width(advantages)), 1 - width(advantages))
+    return -(torch.minimum(ratio * advantages, bounded * advantages) * mask).sum() / mask.sum()
+
+
+def clips_by_advantage(self, model, inputs):
+    return clipped(self, model, inputs, lambda advantages: 0.2 / (1 + advantages.abs()))
+
+
+def kl_beside_advantages(self, model, inputs):
+    """A KL term for tokens with an advantage alone: those with a weight of 0 would lose theirs."""
+    new, advantages = tokens(self, model, inputs), inputs["advantages"]
+    counts = (advantages[:, None] if advantages.dim() == 1 else advantages) != 0
+    kl = (new - inputs["ref_per_token_logps"]).square() * counts * inputs["completion_mask"]
+    return STOCK._compute_loss(self, model, inputs) + kl.mean()
+
+
+def bounded(self, model, inputs):
+    return STOCK._compute_loss(self, model, inputs | {"advantages": inputs["advantages"].clamp(-3, 3)})
+
+
 BROKEN = {
     sequence_level: "not in proportion to its own advantage, or depends on those of others",
     mean_advantage: "not in proportion",
     normalised: "not in proportion|comes? as",
     signs: "not in proportion",
+    kl_beside_advantages: "not in proportion",
     responses_only: r"fails on advantages of shape \(B, T\), with RuntimeError|changes when",
     no_advantages: "does not depend on the advantages",
     own_forward: "elsewhere than self._get_per_token_logps_and_entropies",
@@ -104,6 +130,20 @@ def test_a_loss_that_does_not_weight_tokens_is_refused(loss, made):
     with pytest.raises(CannotRegulateError, match=BROKEN[loss]) as caught:
         check(made, loss)
     assert "cannot be regulated by ar" in str(caught.value)
+
+
+def test_a_loss_that_breaks_the_rule_only_where_it_clips_is_refused(made):
+    many = {name: value.repeat_interleave(16, 0) if value.dim() else value for name, value in made[1].items()}
+    assert check(made, lambda *given: clipped(*given, lambda advantages: 0.2 * torch.ones_like(advantages)), many)
+    with pytest.raises(CannotRegulateError, match="not in proportion"):
+        check(made, clips_by_advantage, many)
+
+
+def test_a_bound_on_advantages_is_refused_where_the_batch_reaches_it(made):
+    assert check(made, bounded)
+    large = made[1]["advantages"] / made[1]["advantages"].abs().max() * 6
+    with pytest.raises(CannotRegulateError, match="not in proportion"):
+        check(made, bounded, made[1] | {"advantages": large})
 
 
 def test_stock_at_the_level_of_sequences_is_refused(made, monkeypatch):

@@ -64,7 +64,9 @@ class _Stand:
         ratio = {"importance_sampling_ratio"} & inputs.keys()  # real ones may be 0 for a whole batch
         made_up = dict.fromkeys(known, self.near) | {field: torch.ones_like(inputs[field]) for field in ratio}
         self.inputs = inputs | made_up
-        self.tokens = _Tokens(trainer, self.near + self.random(-0.01, 0.01), self.random(0.1, 2.0))
+        # Half of the tokens as in a first update, half so far off that the loss clips: there it must keep the rule too.
+        moved = torch.where(self.random(0, 1) > 0.5, self.random(-0.01, 0.01), self.random(-0.4, 0.4))
+        self.tokens = _Tokens(trainer, self.near + moved, self.random(0.1, 2.0))
 
     def random(self, low: float, high: float) -> Tensor:
         """(B, T) uniform numbers, the same on every device."""
@@ -113,7 +115,8 @@ class _Tokens:
 def _fault(stand: _Stand, *, masks: bool) -> str | None:
     """What is wrong; "" if nothing is, None if this batch cannot tell."""
     mask, inputs = stand.mask, stand.inputs
-    rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device)
+    reach = inputs["advantages"].abs().max().clamp(min=2) / 2  # weighted, they are as large as the batch's own
+    rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device) * reach
     ones = rows[:, None].expand(mask.shape).contiguous()
     try:
         own = stand.gradient(ones if inputs["advantages"].dim() == 2 else rows)
