@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from test_cli import SMALL, fails, poise
 
 from poise import _user_code
 from poise.config import ConfigError, load, restore
+from poise.policy import EMBEDDED
 
 SPY = "from pathlib import Path\nPath('ran').touch()\n"
 MINE = (
@@ -84,6 +86,13 @@ def test_the_code_of_a_foreign_runs_model_needs_consent():
         ('{"base_model_name_or_path": ', "adapter_model.safetensors", "names no model"),
         ("[]", "adapter_model.safetensors", "names no model"),
         ('{"base_model_name_or_path": "adapter"}', "adapter_model.safetensors", "on top of itself"),
+        ('{"base_model_name_or_path": "embedded"}', "adapter_model.safetensors", "the adapter cannot be loaded"),
+        ("[" * 100_000, "adapter_model.safetensors", "names no model"),
+        (
+            '{"base_model_name_or_path": "embedded", "megatron_config": {"a": 1}, "megatron_core": "spy_module"}',
+            "adapter_model.safetensors",
+            "asks for code of Megatron's",
+        ),
     ],
 )
 def test_a_foreign_adapter_is_not_unpickled(config, weights, message):
@@ -91,6 +100,34 @@ def test_a_foreign_adapter_is_not_unpickled(config, weights, message):
     Path("adapter/adapter_config.json").write_text(config)
     Path("adapter", weights).write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     assert message in fails("eval", "adapter")
+    assert not Path("ran").exists()
+
+
+HARMED = {  # a file of a model, what it holds, and what is said
+    "attention from a repository": (
+        "config.json", {"_attn_implementation": "kernels-community/x"}, "asks for attention from kernels-community/x"
+    ),
+    "code of its own": (
+        "config.json", {"auto_map": {"AutoConfig": "spy_module.Mine"}, "model_type": "spy"}, "contains custom code"
+    ),
+    "a name that is none": ("config.json", {"hidden_act": "os.system"}, "the model cannot be loaded"),
+    "no heads": ("config.json", {"num_attention_heads": 0}, "its tokenizer or its config.json cannot be loaded"),
+    "settings without end": ("config.json", "[" * 100_000, "its tokenizer or its config.json cannot be loaded"),
+    "a tokenizer without end": ("tokenizer.json", "[" * 100_000, "its tokenizer or its config.json cannot be loaded"),
+    "weights that are none": ("model.safetensors", "x" * 1000, "the model cannot be loaded"),
+    "a template that fails": ("chat_template.jinja", "{{ raise_exception('no') }}", "template fails on its prompt"),
+    "a template that looks around": ("chat_template.jinja", "{{ ''.__class__.__mro__ }}", "SecurityError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMED)
+def test_a_foreign_model_runs_no_code_and_is_refused_with_a_sentence(name):
+    shutil.copytree(EMBEDDED, "model")
+    shutil.copy("spy_module.py", "model")
+    file, text, message = HARMED[name]
+    path = Path("model", file)
+    path.write_text(text if isinstance(text, str) else json.dumps(json.loads(path.read_text()) | text))
+    assert message in fails("eval", "model", "--device", "cpu")
     assert not Path("ran").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Collection, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from poise import attention, memory, rope, trials
-from poise._files import MANIFEST, expand
+from poise._files import MANIFEST, expand, read_json
 from poise._loading import add_adapter, progress_bars
 from poise.compiled import can_compile, compile_layers
 from poise.head import Head, token_logp
@@ -297,21 +296,24 @@ def load_policy(
     common = {"trust_remote_code": remote_code}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **common)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers raises what it trips over
         if folder.is_dir():
             raise ModelError(
-                f"{name}: this folder has no tokenizer that can be loaded; "
-                "save one into it with tokenizer.save_pretrained(folder)"
+                f"{name}: its tokenizer or its config.json cannot be loaded ({first_line(error)}); a tokenizer is "
+                "saved into this folder with tokenizer.save_pretrained(folder)"
             ) from error
         raise ModelError(
             f"{name}: neither a folder here nor a model that could be fetched ({first_line(error)})"
         ) from error
     try:
+        _check_attention(name, transformers.AutoConfig.from_pretrained(place, **common), remote_code)
         with progress_bars(sys.stderr.isatty()):
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 place, dtype=kind, use_safetensors=True, output_loading_info=True, **common
             )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any kind: the files may be damaged, or made to do harm
         raise ModelError(f"{name}: the model cannot be loaded ({first_line(error)})") from error
     _check_weights(name, model, report["missing_keys"])
     if lora is not None:  # before it goes to its device, so that the same seed means the same adapter on each
@@ -319,6 +321,16 @@ def load_policy(
     model.to(where)
     model.eval()  # no dropout: the probabilities of sampling and of the update must be of one policy
     return Policy(model, tokenizer, compiled=can_compile(where) if compiled is None else compiled, longest=longest)
+
+
+def _check_attention(name: str, config: Any, remote_code: bool) -> None:
+    """Refuse attention by the name of a repository: transformers would fetch it there, and run it."""
+    asked = str(getattr(config, "_attn_implementation", None))
+    if "/" in asked and not remote_code:
+        raise ModelError(
+            f"{name}: its config.json asks for attention from {asked}, which is code of somebody else's: take "
+            "attn_implementation out of it, or, if you trust that code, set remote_code=true"
+        )
 
 
 def _check_weights(name: str, model: nn.Module, missing: Collection[str] = ()) -> None:
@@ -350,11 +362,16 @@ def _load_adapter(folder: Path, **settings: Any) -> Policy:
         policy = load_policy(base, **settings)
     except RecursionError:
         raise ModelError(f"{folder}: this adapter is one on top of itself (base_model_name_or_path)") from None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Found missing adapter keys")  # that is refused below
-        adapted = peft.PeftModel.from_pretrained(policy.model, folder)
-    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        missing = peft.get_peft_model_state_dict(adapted).keys() - file.keys()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # that is refused below
+            adapted = peft.PeftModel.from_pretrained(policy.model, folder)
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            missing = peft.get_peft_model_state_dict(adapted).keys() - file.keys()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # peft raises what it trips over
+        raise ModelError(f"{folder}: the adapter cannot be loaded ({first_line(error)})") from error
     _check_weights(str(folder), adapted, missing)
     merged = adapted.merge_and_unload()
     merged.requires_grad_(True)  # peft had frozen the model under the adapter
@@ -367,11 +384,14 @@ def _adapted(folder: Path) -> str:
     if not (folder / "adapter_model.safetensors").is_file():
         raise ModelError(f"{folder}: this adapter has no adapter_model.safetensors, and nothing else is loaded")
     try:
-        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        found = read_json(folder / "adapter_config.json")
+        base = found["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
         base = None
     if not isinstance(base, str):
         raise ModelError(f"{folder / 'adapter_config.json'} names no model (base_model_name_or_path): put back a copy")
+    if found.get("megatron_config"):  # peft imports the module that stands beside it
+        raise ModelError(f"{folder / 'adapter_config.json'} asks for code of Megatron's, which poise does not load")
     return base
 
 
