@@ -299,8 +299,8 @@ def load_policy(
     except Exception as error:  # transformers raises what it trips over
         if folder.is_dir():
             raise ModelError(
-                f"{name}: its tokenizer or its config.json cannot be loaded ({first_line(error)}); a tokenizer is "
-                "saved into this folder with tokenizer.save_pretrained(folder)"
+                f"{name}: this folder has no tokenizer or no config.json that can be loaded ({first_line(error)}); "
+                "save a tokenizer into it with tokenizer.save_pretrained(folder)"
             ) from error
         raise ModelError(
             f"{name}: neither a folder here nor a model that could be fetched ({first_line(error)})"
