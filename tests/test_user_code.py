@@ -212,3 +212,26 @@ def test_a_run_of_ones_own_regulator_trains_and_resumes():
     assert "poise train --resume run=mine --trust" in fails("train", "demo", *SMALL, *run)  # there is a run already
     assert "--trust" in fails("train", "--resume", "run=mine", "steps=2")
     assert poise("train", "--resume", "run=mine", "steps=2", "--trust", "--quiet").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("[Phase.of(batch, 1 / 0)]", "ZeroDivisionError: division by zero"),
+        ("[Phase.of(batch, batch.prob[:2, 0])]", "got shape (2,)"),
+        ("batch.prob", "must return a list of poise.Phase, got Tensor"),
+        ("None", "must return a list of poise.Phase, got NoneType"),
+        ("[Phase.of(batch, -batch.prob)]", "weights are finite, >= 0"),
+    ],
+)
+def test_a_mistake_in_ones_own_regulator_gets_a_sentence(result, message):
+    Path("spy_module.py").write_text(MINE.replace("[Phase.of(batch)]", result))
+    said = fails("train", "demo", *SMALL, "regulator=spy_module.Mine", "run=mine")
+    assert "regulator 'spy_module.Mine' failed: " in said
+    assert message in said
+    assert ("spy_module.py, line 5)" in said) == ("Phase.of(batch, -" not in result and "Phase" in result)
+
+
+def test_blame_is_for_code_of_ones_own_alone():
+    with pytest.raises(ZeroDivisionError), _user_code.blamed("ar | lopti"):
+        raise ZeroDivisionError

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, TypeVar
 
 from poise._errors import unknown
@@ -28,6 +29,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class UntrustedError(ValueError):
     """Settings that nobody vouched for name code to run."""
+
+
+class UserCodeError(RuntimeError):
+    """Code of the user's own that raised while it ran, or whose result cannot be used."""
+
+
+@contextmanager
+def blamed(regulator: str) -> Iterator[None]:
+    """Within, an error of a regulator of the user's own says where in his code it is; poise's own stay as they are."""
+    try:
+        yield
+    except Exception as error:
+        if not asks_for_code({"regulator": regulator}):
+            raise
+        import torch
+
+        libraries = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen")
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+        at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise UserCodeError(f"regulator {regulator!r} failed: {type(error).__name__}: {error}{at}") from error
 
 
 @contextmanager

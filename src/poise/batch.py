@@ -165,11 +165,12 @@ class Phase:
 
         def inside(weight: Tensor | float) -> Tensor:
             weight = torch.as_tensor(weight, dtype=batch.dtype, device=batch.mask.device)
+            given = tuple(weight.shape)
             if weight.dim() == 1:  # one for each response
                 weight = weight[:, None]
             if weight.dim() and weight.shape not in (batch.mask.shape, (len(batch.mask), 1)):
                 expected = f"{tuple(batch.mask.shape)}, {tuple(batch.mask.shape[:1])} or a number"
-                raise ValueError(f"phase {name!r}: weights must be {expected}, got shape {tuple(weight.shape)}")
+                raise ValueError(f"phase {name!r}: weights must be {expected}, got shape {given}")
             return torch.where(batch.mask, weight, 0.0)
 
         return cls(name, inside(policy), inside(kl), metrics or {}, tokens or {})

@@ -61,6 +61,7 @@ def home(path: Any) -> Any:
 @contextmanager
 def explained() -> Iterator[None]:
     """Errors that say what to do are shown as they are; any other is a bug and keeps its traceback."""
+    from poise._user_code import UserCodeError
     from poise.config import ConfigError
     from poise.policy import ModelError
     from poise.run import CheckpointError, DamagedError
@@ -72,7 +73,7 @@ def explained() -> Iterator[None]:
         yield
     except (ConfigError, ModelError, CheckpointError, DamagedError, OSError) as error:
         fail(error)
-    except (TaskError, TrainError, TrackerError) as error:
+    except (TaskError, TrainError, TrackerError, UserCodeError) as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

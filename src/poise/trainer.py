@@ -20,6 +20,7 @@ from poise import advantages, regulators
 from poise._files import expand
 from poise._lock import owned
 from poise._recipes import merge
+from poise._user_code import blamed
 from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.console import Console
@@ -192,7 +193,8 @@ class Trainer:
                 texts, scores = scoring.finish(rollouts)
         with clock("regulate"):
             batch = self._batch(rollouts, scores)
-            phases = self.regulator(batch)
+            with blamed(config.regulator):
+                phases = self.regulator(batch)
         with clock("record"):
             if config.rollouts_every and (step == 1 or step % config.rollouts_every == 0):
                 self.folder.save_rollouts(step, response_records(step, asked, texts, scores, rollouts))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from poise import regulators
+from poise._user_code import blamed
 from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.diagnostics.dominance import dominance
@@ -193,7 +194,8 @@ def _announced(chosen: dict[str, regulators.Regulator], said: str, say: Progress
     def told(name: str, regulator: regulators.Regulator) -> regulators.Regulator:
         def announce(batch: TokenBatch) -> list[Phase]:
             say(f"{said} {name}")
-            return regulator(batch)
+            with blamed(name):
+                return regulator(batch)
 
         return regulators.Function(announce)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -60,8 +60,11 @@ class Regulator(ABC):
                 raise ValueError(f"{type(self).__name__} needs TokenBatch.{name}{what}, which this batch lacks")
         with torch.no_grad():
             phases = self.phases(batch)
-            phases = [phases] if isinstance(phases, Phase) else list(phases)
+            phases = list(phases) if isinstance(phases, Iterable) else [phases]  # they may be yielded
             for phase in phases:
+                if not isinstance(phase, Phase):
+                    got = type(phase).__name__
+                    raise TypeError(f"{type(self).__name__} must return a list of poise.Phase, got {got}: use Phase.of")
                 phase.check(batch)
         names = [phase.name for phase in phases]
         if not phases or len(set(names)) < len(names):
