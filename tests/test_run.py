@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import _files
-from poise.run import RunFolder
+from poise.run import DamagedError, RunFolder
 
 
 @pytest.fixture
@@ -211,6 +211,14 @@ def test_rollouts(run):
         run.save_rollouts(10, failing())
     assert path.read_bytes() == first
     assert names(path.parent) == [path.name]
+
+
+def test_responses_that_unpack_without_end_are_refused(run, monkeypatch):
+    run.save_rollouts(10, [{"completion": "a" * 10_000}])
+    assert len(run.rollouts(10)) == 1
+    monkeypatch.setattr("poise.run.LARGEST_ROLLOUTS", 9_999)
+    with pytest.raises(DamagedError, match="step 10 unpack to more than 9,999 bytes"):
+        run.rollouts(10)
 
 
 def test_tokens(run):

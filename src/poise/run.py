@@ -60,6 +60,7 @@ _OWN = (
     *("rollouts", "tokens", "checkpoints"),
 )
 _COPY = "put the file back from a copy"
+LARGEST_ROLLOUTS = 2**30  # bytes of a step's responses: 10 MB that anybody wrote can unpack to 10 GB
 ASIDE = "set-aside-"  # a checkpoint that could not be read, and that the run went on without
 
 
@@ -216,7 +217,10 @@ class RunFolder:
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """What ``save_rollouts`` wrote at that step."""
         with gzip.open(self._rollouts / f"{_name(step)}.jsonl.gz") as file:
-            return [json.loads(line) for line in file]
+            text = file.read(LARGEST_ROLLOUTS + 1)
+        if len(text) > LARGEST_ROLLOUTS:
+            raise DamagedError(f"the responses of step {step} unpack to more than {LARGEST_ROLLOUTS:,} bytes")
+        return [loads(line) for line in text.splitlines()]
 
     def recorded(self) -> list[int]:
         """The steps whose responses were written down."""
