@@ -82,3 +82,21 @@ def test_a_line_that_cannot_be_logged_is_no_finished_step(tmp_path, monkeypatch)
             trainer.train(config, quiet=True)
     trainer.train(config, resume=True, quiet=True)
     assert [line["step"] for line in RunFolder.open(config.run).metrics()] == [1, 2, 3, 4]
+
+
+def test_a_signal_during_the_evaluation_before_training_begins_no_step(tmp_path, monkeypatch):
+    config, real = make(tmp_path, "evaluation.problems=1"), trainer.Trainer._held_out
+
+    def interrupted(held, console):
+        signal.raise_signal(signal.SIGTERM)
+        return real(held, console)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_held_out", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(config, quiet=True)
+    folder = RunFolder.open(config.run)
+    assert folder.metrics() == []
+    assert folder.read_json("before.json")  # what was measured is kept
+    trainer.train(config, resume=True, quiet=True)
+    assert [line["step"] for line in folder.metrics()] == [1, 2, 3, 4]

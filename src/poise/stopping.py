@@ -43,4 +43,4 @@ class Stopper:
         if self.asked:  # a terminal that closes may send SIGHUP twice: that is no reason to lose the step
             return
         self.asked = True
-        self.say("stopping after this step; press Ctrl-C again to stop at once")
+        self.say("stopping after the step or evaluation under way; press Ctrl-C again to stop at once")

@@ -138,6 +138,8 @@ class Trainer:
             console.begin(done)
             try:
                 for step in range(done + 1, config.steps + 1):
+                    if stopper.asked:  # during the evaluation before the first step
+                        raise KeyboardInterrupt
                     metrics = self.step(step, console)
                     try:
                         if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:

@@ -98,5 +98,5 @@ def _counts(people: int | str | Sequence[int]) -> tuple[int, ...]:
     else:
         raise ValueError(f"KnightsKnaves: people must be like 5, (3, 4) or '3-7', got {people!r}")
     if not counts:
-        raise ValueError(f"KnightsKnaves: people names no number at all: {people!r}")
+        raise ValueError(f"KnightsKnaves: people = {people!r} is empty; in a range the smaller number comes first")
     return counts
