@@ -59,6 +59,11 @@ def test_a_foreign_run_runs_no_code(regulator):
     assert not Path("ran").exists()
 
 
+def test_what_a_foreign_run_says_is_shown_as_text():
+    foreign(model="a\u202eb")
+    assert r"a\u202eb" in poise("train", "--resume", "--dry-run", "run=run").output
+
+
 def test_consent_loads_it():
     foreign(regulator="spy_module.Mine")
     assert "spy_module.Mine" in poise("train", "--resume", "--dry-run", "--trust", "run=run").output

@@ -114,6 +114,7 @@ def train(
     from poise import config as configs
     from poise._recipes import split_overrides
     from poise._run_settings import of_run
+    from poise.console import visible
 
     recipe, overrides = _split(args or [])
     with explained():
@@ -129,7 +130,8 @@ def train(
         else:
             config = configs.load(recipe, overrides)
         if dry_run:
-            print(configs.dump(config))
+            settings = configs.dump(config)
+            print(visible(settings) if resume else settings)  # a run folder's may be anybody's
             return
         from poise import trainer
 
