@@ -36,9 +36,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from poise import rope
 from poise.policy import ModelError, Policy
-from poise.rollout.base import Rollouts
+from poise.rollout.base import Rollouts, repeated
 from poise.rollout.choose import choose
 from poise.rollout.native import NativeEngine
+from poise.rollout.sampling import Sampling
 
 VOCABULARY, WINDOW, ORIGINAL, LONGEST = 97, 8, 16, 64
 BOUND = 2e-3  # of log-probabilities in float32: a token more or less in a window changes them by far more
@@ -230,8 +231,9 @@ def sample(result: Result, policy: Policy, truth: Any) -> None:
         engines = [choose(policy, choice, batch, note=lambda _: None) for batch in (0, 2)]
         if choice == "auto":
             result.engine = "native" if isinstance(engines[0], NativeEngine) else "transformers"
-        drawn = [engine.generate(prompts, 2, max_tokens=30, temperature=1.0, seed=0) for engine in engines]
-        drawn.append(engines[0].generate(prompts[:1], 2, max_tokens=30, temperature=1.0, seed=0))
+        wanted = repeated(prompts, 2, 30, policy.end_tokens)
+        drawn = [engine.sample(wanted, Sampling(), 0) for engine in engines]
+        drawn.append(engines[0].sample(wanted[:2], Sampling(), 0))
         for rollouts in drawn:
             expected = torch.cat(alone(truth, rollouts))
             gap = float((rollouts.logp[rollouts.mask] - expected).abs().max())

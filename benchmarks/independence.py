@@ -13,7 +13,9 @@ from itertools import islice
 import torch
 
 from poise.policy import load_policy
+from poise.rollout.base import repeated
 from poise.rollout.choose import choose
+from poise.rollout.sampling import Sampling
 from poise.tasks import get
 
 GROUP = 8
@@ -31,7 +33,7 @@ def main() -> None:
     prompts = [policy.encode(problem.prompt) for problem in problems]
     rounds = []
     for seed in range(1000, 1000 + args.seeds):
-        made = engine.generate(prompts, GROUP, max_tokens=112, temperature=1.0, seed=seed)
+        made = engine.sample(repeated(prompts, GROUP, 112, policy.end_tokens), Sampling(), seed)
         texts = [policy.tokenizer.decode(ids[:n]) for ids, n in zip(made.tokens.tolist(), made.lengths, strict=True)]
         scores = [task.score(problems[i // GROUP], text).correct for i, text in enumerate(texts)]
         rounds.append(torch.tensor(scores, dtype=torch.float64).view(-1, GROUP))

@@ -28,9 +28,9 @@ from measure import environment, extra_memory, in_turns, median, spread, write
 from update import SHAPES, model_of, uneven
 
 from poise.policy import EMBEDDED, Policy, load_policy, pad_left
+from poise.rollout.base import Engine, Request
 from poise.rollout.cached import CachedEngine
 from poise.rollout.native import NativeEngine
-from poise.rollout.queue import Request
 from poise.rollout.sampling import Sampling
 from poise.tasks import get
 
@@ -60,21 +60,8 @@ def real_requests(policy: Policy, prompts: int, group: int, longest: int) -> lis
     return [Request(prompt, longest, policy.end_tokens) for prompt in asked for _ in range(group)]
 
 
-def native(policy: Policy, requests: list[Request], batch: int = 0) -> Callable[[int], int]:
-    engine = NativeEngine(policy, batch)
-    return lambda seed: sum(engine.answer(requests, Sampling(1.0), seed).lengths)
-
-
-def cached(policy: Policy, requests: list[Request], group: int) -> Callable[[int], int]:
-    """It knows no length per response: what is sampled beyond a response's own is not counted."""
-    engine, asked = CachedEngine(policy), [list(request.prompt) for request in requests[::group]]
-    longest, limits = max(r.max_tokens for r in requests), [r.max_tokens for r in requests]
-
-    def run(seed: int) -> int:
-        made = engine.generate(asked, group, max_tokens=longest, temperature=1.0, seed=seed)
-        return sum(min(pair) for pair in zip(made.lengths, limits, strict=True))
-
-    return run
+def sampled(engine: Engine, requests: list[Request]) -> Callable[[int], int]:
+    return lambda seed: sum(engine.sample(requests, Sampling(1.0), seed).lengths)
 
 
 def generate(model: Any, requests: list[Request], **more: Any) -> Callable[[int], int]:
@@ -111,8 +98,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         requests = real_requests(policy, args.prompts, args.group, args.max_tokens)
         peer = policy.model
     every: dict[str, Callable[[], Callable[[int], int]]] = {
-        "native": lambda: native(policy, requests, args.batch),
-        "cached": lambda: cached(policy, requests, args.group),
+        "native": lambda: sampled(NativeEngine(policy, args.batch), requests),
+        "cached": lambda: sampled(CachedEngine(policy), requests),
         "generate": lambda: generate(peer, requests),
         "static": lambda: generate(peer, requests, cache_implementation="static"),
     }
@@ -165,7 +152,7 @@ def growth(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
-            engine.answer(requests, Sampling(1.0), seed)
+            engine.sample(requests, Sampling(1.0), seed)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
             if length >= 2048:  # beside which that is little

@@ -28,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ from datasets import Dataset
 from update import SHAPES, model_of
 
 from poise.config import Config, load
-from poise.console import Console
 from poise.policy import EMBEDDED
+from poise.reporting import Reporter
 from poise.run import RunFolder
 from poise.tasks import Problem, Score, Split, Task
 from poise.trainer import Trainer
@@ -92,7 +93,7 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self, ours: Trainer, problems: Problems, prompt_ids: list[list[list[int]]]) -> None:
         self.ours, self.problems, self.prompt_ids = ours, problems, prompt_ids
         self.theirs: TimedTrainer | None = None
-        self.console = Console(ours.config.steps, quiet=True)
+        self.report = Reporter(ours.config, ours.folder, 0, quiet=True)
         self.rows: list[dict[str, dict[str, float]]] = []
         self.parts: list[dict[str, float]] = []  # of poise's steps
 
@@ -112,7 +113,7 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         rows["trl"]["extra_gib"] = extra_gib(device, self.before)
         self.before = at_rest(device)
         start = now(device)
-        metrics = self.ours.step(state.global_step, self.console)
+        metrics = self.ours.step(state.global_step, self.report)
         seconds = now(device) - start
         assert self.problems.steps == state.global_step, "the problems differ"
         config = self.ours.config
@@ -158,7 +159,7 @@ def extra_gib(device: str, before: int) -> float:
 
 def our_trainer(config: Config, task: Task, endless: bool) -> Trainer:
     trainer = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
-    trainer.task = task
+    trainer.sampler = replace(trainer.sampler, task=task)
     if endless:
         trainer.policy.model.generation_config.eos_token_id = NEVER
         trainer.policy.tokenizer.eos_token = None
@@ -231,7 +232,7 @@ def compare(config: Config, warm_up: int, micro: int, endless: bool) -> list[dic
         callbacks=[turns],
     )
     theirs.remove_callback(transformers.PrinterCallback)
-    assert next(theirs.model.parameters()).dtype == next(iter(ours.parameters.values())).dtype == torch.float32
+    assert next(theirs.model.parameters()).dtype == next(iter(ours.masters.parameters.values())).dtype == torch.float32
     turns.theirs = theirs
     if endless:
         theirs.eos_token_ids = [NEVER]
@@ -251,8 +252,8 @@ def alone(config: Config, regulators: list[str], warm_up: int, endless: bool) ->
     for text in regulators:
         ours = config.model_copy(update={"regulator": text, "run": f"{config.run}/{text}"})
         trainer = our_trainer(ours, Problems(ours.task.build(), endless), endless)
-        console = Console(ours.steps, quiet=True)
-        steps = [trainer.step(step, console) for step in range(1, ours.steps + 1)][warm_up:]
+        report = Reporter(ours, trainer.folder, 0, quiet=True)
+        steps = [trainer.step(step, report) for step in range(1, ours.steps + 1)][warm_up:]
         found[text] = [{k: v for k, v in step.items() if k.startswith("time/")} for step in steps]
         parts = {name: statistics.median(part[name] for part in found[text]) for name in found[text][0]}
         print(f"{text:>10s}: " + ", ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in parts.items()), flush=True)

@@ -20,8 +20,9 @@ from measure import environment, median, write
 from poise.batch import TokenBatch
 from poise.policy import load_policy
 from poise.records import mismatch_metrics
-from poise.rollout.base import Engine
+from poise.rollout.base import Engine, repeated
 from poise.rollout.cached import CachedEngine
+from poise.rollout.sampling import Sampling
 from poise.rollout.vllm import VllmEngine
 from poise.tasks import get
 
@@ -47,7 +48,8 @@ def main() -> None:
     for number in range(args.rounds + 1):
         for name, engine in engines.items():
             start = time.perf_counter()
-            out = engine.generate(asked, args.group, max_tokens=args.tokens, temperature=args.temperature, seed=number)
+            wanted = repeated(asked, args.group, args.tokens, policy.end_tokens)
+            out = engine.sample(wanted, Sampling(args.temperature), number)
             taken = time.perf_counter() - start
             tokens = int(out.mask.sum())
             if number == 0:  # where vLLM starts

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from tiny_models import COMMON, LEARNED, Policy, Words, learned, tiny
+from tiny_models import COMMON, LEARNED, Policy, Words, learned, sample, tiny
 from typer.testing import CliRunner
 
 from poise import config
@@ -62,12 +62,12 @@ def test_an_engine_goes_up_to_the_last_position_and_not_beyond(policy, engine):
     held = learned(policy, 32) if policy in LEARNED else rotary(rope_type="default", rope_theta=1e4)
     most = positions(held)
     settings = {"temperature": 1.0, "seed": 0}
-    out = engine(held).generate([[7] * 12], 2, max_tokens=most - 12, **settings)
+    out = sample(engine(held), [[7] * 12], 2, max_tokens=most - 12, **settings)
     assert out.tokens.shape[1] <= most - 12
     with pytest.raises(ModelError, match=rf"{most} positions .*12 tokens.* set max_tokens to {most - 12} or less"):
-        engine(held).generate([[7] * 12], 2, max_tokens=most - 11, **settings)
+        sample(engine(held), [[7] * 12], 2, max_tokens=most - 11, **settings)
     with pytest.raises(ModelError, match="shorten the prompt"):
-        engine(held).generate([[7] * 70], 2, max_tokens=1, **settings)
+        sample(engine(held), [[7] * 70], 2, max_tokens=1, **settings)
 
 
 def test_training_is_refused_before_the_run(tmp_path):

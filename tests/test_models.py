@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import ARCHITECTURES, COMMON, Words, prompts, responses
+from tiny_models import ARCHITECTURES, COMMON, Words, prompts, responses, sample
 
 from poise import rope, trials
 from poise.policy import ModelError, Policy, load_policy
@@ -76,8 +76,13 @@ def test_log_probabilities_and_samples_are_those_of_each_response_alone(name):
         assert_as_alone(policy.model, rollouts, policy.score(rollouts)[0])
     for choice in ("auto", "transformers"):
         drawn = [
-            choose(policy, choice, batch, note=lambda _: None).generate(
-                prompts(3), 2, max_tokens=40, temperature=1.0, seed=3
+            sample(
+                choose(policy, choice, batch, note=lambda _: None),
+                prompts(3),
+                2,
+                max_tokens=40,
+                temperature=1.0,
+                seed=3,
             )
             for batch in (0, 1, 2)
         ]
@@ -117,7 +122,7 @@ class TestRotaryEmbeddingsThatChangeWithLength:
             policy.score(responses([[7, 8, 9, 10]], [[50]]))
         for engine in (NativeEngine, CachedEngine):
             with pytest.raises(ModelError, match=said):
-                engine(policy).generate([[7, 8, 9, 10]], 1, max_tokens=50, temperature=1.0, seed=0)
+                sample(engine(policy), [[7, 8, 9, 10]], 1, max_tokens=50, temperature=1.0, seed=0)
 
     @pytest.mark.parametrize("name", CHANGING)
     def test_a_model_may_be_fixed_again(self, name):
@@ -202,7 +207,7 @@ class TestWindows:
 def test_jetmoe_decodes_a_group_of_one_prompt():
     policy = Policy(build("jetmoe"), Words())
     assert supports(policy)
-    out = NativeEngine(policy).generate([[7, 8, 9]], 2, max_tokens=9, temperature=1.0, seed=0)
+    out = sample(NativeEngine(policy), [[7, 8, 9]], 2, max_tokens=9, temperature=1.0, seed=0)
     assert_as_alone(policy.model, out, out.logp)
 
 

@@ -5,15 +5,28 @@ import math
 import pytest
 import torch
 from scipy_free import chi_square
-from tiny_models import ARCHITECTURES, HEADS, LEARNED, VOCABULARY, Words, exact, head_alone, learned, prompts, tiny
+from tiny_models import (
+    ARCHITECTURES,
+    HEADS,
+    LEARNED,
+    VOCABULARY,
+    Words,
+    exact,
+    head_alone,
+    learned,
+    prompts,
+    sample,
+    tiny,
+)
 
 from poise.policy import ModelError, Policy
 from poise.rollout import graphs
+from poise.rollout.base import Request
 from poise.rollout.cached import CachedEngine
 from poise.rollout.choose import choose
 from poise.rollout.decoder import Decoder
 from poise.rollout.native import NativeEngine, supports
-from poise.rollout.queue import Queue, Request
+from poise.rollout.queue import Queue
 from poise.rollout.sampling import Sampling, mix, uniform
 from poise.rollout.slots import SlotKeys
 
@@ -43,7 +56,7 @@ ENGINES = [NativeEngine, SlotEngine]
 def test_greedy_decoding_is_that_of_transformers(name, engine):
     policy = tiny(name)
     asked = prompts(6)
-    found = engine(policy, batch=4).generate(asked, 1, max_tokens=30, temperature=0.0, seed=0)
+    found = sample(engine(policy, batch=4), asked, 1, max_tokens=30, temperature=0.0, seed=0)
     for row, prompt in enumerate(asked):
         ids = torch.tensor([prompt])
         theirs = policy.model.generate(
@@ -60,7 +73,7 @@ def test_greedy_decoding_is_that_of_transformers(name, engine):
 def test_log_probabilities_agree_with_the_training_forward(name, engine, temperature):
     policy = tiny(name)
     for limits in ({}, {"top_p": 0.8, "top_k": 20}):
-        out = engine(policy, batch=7).generate(prompts(5), 4, max_tokens=40, temperature=temperature, seed=3, **limits)
+        out = sample(engine(policy, batch=7), prompts(5), 4, max_tokens=40, temperature=temperature, seed=3, **limits)
         with torch.no_grad():
             logp, entropy = policy.score(out, temperature)
         torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
@@ -74,7 +87,7 @@ def test_half_precision_is_scored_without_rounding_it_further():
     policy, whole = tiny("llama"), tiny("llama")
     policy.model.bfloat16()
     whole.model.bfloat16().float()  # the same weights, in float32
-    out = NativeEngine(policy).generate(prompts(4), 3, max_tokens=20, temperature=1.0, seed=0)
+    out = sample(NativeEngine(policy), prompts(4), 3, max_tokens=20, temperature=1.0, seed=0)
     with torch.no_grad():
         exactly, theirs = whole.score(out)[0][out.mask], policy.score(out)[0][out.mask]
     assert out.logp.dtype == torch.float32
@@ -88,7 +101,7 @@ def test_scale_cap_and_temperature_are_rounded_as_in_the_update(name, engine, li
     policy, temperature = head_alone(name)
     if engine is not CachedEngine and not policy.packed:
         pytest.skip("the native engine cannot decode this model")
-    out = engine(policy).generate(prompts(5), 4, max_tokens=20, temperature=temperature, seed=3, **limits)
+    out = sample(engine(policy), prompts(5), 4, max_tokens=20, temperature=temperature, seed=3, **limits)
     with torch.no_grad():
         found = policy.score(out, temperature)
     for ours, theirs in zip(found, (out.logp, out.entropy), strict=True):
@@ -100,7 +113,7 @@ def test_scale_cap_and_temperature_are_rounded_as_in_the_update(name, engine, li
 class TestDrawing:
     def draw(self, policy, **settings):
         prompt = prompts(1)[0]
-        out = NativeEngine(policy).generate([prompt], 20_000, max_tokens=1, seed=0, **settings)
+        out = sample(NativeEngine(policy), [prompt], 20_000, max_tokens=1, seed=0, **settings)
         with torch.no_grad():
             logits = policy.model(torch.tensor([prompt])).logits[0, -1]
         return torch.bincount(out.tokens[:, 0], minlength=VOCABULARY), logits, out
@@ -192,10 +205,10 @@ class TestNeighbours:
     def test_rows_order_and_company_do_not_matter(self, name, engine):
         policy, wanted = exact(tiny(name)), self.requests()
         sampling = Sampling(1.2, 0.95, 50)
-        alone = [NativeEngine(policy).answer([request], sampling, seed=8) for request in wanted]
+        alone = [NativeEngine(policy).sample([request], sampling, seed=8) for request in wanted]
         order = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0)).tolist()
         for slots in (1, 5, 16, 0):
-            out = engine(policy, batch=slots).answer([wanted[i] for i in order], sampling, seed=8)
+            out = engine(policy, batch=slots).sample([wanted[i] for i in order], sampling, seed=8)
             for row, i in enumerate(order):
                 one = alone[i]
                 assert out.prompts[row] == list(wanted[i].prompt)
@@ -205,7 +218,7 @@ class TestNeighbours:
 
     def test_the_seed_and_the_number_fix_the_tokens(self):
         engine = NativeEngine(tiny("llama"))
-        draw = lambda seed: engine.generate(prompts(4), 4, max_tokens=20, temperature=1.0, seed=seed).tokens  # noqa: E731
+        draw = lambda seed: sample(engine, prompts(4), 4, max_tokens=20, temperature=1.0, seed=seed).tokens  # noqa: E731
         first = draw(1)
         assert torch.equal(first, draw(1))
         assert not torch.equal(first, draw(2))
@@ -217,24 +230,24 @@ class TestNeighbours:
         run = Decoder.run
         monkeypatch.setattr(Decoder, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
+            sample(engine, prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
         monkeypatch.setattr(Decoder, "run", run)
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(0.8)
-        after = engine.generate(prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
-        fresh = CachedEngine(policy).generate(prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
+        after = sample(engine, prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
+        fresh = sample(CachedEngine(policy), prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
         assert torch.equal(after.tokens, fresh.tokens)
 
     def test_weights_that_have_changed_are_used(self):
         policy = tiny("llama")
         engine = NativeEngine(policy)
-        engine.generate(prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
+        sample(engine, prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(0.8)
-        after = engine.generate(prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
-        fresh = CachedEngine(policy).generate(prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
+        after = sample(engine, prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
+        fresh = sample(CachedEngine(policy), prompts(3), 2, max_tokens=9, temperature=0.0, seed=0)
         assert torch.equal(after.tokens, fresh.tokens)
 
 
@@ -252,7 +265,7 @@ def test_ten_thousand_requests_through_64_rows(engine):
             stop = torch.randint(0, 23, (draw(0, 4),), generator=g).tolist()
             wanted.append(Request(prompt, draw(1, 21), stop))
     wanted = wanted[:10_000]
-    out = engine(policy, batch=64).answer(wanted, Sampling(), seed=5)
+    out = engine(policy, batch=64).sample(wanted, Sampling(), seed=5)
     assert len(out.prompts) == 10_000
     rows = zip(wanted, out.prompts, out.tokens.tolist(), out.lengths, out.finished.tolist(), strict=True)
     for request, prompt, tokens, length, finished in rows:
@@ -266,7 +279,7 @@ def test_ten_thousand_requests_through_64_rows(engine):
     for i in range(0, 10_000, 97):
         request = wanted[i]
         numbered = Request(request.prompt, request.max_tokens, request.stop, number=i)
-        alone = NativeEngine(policy).answer([numbered], Sampling(), seed=5)
+        alone = NativeEngine(policy).sample([numbered], Sampling(), seed=5)
         assert alone.tokens[0].tolist() == out.tokens[i, : out.lengths[i]].tolist()
         torch.testing.assert_close(alone.logp[0], out.logp[i, : out.lengths[i]])
     with torch.no_grad():
@@ -301,7 +314,7 @@ def test_a_row_that_has_ended_asks_for_no_position_that_is_not_there(name, engin
         for i, (prompt, stop) in enumerate(zip(asked, stops, strict=True))
     ]
     for seed in range(4):
-        out = engine(policy, batch=2).answer(wanted, Sampling(), seed)
+        out = engine(policy, batch=2).sample(wanted, Sampling(), seed)
         with torch.no_grad():
             logp, _ = policy.score(out)
         torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
@@ -316,7 +329,7 @@ class TestRows:
             Decoder, "run", lambda self, n, *rest, **more: (decoded.append(n), run(self, n, *rest, **more))[1]
         )
         asked = prompts(5)
-        out = NativeEngine(tiny("llama")).generate(asked, 8, max_tokens=60, temperature=1.5, seed=0)
+        out = sample(NativeEngine(tiny("llama")), asked, 8, max_tokens=60, temperature=1.5, seed=0)
         assert sorted(read) == sorted(asked)
         assert decoded[0] == 40
         assert decoded == sorted(decoded, reverse=True)
@@ -325,11 +338,11 @@ class TestRows:
 
     def test_memory_is_kept_for_calls_alike_and_given_back(self):
         engine = NativeEngine(tiny("llama"))
-        engine.generate(prompts(3), 2, max_tokens=4, temperature=1.0, seed=0)
+        sample(engine, prompts(3), 2, max_tokens=4, temperature=1.0, seed=0)
         kept = engine._decoder
-        engine.generate(prompts(3, seed=1), 2, max_tokens=4, temperature=1.0, seed=0)
+        sample(engine, prompts(3, seed=1), 2, max_tokens=4, temperature=1.0, seed=0)
         assert engine._decoder is kept
-        engine.generate(prompts(3), 2, max_tokens=5, temperature=1.0, seed=0)
+        sample(engine, prompts(3), 2, max_tokens=5, temperature=1.0, seed=0)
         assert engine._decoder is not kept
         engine.release()
         assert engine._decoder is None
@@ -356,7 +369,7 @@ class TestRows:
             ([Request([7], 0)], "max_tokens"),
         ):
             with pytest.raises(ValueError, match=message):
-                engine.answer(requests, Sampling(), 0)
+                engine.sample(requests, Sampling(), 0)
 
 
 class TestChoice:
@@ -394,7 +407,7 @@ def test_a_small_model_is_decoded_by_one_thread(small, expected, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        NativeEngine(tiny("llama")).answer([Request([7, 8], 3)], Sampling(), 0)
+        NativeEngine(tiny("llama")).sample([Request([7, 8], 3)], Sampling(), 0)
         assert found == [expected]
         assert torch.get_num_threads() == 2
     finally:
@@ -405,7 +418,7 @@ def test_the_queue_looks_up_only_now_and_then(monkeypatch):
     looks = []
     decode = Queue._decode
     monkeypatch.setattr(Queue, "_decode", lambda self: (looks.append(1), decode(self))[1])
-    NativeEngine(tiny("llama")).answer([Request([7, 8], 40), Request([9], 33)], Sampling(), 0)
+    NativeEngine(tiny("llama")).sample([Request([7, 8], 40), Request([9], 33)], Sampling(), 0)
     assert len(looks) == 5
 
 
@@ -421,7 +434,7 @@ class TestRoom:
             for module in ("slots", "queue", "cached"):
                 monkeypatch.setattr(f"poise.rollout.{module}.FIRST", first)
             held = engine(policy, batch=5)
-            outs.append([held.generate(prompts(4), 2, max_tokens=40, temperature=1.0, seed=seed) for seed in (0, 1)])
+            outs.append([sample(held, prompts(4), 2, max_tokens=40, temperature=1.0, seed=seed) for seed in (0, 1)])
         for small, large in zip(*outs, strict=True):
             assert torch.equal(small.tokens, large.tokens)
             assert torch.equal(small.mask, large.mask)
@@ -434,14 +447,14 @@ class TestRoom:
         monkeypatch.setattr(policy.base.config, "max_position_embeddings", 1 << 40)
         policy.model.generation_config.eos_token_id = list(range(0, VOCABULARY, 2))  # every other token ends a response
         # 10^12 tokens could not be reserved by any machine.
-        out = engine(policy).generate(prompts(3), 4, max_tokens=10**12, temperature=1.0, seed=0)
+        out = sample(engine(policy), prompts(3), 4, max_tokens=10**12, temperature=1.0, seed=0)
         assert out.finished.all()
         assert max(out.lengths) < 200
 
     def test_every_call_begins_with_the_same_room(self, monkeypatch):
         monkeypatch.setattr("poise.rollout.slots.FIRST", 16)
         engine = NativeEngine(tiny("llama"))
-        ask = lambda: engine.answer([Request([7, 8], 60), Request([9], 60)], Sampling(), 0)  # noqa: E731
+        ask = lambda: engine.sample([Request([7, 8], 60), Request([9], 60)], Sampling(), 0)  # noqa: E731
         first = ask()
         keys = engine._decoder.keys
         assert keys.room > 16
@@ -457,6 +470,6 @@ class TestRoom:
         policy.model.generation_config.eos_token_id = None
         policy.tokenizer.eos_token_id = None
         assert policy.end_tokens == []
-        out = engine(policy).generate(prompts(2), 2, max_tokens=9, temperature=1.0, seed=0)
+        out = sample(engine(policy), prompts(2), 2, max_tokens=9, temperature=1.0, seed=0)
         assert out.lengths == [9] * 4
         assert not out.finished.any()

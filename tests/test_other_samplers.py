@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import Words, prompts, responses, tiny
 
-from poise import trainer
+from poise import setup, trainer
 from poise.batch import TokenBatch
 from poise.config import load
 from poise.policy import ModelError, Policy, load_policy
@@ -26,14 +26,14 @@ class Off:
     def __init__(self, policy, gap):
         self.inner, self.gap = NativeEngine(policy), gap  # what the trainer takes otherwise
 
-    def generate(self, *args, **kwargs):
-        out = self.inner.generate(*args, **kwargs)
+    def sample(self, *args, **kwargs):
+        out = self.inner.sample(*args, **kwargs)
         return replace(out, sampler_logp=torch.where(out.mask, out.logp - self.gap, torch.nan))
 
 
 def first_step(tmp_path, monkeypatch, name, gap, *more):
     if gap is not None:
-        monkeypatch.setattr(trainer, "choose", lambda policy, *_, **__: Off(policy, gap))
+        monkeypatch.setattr(setup, "choose", lambda policy, *_, **__: Off(policy, gap))
     settings = ["prompts=4", "group=4", "steps=1", "evaluation.problems=1", "rollout.max_tokens=48", "device=cpu"]
     trainer.train(load("demo", [*settings, f"run={tmp_path / name}", *more]), quiet=True)
     return RunFolder.open(tmp_path / name, resume=False).metrics()[0]

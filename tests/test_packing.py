@@ -5,12 +5,13 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, COMMON, Words, exact, prompts, responses, tiny
+from tiny_models import ARCHITECTURES, COMMON, Words, exact, prompts, responses, sample, tiny
 
 from poise.attention import attention, repeat
 from poise.compiled import compile_layers
 from poise.packing import first_fit, layout, pack
 from poise.policy import ModelError, Policy, load_policy
+from poise.rollout.base import Rollouts
 from poise.rollout.cached import CachedEngine
 
 PACKED = [name for name in ARCHITECTURES if name != "gemma2"]
@@ -165,12 +166,12 @@ class TestNothingChanges:
         for layer in policy.trunk.layers:
             layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
         asked = prompts(3)
-        sampled = CachedEngine(policy).generate(asked, 2, max_tokens=9, temperature=1.0, seed=0).tokens
+        sampled = sample(CachedEngine(policy), asked, 2, max_tokens=9, temperature=1.0, seed=0).tokens
         calls.clear()
         assert policy.save_memory()
         assert_same(gradients(policy, rollouts), plain)
         assert len(calls) == 2 * len(policy.trunk.layers)
-        again = CachedEngine(policy).generate(asked, 2, max_tokens=9, temperature=1.0, seed=0).tokens
+        again = sample(CachedEngine(policy), asked, 2, max_tokens=9, temperature=1.0, seed=0).tokens
         assert torch.equal(sampled, again)  # the cache is not switched off with it
         assert not policy.save_memory()
 
@@ -260,11 +261,29 @@ class TestWhatCannotBePacked:
         with pytest.raises(NotImplementedError, match=next(iter(setting))):
             attention(torch.nn.Module(), x, x, x, None, packing=packing, **setting)
 
-    def test_a_mask_with_holes(self):
-        rollouts = responses(prompts(2), [[5, 5], [5]])
-        rollouts.mask[1, 2] = False
-        with pytest.raises(ValueError, match=r"mask\[1\] has holes"):
-            layout(rollouts)
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # packed, and padded
+def test_tokens_of_the_environment_are_run_through_but_are_nobodys_own(name):
+    policy = exact(tiny(name))
+    whole = responses(prompts(2), [[9, 7], [8]])
+    mask = whole.mask.clone()
+    mask[0, 2:5] = mask[1, :1] = mask[2, 6:] = False  # in the middle, at the start, at the end
+    holed = Rollouts(whole.prompts, whole.tokens, mask, whole.logp, whole.entropy, whole.finished)
+    assert holed.lengths == [9, 7, 6]
+    assert holed.has_holes
+    assert torch.equal(holed.index, mask.flatten().nonzero()[:, 0])
+    kept = mask[whole.mask]
+    torch.testing.assert_close(policy.hidden(holed), policy.hidden(whole)[kept])
+    some = holed.index[::2]
+    torch.testing.assert_close(policy.hidden(holed, some), policy.hidden(holed)[::2])
+    logp, entropy = policy.score(holed)
+    expected, _ = policy.score(whole)
+    torch.testing.assert_close(logp[mask], expected[mask])
+    assert not logp[~mask].any()
+    assert not entropy[~mask].any()
+    part = holed.rows([2, 0])
+    assert part.lengths == [6, 9]
+    assert torch.equal(part.index, mask[[2, 0]].flatten().nonzero()[:, 0])
 
 
 def test_a_checkpoint_does_not_ask_for_our_attention(tmp_path):

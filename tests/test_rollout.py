@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from scipy_free import chi_square
-from tiny_models import ARCHITECTURES, VOCABULARY, Words, exact, prompts, tiny
+from tiny_models import ARCHITECTURES, VOCABULARY, Words, exact, prompts, sample, tiny
 
 from poise.policy import Policy, load_policy
 from poise.rollout.cached import CachedEngine
@@ -14,7 +14,7 @@ from poise.rollout.cached import CachedEngine
 def test_greedy_decoding_is_that_of_transformers(name):
     policy = tiny(name)
     asked = prompts(6)
-    found = CachedEngine(policy).generate(asked, 1, max_tokens=30, temperature=0.0, seed=0)
+    found = sample(CachedEngine(policy), asked, 1, max_tokens=30, temperature=0.0, seed=0)
     for row, prompt in enumerate(asked):
         ids = torch.tensor([prompt])
         theirs = policy.model.generate(
@@ -29,7 +29,7 @@ def test_greedy_decoding_is_that_of_transformers(name):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probabilities_agree_with_the_training_forward(name, temperature):
     policy = tiny(name)
-    out = CachedEngine(policy, batch=7).generate(prompts(5), 4, max_tokens=40, temperature=temperature, seed=3)
+    out = sample(CachedEngine(policy, batch=7), prompts(5), 4, max_tokens=40, temperature=temperature, seed=3)
     with torch.no_grad():
         logp, entropy = policy.score(out, temperature)
     torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
@@ -40,7 +40,7 @@ def test_log_probabilities_agree_with_the_training_forward(name, temperature):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_reading_a_prompt_once_for_its_group_changes_neither_value_nor_gradient(name):
     policy = exact(tiny(name))
-    out = CachedEngine(policy).generate(prompts(3), 4, max_tokens=12, temperature=1.0, seed=1)
+    out = sample(CachedEngine(policy), prompts(3), 4, max_tokens=12, temperature=1.0, seed=1)
     direction = torch.randn(out.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def gradients(states, weight):
@@ -61,7 +61,7 @@ def test_reading_a_prompt_once_for_its_group_changes_neither_value_nor_gradient(
 
 
 def test_a_response_ends_with_its_end_token_and_nothing_follows():
-    out = CachedEngine(tiny("llama")).generate(prompts(8), 8, max_tokens=60, temperature=1.5, seed=0)
+    out = sample(CachedEngine(tiny("llama")), prompts(8), 8, max_tokens=60, temperature=1.5, seed=0)
     assert out.finished.any()
     assert not out.finished.all()
     for tokens, mask, finished in zip(out.tokens, out.mask, out.finished, strict=True):
@@ -74,7 +74,7 @@ def test_a_response_ends_with_its_end_token_and_nothing_follows():
 
 def test_the_seed_fixes_the_tokens():
     engine = CachedEngine(tiny("llama"))
-    draw = lambda seed: engine.generate(prompts(4), 4, max_tokens=20, temperature=1.0, seed=seed).tokens  # noqa: E731
+    draw = lambda seed: sample(engine, prompts(4), 4, max_tokens=20, temperature=1.0, seed=seed).tokens  # noqa: E731
     assert torch.equal(draw(1), draw(1))
     assert not torch.equal(draw(1), draw(2))
 
@@ -83,7 +83,7 @@ def test_the_seed_fixes_the_tokens():
 def test_sampled_frequencies_match_the_softmax(temperature):
     policy = tiny("llama")
     prompt = prompts(1)[0]
-    out = CachedEngine(policy).generate([prompt], 20_000, max_tokens=1, temperature=temperature, seed=0)
+    out = sample(CachedEngine(policy), [prompt], 20_000, max_tokens=1, temperature=temperature, seed=0)
     with torch.no_grad():
         logits = policy.model(torch.tensor([prompt])).logits[0, -1]
     expected = (logits / temperature).softmax(-1) * 20_000

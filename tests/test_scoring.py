@@ -8,11 +8,13 @@ import pytest
 import torch
 from tiny_models import prompts, tiny
 
+from poise.algorithms.sampler import Sampler
 from poise.rollout.cached import CachedEngine
 from poise.rollout.native import NativeEngine
-from poise.scoring import Scoring
-from poise.tasks import Problem, Score, TaskError, draw
+from poise.tasks import Problem, Score, SingleTurn, TaskError, draw
 from poise.tasks.base import RewardError, judge
+
+SEVEN = Problem("7", "", "", {})
 
 
 class Lengths:
@@ -38,26 +40,25 @@ def policy():
 
 def sample(task, engine, count=6, group=2, **settings):
     model = policy()
-    asked = [Problem(str(i), "", "", {}) for i in range(count) for _ in range(group)]
-    with Scoring(model, task, asked) as scoring:
-        made = engine(model, **settings).generate(
-            prompts(count), group, max_tokens=40, temperature=1.0, seed=0, done=scoring.take
-        )
-        begun = len(scoring.begun)
-        texts, scores = scoring.finish(made)
-    assert texts == [" ".join(map(str, row[:n])) for row, n in zip(made.tokens.tolist(), made.lengths, strict=True)]
-    assert [score.reward for score in scores] == made.lengths
-    return begun
+    asked = [Problem(str(i), str(i), "", {}) for i in range(count) for _ in range(group)]
+    encoded = prompts(count)
+    model.encode = lambda messages: encoded[int(messages[0]["content"])]
+    sampler = Sampler(model, engine(model, **settings), task, max_tokens=40)
+    samples = sampler.play(asked, seed=0)
+    assert [sample.text for sample in samples] == [" ".join(map(str, s.tokens.tolist())) for s in samples]
+    assert [sample.score.reward for sample in samples] == [len(sample.tokens) for sample in samples]
+    assert [sample.prompt for sample in samples] == [encoded[int(problem.id)] for problem in asked]
+    return samples
 
 
 @pytest.mark.parametrize("engine", [NativeEngine, CachedEngine])
 @pytest.mark.parametrize("concurrent", [True, False])
 def test_every_response_is_scored_once_and_in_its_place(engine, concurrent):
     task = Lengths(concurrent)
-    begun = sample(task, engine, batch=4)
+    sample(task, engine, batch=4)
     assert len(task.threads) == 12
     elsewhere = sum(thread is not threading.main_thread() for thread in task.threads)
-    assert elsewhere == begun == (12 if concurrent and engine is NativeEngine else 0)
+    assert elsewhere == (12 if concurrent else 0)
 
 
 def test_scoring_begins_before_sampling_ends(monkeypatch):
@@ -89,7 +90,7 @@ def test_a_reward_that_float32_cannot_average_is_refused(reward):
     task.score = lambda *_: Score(reward, False)
     refusal = rf"is {re.escape(str(reward))} \(problem 7\): rewards must be finite, and between -1e\+30"
     with pytest.raises(RewardError, match=refusal):
-        judge(task, Problem("7", "", "", {}), "")
+        judge(task, SEVEN, SingleTurn(task, SEVEN))
 
 
 @pytest.mark.parametrize(
@@ -112,14 +113,14 @@ def test_a_score_of_other_types_is_refused(score, refusal):
     task = Lengths(concurrent=False)
     task.score = lambda *_: score
     with pytest.raises(RewardError, match=rf"the score of task 'lengths' \(problem 7\): .*{refusal}"):
-        judge(task, Problem("7", "", "", {}), "")
+        judge(task, SEVEN, SingleTurn(task, SEVEN))
 
 
 @pytest.mark.parametrize("number", [np.float32(1), np.bool_(True), np.int64(1), torch.tensor(1.0), True, 1])
 def test_numbers_of_other_libraries_become_pythons_own(number):
     task = Lengths(concurrent=False)
     task.score = lambda *_: Score(number, number, {"format": number})
-    found = judge(task, Problem("7", "", "", {}), "")
+    found = judge(task, SEVEN, SingleTurn(task, SEVEN))
     assert found == Score(1.0, True, {"format": 1.0})
     assert [type(value) for value in (found.reward, found.correct, found.parts["format"])] == [float, bool, float]
 

@@ -204,14 +204,14 @@ class TestMistakes:
     def test_a_reward_that_raises_or_is_nan_loses_nothing(self, tmp_path, monkeypatch, bad, message):
         config = make(tmp_path, "checkpoint_every=100")
         held = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
-        calls, real = iter(range(10**9)), type(held.task).score
+        calls, real = iter(range(10**9)), type(held.sampler.task).score
 
         def score(task, problem, text):
             if next(calls) < 60:  # three steps and the evaluation before them
                 return real(task, problem, text)
             return 1 / 0 if bad == "raise" else tasks.Score(float("nan"), False, {})
 
-        monkeypatch.setattr(type(held.task), "score", score)
+        monkeypatch.setattr(type(held.sampler.task), "score", score)
         with pytest.raises(tasks.RewardError, match=message):
             held.run()
         folder = RunFolder.open(config.run)
@@ -223,11 +223,11 @@ class TestMistakes:
     def test_a_gradient_that_is_not_finite_stops_before_the_step(self, tmp_path):
         config = make(tmp_path)
         held = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
-        before = {n: p.detach().clone() for n, p in held.parameters.items()}
-        next(iter(held.parameters.values())).register_hook(lambda g: g * torch.nan)
+        before = {n: p.detach().clone() for n, p in held.masters.parameters.items()}
+        next(iter(held.masters.parameters.values())).register_hook(lambda g: g * torch.nan)
         with pytest.raises(TrainError, match=r"lower optim\.lr"):
             held.run()
-        for name, value in held.parameters.items():
+        for name, value in held.masters.parameters.items():
             assert torch.equal(value, before[name])
 
     def test_an_unreadable_checkpoint_gives_way_to_the_one_before(self, tmp_path, capsys):

@@ -6,7 +6,8 @@ import torch
 import transformers
 
 from poise.policy import Policy
-from poise.rollout.base import Rollouts
+from poise.rollout.base import Rollouts, repeated
+from poise.rollout.sampling import Sampling
 
 VOCABULARY = 97
 COMMON = {
@@ -120,3 +121,9 @@ def responses(asked, lengths, seed=0):
     zero = torch.zeros(mask.shape)
     repeated = [list(p) for p, own in zip(asked, lengths, strict=True) for _ in own]
     return Rollouts(repeated, torch.where(mask, tokens, 0), mask, zero, zero, mask.any(1))
+
+
+def sample(engine, prompts, group, *, max_tokens, seed, temperature=1.0, top_p=1.0, top_k=0, done=None):
+    """``group`` responses to each prompt, group after group."""
+    wanted = repeated(prompts, group, max_tokens, engine.policy.end_tokens)
+    return engine.sample(wanted, Sampling(temperature, top_p, top_k), seed, done)

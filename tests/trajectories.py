@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from tiny_models import sample
 
 from poise import TokenBatch, advantages, objective, regulators
 from poise.masters import Masters
@@ -26,7 +27,7 @@ def sampled(device: str) -> list[tuple[Rollouts, TokenBatch]]:
     engine, task, made = CachedEngine(policy), KnightsKnaves(), []
     for step in range(STEPS):
         prompts = [policy.encode(problem.prompt) for problem in islice(task.problems("train", step), 3)]
-        rollouts = engine.generate(prompts, 4, max_tokens=48, temperature=1.0, seed=step)
+        rollouts = sample(engine, prompts, 4, max_tokens=48, temperature=1.0, seed=step)
         groups = torch.arange(3, device=device).repeat_interleave(4)
         rewards = torch.randn(12, generator=torch.Generator().manual_seed(step)).to(device)
         batch = TokenBatch(

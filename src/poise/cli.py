@@ -267,23 +267,18 @@ def _evaluated(config: Config) -> dict[str, Any]:
     from poise.console import Console, visible
     from poise.evaluate import at_once, held_out
     from poise.policy import load_policy
-    from poise.rollout.choose import choose
-    from poise.rollout.forecast import announce
+    from poise.setup import build_sampler
 
     asked, rollout = config.evaluation, config.rollout
     policy = load_policy(
         config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code, longest=rollout.longest
     )
     note = partial(print, file=sys.stderr)
-    engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)
-    announce(
-        engine, note, responses=at_once(asked.problems, asked.samples), max_prompt=rollout.max_prompt,
-        max_tokens=rollout.max_tokens,
-    )  # fmt: skip
+    sampler = build_sampler(config, policy, note, responses=at_once(asked.problems, asked.samples))
     print(visible(f"{config.model} on task {describe_task(config)}, split test, seed {asked.seed}:"))
     sampling = describe_sampling(config, config.test_temperature)
     print(f"{asked.problems} problems × {asked.samples} samples at {sampling}; and once greedily", flush=True)
-    summary = held_out(policy, engine, config.task.build(), config, _progress).summary()
+    summary = held_out(sampler, config, _progress).summary()
     with Console(0) as console:
         rows = summary["table"].items()
         console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])

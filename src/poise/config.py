@@ -21,13 +21,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from poise import _user_code, regulators, tasks
+from poise import _user_code, algorithms, regulators, tasks
 from poise._errors import unknown
 from poise._explain import explain
 from poise._files import expand
@@ -79,6 +80,7 @@ class TaskConfig(_Group):
     model_config = ConfigDict(extra="allow")
 
     name: Text = "kk"
+    _task: tasks.Task = PrivateAttr()  # built once: a task may hold a whole dataset
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -87,7 +89,7 @@ class TaskConfig(_Group):
 
     def build(self) -> tasks.Task:
         """The task itself."""
-        return tasks.get(self.name, **self.settings)
+        return self._task
 
     @model_validator(mode="before")
     @classmethod
@@ -101,7 +103,7 @@ class TaskConfig(_Group):
                 if key not in tasks.settings_of(self.name):
                     raise PydanticCustomError("unknown_setting", "unknown setting {key}", {"key": key})
         try:
-            self.build()
+            self._task = tasks.get(self.name, **self.settings)
         except TypeError as error:  # which pydantic does not take for a refusal
             raise ValueError(str(error)) from None
         return self
@@ -226,6 +228,7 @@ class Config(_Group):
     prompts: Count = 16  # per step
     group: Count = 8  # responses per prompt
     regulator: Text = "grpo"  # in its text form
+    algorithm: Text = "grpo"  # in its text form: what is sampled and compared
     advantage: Literal["group-zscore", "group-centered", "leave-one-out", "reinforce-pp"] = "group-zscore"
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -257,11 +260,28 @@ class Config(_Group):
         asked = self.evaluation.temperature
         return self.rollout.temperature if asked is None else asked
 
+    def build_regulator(self) -> regulators.Regulator:
+        """The regulator itself."""
+        return regulators.parse(self.regulator)
+
+    def build_algorithm(self) -> algorithms.Algorithm:
+        """The algorithm itself."""
+        return algorithms.get(self.algorithm, self.group)
+
     @field_validator("regulator")
     @classmethod
     def _regulator_can_be_read(cls, value: str) -> str:
         try:
             regulators.parse(value)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @field_validator("algorithm")
+    @classmethod
+    def _algorithm_can_be_read(cls, value: str) -> str:
+        try:
+            algorithms.get(value, 2)
         except TypeError as error:
             raise ValueError(str(error)) from None
         return value

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from poise.algorithms import Sample
+from poise.algorithms.sampler import Sampler
 from poise.config import Config
-from poise.policy import Policy
-from poise.rollout.base import Engine
-from poise.rollout.limits import encode_problem
-from poise.scoring import Scoring
 from poise.statistics import ProblemResult, summarise
-from poise.tasks import Problem, Score, Task, draw
+from poise.tasks import draw
 
 CHUNK = 64  # problems between two reports of progress
 
@@ -75,72 +73,50 @@ def at_once(problems: int, samples: int) -> int:
 
 
 def evaluate(
-    policy: Policy,
-    engine: Engine,
-    task: Task,
+    sampler: Sampler,
     *,
     problems: int,
     samples: int,
-    temperature: float,
-    max_tokens: int,
-    max_prompt: int | None = None,
     seed: int = 0,
-    top_p: float = 1.0,
-    top_k: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Sample ``samples`` responses to each of the first ``problems`` held-out problems of a seed, and one greedily.
 
     The same seed gives the same problems and the same random numbers, so that two policies are compared on equal terms.
     """
-    asked = draw(task, "test", seed, problems)
-    prompts = [encode_problem(policy, problem, max_tokens, max_prompt) for problem in asked]
-    sampled: list[ProblemResult] = []
-    greedy: list[ProblemResult] = []
-    rewards: list[float] = []
-    cut_off = greedy_cut_off = 0
-
-    def scores(part: Sequence[Problem], at: int, group: int, heat: float) -> tuple[list[list[Score]], int]:
-        with Scoring(policy, task, [problem for problem in part for _ in range(group)]) as scoring:
-            out = engine.generate(
-                prompts[at : at + len(part)],
-                group,
-                max_tokens=max_tokens,
-                temperature=heat,
-                seed=seed * 1_000_003 + at,
-                top_p=top_p,
-                top_k=top_k,
-                done=scoring.take,
-            )
-            found = scoring.finish(out)[1]
-        return [found[i * group : (i + 1) * group] for i in range(len(part))], int((~out.finished).sum())
-
+    asked = draw(sampler.task, "test", seed, problems)
+    drawn: list[Sample] = []
+    best: list[Sample] = []
     for at in range(0, problems, CHUNK):
         part = asked[at : at + CHUNK]
-        drawn, unfinished = scores(part, at, samples, temperature)
-        best, greedy_unfinished = scores(part, at, 1, 0.0)
-        cut_off, greedy_cut_off = cut_off + unfinished, greedy_cut_off + greedy_unfinished
-        sampled += [_result(p, given) for p, given in zip(part, drawn, strict=True)]
-        greedy += [_result(p, given) for p, given in zip(part, best, strict=True)]
-        rewards += [score.reward for given in drawn for score in given]
+        own_seed = seed * 1_000_003 + at
+        drawn += sampler.play([problem for problem in part for _ in range(samples)], own_seed)
+        best += sampler.greedy().play(part, own_seed)
         if progress:
-            progress(len(sampled), problems)
-    reward = sum(rewards) / len(rewards)
-    return Evaluation(task.name, samples, temperature, sampled, greedy, reward, cut_off, greedy_cut_off)
+            progress(len(best), problems)
+    return Evaluation(
+        sampler.task.name,
+        samples,
+        sampler.sampling.temperature,
+        [_result(drawn[i * samples : (i + 1) * samples]) for i in range(problems)],
+        [_result([sample]) for sample in best],
+        sum(sample.score.reward for sample in drawn) / len(drawn),
+        sum(not sample.finished for sample in drawn),
+        sum(not sample.finished for sample in best),
+    )
 
 
-def held_out(
-    policy: Policy, engine: Engine, task: Task, config: Config, progress: Callable[[int, int], None] | None = None
-) -> Evaluation:
+def held_out(sampler: Sampler, config: Config, progress: Callable[[int, int], None] | None = None) -> Evaluation:
     """``evaluate`` as the settings of a run say: what the trainer measures before and after, and ``poise eval``."""
-    asked, rollout = config.evaluation, config.rollout
+    asked = config.evaluation
+    sampling = replace(sampler.sampling, temperature=config.test_temperature)
     return evaluate(
-        policy, engine, task, problems=asked.problems, samples=asked.samples, seed=asked.seed,
-        temperature=config.test_temperature, max_tokens=rollout.max_tokens, max_prompt=rollout.max_prompt,
-        top_p=rollout.top_p, top_k=rollout.top_k, progress=progress,
+        replace(sampler, sampling=sampling), problems=asked.problems, samples=asked.samples, seed=asked.seed,
+        progress=progress,
     )  # fmt: skip
 
 
-def _result(problem: Problem, scores: Sequence[Score]) -> ProblemResult:
-    answers = tuple(score.answer for score in scores)
-    return ProblemResult(problem.difficulty, tuple(score.correct for score in scores), answers)
+def _result(samples: Sequence[Sample]) -> ProblemResult:
+    """The verdicts on one problem."""
+    answers = tuple(sample.score.answer for sample in samples)
+    return ProblemResult(samples[0].problem.difficulty, tuple(sample.score.correct for sample in samples), answers)

@@ -138,8 +138,9 @@ def layout_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Pa
     """Pack different prompts by themselves; ``places`` are their last tokens."""
     one = torch.ones((len(prompts), 1), dtype=torch.bool, device=device)
     zero = torch.zeros_like(one, dtype=torch.long)
-    alone = Rollouts([list(prompt) for prompt in prompts], zero, one, zero, zero, one[:, 0])
-    alone.__dict__["lengths"] = [1] * len(prompts)  # known here: the device need not be asked
+    alone = Rollouts(
+        [list(prompt) for prompt in prompts], zero, one, zero, zero, one[:, 0], extents=[(1, 1)] * len(prompts)
+    )
     return layout(alone)
 
 

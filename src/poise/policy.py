@@ -20,9 +20,10 @@ from poise.compiled import can_compile, compile_layers
 from poise.head import Head, token_logp
 from poise.masters import Masters
 from poise.packing import Packed, layout
-from poise.prompts import encode
+from poise.prompts import encode, encode_next
 from poise.rollout.base import Rollouts
 from poise.run import RunFolder, verify_model
+from poise.tasks import Message
 
 EMBEDDED = Path(__file__).parent / "models" / "kk-tiny"
 
@@ -86,9 +87,13 @@ class Policy:
         master = self.masters.of(self._output.weight) if self.masters else None  # type: ignore[arg-type]
         return Head.of(self._output, self._config, temperature, master)
 
-    def encode(self, prompt: str) -> list[int]:
-        """A prompt as the model wants to see it: text, through the chat template where there is one."""
-        return encode(self.tokenizer, prompt, self.end_tokens)
+    def encode(self, messages: str | Sequence[Message]) -> list[int]:
+        """Messages as the model wants to see them: through its chat template where it has one."""
+        return encode(self.tokenizer, messages, self.end_tokens)
+
+    def encode_next(self, before: Sequence[Message], said: Sequence[Message], last: int | None) -> list[int]:
+        """What follows the model's reply, the last message of ``before``; ``last`` is the reply's last token."""
+        return encode_next(self.tokenizer, before, said, last, self.end_tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response, without the token that ended it."""
@@ -114,9 +119,9 @@ class Policy:
             return self._states(rollouts).flatten(0, 1)[rollouts.index if tokens is None else tokens]
         packed = layout(rollouts)
         places = packed.places
-        if tokens is not None:
-            of_all = places.new_zeros(rollouts.tokens.numel()).index_copy_(0, rollouts.index, places)
-            places = of_all[tokens]
+        if tokens is not None or rollouts.has_holes:
+            of_all = places.new_zeros(rollouts.tokens.numel()).index_copy_(0, rollouts.ran_index, places)
+            places = of_all[rollouts.index if tokens is None else tokens]
         return attention.repeat(self._run(packed), places)
 
     def check_length(self, tokens: int) -> None:
@@ -167,7 +172,7 @@ class Policy:
         if count <= 0:
             return torch.nn.functional.pad(start[index], (0, 0, 0, width - 1))
         cache.batch_select_indices(index)
-        inputs, inside = rollouts.tokens[:, :count], rollouts.mask[:, 1 : count + 1]
+        inputs, inside = rollouts.tokens[:, :count], rollouts.ran[:, 1 : count + 1]
         states = self.trunk(
             input_ids=torch.where(inside, inputs, 0),
             attention_mask=torch.cat([seen[index], inside], 1),

@@ -12,27 +12,24 @@ import torch
 from torch import Tensor
 
 from poise import __version__
+from poise.algorithms import Sample
 from poise.batch import Phase, TokenBatch
 from poise.rollout.base import Rollouts
-from poise.tasks import Problem, Score
 
 
-def response_records(
-    step: int, problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score], rollouts: Rollouts
-) -> Iterator[dict[str, Any]]:
-    """Every response of a step: what was asked, what came back, and the verifier's word. One problem for each."""
-    finished = rollouts.finished.tolist()
-    for i, (problem, text, score) in enumerate(zip(problems, texts, scores, strict=True)):
+def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+    """Every response of a step: what was asked, what came back, and the verifier's word."""
+    for sample in samples:
         yield {
             "step": step,
-            "problem": problem.id,
-            "difficulty": problem.difficulty,
-            "prompt": problem.prompt,
-            "text": text,
-            "reward": score.reward,
-            "correct": score.correct,
-            "parts": dict(score.parts),
-            "finished": finished[i],
+            "problem": sample.problem.id,
+            "difficulty": sample.problem.difficulty,
+            "prompt": sample.problem.prompt,
+            "text": sample.text,
+            "reward": sample.score.reward,
+            "correct": sample.score.correct,
+            "parts": dict(sample.score.parts),
+            "finished": sample.finished,
         }
 
 
@@ -68,12 +65,12 @@ def environment(device: torch.device) -> dict[str, str | int]:
     }
 
 
-def reward_metrics(problems: Sequence[Problem], scores: Sequence[Score], batch: TokenBatch) -> dict[str, float]:
+def reward_metrics(samples: Sequence[Sample], batch: TokenBatch) -> dict[str, float]:
     """``reward/…``: means over the responses; ``no_spread`` is the share whose group had nothing to compare."""
-    n = len(scores)
+    scores, n = [sample.score for sample in samples], len(samples)
     verdicts: dict[str, list[bool]] = {}
-    for problem, score in zip(problems, scores, strict=True):
-        verdicts.setdefault(problem.difficulty, []).append(score.correct)
+    for sample in samples:
+        verdicts.setdefault(sample.problem.difficulty, []).append(sample.score.correct)
     parts = {name for score in scores for name in score.parts}
     rewards, groups = batch.rewards, batch.groups
     assert rewards is not None
@@ -125,14 +122,18 @@ class Clock:
     """Where the time of a step went."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step."""
         self.start, self.spent = time.perf_counter(), dict[str, float]()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a part."""
+        """Time a part, or more of one."""
         start = time.perf_counter()
         yield
-        self.spent[name] = time.perf_counter() - start
+        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self, tokens: int) -> dict[str, float]:
         """``time/…`` in seconds, and the sampled tokens per second of the whole step."""

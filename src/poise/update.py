@@ -51,24 +51,19 @@ def update(
     A mini-batch in which no token is active takes no step: momentum alone must not move the model. Responses without an
     active token are not run through the model, but stay in the denominator.
     """
-    micro_tokens = micro_tokens or default_micro_tokens(policy.device)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
     steps = 0
     for number, phase in enumerate(phases):
         moving = active(batch, phase, settings).cpu()
-        takes_part = moving.any(1).tolist()
         for mini in mini_batches(len(batch.mask), mini_batch, seed + number):
-            rows = [row for row in mini if takes_part[row]]
-            if not rows:
+            found = accumulate(
+                policy, parameters, rollouts, batch, phase, settings, mini, moving=moving, temperature=temperature,
+                micro_tokens=micro_tokens,
+            )  # fmt: skip
+            if found is None:
                 continue
-            norm = normalizer(batch.rows(send(mini, batch.mask.device)), settings)
-            backward = partial(_backward, policy, rollouts, batch, phase, moving, settings, norm, temperature)
-            found = _in_memory(policy, optimizer, rollouts, rows, micro_tokens, backward)
-            size = found["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
-            if not torch.isfinite(size):
-                optimizer.zero_grad(set_to_none=True)
-                raise NotFiniteError(f"the gradient's norm is {size.item()} in phase {phase.name!r}")
+            found["optim/grad_norm"] = clip(parameters, grad_clip, phase.name)
             try:
                 optimizer.step()
             except torch.OutOfMemoryError as error:
@@ -77,6 +72,46 @@ def update(
             steps += 1
     averaged = (torch.stack([value.double() for value in totals.values()]) / steps).tolist() if totals else []
     return {**dict(zip(totals, averaged, strict=True)), "optim/steps": float(steps)}
+
+
+def accumulate(
+    policy: Policy,
+    parameters: Sequence[Tensor],
+    rollouts: Rollouts,
+    batch: TokenBatch,
+    phase: Phase,
+    settings: Settings,
+    rows: Sequence[int] | None = None,
+    *,
+    moving: Tensor | None = None,
+    temperature: float = 1.0,
+    micro_tokens: int | None = None,
+) -> Metrics | None:
+    """Leave the gradient of a mini-batch's loss, and nothing else, at ``parameters``, and return its metrics.
+
+    ``rows`` are the mini-batch, by default the whole batch. ``moving`` (B, T) are the active tokens, on the host, where
+    they are known. None where no token of the mini-batch is active: then there is no gradient.
+    """
+    moving = active(batch, phase, settings).cpu() if moving is None else moving
+    mini = list(range(len(batch.mask))) if rows is None else list(rows)
+    takes_part = moving.any(1).tolist()
+    running = [row for row in mini if takes_part[row]]
+    if not running:
+        return None
+    norm = normalizer(batch.rows(send(mini, batch.mask.device)), settings)
+    backward = partial(_backward, policy, rollouts, batch, phase, moving, settings, norm, temperature)
+    tokens = micro_tokens or default_micro_tokens(policy.device)
+    return _in_memory(policy, parameters, rollouts, running, tokens, backward)
+
+
+def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:
+    """Shorten the gradient to ``limit``, and return its norm before that; raise where that is not a finite number."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+    if not torch.isfinite(norm):
+        for parameter in parameters:
+            parameter.grad = None
+        raise NotFiniteError(f"the gradient's norm is {norm.item()} in phase {phase!r}")
+    return norm
 
 
 def _backward(
@@ -105,7 +140,7 @@ def _backward(
 
 def _in_memory(
     policy: Policy,
-    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
     rollouts: Rollouts,
     rows: list[int],
     tokens: int,
@@ -119,7 +154,7 @@ def _in_memory(
     """
     while True:
         bins = pack(rollouts, rows, policy.budget(tokens))
-        _clear(policy, optimizer)
+        _clear(policy, parameters)
         try:
             totals: Metrics = {}
             for part in bins:
@@ -127,7 +162,7 @@ def _in_memory(
             return totals
         except torch.OutOfMemoryError:
             pass  # go on outside: in here, the error still holds on to what filled the memory
-        _clear(policy, optimizer)
+        _clear(policy, parameters)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         largest = max((_cost(rollouts, part) for part in bins if len(part) > 1), default=0)
@@ -138,9 +173,10 @@ def _in_memory(
         policy.most_tokens = largest // 2
 
 
-def _clear(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+def _clear(policy: Policy, parameters: Sequence[Tensor]) -> None:
     """No gradient is left, neither at the optimizer's weights nor, from a pass that was cut off, at the model's."""
-    optimizer.zero_grad(set_to_none=True)
+    for parameter in parameters:
+        parameter.grad = None
     policy.model.zero_grad(set_to_none=True)
 
 

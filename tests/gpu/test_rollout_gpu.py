@@ -4,18 +4,18 @@ import pytest
 import torch
 from scipy_free import chi_square
 from tiny_models import HEADS as MODEL_HEADS
-from tiny_models import LEARNED, VOCABULARY, head_alone, learned, prompts, tiny
+from tiny_models import LEARNED, VOCABULARY, head_alone, learned, prompts, sample, tiny
 
 from poise.attention import over_slots
 from poise.linear import Head
 from poise.policy import ModelError
 from poise.rollout import graphs
+from poise.rollout.base import Request
 from poise.rollout.cached import CachedEngine
 from poise.rollout.choose import choose
 from poise.rollout.forecast import announce
 from poise.rollout.graphs import GraphedDecoder
 from poise.rollout.native import NativeEngine, supports
-from poise.rollout.queue import Request
 from poise.rollout.sampling import Sampling, uniform
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
@@ -37,7 +37,7 @@ def requests(count, seed=0, longest=40):
 def test_greedy_decoding_in_float32_is_that_of_transformers(name):
     policy = tiny(name, "cuda")
     asked = prompts(6)
-    found = NativeEngine(policy, batch=4).generate(asked, 1, max_tokens=30, temperature=0.0, seed=0)
+    found = sample(NativeEngine(policy, batch=4), asked, 1, max_tokens=30, temperature=0.0, seed=0)
     for row, prompt in enumerate(asked):
         ids = torch.tensor([prompt], device="cuda")
         theirs = policy.model.generate(
@@ -54,7 +54,7 @@ def test_half_precision_errs_no_more_than_twice_as_much_as_transformers(name, co
     whole.model.float()  # the same weights
     assert supports(policy)
     engine = NativeEngine(policy, batch=24)
-    out = engine.generate(prompts(12), 4, max_tokens=40, temperature=0.8, seed=0)
+    out = sample(engine, prompts(12), 4, max_tokens=40, temperature=0.8, seed=0)
     assert isinstance(engine._decoder, GraphedDecoder)
     assert engine._decoder.graphs
     theirs = []
@@ -75,7 +75,7 @@ def test_a_row_that_has_ended_asks_for_no_position_that_is_not_there(name):
     policy.model.to("cuda", torch.bfloat16)
     asked = torch.randint(6, VOCABULARY, (12, 12), generator=torch.Generator().manual_seed(0)).tolist()
     wanted = [Request(prompt, 20 - 3 * i % 11, NEVER) for i, prompt in enumerate(asked)]
-    out = NativeEngine(policy, batch=3).answer(wanted, Sampling(), 0)  # three rows: some are decoded for nothing
+    out = NativeEngine(policy, batch=3).sample(wanted, Sampling(), 0)  # three rows: some are decoded for nothing
     torch.cuda.synchronize()
     with torch.no_grad():
         logp, _ = policy.score(out)
@@ -89,7 +89,7 @@ def test_scale_cap_and_temperature_are_rounded_as_in_the_update(name, engine, li
     policy, temperature = head_alone(name, "cuda")
     if engine is NativeEngine and not supports(policy):
         pytest.skip("the native engine cannot decode this model")
-    out = engine(policy).generate(prompts(5), 4, max_tokens=20, temperature=temperature, seed=3, **limits)
+    out = sample(engine(policy), prompts(5), 4, max_tokens=20, temperature=temperature, seed=3, **limits)
     with torch.no_grad():
         found = policy.score(out, temperature)
     for ours, theirs in zip(found, (out.logp, out.entropy), strict=True):
@@ -103,7 +103,7 @@ def test_requests_of_random_lengths_stops_and_limits(compiled):
     """Whatever was mixed up would have another log-probability than the training forward finds."""
     policy = tiny("llama", "cuda", torch.bfloat16, compiled=compiled)
     asked = requests(10_000)
-    out = NativeEngine(policy, batch=64).answer(asked, Sampling(1.0), seed=7)
+    out = NativeEngine(policy, batch=64).sample(asked, Sampling(1.0), seed=7)
     assert out.prompts == [list(request.prompt) for request in asked]
     tokens = out.tokens.tolist()
     for request, row, length, ended in zip(asked, tokens, out.lengths, out.finished.tolist(), strict=True):
@@ -120,13 +120,13 @@ def test_requests_of_random_lengths_stops_and_limits(compiled):
 def test_a_sequence_depends_neither_on_its_row_nor_on_its_neighbours():
     policy = tiny("llama", "cuda", torch.bfloat16)
     asked = [Request(prompt, 30, NEVER, number) for number, prompt in enumerate(prompts(32))]
-    first = NativeEngine(policy).answer(asked, Sampling(1.0), seed=1)
+    first = NativeEngine(policy).sample(asked, Sampling(1.0), seed=1)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()
-    again = NativeEngine(policy).answer([asked[i] for i in order], Sampling(1.0), seed=1)
+    again = NativeEngine(policy).sample([asked[i] for i in order], Sampling(1.0), seed=1)
     assert torch.equal(again.tokens, first.tokens[order])
     assert torch.equal(again.logp, first.logp[order])
     others = [Request(prompt, 30, NEVER, 100 + i) for i, prompt in enumerate(prompts(31, seed=5))]
-    beside = NativeEngine(policy).answer([*others, asked[3]], Sampling(1.0), seed=1)
+    beside = NativeEngine(policy).sample([*others, asked[3]], Sampling(1.0), seed=1)
     assert torch.equal(beside.tokens[-1], first.tokens[3])
 
 
@@ -134,12 +134,12 @@ def test_graphs_see_weights_that_have_changed():
     policy = tiny("llama", "cuda", torch.bfloat16)
     engine = NativeEngine(policy)
     settings = {"max_tokens": 20, "temperature": 1.0, "seed": 0}
-    engine.generate(prompts(4), 4, **settings)
+    sample(engine, prompts(4), 4, **settings)
     held = engine._decoder
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(0.7)
-    out = engine.generate(prompts(4), 4, **settings)
+    out = sample(engine, prompts(4), 4, **settings)
     assert engine._decoder is held
     with torch.no_grad():
         logp, _ = policy.score(out)
@@ -165,9 +165,9 @@ def test_a_model_that_no_graph_can_hold_gets_the_other_engine():
 def test_other_settings_than_those_recorded_are_recorded_anew(settings):
     policy = tiny("llama", "cuda", torch.bfloat16)
     engine = NativeEngine(policy)
-    engine.generate(prompts(3), 4, max_tokens=10, temperature=1.0, seed=0)
+    sample(engine, prompts(3), 4, max_tokens=10, temperature=1.0, seed=0)
     wanted = {"temperature": 1.0} | settings
-    found, fresh = (e.generate(prompts(3), 4, max_tokens=10, seed=0, **wanted) for e in (engine, NativeEngine(policy)))
+    found, fresh = (sample(e, prompts(3), 4, max_tokens=10, seed=0, **wanted) for e in (engine, NativeEngine(policy)))
     assert torch.equal(found.tokens, fresh.tokens)
 
 
@@ -293,7 +293,7 @@ def test_a_long_limit_grows_what_is_kept_of_the_responses():
     for dtype in (torch.float32, torch.bfloat16):
         policy = tiny("llama", "cuda", dtype)
         policy.base.config.max_position_embeddings = 4096
-        out = NativeEngine(policy).answer([Request([7, 8], 700, NEVER)] * 3, Sampling(), 0)
+        out = NativeEngine(policy).sample([Request([7, 8], 700, NEVER)] * 3, Sampling(), 0)
         assert out.lengths == [700] * 3
         with torch.no_grad():
             logp, _ = policy.score(out)

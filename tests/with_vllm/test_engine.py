@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from scipy_free import chi_square
+from tiny_models import sample
 
 from poise.policy import EMBEDDED, ModelError, Policy, load_policy
 from poise.rollout.cached import CachedEngine
@@ -76,7 +77,7 @@ def perturb(policy, seed):
 
 def check_greedy(engine):
     """Every token is the likeliest after those before it; of two that nearly tie, rounding may choose."""
-    found = engine.generate(prompts(6), 1, max_tokens=30, temperature=0.0, seed=0)
+    found = sample(engine, prompts(6), 1, max_tokens=30, temperature=0.0, seed=0)
     below = torch.cat(list(shortfalls(engine.policy, found)))
     assert below.max() < 1e-3
     assert (below == 0).float().mean() > 0.95
@@ -93,7 +94,7 @@ def test_greedy_decoding_is_that_of_transformers_after_every_change_of_the_weigh
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probabilities_are_the_policys_and_those_of_vllm_next_to_them(engine, temperature):
-    out = engine.generate(prompts(5), 4, max_tokens=40, temperature=temperature, seed=3)
+    out = sample(engine, prompts(5), 4, max_tokens=40, temperature=temperature, seed=3)
     with torch.no_grad():
         logp, entropy = engine.policy.score(out, temperature)
     torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-5, rtol=0)
@@ -106,9 +107,9 @@ def test_log_probabilities_are_the_policys_and_those_of_vllm_next_to_them(engine
 
 def test_what_top_p_and_top_k_leave_out_is_not_drawn(engine):
     asked = prompts(1)
-    wide = engine.generate(asked, 200, max_tokens=1, temperature=1.0, seed=0)
+    wide = sample(engine, asked, 200, max_tokens=1, temperature=1.0, seed=0)
     for settings in ({"top_k": 3}, {"top_p": 0.8}):
-        out = engine.generate(asked, 200, max_tokens=1, temperature=1.0, seed=0, **settings)
+        out = sample(engine, asked, 200, max_tokens=1, temperature=1.0, seed=0, **settings)
         drawn = out.tokens.unique()
         assert 1 < len(drawn) < len(wide.tokens.unique())
         with torch.no_grad():
@@ -124,7 +125,7 @@ def test_what_top_p_and_top_k_leave_out_is_not_drawn(engine):
 
 def test_sampled_frequencies_match_the_softmax(engine):
     prompt = prompts(1)[0]
-    out = engine.generate([prompt], 4_000, max_tokens=1, temperature=0.7, seed=0)
+    out = sample(engine, [prompt], 4_000, max_tokens=1, temperature=0.7, seed=0)
     with torch.no_grad():
         expected = (engine.policy.model(torch.tensor([prompt])).logits[0, -1] / 0.7).softmax(-1) * 4_000
     counts = torch.bincount(out.tokens[:, 0], minlength=len(expected))
@@ -132,7 +133,7 @@ def test_sampled_frequencies_match_the_softmax(engine):
 
 
 def test_the_seed_fixes_the_tokens_and_rows_differ(engine):
-    draw = lambda seed: engine.generate(prompts(3), 4, max_tokens=20, temperature=1.0, seed=seed).tokens  # noqa: E731
+    draw = lambda seed: sample(engine, prompts(3), 4, max_tokens=20, temperature=1.0, seed=seed).tokens  # noqa: E731
     first = draw(1)
     assert torch.equal(first, draw(1))
     assert not torch.equal(first, draw(2))
@@ -145,7 +146,7 @@ def test_a_response_ends_with_its_end_token_and_nothing_follows(engine):
     with torch.no_grad():
         embedding = engine.policy.model.get_input_embeddings().weight
         embedding[end] = embedding[10:200].mean(0) * 6  # likelier than it was
-    out = engine.generate(prompts(8), 8, max_tokens=60, temperature=1.5, seed=0)
+    out = sample(engine, prompts(8), 8, max_tokens=60, temperature=1.5, seed=0)
     assert out.finished.any()
     assert not out.finished.all()
     for tokens, mask, finished in zip(out.tokens, out.mask, out.finished, strict=True):
@@ -166,7 +167,7 @@ def test_the_batch_may_be_bounded_and_the_head_untied():
 def test_half_precision_differs_and_says_by_how_much():
     policy = small()
     policy.model.bfloat16()
-    out = start(policy).generate(prompts(5), 4, max_tokens=40, temperature=1.0, seed=3)
+    out = sample(start(policy), prompts(5), 4, max_tokens=40, temperature=1.0, seed=3)
     gap = (out.logp - out.sampler_logp)[out.mask]
     assert 1e-4 < gap.abs().mean() < 0.2
 
@@ -187,7 +188,7 @@ def test_adapters_are_merged():
     engine = start(policy)
     with_adapters = check_greedy(engine)
     with policy.model.disable_adapter():  # the adapters make a difference
-        without = CachedEngine(policy).generate(prompts(6), 1, max_tokens=30, temperature=0.0, seed=0)
+        without = sample(CachedEngine(policy), prompts(6), 1, max_tokens=30, temperature=0.0, seed=0)
     assert with_adapters != without.tokens.tolist()
     again = dict(weights(policy))
     assert all(torch.equal(value, again[name]) for name, value in merged.items())  # nothing was merged for good
@@ -196,13 +197,13 @@ def test_adapters_are_merged():
 
 def test_what_has_no_room_is_refused(engine):
     with pytest.raises(ModelError, match=r"rollout\.max_tokens=2000 are more than the 1024"):
-        engine.generate(prompts(1), 1, max_tokens=2000, temperature=1.0, seed=0)
+        sample(engine, prompts(1), 1, max_tokens=2000, temperature=1.0, seed=0)
 
 
 def test_a_model_that_vllm_cannot_run_is_refused():
     engine = start(load_policy("embedded", device="cpu"))
     with pytest.raises(ModelError, match=r"vLLM cannot sample from LlamaForCausalLM here .*head_dim=40"):
-        engine.generate([[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
+        sample(engine, [[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
 
 
 def test_another_model_in_vllm_is_noticed(monkeypatch):
@@ -210,7 +211,7 @@ def test_another_model_in_vllm_is_noticed(monkeypatch):
     other = small(seed=1)
     monkeypatch.setattr("poise.rollout.vllm.weights", lambda _: weights(other))
     with pytest.raises(ModelError, match="not the same model there"):
-        start(policy).generate([[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
+        sample(start(policy), [[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
 
 
 def test_a_vllm_that_raised_is_not_asked_again(monkeypatch):
@@ -218,7 +219,7 @@ def test_a_vllm_that_raised_is_not_asked_again(monkeypatch):
     check_greedy(engine)
     monkeypatch.setattr(engine._llm, "_run_engine", lambda *_, **__: 1 / 0)  # with the requests in its queue
     with pytest.raises(ZeroDivisionError):
-        engine.generate(prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)
+        sample(engine, prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)
     monkeypatch.undo()
     with pytest.raises(ModelError, match="not asked again"):
-        engine.generate(prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)
+        sample(engine, prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)

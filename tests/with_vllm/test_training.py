@@ -1,5 +1,6 @@
 """Training with vLLM, through the trainer."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -33,8 +34,8 @@ def test_a_run_with_vllm_learns_and_reports_the_mismatch(tmp_path, more):
     config = load("demo", [*settings, f"run={tmp_path / 'run'}", *more])
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
     held = Trainer(config, folder, quiet=True)
-    held.task = Vowels()
-    STARTED.append(held.engine)
+    held.sampler = replace(held.sampler, task=Vowels())
+    STARTED.append(held.sampler.engine)
     held.run()
     lines = folder.metrics()
     assert len(lines) == 12

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from poise import regulators
 from poise._user_code import blamed
+from poise.algorithms import Sample
+from poise.algorithms.sampler import Sampler
+from poise.assemble import stack, token_batch
 from poise.batch import Phase, TokenBatch
 from poise.config import Config
 from poise.diagnostics.dominance import dominance
@@ -19,15 +22,12 @@ from poise.diagnostics.verdict import combine, verdict
 from poise.masters import Masters
 from poise.policy import Policy, load_policy
 from poise.records import environment, response_records, token_arrays
-from poise.rollout.base import Engine, Rollouts
-from poise.rollout.choose import choose
-from poise.rollout.forecast import announce
-from poise.rollout.limits import check_settings, encode_problem
+from poise.rollout.base import Rollouts
+from poise.rollout.limits import check_settings
 from poise.run import RunFolder
-from poise.scoring import Scoring
-from poise.tasks import Problem, Score, Task, draw
-from poise.trainer import ADVANTAGES
-from poise.update import score_all, update
+from poise.setup import build_sampler
+from poise.tasks import Task, draw
+from poise.update import accumulate, clip, score_all
 
 SUSPECTS = 20  # tokens with the highest NTHR scores that are named
 METHODS = ("grpo", "ar", "lopti", "tr-grpo", "nthr")
@@ -38,21 +38,9 @@ Progress = Callable[[str], None]
 class Sampled:
     """One batch of fresh responses."""
 
-    problems: list[Problem]  # one for each response
-    texts: list[str]
-    scores: list[Score]
+    samples: list[Sample]
     rollouts: Rollouts
     batch: TokenBatch
-
-
-class _Still(torch.optim.Optimizer):
-    """Takes no steps: what is wanted of an update is its gradient."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(list(parameters), {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing."""
 
 
 class PolicyLoop:
@@ -65,12 +53,12 @@ class PolicyLoop:
         self.parameters: Sequence[Tensor] = list(policy.masters.parameters.values())
 
     def gradient(self, phase: Phase) -> None:
-        """A mini-batch of all responses, as ``update`` runs it, unclipped."""
-        optim, still = self.config.optim, _Still(self.parameters)
-        update(
-            self.policy, still, self.rollouts, self.batch, [phase], self.settings, grad_clip=torch.inf,
-            temperature=self.config.rollout.temperature, micro_tokens=optim.micro_tokens,
+        """A mini-batch of all responses, unclipped."""
+        accumulate(
+            self.policy, self.parameters, self.rollouts, self.batch, phase, self.settings,
+            temperature=self.config.rollout.temperature, micro_tokens=self.config.optim.micro_tokens,
         )  # fmt: skip
+        clip(self.parameters, torch.inf, phase.name)
 
     def logp(self) -> Tensor:
         """Without gradients."""
@@ -104,33 +92,28 @@ def diagnose(
     """
     intervals = intervals or Intervals()
     chosen = {name: regulators.parse(name) for name in methods}
-    task = task or config.task.build()
     policy = load_policy(
         config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code,
         longest=config.rollout.longest,
     )  # fmt: skip
     policy.masters = Masters(policy.model)
     check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
-    engine = choose(policy, config.rollout.engine, config.rollout.batch, say, memory=config.rollout.vllm_memory)
-    announce(
-        engine, say, responses=config.prompts * config.group, max_prompt=config.rollout.max_prompt,
-        max_tokens=config.rollout.max_tokens,
-    )  # fmt: skip
+    sampler = build_sampler(config, policy, say, responses=config.prompts * config.group, task=task)
     optim = config.optim
     betas = (0.0, optim.betas[1])
     optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
     for number in range(warmup):
         say(f"warm-up batch {number + 1} of {warmup}: gathering the optimizer's second moments")
-        loop = PolicyLoop(policy, config, sample(policy, engine, task, config, seed=-1 - number))
+        loop = PolicyLoop(policy, config, sample(sampler, config, seed=-1 - number))
         loop.gradient(Phase.of(loop.batch))
-        torch.nn.utils.clip_grad_norm_(loop.parameters, optim.grad_clip)
+        clip(loop.parameters, optim.grad_clip, "all")
         optimizer.step()
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = optim.lr, optim.weight_decay
     found, suspects, cut_off = [], list[dict[str, Any]](), 0
     for number in range(1, batches + 1):
         say(f"batch {number} of {batches}: sampling {config.prompts} × {config.group} responses")
-        sampled = sample(policy, engine, task, config, seed=number)
+        sampled = sample(sampler, config, seed=number)
         loop = PolicyLoop(policy, config, sampled)
         said = f"batch {number} of {batches}: {int(loop.batch.mask.sum())} tokens; gradients and steps of"
         numbers, tokens = dominance(
@@ -152,40 +135,21 @@ def diagnose(
     return result
 
 
-def sample(policy: Policy, engine: Engine, task: Task, config: Config, seed: int) -> Sampled:
-    """A batch as the trainer draws it, with hidden states for whoever asks."""
+def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
+    """A batch as the trainer draws it, with hidden states for whoever asks.
+
+    Old log-probabilities come from a forward pass: measured changes then start at 0, whatever sampled the tokens.
+    """
     drawn = 1_000_003 * (config.seed + 1) + seed
-    problems = draw(task, "train", drawn, config.prompts)
-    asked = [problem for problem in problems for _ in range(config.group)]
-    settings = config.rollout
-    prompts = [encode_problem(policy, problem, settings.max_tokens, settings.max_prompt) for problem in problems]
-    with Scoring(policy, task, asked) as scoring:
-        rollouts = engine.generate(
-            prompts, config.group, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=drawn,
-            top_p=settings.top_p, top_k=settings.top_k, done=scoring.take,
-        )  # fmt: skip
-        texts, scores = scoring.finish(rollouts)
-    device = rollouts.mask.device
-    rewards = torch.tensor([score.reward for score in scores], device=device)
-    groups = torch.arange(config.prompts, device=device).repeat_interleave(config.group)
-
-    @torch.no_grad()
-    def hidden(rows: Tensor) -> Tensor:
-        return policy.padded_hidden(rollouts.rows(rows))
-
-    batch = TokenBatch(
-        old_logp=score_all(policy, rollouts, config.rollout.temperature, config.optim.micro_tokens)[0],
-        mask=rollouts.mask,
-        advantages=ADVANTAGES[config.advantage](rewards, groups),
-        groups=groups,
-        rewards=rewards,
-        correct=torch.tensor([score.correct for score in scores], device=device),
-        entropy=rollouts.entropy,
-        hidden=hidden,
-        head=policy.head(config.rollout.temperature),
-        targets=rollouts.tokens,
-    )
-    return Sampled(asked, texts, scores, rollouts, batch)
+    problems = draw(sampler.task, "train", drawn, config.prompts)
+    samples, _ = config.build_algorithm().collect(problems, sampler, drawn)
+    temperature, micro_tokens = config.rollout.temperature, config.optim.micro_tokens
+    rollouts = replace(stack(samples, sampler.policy, temperature, micro_tokens), sampler_logp=None)
+    batch = token_batch(
+        samples, rollouts, sampler.policy, advantage=config.advantage, temperature=temperature, recompute=True,
+        hidden=True, micro_tokens=micro_tokens,
+    )  # fmt: skip
+    return Sampled(samples, rollouts, replace(batch, sampler_logp=None))
 
 
 def _announced(chosen: dict[str, regulators.Regulator], said: str, say: Progress) -> dict[str, regulators.Regulator]:
@@ -221,8 +185,6 @@ def _suspects(step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Ten
 
 def _record(folder: RunFolder, step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Tensor]) -> None:
     phase = Phase.of(sampled.batch, tokens=tokens)
-    folder.save_rollouts(
-        step, response_records(step, sampled.problems, sampled.texts, sampled.scores, sampled.rollouts)
-    )
+    folder.save_rollouts(step, response_records(step, sampled.samples))
     arrays = token_arrays(sampled.rollouts, sampled.batch, [phase])
     folder.save_tokens(step, arrays, policy.texts(arrays["id"]))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from poise import _user_code
-from poise._errors import short, unknown
+from poise._calls import read_call
+from poise._errors import unknown
 from poise.batch import TokenBatch
 from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
@@ -141,17 +140,5 @@ def _split(text: str) -> list[str]:
 
 
 def _parse_one(part: str, whole: str) -> Regulator:
-    match = re.fullmatch(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", part, re.DOTALL)
-    if not match:
-        raise ValueError(f"cannot read {short(part.strip())} in {short(whole)}; write name(setting=value) | name(...)")
-    name, inside = match[1], match[2] or ""
-    try:
-        call = ast.parse(f"f({inside})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        args = [ast.literal_eval(node) for node in call.args]
-        settings = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
-        raise ValueError(
-            f"cannot read the settings of {short(name)} in {short(whole)}; write {name}(setting=value, ...)"
-        ) from None
+    name, args, settings = read_call(part, whole)
     return get(name, *args, **settings)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from poise._transfer import send
 from poise.policy import Policy, pad_left
-from poise.rollout.base import Done, Rollouts
-from poise.rollout.limits import check_positions
+from poise.rollout.base import Done, Request, Rollouts, check_requests, end_table, numbers, side_by_side
+from poise.rollout.limits import check_lengths
 from poise.rollout.sampling import Sampling, uniform
 from poise.rollout.slots import FIRST
 from poise.trials import close, short_windows
@@ -58,7 +59,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class CachedEngine:
-    """Batched over prompts and groups; a prompt is read once for its whole group; finished responses are dropped.
+    """Batched over requests; a prompt is read once for all its requests in a batch; finished responses are dropped.
 
     ``batch`` bounds how many responses are decoded together; 0 means all. A response's random numbers depend on the
     seed and its number alone, as in the native engine.
@@ -68,59 +69,38 @@ class CachedEngine:
         self.policy, self.batch = policy, batch
 
     @torch.no_grad()
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        group: int,
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        done: Done | None = None,  # noqa: ARG002
-    ) -> Rollouts:
-        """``group`` responses to each prompt, group after group."""
-        if not prompts:
-            raise ValueError("generate: there is no prompt")
-        longest = max(map(len, prompts))
-        check_positions(self.policy, longest, max_tokens, f"a prompt of {longest} tokens")
-        self.policy.check_length(max(map(len, prompts)) + max_tokens)
-        sampling = Sampling(temperature, top_p, top_k)
-        at_once = max(self.batch // group, 1) if self.batch else len(prompts)
-        parts = [
-            self._decode(prompts[i : i + at_once], group, max_tokens, sampling, seed, first=i * group)
-            for i in range(0, len(prompts), at_once)
-        ]
-        width = max(part[0].shape[1] for part in parts)
-        tokens, logp, entropy, mask = (
-            torch.cat([torch.nn.functional.pad(part[i], (0, width - part[i].shape[1])) for part in parts])
-            for i in range(4)
-        )
-        finished = torch.cat([part[4] for part in parts])
-        return Rollouts([list(p) for p in prompts for _ in range(group)], tokens, mask, logp, entropy, finished)
+    def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
+        """A response to each request, in their order. ``done`` is told of a batch's responses when it has ended."""
+        check_requests(requests)
+        check_lengths(self.policy, requests)
+        at_once, parts = self.batch or len(requests), []
+        for first in range(0, len(requests), at_once):
+            part = requests[first : first + at_once]
+            parts.append(self._decode(part, numbers(requests)[first : first + at_once], sampling, seed))
+            if done is not None:
+                tokens, own = parts[-1].tokens.tolist(), parts[-1].lengths
+                for row, (ids, length) in enumerate(zip(tokens, own, strict=True)):
+                    done(first + row, ids[:length])
+        return side_by_side(parts)
 
-    def _decode(
-        self, prompts: Sequence[list[int]], group: int, max_tokens: int, sampling: Sampling, seed: int, first: int
-    ) -> tuple[Tensor, ...]:
-        """Responses to some of the prompts; ``first`` is the number of the first one among all."""
+    def _decode(self, requests: Sequence[Request], number: Sequence[int], sampling: Sampling, seed: int) -> Rollouts:
+        """Responses to some of the requests."""
         policy, device = self.policy, self.policy.device
         head = policy.head(sampling.temperature or 1.0)
-        ends = torch.tensor(policy.end_tokens, dtype=torch.long, device=device)
-        ids, seen = pad_left(prompts, device)
-        longest, total, lengths = ids.shape[1], len(prompts) * group, seen.sum(1)
+        known: dict[tuple[int, ...], int] = {}
+        prompt_of = send([known.setdefault(tuple(request.prompt), len(known)) for request in requests], device)
+        ids, seen = pad_left(list(known), device)
+        limits, ends = send([request.max_tokens for request in requests], device), end_table(requests, device)
+        longest, total, most = ids.shape[1], len(requests), max(request.max_tokens for request in requests)
+        streams, lengths = send(list(number), device), seen.sum(1)[prompt_of]
         position = (seen.cumsum(1) - 1).clamp(min=0)
 
         cache = _roomy_cache(policy)
         states = policy.trunk(
-            input_ids=ids,
-            attention_mask=seen,
-            position_ids=position,
-            past_key_values=cache,
-            use_cache=True,
+            input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
         ).last_hidden_state[:, -1]
-        cache.batch_repeat_interleave(group)
-        states, seen, lengths = (x.repeat_interleave(group, 0) for x in (states, seen, lengths))
+        cache.batch_select_indices(prompt_of)
+        states, seen = states[prompt_of], seen[prompt_of]
         # A mask of four dimensions spares transformers the work of making one, but not every model takes it: those that
         # run packed do. Falcon's and Bloom's ALiBi are worked out from a mask of two.
         whole_mask = policy.packed and all(type(layer) is RoomyLayer for layer in cache.layers)
@@ -128,26 +108,27 @@ class CachedEngine:
         width = 0  # tokens of a response that there is room for so far: few are as long as they may be
         tokens, mask = (torch.zeros((total, 0), dtype=kind, device=device) for kind in (torch.long, torch.bool))
         logp, entropy = torch.zeros((total, 0), device=device), torch.zeros((total, 0), device=device)
-        finished = torch.zeros(total, dtype=torch.bool, device=device)
+        stopped, over = (torch.zeros(total, dtype=torch.bool, device=device) for _ in range(2))
         alive = torch.arange(total, device=device)  # the rows that are still being decoded
-        for step in range(max_tokens):
+        for step in range(most):
             if step == width:
-                more = min(max(width, FIRST), max_tokens - width)
+                more = min(max(width, FIRST), most - width)
                 width += more
                 tokens, mask, logp, entropy = (_widened(x, more) for x in (tokens, mask, logp, entropy))
                 seen = _widened(seen, more, value=True)
-            point = uniform(seed, first + alive, torch.full_like(alive, step))
+            point = uniform(seed, streams[alive], torch.full_like(alive, step))
             chosen, own, spread = sampling.draw(head(states), point)
-            going = ~finished[alive]
+            going = ~over[alive]
             tokens[alive, step] = torch.where(going, chosen, 0)
             mask[alive, step] = going
             logp[alive, step] = own.float() * going
             entropy[alive, step] = spread.float() * going
-            finished[alive] |= torch.isin(chosen, ends)
-            if step + 1 == max_tokens:
+            stopped[alive] |= going & (chosen[:, None] == ends[alive]).any(1)
+            over[alive] |= stopped[alive] | (limits[alive] == step + 1)
+            if step + 1 == most:
                 break
             if (step + 1) % COMPACT_EVERY == 0:
-                keep = (~finished[alive]).nonzero()[:, 0]
+                keep = (~over[alive]).nonzero()[:, 0]
                 if len(keep) == 0:
                     break
                 if len(keep) < 0.9 * len(alive):
@@ -162,7 +143,8 @@ class CachedEngine:
                 use_cache=True,
             ).last_hidden_state[:, -1]
         used = max(int(mask.any(0).sum()), 1)
-        return tokens[:, :used], logp[:, :used], entropy[:, :used], mask[:, :used], finished
+        tokens, mask, logp, entropy = (x[:, :used] for x in (tokens, mask, logp, entropy))
+        return Rollouts([list(request.prompt) for request in requests], tokens, mask, logp, entropy, stopped)
 
 
 def _widened(x: Tensor, more: int, value: bool = False) -> Tensor:
@@ -186,7 +168,8 @@ def supports(policy: Policy) -> bool:
     prompts = [[1 % size, 2 % size, 3 % size], [4 % size]]
     with short_windows(policy.base):
         try:
-            tried = CachedEngine(policy).generate(prompts, 2, max_tokens=8, temperature=1.0, seed=0)
+            wanted = [Request(prompt, 8, policy.end_tokens) for prompt in prompts for _ in range(2)]
+            tried = CachedEngine(policy).sample(wanted, Sampling(), 0)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from poise.policy import ModelError, Policy, first_line
-from poise.prompts import PromptError
-from poise.tasks import Problem
+from poise.policy import ModelError, Policy
+from poise.rollout.base import Request
 
 STRETCHED = ("linear", "dynamic", "yarn")  # rotary embeddings whose factor is not part of max_position_embeddings yet
 
@@ -49,21 +49,8 @@ def check_settings(policy: Policy, max_prompt: int, max_tokens: int) -> None:
     check_positions(policy, max_prompt, max_tokens, f"prompts of up to rollout.max_prompt={max_prompt} tokens")
 
 
-def encode_problem(policy: Policy, problem: Problem, max_tokens: int, max_prompt: int | None = None) -> list[int]:
-    """A problem's prompt; one that cannot be encoded, or is too long, is refused by its name."""
-    try:
-        ids = policy.encode(problem.prompt)
-    except PromptError as error:
-        raise ModelError(f"problem {problem.id}: {error}") from error
-    except Exception as error:  # a chat template is a program of the model's, and may raise anything
-        raise ModelError(
-            f"problem {problem.id}: the model's tokenizer or chat template fails on its prompt "
-            f"({type(error).__name__}: {first_line(error)})"
-        ) from error
-    if max_prompt is not None and len(ids) > max_prompt:
-        raise ModelError(
-            f"the prompt of problem {problem.id} has {len(ids)} tokens, more than rollout.max_prompt={max_prompt}: "
-            "raise it, or make the task's prompts shorter"
-        )
-    check_positions(policy, len(ids), max_tokens, f"the prompt of problem {problem.id} with {len(ids)} tokens")
-    return ids
+def check_lengths(policy: Policy, requests: Sequence[Request]) -> None:
+    """Refuse a request whose longest response would not fit, in positions or in a rotary embedding's frequencies."""
+    need, longest = max((len(request.prompt) + request.max_tokens, len(request.prompt)) for request in requests)
+    check_positions(policy, longest, need - longest, f"a prompt of {longest} tokens")
+    policy.check_length(need)

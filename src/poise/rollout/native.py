@@ -9,10 +9,10 @@ import torch
 
 from poise.policy import Policy
 from poise.rollout import graphs
-from poise.rollout.base import Done, Rollouts
+from poise.rollout.base import Done, Request, Rollouts, check_requests
 from poise.rollout.decoder import Decoder, layer_shapes
-from poise.rollout.limits import check_positions
-from poise.rollout.queue import Queue, Request
+from poise.rollout.limits import check_lengths
+from poise.rollout.queue import Queue
 from poise.rollout.sampling import Sampling
 from poise.rollout.slots import SharedKeys
 from poise.trials import close
@@ -34,30 +34,11 @@ class NativeEngine:
         self._room_for: tuple[object, ...] = ()
         self._decoder: Decoder | None = None
 
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        group: int,
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        done: Done | None = None,
-    ) -> Rollouts:
-        """``group`` responses to each prompt, group after group."""
-        ends = self.policy.end_tokens
-        wanted = [Request(prompt, max_tokens, ends) for prompt in prompts for _ in range(group)]
-        return self.answer(wanted, Sampling(temperature, top_p, top_k), seed, done)
-
     @torch.no_grad()
-    def answer(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
+    def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
         """A response to each request, in their order."""
-        _check(requests)
-        need, longest = max((len(r.prompt) + r.max_tokens, len(r.prompt)) for r in requests)
-        check_positions(self.policy, longest, need - longest, f"a prompt of {longest} tokens")
-        self.policy.check_length(max(len(request.prompt) + request.max_tokens for request in requests))
+        check_requests(requests)
+        check_lengths(self.policy, requests)
         with _threads(self.policy):
             made = Queue(requests, self._room(requests), sampling, seed, done).work()
         if self._decoder is not None and not graphs.may_stay(self._decoder.keys):
@@ -105,16 +86,6 @@ def _threads(policy: Policy) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _check(requests: Sequence[Request]) -> None:
-    if not requests:
-        raise ValueError("generate: there is no prompt")
-    for i, request in enumerate(requests):
-        if not len(request.prompt):
-            raise ValueError(f"request {i}: an empty prompt predicts nothing")
-        if request.max_tokens < 1:
-            raise ValueError(f"request {i}: max_tokens = {request.max_tokens} must be at least 1")
 
 
 @torch.no_grad()

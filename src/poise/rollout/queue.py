@@ -4,32 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from poise._transfer import send
 from poise.packing import first_fit
-from poise.rollout.base import Done, Rollouts
+from poise.rollout.base import Done, Request, Rollouts, end_table
 from poise.rollout.decoder import Decoder
 from poise.rollout.sampling import Sampling, uniform
 from poise.rollout.slots import FIRST
 
 PASS = 8192  # prompt tokens that are read together
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response that is wanted.
-
-    ``number`` is what its random numbers hang on, together with the seed: its place in the list unless given.
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int
-    stop: Sequence[int] = ()  # tokens that end it
-    number: int | None = None
 
 
 NOBODY = Request([0], 0)  # in a row that is decoded for nothing
@@ -55,7 +40,7 @@ class Queue:
         places = (len(requests) + 1, self.width)  # the last row takes what nobody wants
         self.tokens = torch.zeros(places, dtype=torch.long, device=self.device)
         self.logp, self.entropy = (torch.zeros(places, device=self.device) for _ in range(2))
-        self.ends = _end_table(requests, self.device)
+        self.ends = end_table(requests, self.device)
 
     def work(self) -> Rollouts:
         """Until nothing waits and no row is taken."""
@@ -158,12 +143,6 @@ class Queue:
         tokens, logp, entropy = (x[:-1, :used] for x in (self.tokens, self.logp, self.entropy))
         mask = torch.arange(used, device=self.device) < send(self.counts, self.device)[:, None]
         prompts = [list(request.prompt) for request in self.requests]
-        out = Rollouts(prompts, tokens, mask, logp, entropy, send(torch.tensor(self.stopped), self.device))
-        out.__dict__["lengths"] = list(self.counts)
-        return out
-
-
-def _end_table(requests: Sequence[Request], device: torch.device) -> Tensor:
-    """(R, S) the tokens that end each request's response; −1, which is no token, where it has fewer."""
-    most = max(1, max(len(request.stop) for request in requests))
-    return send(torch.tensor([[*r.stop, *[-1] * (most - len(r.stop))] for r in requests]), device)
+        finished = send(torch.tensor(self.stopped), self.device)
+        extents = [(count, count) for count in self.counts]
+        return Rollouts(prompts, tokens, mask, logp, entropy, finished, extents=extents)

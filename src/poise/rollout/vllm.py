@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from poise.policy import ModelError, Policy
-from poise.rollout.base import Done, Rollouts
+from poise.rollout.base import Done, Request, Rollouts, check_requests, numbers
 from poise.rollout.sampling import Sampling, streams
 from poise.update import score_all
 
@@ -47,46 +47,42 @@ class VllmEngine:
         self._failed = False
 
     @torch.no_grad()
-    def generate(
+    def sample(
         self,
-        prompts: Sequence[list[int]],
-        group: int,
-        *,
-        max_tokens: int,
-        temperature: float,
+        requests: Sequence[Request],
+        sampling: Sampling,
         seed: int,
-        top_p: float = 1.0,
-        top_k: int = 0,
         done: Done | None = None,  # noqa: ARG002
     ) -> Rollouts:
-        """``group`` responses to each prompt, group after group."""
-        if not prompts or not all(prompts):
-            raise ValueError("generate: there is no prompt, or an empty one")
+        """A response to each request, in their order."""
+        check_requests(requests)
         if self._failed:
             raise ModelError("rollout.engine=vllm: vLLM has failed in this process, and is not asked again")
         if self._llm is None:
             self._start()
-        room, longest = self._llm.llm_engine.model_config.max_model_len, max(map(len, prompts))
-        if longest + max_tokens > room:
+        room = self._llm.llm_engine.model_config.max_model_len
+        need, request = max(((len(r.prompt) + r.max_tokens, r) for r in requests), key=lambda pair: pair[0])
+        if need > room:
             raise ModelError(
-                f"a prompt of {longest} tokens and rollout.max_tokens={max_tokens} are more than the {room} that vLLM "
-                "has room for: that is the model's own limit, or what rollout.vllm_memory holds"
+                f"a prompt of {len(request.prompt)} tokens and rollout.max_tokens={request.max_tokens} are more than "
+                f"the {room} that vLLM has room for: that is the model's own limit, or what rollout.vllm_memory holds"
             )
         self._push()
-        wanted = [list(prompt) for prompt in prompts for _ in range(group)]
-        return self._answer(wanted, max_tokens, Sampling(temperature, top_p, top_k), seed, self.policy.end_tokens)
+        return self._answer(requests, sampling, seed)
 
-    def _answer(
-        self, prompts: list[list[int]], max_tokens: int, sampling: Sampling, seed: int, ends: list[int]
-    ) -> Rollouts:
-        """A response to each prompt."""
+    def _answer(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
         from vllm import SamplingParams
 
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        limits = {"max_tokens": max_tokens, "stop_token_ids": ends, "logprobs": 0, "detokenize": False}
-        seeds = (streams(seed, torch.arange(len(prompts))) & (1 << 63) - 1).tolist()  # vLLM takes −1 for none
-        settings = [SamplingParams(seed=own, **drawn, **limits) for own in seeds]
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        seeds = (streams(seed, torch.tensor(numbers(requests))) & (1 << 63) - 1).tolist()  # vLLM takes −1 for none
+        settings = [
+            SamplingParams(
+                seed=own, max_tokens=request.max_tokens, stop_token_ids=list(request.stop), logprobs=0,
+                detokenize=False, **drawn,
+            )
+            for own, request in zip(seeds, requests, strict=True)
+        ]  # fmt: skip
+        asked = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         try:
             given = [answer.outputs[0] for answer in self._llm.generate(asked, settings, use_tqdm=False)]
         except BaseException:
@@ -102,7 +98,8 @@ class VllmEngine:
             logp[row, :length] = torch.tensor(own_logp)
         finished = torch.tensor([one.finish_reason == "stop" for one in given])
         tokens, mask, logp, finished = (x.to(device) for x in (tokens, mask, logp, finished))
-        made = Rollouts(prompts, tokens, mask, logp, torch.zeros_like(logp), finished, logp if sampling.whole else None)
+        prompts, sampler_logp = [list(request.prompt) for request in requests], logp if sampling.whole else None
+        made = Rollouts(prompts, tokens, mask, logp, torch.zeros_like(logp), finished, sampler_logp)
         logp, entropy = score_all(self.policy, made, sampling.temperature or 1.0)
         return replace(made, logp=logp, entropy=entropy)
 
@@ -169,8 +166,7 @@ class VllmEngine:
     def _gap(self) -> float:
         """How far vLLM's log-probabilities are from the policy's: the mean over a few random tokens."""
         size = self.policy.head().vocabulary
-        prompts = [[i % size for i in range(1, n)] for n in (4, 9)]
-        tried = self._answer(prompts, 16, Sampling(), 0, [])
+        tried = self._answer([Request([i % size for i in range(1, n)], 16) for n in (4, 9)], Sampling(), 0)
         assert tried.sampler_logp is not None
         return float((tried.logp - tried.sampler_logp)[tried.mask].abs().mean())
 

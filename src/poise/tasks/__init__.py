@@ -7,7 +7,23 @@ from inspect import signature
 from typing import Any
 
 from poise._errors import unknown
-from poise.tasks.base import SPLITS, Demonstrates, Problem, RewardError, Score, Split, Task, TaskError, draw, judge
+from poise.tasks.base import (
+    SPLITS,
+    Demonstrates,
+    Episode,
+    Message,
+    Problem,
+    RewardError,
+    Score,
+    SingleTurn,
+    Split,
+    Task,
+    TaskError,
+    begin,
+    draw,
+    explained,
+    judge,
+)
 from poise.tasks.knights_knaves import KnightsKnaves
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -18,13 +34,18 @@ __all__ = [
     "SPLITS",
     "TASKS",
     "Demonstrates",
+    "Episode",
+    "Message",
     "Problem",
     "RewardError",
     "Score",
+    "SingleTurn",
     "Split",
     "Task",
     "TaskError",
+    "begin",
     "draw",
+    "explained",
     "get",
     "judge",
     "names",

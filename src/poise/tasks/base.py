@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -38,8 +39,30 @@ class Score:
     answer: str | None = None
 
 
+Message = dict[str, str]  # {"role": …, "content": …}, as chat templates take them
+
+
+class Episode(Protocol):
+    """One attempt at one problem, in one turn or several."""
+
+    def start(self) -> list[Message]:
+        """What the model is shown first."""
+        ...
+
+    def step(self, reply: str) -> list[Message]:
+        """What the environment says to a reply; an empty list ends the episode. ``reply`` is untrusted."""
+        ...
+
+    def score(self) -> Score:
+        """The verdict on the episode: asked once, after it has ended or been cut off."""
+        ...
+
+
 class Task(Protocol):
-    """The least a task must offer. One with ``concurrent = True`` is asked for scores while sampling goes on."""
+    """The least a task must offer. One with ``concurrent = True`` is asked for scores while sampling goes on.
+
+    A task of several turns has ``episode(problem) -> Episode`` in place of ``score``.
+    """
 
     @property
     def name(self) -> str:
@@ -89,14 +112,49 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
     return found
 
 
-def judge(task: Task, problem: Problem, text: str) -> Score:
-    """``task.score`` in plain Python numbers, with an error that says on which problem it went wrong."""
+@dataclass
+class SingleTurn:
+    """The episode of a task that has only ``score``: the problem's prompt, one reply, and its score."""
+
+    task: Task
+    problem: Problem
+    reply: str = ""
+
+    def start(self) -> list[Message]:
+        """The prompt, as the user's message."""
+        return [{"role": "user", "content": self.problem.prompt}]
+
+    def step(self, reply: str) -> list[Message]:
+        """Any reply ends it."""
+        self.reply = reply
+        return []
+
+    def score(self) -> Score:
+        """The task's."""
+        return self.task.score(self.problem, self.reply)
+
+
+def begin(task: Task, problem: Problem) -> Episode:
+    """An episode of the task."""
+    episode: Episode = task.episode(problem) if hasattr(task, "episode") else SingleTurn(task, problem)
+    return episode
+
+
+@contextmanager
+def explained(task: Task, problem: Problem) -> Iterator[None]:
+    """Errors of the task's own code become one that names the task and the problem."""
     try:
-        score = task.score(problem, text)
+        yield
     except Exception as error:
         raise RewardError(
             f"the reward of task {task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
         ) from error
+
+
+def judge(task: Task, problem: Problem, episode: Episode) -> Score:
+    """``episode.score`` in plain Python numbers, with an error that says on which problem it went wrong."""
+    with explained(task, problem):
+        score = episode.score()
     try:
         score = _plain(score)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,0 +1,27 @@
+"""GRPO (arXiv 2402.03300): a group of attempts at every problem, each compared with the others of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from poise.algorithms.base import Memory, Sample
+from poise.tasks import Problem
+
+if TYPE_CHECKING:
+    from poise.algorithms.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Grpo:
+    """``group`` independent attempts at each problem. Nothing is remembered between steps."""
+
+    group: int = 8
+
+    def collect(
+        self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
+    ) -> tuple[list[Sample], Memory | None]:
+        """All attempts, group after group."""
+        attempts = sampler.play([problem for problem in problems for _ in range(self.group)], seed)
+        return [replace(sample, group=row // self.group) for row, sample in enumerate(attempts)], memory

@@ -1,0 +1,36 @@
+"""Algorithms by name: the one table, and the text form that recipes and command lines use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+
+from poise import _user_code
+from poise._calls import read_call
+from poise._errors import unknown
+from poise.algorithms.base import Algorithm
+from poise.algorithms.grpo import Grpo
+
+TABLE: dict[str, Callable[..., Algorithm]] = {
+    "grpo": Grpo,
+}
+
+
+def get(text: str, group: int) -> Algorithm:
+    """The algorithm that the text names, such as ``"grpo"``, with ``group`` attempts at each problem.
+
+    One of the user's own is named by its dotted path, and marked with ``@poise.algorithm``.
+    """
+    name, args, settings = read_call(text)
+    if name not in TABLE and not any(sign in name for sign in ".:"):
+        raise ValueError(unknown("algorithm", name, TABLE))
+    maker = TABLE.get(name) or _user_code.load("algorithm", name)
+    allowed = list(signature(maker).parameters)
+    if args:
+        raise TypeError(f"{name}: settings of an algorithm are given by name, {name}(setting=value)")
+    for key in settings:
+        if key not in allowed:
+            raise TypeError(unknown(f"setting of {name}", key, allowed))
+    if "group" in allowed:
+        settings.setdefault("group", group)
+    return maker(**settings)

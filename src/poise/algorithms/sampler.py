@@ -1,0 +1,227 @@
+"""Plays episodes with the policy, many at once: the one way in which trainer, evaluation and diagnose sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from poise.algorithms.base import Sample
+from poise.policy import ModelError, Policy, first_line
+from poise.prompts import PromptError
+from poise.rollout.base import Engine, Request, Rollouts
+from poise.rollout.limits import check_positions
+from poise.rollout.sampling import Sampling
+from poise.tasks import Episode, Message, Problem, Score, Task, begin, explained, judge
+
+MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
+
+
+class Timer(Protocol):
+    """``records.Clock``: a context that adds to the time of a part of the step."""
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """Time a part."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """A policy, the engine that samples from it, the task it plays, and how.
+
+    ``others`` are further models by name, such as a frozen one that continues what the policy began. A model is frozen
+    if nobody gives its parameters to an optimizer.
+    """
+
+    policy: Policy
+    engine: Engine
+    task: Task
+    sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
+    max_tokens: int = 1024  # in a reply
+    max_prompt: int | None = None  # in what an episode starts with; None: no limit
+    others: Mapping[str, Sampler] = field(default_factory=dict)
+    clock: Timer = field(default=lambda _: nullcontext())
+
+    def play(self, problems: Sequence[Problem], seed: int) -> list[Sample]:
+        """One attempt at each problem, in their order. The same problem may be named several times.
+
+        An attempt depends on the seed, its place in the list, and its problem, not on the other attempts.
+        """
+        games = self._start(problems)
+        turn, live = 0, list(range(len(games)))
+        while live:
+            playing = [games[i] for i in live]
+            requests = [
+                Request(game.ids(), self.max_tokens, self.policy.end_tokens, number)
+                for number, game in zip(live, playing, strict=True)
+            ]
+            with _Replies(self.policy, self.task, playing) as replies:
+                with self.clock("rollout"):
+                    rollouts = self.engine.sample(requests, self.sampling, _turn_seed(seed, turn), replies.take)
+                with self.clock("score"):
+                    replies.finish(rollouts)
+            turn += 1
+            live = [i for i in live if not games[i].ended(turn >= MAX_TURNS)]
+        return [game.sample() for game in games]
+
+    def greedy(self) -> Sampler:
+        """The same, always taking the most likely token."""
+        return replace(self, sampling=Sampling(temperature=0.0))
+
+    def _start(self, problems: Sequence[Problem]) -> list[_Game]:
+        """Episodes at their first prompt; equal openings are encoded once."""
+        known: dict[str, list[int]] = {}
+        games = []
+        for problem in problems:
+            episode = begin(self.task, problem)
+            messages = episode.start()
+            key = repr(messages)
+            if key not in known:
+                known[key] = self._encode(problem, messages)
+            games.append(_Game(self.policy, self.task, problem, episode, messages, known[key]))
+        return games
+
+    def _encode(self, problem: Problem, messages: list[Message]) -> list[int]:
+        """A problem's prompt; one that cannot be encoded, or is too long, is refused by its name."""
+        try:
+            ids = self.policy.encode(messages)
+        except PromptError as error:
+            raise ModelError(f"problem {problem.id}: {error}") from error
+        except Exception as error:  # a chat template is a program of the model's, and may raise anything
+            raise ModelError(
+                f"problem {problem.id}: the model's tokenizer or chat template fails on its prompt "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
+        if self.max_prompt is not None and len(ids) > self.max_prompt:
+            raise ModelError(
+                f"the prompt of problem {problem.id} has {len(ids)} tokens, more than rollout.max_prompt="
+                f"{self.max_prompt}: raise it, or make the task's prompts shorter"
+            )
+        asked = f"the prompt of problem {problem.id} with {len(ids)} tokens"
+        check_positions(self.policy, len(ids), self.max_tokens, asked)
+        return ids
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A run of tokens with one author. Log-probabilities are the model's; 0 for the environment."""
+
+    tokens: Tensor
+    own: bool
+    logp: Tensor
+    entropy: Tensor
+    sampler_logp: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Game:
+    """One episode under way."""
+
+    policy: Policy
+    task: Task
+    problem: Problem
+    episode: Episode
+    messages: list[Message]
+    prompt: list[int]
+    turns: list[_Turn] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)
+    score: Score | None = None
+    finished: bool = True
+
+    def ids(self) -> list[int]:
+        """All tokens so far: what the next reply follows."""
+        return [*self.prompt, *(token for turn in self.turns for token in turn.tokens.tolist())]
+
+    def answered(self, turn: _Turn, finished: bool, reply: str, said: list[Message], score: Score | None) -> None:
+        """The model has replied, and the environment has answered with ``said``, or with a score at the end."""
+        self.turns.append(turn)
+        self.replies.append(reply)
+        self.finished &= finished
+        self.score = score
+        if said:
+            before = [*self.messages, {"role": "assistant", "content": reply}]
+            ids = torch.tensor(self.policy.encode_next(before, said, int(turn.tokens[-1])))
+            nothing = torch.zeros(len(ids))
+            self.turns.append(_Turn(ids, False, nothing, nothing))
+            self.messages = [*before, *said]
+
+    def ended(self, out_of_turns: bool) -> bool:
+        """Whether there is a score; without another turn the episode is scored as it stands."""
+        if self.score is None and out_of_turns:
+            self.score = judge(self.task, self.problem, self.episode)
+        return self.score is not None
+
+    def sample(self) -> Sample:
+        """The row to train on, up to the model's last token."""
+        assert self.score is not None
+        turns = self.turns if self.turns[-1].own else self.turns[:-1]
+        of_sampler = [turn.sampler_logp if turn.sampler_logp is not None else turn.logp for turn in turns]
+        given = any(turn.sampler_logp is not None for turn in turns)
+        return Sample(
+            self.problem,
+            self.prompt,
+            _join([turn.tokens for turn in turns]),
+            _join([torch.full(turn.tokens.shape, turn.own) for turn in turns]),
+            self.score,
+            "\n".join(self.replies),
+            self.finished,
+            logp=_join([turn.logp for turn in turns]),
+            entropy=_join([turn.entropy for turn in turns]),
+            sampler_logp=_join(of_sampler) if given else None,
+        )
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _turn_seed(seed: int, turn: int) -> int:
+    """The seed of a turn; the first one's is the step's own."""
+    return seed + turn * 0x9E3779B97F4A7C15 % (1 << 62)
+
+
+class _Replies:
+    """What the environment answers to each reply, begun while others are still being sampled.
+
+    An engine hands replies to ``take`` as they end. A task that may be asked from another thread (``concurrent =
+    True``) is asked at once, in one thread. Any other is asked after sampling, in the thread that trains: a verifier
+    with a time limit by signals works nowhere else.
+    """
+
+    def __init__(self, policy: Policy, task: Task, games: Sequence[_Game]) -> None:
+        self.policy, self.games = policy, games
+        self.begun: dict[int, Future[tuple[str, list[Message], Score | None]]] = {}
+        self.pool = ThreadPoolExecutor(1) if getattr(task, "concurrent", False) else None
+
+    def __enter__(self) -> _Replies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def take(self, i: int, tokens: list[int]) -> None:
+        """Reply i has ended."""
+        if self.pool is not None:
+            self.begun[i] = self.pool.submit(self._answer, i, tokens)
+
+    def finish(self, rollouts: Rollouts) -> None:
+        """Every game gets its reply and the environment's answer."""
+        host = rollouts.to_host()
+        for i, (game, length) in enumerate(zip(self.games, host.lengths, strict=True)):
+            tokens = host.tokens[i, :length]
+            text, said, score = self.begun[i].result() if i in self.begun else self._answer(i, tokens.tolist())
+            sampler_logp = None if host.sampler_logp is None else host.sampler_logp[i, :length]
+            turn = _Turn(tokens, True, host.logp[i, :length], host.entropy[i, :length], sampler_logp)
+            game.answered(turn, bool(host.finished[i]), text, said, score)
+
+    def _answer(self, i: int, tokens: list[int]) -> tuple[str, list[Message], Score | None]:
+        game, text = self.games[i], self.policy.decode(tokens)
+        with explained(game.task, game.problem):
+            said = game.episode.step(text)
+        return text, said, None if said else judge(game.task, game.problem, game.episode)
