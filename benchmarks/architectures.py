@@ -34,12 +34,12 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from poise import rope
-from poise.policy import ModelError, Policy
-from poise.rollout.base import Rollouts, repeated
-from poise.rollout.choose import choose
-from poise.rollout.native import NativeEngine
+from poise.engines.choose import choose
+from poise.engines.native.engine import NativeEngine
+from poise.models import rope
+from poise.models.policy import ModelError, Policy
 from poise.rollout.sampling import Sampling
+from poise.rollout.types import Rollouts, repeated
 
 VOCABULARY, WINDOW, ORIGINAL, LONGEST = 97, 8, 16, 64
 BOUND = 2e-3  # of log-probabilities in float32: a token more or less in a window changes them by far more

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from random import Random
 
 from poise import config
-from poise.diagnostics.diagnose import METHODS, diagnose
-from poise.run import RunFolder
+from poise.reports.diagnose import METHODS, diagnose
+from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 
 

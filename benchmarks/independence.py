@@ -12,10 +12,10 @@ from itertools import islice
 
 import torch
 
-from poise.policy import load_policy
-from poise.rollout.base import repeated
-from poise.rollout.choose import choose
+from poise.engines.choose import choose
+from poise.models.policy import load_policy
 from poise.rollout.sampling import Sampling
+from poise.rollout.types import repeated
 from poise.tasks import get
 
 GROUP = 8

@@ -29,10 +29,11 @@ from typing import Any
 import torch
 
 from poise import config as configs
-from poise import run as runs
-from poise import trainer, warmstart
-from poise.run import RunFolder
+from poise import trainer
+from poise.runs import folder as runs
+from poise.runs.folder import RunFolder
 from poise.trainer import Trainer
+from poise.training import warm_start as warmstart
 
 SETTINGS = [
     "steps=3", "prompts=2", "group=2", "task.people=2", "rollout.max_tokens=6", "evaluation.problems=1",

@@ -24,9 +24,10 @@ import torch
 from kills import SETTINGS, contents, in_child
 
 from poise import config as configs
-from poise import trainer, warmstart
-from poise.run import CheckpointError, RunFolder, verify_model
-from poise.stopping import SIGNALS
+from poise import trainer
+from poise.runs.folder import CheckpointError, RunFolder, verify_model
+from poise.training import warm_start as warmstart
+from poise.training.interrupts import SIGNALS
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "cpu"
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from poise import config, trainer
-from poise.diagnostics.report import write_report
-from poise.run import RunFolder
+from poise.reports.html import write_report
+from poise.runs.folder import RunFolder
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -27,11 +27,11 @@ import transformers
 from measure import environment, extra_memory, in_turns, median, spread, write
 from update import SHAPES, model_of, uneven
 
-from poise.policy import EMBEDDED, Policy, load_policy, pad_left
-from poise.rollout.base import Engine, Request
-from poise.rollout.cached import CachedEngine
-from poise.rollout.native import NativeEngine
+from poise.engines.hf import CachedEngine
+from poise.engines.native.engine import NativeEngine
+from poise.models.policy import EMBEDDED, Policy, load_policy, pad_left
 from poise.rollout.sampling import Sampling
+from poise.rollout.types import Engine, Request
 from poise.tasks import get
 
 NEVER = 1_000_000  # an end token that no vocabulary has

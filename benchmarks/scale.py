@@ -87,7 +87,7 @@ def queue(batch: TokenBatch, repeats: int) -> dict[str, dict[str, float]]:
     from omegaconf import OmegaConf
     from tensordict import TensorDict
 
-    from poise.integrations.probe import probe
+    from poise.integrations.demands import probe
     from poise.integrations.verl_trainer import RegulatorMixin
 
     class NoUpdate:

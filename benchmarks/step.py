@@ -41,12 +41,12 @@ import trl
 from datasets import Dataset
 from update import SHAPES, model_of
 
-from poise.config import Config, load
-from poise.policy import EMBEDDED
-from poise.reporting import Reporter
-from poise.run import RunFolder
+from poise.config.schema import Config, load
+from poise.models.policy import EMBEDDED
+from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score, Split, Task
 from poise.trainer import Trainer
+from poise.training.reporter import Reporter
 
 NEVER = 1_000_000  # an end token that no vocabulary has
 LR = 2e-4

@@ -8,7 +8,7 @@
 Models are Llamas of the named shapes with random weights: what is measured does not depend on them. Both compute in
 bfloat16 with float32 weights for the optimizer on CUDA, in float32 on a CPU, without gradient checkpointing and KL, and
 clip, normalise and step alike. TRL's update is its own ``_compute_loss``, ``backward`` and fused AdamW, at its fastest
-number of responses per pass of those tried; poise's is ``poise.update.update``. Utilisation counts the FLOP that poise
+number of responses per pass of those tried; poise's is ``training.update``. Utilisation counts the FLOP that poise
 needs, each prompt once for its group and the head for response tokens only, against 989 TFLOP/s (H200, dense bfloat16).
 """
 
@@ -30,11 +30,11 @@ from measure import environment, extra_memory, in_turns, median, spread, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from poise import TokenBatch, regulators
-from poise.masters import Masters
+from poise.models.master_weights import Masters
+from poise.models.policy import EMBEDDED, Policy
 from poise.objective import Settings
-from poise.policy import EMBEDDED, Policy
-from poise.rollout.base import Rollouts
-from poise.update import update
+from poise.rollout.types import Rollouts
+from poise.training.update import update
 
 PEAK = 989e12  # FLOP/s
 SHAPES = {  # hidden, layers, heads, key heads, intermediate, vocabulary

@@ -18,13 +18,13 @@ import torch
 from measure import environment, median, write
 
 from poise.batch import TokenBatch
-from poise.policy import load_policy
-from poise.records import mismatch_metrics
-from poise.rollout.base import Engine, repeated
-from poise.rollout.cached import CachedEngine
+from poise.engines.hf import CachedEngine
+from poise.engines.vllm import VllmEngine
+from poise.models.policy import load_policy
 from poise.rollout.sampling import Sampling
-from poise.rollout.vllm import VllmEngine
+from poise.rollout.types import Engine, repeated
 from poise.tasks import get
+from poise.training.records import mismatch_metrics
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ def served(tmp_path):
     """A run folder and the address of its watch server."""
     from runs import make_run
 
-    from poise.diagnostics.report import serve
+    from poise.reports.html import serve
 
     folder = make_run(tmp_path / "run", steps=(1,))
     server = serve([folder.path])

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from poise.run import RunFolder
+from poise.runs.folder import RunFolder
 
 HOSTILE = (
     "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'></script><!-- <svg onload=window.hacked=3>"
@@ -72,7 +72,7 @@ def chromium():
 
 def look(page, tmp_path, *folders, tab="responses"):
     """Write the report of some runs and open it at a tab."""
-    from poise.diagnostics.report import write_report
+    from poise.reports.html import write_report
 
     path = write_report([folder.path for folder in folders], tmp_path / "report.html")
     page.goto(f"{path.as_uri()}#{tab}")

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_files import flip, names, read, write
 from safetensors import SafetensorError
 
-from poise.run import CheckpointError, RunFolder
+from poise.runs.folder import CheckpointError, RunFolder
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_pruning_never_drops_the_one_just_written(run):
 KILLS = textwrap.dedent("""
     import json, os, random, signal, sys, time
     from pathlib import Path
-    from poise.run import RunFolder
+    from poise.runs.folder import RunFolder
 
     def write(step):
         def fill(folder):

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from poise import config as configs
 from poise import trainer
-from poise._lock import owned
-from poise.cli_see import app
-from poise.policy import load_policy
-from poise.run import RunFolder
+from poise.cli.see import app
+from poise.models.policy import load_policy
+from poise.runs.folder import RunFolder
+from poise.runs.lock import owned
 from poise.trainer import TrainError
 
 SMALL = [

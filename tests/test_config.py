@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import Phase, advantages, objective, regulators, tasks
-from poise.config import Config, ConfigError, ObjectiveConfig, TaskConfig, dump, load, recipes
+from poise.config.schema import Config, ConfigError, ObjectiveConfig, TaskConfig, dump, load, recipes
 
 ROOT = Path(__file__).parent.parent
 METHODS = ["ar", "ar-lopti", "grpo", "lopti", "nthr", "tr-grpo"]
@@ -409,7 +409,7 @@ def test_whatever_is_in_it_survives_the_trip(tmp_path_factory, run, track, lr, d
 
 
 def test_the_docstring_tells_the_truth():
-    example = re.search(r"load\((.*)\)\n", inspect.getdoc(sys.modules["poise.config"]))[1]
+    example = re.search(r"load\((.*)\)\n", inspect.getdoc(sys.modules["poise.config.schema"]))[1]
     name, overrides = eval(f"({example})")
     config = load(name, overrides)
     assert (config.regulator, config.optim.lr, config.task.settings) == ("ar(alpha=0.3)", 2e-6, {"people": "3-5"})

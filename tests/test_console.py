@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from poise import console
-from poise.console import Console, across_rewards, duration, shorten, visible
-from poise.plot import curve, smooth
+from poise.runs import console
+from poise.runs.console import Console, across_rewards, duration, shorten, visible
+from poise.runs.plots import curve, smooth
 
 METRICS = {
     "reward/mean": 1.234,

@@ -10,8 +10,8 @@ from runs import WORDS, arrays, look, make_run, response, see
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from poise.cli_see import app
-from poise.diagnostics.report.data import Source
+from poise.cli.see import app
+from poise.reports.html.data import Source
 
 
 def write(name, content):

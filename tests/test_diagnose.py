@@ -9,15 +9,15 @@ from typer.testing import CliRunner
 
 from poise import config, regulators
 from poise.batch import Phase
-from poise.cli_see import app
+from poise.cli.see import app
 from poise.diagnostics import ForwardLoop, Intervals
-from poise.diagnostics.diagnose import PolicyLoop, diagnose, sample
 from poise.diagnostics.loop import gradient_of
-from poise.diagnostics.terminal import SHADES, extremes, shaded
-from poise.masters import Masters
-from poise.policy import load_policy
-from poise.rollout.cached import CachedEngine
-from poise.run import RunFolder
+from poise.engines.hf import CachedEngine
+from poise.models.master_weights import Masters
+from poise.models.policy import load_policy
+from poise.reports.diagnose import PolicyLoop, diagnose, sample
+from poise.reports.terminal import SHADES, extremes, shaded
+from poise.runs.folder import RunFolder
 
 SMALL = ["prompts=3", "group=4", "rollout.max_tokens=60"]
 
@@ -84,7 +84,7 @@ def test_diagnose_says_what_it_found_and_leaves_the_model_alone(tmp_path, monkey
 
 def test_the_weights_in_memory_are_left_alone_too(tmp_path, embedded, monkeypatch):
     policy, settings, _ = embedded
-    monkeypatch.setattr("poise.diagnostics.diagnose.load_policy", lambda *_, **__: policy)
+    monkeypatch.setattr("poise.reports.diagnose.load_policy", lambda *_, **__: policy)
     before = {name: value.clone() for name, value in policy.model.state_dict().items()}
     folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
     diagnose(settings, folder, methods=["grpo"], batches=1, warmup=1)
@@ -94,7 +94,7 @@ def test_the_weights_in_memory_are_left_alone_too(tmp_path, embedded, monkeypatc
 def test_steps_have_no_momentum_and_do_not_shrink_with_the_warm_up(tmp_path, embedded, monkeypatch):
     """Else a second phase would carry the first one's tokens, and every step a factor that nobody asked for."""
     policy, settings, _ = embedded
-    monkeypatch.setattr("poise.diagnostics.diagnose.load_policy", lambda *_, **__: policy)
+    monkeypatch.setattr("poise.reports.diagnose.load_policy", lambda *_, **__: policy)
 
     def moments(loop, _, optimizer, **__):
         parameter = loop.parameters[0]
@@ -110,7 +110,7 @@ def test_steps_have_no_momentum_and_do_not_shrink_with_the_warm_up(tmp_path, emb
             parameter.copy_(before)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("poise.diagnostics.diagnose.dominance", moments)
+    monkeypatch.setattr("poise.reports.diagnose.dominance", moments)
     folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
     with pytest.raises(KeyboardInterrupt):
         diagnose(settings, folder, methods=["grpo"], batches=1, warmup=2)
@@ -123,7 +123,7 @@ def test_a_diagnosis_that_was_stopped_leaves_nothing_in_the_way(tmp_path, monkey
         assert list((tmp_path / "out/tokens").iterdir())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("poise.diagnostics.diagnose.combine", stopped)
+    monkeypatch.setattr("poise.reports.diagnose.combine", stopped)
     arguments = ("--regulator", "grpo", "--batches", 1, "--out", "out", *SMALL)
     assert call("diagnose", "embedded", *arguments).exit_code == 130
     assert not (tmp_path / "out").exists()

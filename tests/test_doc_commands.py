@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from poise.cli_see import app
-from poise.policy import load_policy
+from poise.cli.see import app
+from poise.models.policy import load_policy
 
 ROOT = Path(__file__).parent.parent
 TINY = ["task.people=2", "rollout.max_tokens=48", "device=cpu"]

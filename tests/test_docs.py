@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from poise import TokenBatch, regulators
-from poise.policy import load_policy
+from poise.models.policy import load_policy
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,7 +10,7 @@ from tiny_models import exact, prompts, responses, tiny
 from poise import Head, TokenBatch, regulators
 from poise.diagnostics import ForwardLoop, Intervals, dominance, gradient_sizes, token_gradient_sizes
 from poise.diagnostics.loop import gradient_of, step, unchanged
-from poise.diagnostics.verdict import combine, verdict
+from poise.reports.verdict import combine, verdict
 
 METHODS = ("grpo", "ar(alpha=0.3)", "lopti(threshold=0.5)", "tr-grpo", "amplify", "constant(weight=0.5)")
 

@@ -10,14 +10,14 @@ import transformers
 from poise import Phase, objective
 from poise.algorithms import Grpo, Sample
 from poise.algorithms.sampler import Sampler
-from poise.assemble import group_numbers, stack, token_batch
-from poise.masters import Masters
-from poise.policy import Policy, load_policy
-from poise.rollout.base import Rollouts
-from poise.rollout.native import NativeEngine
+from poise.engines.native.engine import NativeEngine
+from poise.models.master_weights import Masters
+from poise.models.policy import Policy, load_policy
 from poise.rollout.sampling import Sampling
+from poise.rollout.types import Rollouts
 from poise.tasks import Problem, RewardError, Score
-from poise.update import accumulate
+from poise.training.batches import group_numbers, stack, token_batch
+from poise.training.update import accumulate
 
 TEMPLATES = {
     "plain": None,  # the embedded model's own

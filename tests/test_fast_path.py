@@ -10,7 +10,7 @@ import pytest
 import torch
 import trajectories
 
-from poise.masters import Masters
+from poise.models.master_weights import Masters
 
 
 def test_twenty_steps_in_float64_are_the_same():

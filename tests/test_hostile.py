@@ -3,7 +3,7 @@
 import pytest
 from runs import HOSTILE, WORDS, look, make_run, next_frame, response, see
 
-from poise.console import visible
+from poise.runs.console import visible
 
 HIDDEN = (  # each is invisible or acts on what stands beside it
     "\ufe0f\u034f\u180e\u180b\U000e0100\U000e0041\u200b\u200d\u2060\ufeff\u00ad\u115f\u1160\u3164\uffa0\u17b4\u202e\u2066\u061c"

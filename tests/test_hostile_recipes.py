@@ -6,7 +6,7 @@ import re
 import pytest
 from test_config import problem, problems
 
-from poise.config import ConfigError, load, restore
+from poise.config.schema import ConfigError, load, restore
 
 
 def levels(depth, value="x"):

@@ -7,8 +7,8 @@ from tiny_models import VOCABULARY, tiny
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import linear
 
-from poise.joined import Joined, compiler, join_projections
-from poise.masters import Masters
+from poise.models.fused_projections import Joined, compiler, join_projections
+from poise.models.master_weights import Masters
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
 IDS = torch.arange(1, 13)[None] % VOCABULARY

@@ -7,16 +7,16 @@ from tiny_models import COMMON, LEARNED, Policy, Words, learned, sample, tiny
 from typer.testing import CliRunner
 
 from poise import config
-from poise.diagnostics.diagnose import diagnose
-from poise.evaluate import evaluate
-from poise.policy import ModelError, load_policy
-from poise.rollout.cached import CachedEngine
-from poise.rollout.forecast import announce, free_bytes, token_bytes
-from poise.rollout.limits import positions
-from poise.rollout.native import NativeEngine
-from poise.run import RunFolder
+from poise.engines.forecast import announce, free_bytes, token_bytes
+from poise.engines.hf import CachedEngine
+from poise.engines.limits import positions
+from poise.engines.native.engine import NativeEngine
+from poise.models.policy import ModelError, load_policy
+from poise.reports.diagnose import diagnose
+from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 from poise.trainer import Trainer, TrainError, train
+from poise.training.evaluate import evaluate
 
 ENGINES = [CachedEngine, NativeEngine]
 
@@ -95,7 +95,7 @@ def test_evaluation_names_the_problem_that_is_too_long():
 
 
 def test_poise_eval_says_it_without_a_traceback():
-    from poise.cli import app
+    from poise.cli.commands import app
 
     done = CliRunner().invoke(app, ["eval", "embedded", "--people", "2", "--problems", "1", "--max-tokens", "1020"])
     assert done.exit_code == 1
@@ -128,7 +128,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("engine", ENGINES)
     def test_much_is_announced_with_the_figure_and_little_is_not(self, engine, monkeypatch):
-        monkeypatch.setattr("poise.rollout.forecast.free_bytes", lambda _: 8 << 30)
+        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 8 << 30)
         said = []
         asked = {"max_prompt": 24, "max_tokens": 1000}
         announce(engine(tiny("llama")), said.append, responses=4 << 10, **asked)  # 1.5 GiB
@@ -144,7 +144,7 @@ class TestMemory:
         announce(object(), pytest.fail, responses=1 << 40, max_prompt=1, max_tokens=1)
 
     def test_training_says_it_before_the_run(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("poise.rollout.forecast.free_bytes", lambda _: 1 << 20)
+        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 1 << 20)
         asked = config.load("demo", [f"run={tmp_path / 'run'}", "device=cpu"])
         held = Trainer(asked, RunFolder.create(asked.run, asked.model_dump(mode="json")), quiet=True)
         assert any("GiB are free" in note for note in held.notes)

@@ -9,7 +9,7 @@ import time
 import pytest
 from checkpoint_files import names
 
-from poise._lock import OWNER, BusyError, owned
+from poise.runs.lock import OWNER, BusyError, owned
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
 

@@ -8,11 +8,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, COMMON, Words, prompts, responses, sample
 
-from poise import rope, trials
-from poise.policy import ModelError, Policy, load_policy
-from poise.rollout.cached import CachedEngine
-from poise.rollout.choose import choose
-from poise.rollout.native import NativeEngine, supports
+from poise.engines.choose import choose
+from poise.engines.hf import CachedEngine
+from poise.engines.native.engine import NativeEngine, supports
+from poise.models import rope, trials
+from poise.models.policy import ModelError, Policy, load_policy
 
 ORIGINAL = 16  # tokens up to which a rotary embedding does not change
 LONGROPE = {

@@ -19,16 +19,16 @@ from tiny_models import (
     tiny,
 )
 
-from poise.policy import ModelError, Policy
-from poise.rollout import graphs
-from poise.rollout.base import Request
-from poise.rollout.cached import CachedEngine
-from poise.rollout.choose import choose
-from poise.rollout.decoder import Decoder
-from poise.rollout.native import NativeEngine, supports
-from poise.rollout.queue import Queue
+from poise.engines.choose import choose
+from poise.engines.hf import CachedEngine
+from poise.engines.native import graphs
+from poise.engines.native.decoder import Decoder
+from poise.engines.native.engine import NativeEngine, supports
+from poise.engines.native.kv_cache import SlotKeys
+from poise.engines.native.scheduler import Queue
+from poise.models.policy import ModelError, Policy
 from poise.rollout.sampling import Sampling, mix, uniform
-from poise.rollout.slots import SlotKeys
+from poise.rollout.types import Request
 
 NATIVE = [name for name in ARCHITECTURES if name != "gemma2"]  # whose attention has a soft-cap
 
@@ -392,7 +392,7 @@ class TestChoice:
         assert len(said) == 1
 
     def test_a_layer_that_decodes_differently_is_found_out(self, monkeypatch):
-        from poise.rollout.slots import SharedKeys
+        from poise.engines.native.kv_cache import SharedKeys
 
         right = SharedKeys.attend
         monkeypatch.setattr(SharedKeys, "attend", lambda self, layer, *rest: right(self, layer, *rest) * 1.01)
@@ -401,7 +401,7 @@ class TestChoice:
 
 @pytest.mark.parametrize(("small", "expected"), [(10**9, 1), (0, 2)])
 def test_a_small_model_is_decoded_by_one_thread(small, expected, monkeypatch):
-    monkeypatch.setattr("poise.rollout.native.SMALL", small)
+    monkeypatch.setattr("poise.engines.native.engine.SMALL", small)
     found, work = [], Queue.work
     monkeypatch.setattr(Queue, "work", lambda self: (found.append(torch.get_num_threads()), work(self))[1])
     before = torch.get_num_threads()
@@ -452,7 +452,7 @@ class TestRoom:
         assert max(out.lengths) < 200
 
     def test_every_call_begins_with_the_same_room(self, monkeypatch):
-        monkeypatch.setattr("poise.rollout.slots.FIRST", 16)
+        monkeypatch.setattr("poise.engines.native.kv_cache.FIRST", 16)
         engine = NativeEngine(tiny("llama"))
         ask = lambda: engine.sample([Request([7, 8], 60), Request([9], 60)], Sampling(), 0)  # noqa: E731
         first = ask()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import Head, TokenBatch, regulators
-from poise.influence import forms as influence
 from poise.influence import group_scores, scores
+from poise.influence import scores as influence
 from poise.regulators import nthr
 
 

@@ -8,16 +8,17 @@ import pytest
 import torch
 from tiny_models import Words, prompts, responses, tiny
 
-from poise import setup, trainer
+from poise import trainer
 from poise.batch import TokenBatch
-from poise.config import load
-from poise.policy import ModelError, Policy, load_policy
-from poise.records import mismatch_metrics
-from poise.rollout.choose import choose
-from poise.rollout.native import NativeEngine
+from poise.config.schema import load
+from poise.engines.choose import choose
+from poise.engines.native.engine import NativeEngine
+from poise.engines.vllm import weights
+from poise.models.policy import ModelError, Policy, load_policy
 from poise.rollout.sampling import streams
-from poise.rollout.vllm import weights
-from poise.run import RunFolder
+from poise.runs.folder import RunFolder
+from poise.training import setup
+from poise.training.records import mismatch_metrics
 
 
 class Off:
@@ -93,7 +94,7 @@ def test_seeds_of_sequences_are_unrelated():
 class TestVllmMissing:
     @pytest.fixture(autouse=True)
     def _not_installed(self, monkeypatch):
-        monkeypatch.setattr("poise.rollout.vllm.find_spec", lambda _: None)
+        monkeypatch.setattr("poise.engines.vllm.find_spec", lambda _: None)
 
     def test_it_says_what_to_install(self):
         with pytest.raises(ModelError, match=r"vLLM is not installed; run: pip install 'poise\[vllm\]'"):
@@ -106,7 +107,7 @@ class TestVllmMissing:
 
 
 def test_starting_vllm_is_announced(monkeypatch):
-    monkeypatch.setattr("poise.rollout.vllm.find_spec", lambda _: type("Spec", (), {"origin": "vllm/__init__.py"}))
+    monkeypatch.setattr("poise.engines.vllm.find_spec", lambda _: type("Spec", (), {"origin": "vllm/__init__.py"}))
     said = []
     choose(tiny("llama"), "vllm", note=said.append, memory=0.25)
     assert len(said) == 1

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, COMMON, Words, exact, prompts, responses, sample, tiny
 
-from poise.attention import attention, repeat
-from poise.compiled import compile_layers
-from poise.packing import first_fit, layout, pack
-from poise.policy import ModelError, Policy, load_policy
-from poise.rollout.base import Rollouts
-from poise.rollout.cached import CachedEngine
+from poise.engines.hf import CachedEngine
+from poise.models.attention import attention, repeat
+from poise.models.compilation import compile_layers
+from poise.models.packing import first_fit, layout, pack
+from poise.models.policy import ModelError, Policy, load_policy
+from poise.rollout.types import Rollouts
 
 PACKED = [name for name in ARCHITECTURES if name != "gemma2"]
 SHAPES = {
@@ -146,8 +146,8 @@ class TestNothingChanges:
         policy = exact(tiny(name))
         rollouts = responses(prompts(len(SHAPES[shape])), SHAPES[shape])
         padded = gradients(policy, rollouts)
-        monkeypatch.setattr("poise.attention._has_kernel", lambda *_: True)
-        monkeypatch.setattr("poise.attention._kernel", kernel)
+        monkeypatch.setattr("poise.models.attention._has_kernel", lambda *_: True)
+        monkeypatch.setattr("poise.models.attention._kernel", kernel)
         assert_same(gradients(policy, rollouts), padded)
 
     def test_gradients_in_half_precision_are_added_up_in_float32(self):
@@ -315,7 +315,7 @@ def test_an_adapter_on_the_head_is_refused():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers(checkpointing, monkeypatch):
     """Packed passes through torch.compile, also where layers are computed twice; everybody else sees plain layers."""
-    monkeypatch.setattr("poise.compiled.FEWEST_TOKENS", 1)
+    monkeypatch.setattr("poise.models.compilation.FEWEST_TOKENS", 1)
     rollouts = responses(prompts(3), [[7, 1, 12, 3], [4, 9], [20, 2, 5]])
     results = []
     for compiled in (False, True):

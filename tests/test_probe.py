@@ -3,7 +3,7 @@
 import pytest
 
 from poise import Phase, regulators
-from poise.integrations.probe import probe
+from poise.integrations.demands import probe
 
 
 @pytest.mark.parametrize(

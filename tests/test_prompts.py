@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from poise.policy import load_policy
-from poise.prompts import PromptError, encode, plain
-from poise.warmstart import TEMPLATE
+from poise.models.policy import load_policy
+from poise.models.prompts import PromptError, encode, plain
+from poise.training.warm_start import TEMPLATE
 
 TEMPLATES = {
     "embedded": TEMPLATE,

@@ -14,10 +14,10 @@ from test_dominance import Table
 
 from poise import regulators
 from poise.diagnostics import Intervals, dominance
-from poise.diagnostics.report import write_report
-from poise.diagnostics.report.data import Source
-from poise.diagnostics.report.page import in_html
-from poise.diagnostics.verdict import combine, verdict
+from poise.reports.html import write_report
+from poise.reports.html.data import Source
+from poise.reports.html.page import in_html
+from poise.reports.verdict import combine, verdict
 
 # The data
 

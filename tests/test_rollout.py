@@ -6,8 +6,8 @@ import transformers
 from scipy_free import chi_square
 from tiny_models import ARCHITECTURES, VOCABULARY, Words, exact, prompts, sample, tiny
 
-from poise.policy import Policy, load_policy
-from poise.rollout.cached import CachedEngine
+from poise.engines.hf import CachedEngine
+from poise.models.policy import Policy, load_policy
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

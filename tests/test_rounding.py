@@ -12,12 +12,13 @@ import torch
 from tiny_models import VOCABULARY, exact, prompts, responses, tiny
 from torch.nn.functional import scaled_dot_product_attention
 
-from poise import Head, Phase, TokenBatch, attention, objective
+from poise import Head, Phase, TokenBatch, objective
 from poise.head import loss as head_loss
-from poise.masters import Masters
+from poise.models import attention
+from poise.models.master_weights import Masters
+from poise.models.packing import layout
 from poise.objective import Settings
-from poise.packing import layout
-from poise.update import update
+from poise.training.update import update
 
 HALF = torch.bfloat16
 SETTINGS = Settings(kl_coef=0.01)

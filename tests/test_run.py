@@ -10,8 +10,8 @@ from checkpoint_files import flip, names, read, write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise import _files
-from poise.run import DamagedError, RunFolder
+from poise._lib import files as _files
+from poise.runs.folder import DamagedError, RunFolder
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_rollouts(run):
 def test_responses_that_unpack_without_end_are_refused(run, monkeypatch):
     run.save_rollouts(10, [{"completion": "a" * 10_000}])
     assert len(run.rollouts(10)) == 1
-    monkeypatch.setattr("poise.run.LARGEST_ROLLOUTS", 9_999)
+    monkeypatch.setattr("poise.runs.folder.LARGEST_ROLLOUTS", 9_999)
     with pytest.raises(DamagedError, match="step 10 unpack to more than 9,999 bytes"):
         run.rollouts(10)
 

@@ -20,9 +20,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 from poise import regulators
-from poise.integrations.probe import CannotRegulateError, probe
+from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.trl_checks import check_config, period
-from poise.policy import EMBEDDED
+from poise.models.policy import EMBEDDED
 
 SCALE = Path(__file__).parent.parent / "examples/scale"
 sys.path.insert(0, str(SCALE))

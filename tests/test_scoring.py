@@ -9,8 +9,8 @@ import torch
 from tiny_models import prompts, tiny
 
 from poise.algorithms.sampler import Sampler
-from poise.rollout.cached import CachedEngine
-from poise.rollout.native import NativeEngine
+from poise.engines.hf import CachedEngine
+from poise.engines.native.engine import NativeEngine
 from poise.tasks import Problem, Score, SingleTurn, TaskError, draw
 from poise.tasks.base import RewardError, judge
 
@@ -62,7 +62,7 @@ def test_every_response_is_scored_once_and_in_its_place(engine, concurrent):
 
 
 def test_scoring_begins_before_sampling_ends(monkeypatch):
-    from poise.rollout.queue import Queue
+    from poise.engines.native.scheduler import Queue
 
     task, seen, admit = Lengths(True), [], Queue._admit
 

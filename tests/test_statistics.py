@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise.statistics import ProblemResult, clopper_pearson, majority, mean_interval, pass_at_k, summarise
+from poise.training.accuracy import ProblemResult, clopper_pearson, majority, mean_interval, pass_at_k, summarise
 
 shares = st.lists(st.integers(0, 4).map(lambda c: c / 4), min_size=1, max_size=30)
 levels = st.floats(0.01, 0.999)

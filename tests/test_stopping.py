@@ -10,9 +10,9 @@ import pytest
 from trainer_runs import SMALL, command, make, run
 
 from poise import trainer
-from poise.run import RunFolder
-from poise.stopping import Stopper
+from poise.runs.folder import RunFolder
 from poise.trainer import Trainer
+from poise.training.interrupts import Stopper
 
 
 def test_ctrl_c_leaves_a_resumable_folder_and_says_how(tmp_path):

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from poise.tracking import open_trackers
+from poise.runs.trackers import open_trackers
 
 
 def scalars(folder, name):

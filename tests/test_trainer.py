@@ -13,8 +13,8 @@ from trainer_runs import SMALL, command, make, parameters, run
 
 from poise import config as configs
 from poise import regulators, tasks, trainer
-from poise.policy import ModelError, load_policy
-from poise.run import CheckpointError, RunFolder
+from poise.models.policy import ModelError, load_policy
+from poise.runs.folder import CheckpointError, RunFolder
 from poise.trainer import Trainer, TrainError
 
 

@@ -19,7 +19,7 @@ from trl_runs import DATA, build, rollouts, weights  # noqa: E402
 from poise import TokenBatch, objective, regulators  # noqa: E402
 from poise.head import Head  # noqa: E402
 from poise.integrations import trl_checks  # noqa: E402
-from poise.integrations.probe import CannotRegulateError, probe  # noqa: E402
+from poise.integrations.demands import CannotRegulateError, probe  # noqa: E402
 from poise.integrations.trl import KEPT, WEIGHTS, RegulatedGRPOTrainer  # noqa: E402
 
 STOCK = trl.GRPOTrainer

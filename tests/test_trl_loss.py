@@ -13,7 +13,7 @@ from trl.experimental.gmpo import GMPOTrainer  # noqa: E402
 from trl_runs import build, rollouts, weights  # noqa: E402
 
 from poise.integrations import trl_checks  # noqa: E402
-from poise.integrations.probe import CannotRegulateError  # noqa: E402
+from poise.integrations.demands import CannotRegulateError  # noqa: E402
 from poise.integrations.trl import KEPT, WEIGHTS, RegulatorMixin  # noqa: E402
 from poise.integrations.trl_loss import check_loss  # noqa: E402
 

@@ -11,7 +11,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
 from trl_runs import build  # noqa: E402
 
 from poise import Phase, Regulator, regulators  # noqa: E402
-from poise.integrations.probe import CannotRegulateError  # noqa: E402
+from poise.integrations.demands import CannotRegulateError  # noqa: E402
 from poise.integrations.trl_record import check_resume, describe, tell_trackers  # noqa: E402
 
 STOCK = trl.GRPOTrainer

@@ -11,7 +11,7 @@ from trl_runs import DATA, build, config, rollouts  # noqa: E402
 
 from poise import regulators  # noqa: E402
 from poise.integrations import trl_checks  # noqa: E402
-from poise.integrations.probe import CannotRegulateError, probe  # noqa: E402
+from poise.integrations.demands import CannotRegulateError, probe  # noqa: E402
 from poise.integrations.trl import WEIGHTS, RegulatedGRPOTrainer, RegulatorMixin  # noqa: E402
 
 STOCK = trl.GRPOTrainer

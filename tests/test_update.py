@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from tiny_models import exact, prompts, responses, tiny
 
 from poise import Phase, TokenBatch
-from poise.memory import OutOfMemoryError
+from poise.models.memory import OutOfMemoryError
+from poise.models.scoring import score_all
 from poise.objective import Settings
-from poise.update import mini_batches, score_all, update
+from poise.training.update import mini_batches, update
 
 SHAPE = [[7, 1, 12, 3], [1, 1], [20, 2, 5], [4, 4, 4, 4, 4], [9]]
 
@@ -129,7 +130,7 @@ class TestOutOfMemory:
         assert sum(size > 60 for size in seen) == failed
 
     def test_large_passes_become_smaller_before_that(self, monkeypatch):
-        monkeypatch.setattr("poise.update.BUSY_TOKENS", 60)
+        monkeypatch.setattr("poise.training.update.BUSY_TOKENS", 60)
         whole = after(make(), micro_tokens=10**6)
         made = make()
         self.limit(made[0], 80)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_cli import SMALL, fails, poise
 
-from poise import _user_code
-from poise.config import ConfigError, load, restore
-from poise.policy import EMBEDDED
+from poise._lib import user_code as _user_code
+from poise.config.schema import ConfigError, load, restore
+from poise.models.policy import EMBEDDED
 
 SPY = "from pathlib import Path\nPath('ran').touch()\n"
 MINE = (

@@ -13,8 +13,8 @@ from urllib.request import urlopen
 import pytest
 from runs import make_run
 
-from poise.diagnostics.report import serve
-from poise.diagnostics.report import server as module
+from poise.reports.html import serve
+from poise.reports.html import server as module
 
 PATIENCE = 60  # seconds: only so that a test that fails ends
 

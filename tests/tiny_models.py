@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import transformers
 
-from poise.policy import Policy
-from poise.rollout.base import Rollouts, repeated
+from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
+from poise.rollout.types import Rollouts, repeated
 
 VOCABULARY = 97
 COMMON = {

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from poise import config as configs
 from poise import trainer
-from poise.run import RunFolder
+from poise.runs.folder import RunFolder
 
 SMALL = [
     "steps=4", "prompts=4", "group=4", "task.people=2", "rollout.max_tokens=48", "evaluation.problems=4",

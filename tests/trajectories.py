@@ -9,13 +9,13 @@ import torch
 from tiny_models import sample
 
 from poise import TokenBatch, advantages, objective, regulators
-from poise.masters import Masters
+from poise.engines.hf import CachedEngine
+from poise.models.master_weights import Masters
+from poise.models.policy import Policy, load_policy
 from poise.objective import Settings
-from poise.policy import Policy, load_policy
-from poise.rollout.base import Rollouts
-from poise.rollout.cached import CachedEngine
+from poise.rollout.types import Rollouts
 from poise.tasks.knights_knaves import KnightsKnaves
-from poise.update import update
+from poise.training.update import update
 
 SETTINGS = Settings(kl_coef=0.001)
 STEPS = 20

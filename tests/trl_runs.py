@@ -17,7 +17,7 @@ from trl import GRPOConfig
 from trl.chat_template_utils import qwen3_chat_template
 
 from poise.integrations.trl import RegulatedGRPOTrainer
-from poise.policy import EMBEDDED
+from poise.models.policy import EMBEDDED
 from poise.tasks.knights_knaves import KnightsKnaves
 
 transformers.logging.set_verbosity_error()

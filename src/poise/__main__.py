@@ -18,9 +18,9 @@ def main() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     try:
-        from poise import _user_code
-        from poise.cli_see import app
-        from poise.console import lasting_output
+        from poise._lib import user_code as _user_code
+        from poise.cli.see import app
+        from poise.runs.console import lasting_output
     except ModuleNotFoundError as error:
         sys.exit(f"poise's command line needs {error.name}, which is not installed: pip install 'poise[train]'")
     with suppress(FileNotFoundError):  # the current folder may have been removed

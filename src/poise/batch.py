@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poise.linear import Head, HeadLike, as_head
+from poise.lm_head import Head, HeadLike, as_head
 
 Rows = slice | Tensor | list[int]
 LazyHidden = Callable[[Tensor], Tensor]  # row indices (n,) -> hidden states (n, T, d)

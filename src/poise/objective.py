@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from poise._errors import check_choice, check_range
+from poise._lib.errors import check_choice, check_range
 from poise.batch import Phase, TokenBatch
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length")

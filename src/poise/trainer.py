@@ -15,28 +15,29 @@ import torch
 from torch import Tensor
 
 from poise import regulators
-from poise._files import expand
-from poise._lock import owned
-from poise._recipes import merge
-from poise._user_code import blamed
+from poise._lib.files import expand
+from poise._lib.user_code import blamed
 from poise.algorithms import Memory, Sample
-from poise.assemble import stack, token_batch
 from poise.batch import Phase, TokenBatch
-from poise.checkpoints import Checkpoints
-from poise.config import Config
-from poise.evaluate import Evaluation, at_once, held_out, is_summary
-from poise.masters import Masters
-from poise.memory import OutOfMemoryError
-from poise.policy import ModelError, Policy, load_policy
-from poise.records import Clock, environment, response_records, reward_metrics, rollout_metrics, token_arrays
-from poise.reporting import Reporter
-from poise.rollout.base import Rollouts
-from poise.rollout.limits import check_settings
-from poise.run import RunFolder
-from poise.setup import build_sampler
-from poise.stopping import Stopper
+from poise.config.documents import merge
+from poise.config.schema import Config
+from poise.engines.limits import check_settings
+from poise.models.master_weights import Masters
+from poise.models.memory import OutOfMemoryError
+from poise.models.policy import ModelError, Policy, load_policy
+from poise.models.scoring import score_all
+from poise.rollout.types import Rollouts
+from poise.runs.folder import RunFolder
+from poise.runs.lock import owned
 from poise.tasks import draw
-from poise.update import NotFiniteError, score_all, update
+from poise.training.batches import stack, token_batch
+from poise.training.checkpoints import Checkpoints
+from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
+from poise.training.interrupts import Stopper
+from poise.training.records import Clock, environment, response_records, reward_metrics, rollout_metrics, token_arrays
+from poise.training.reporter import Reporter
+from poise.training.setup import build_sampler
+from poise.training.update import NotFiniteError, update
 
 
 class TrainError(RuntimeError):

@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from poise.attention import _has_kernel
-from poise.packing import layout
-from poise.policy import Policy
-from poise.rollout.base import Rollouts
+from poise.models.attention import _has_kernel
+from poise.models.packing import layout
+from poise.models.policy import Policy
+from poise.rollout.types import Rollouts
 
 COMMON = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -5,9 +5,9 @@ import torch
 from helpers import random_batch
 
 from poise import Head, TokenBatch, regulators
+from poise.influence import elementwise as influence_steps
 from poise.influence import scores
-from poise.influence import steps as influence_steps
-from poise.influence.steps import Rows
+from poise.influence.elementwise import Rows
 
 DEVICE = "cuda"
 influence_kernels = pytest.importorskip("poise.influence.kernels", reason="no Triton")

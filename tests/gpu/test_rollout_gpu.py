@@ -6,17 +6,17 @@ from scipy_free import chi_square
 from tiny_models import HEADS as MODEL_HEADS
 from tiny_models import LEARNED, VOCABULARY, head_alone, learned, prompts, sample, tiny
 
-from poise.attention import over_slots
-from poise.linear import Head
-from poise.policy import ModelError
-from poise.rollout import graphs
-from poise.rollout.base import Request
-from poise.rollout.cached import CachedEngine
-from poise.rollout.choose import choose
-from poise.rollout.forecast import announce
-from poise.rollout.graphs import GraphedDecoder
-from poise.rollout.native import NativeEngine, supports
+from poise.engines.choose import choose
+from poise.engines.forecast import announce
+from poise.engines.hf import CachedEngine
+from poise.engines.native import graphs
+from poise.engines.native.engine import NativeEngine, supports
+from poise.engines.native.graphs import GraphedDecoder
+from poise.lm_head import Head
+from poise.models.attention import over_slots
+from poise.models.policy import ModelError
 from poise.rollout.sampling import Sampling, uniform
+from poise.rollout.types import Request
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
 
@@ -182,7 +182,7 @@ HEADS = {
 @pytest.mark.parametrize("window", [None, 8, 70])
 @pytest.mark.parametrize(("heads", "shared", "width"), [(9, 3, 64), (4, 2, 8), (4, 4, 96), (12, 2, 128), (8, 1, 256)])
 def test_attention_to_slots(heads, shared, width, window, dtype):
-    from poise.rollout import kernels
+    from poise.engines.native import kernels
 
     g = torch.Generator("cuda").manual_seed(0)
 
@@ -210,7 +210,7 @@ def test_attention_to_slots(heads, shared, width, window, dtype):
 
 class TestDrawing:
     def draw(self, name, rows, vocabulary, dtype, greedy=False, like=1.0):
-        from poise.rollout import kernels
+        from poise.engines.native import kernels
 
         g = torch.Generator("cuda").manual_seed(0)
         hidden = torch.randn(rows, 64, generator=g, device="cuda") * like
@@ -243,7 +243,7 @@ class TestDrawing:
         torch.testing.assert_close(entropy, own_entropy, atol=1e-4, rtol=1e-4)
 
     def test_frequencies_match_the_softmax(self):
-        from poise.rollout import kernels
+        from poise.engines.native import kernels
 
         logits = (torch.randn(97, generator=torch.Generator().manual_seed(0)) * 2).cuda()
         count = 50_000
@@ -258,7 +258,7 @@ class TestDrawing:
         assert chi_square(counts.tolist(), ((logits / 1.1).softmax(-1) * count).tolist()) < 1e-6
 
     def test_an_impossible_token_is_never_drawn(self):
-        from poise.rollout import kernels
+        from poise.engines.native import kernels
 
         logits = torch.full((4, 9000), -300.0, device="cuda")
         logits[:, [1, 8000]] = 0.0

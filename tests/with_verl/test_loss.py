@@ -11,7 +11,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from poise.integrations import verl as ours
-from poise.integrations.probe import CannotRegulateError
+from poise.integrations.demands import CannotRegulateError
 from poise.integrations.verl_checks import UNFIT, check_linear
 
 BY_HAND = {  # the weight of a token with old probability p

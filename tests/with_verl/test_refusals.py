@@ -12,7 +12,7 @@ from verl.workers.config import PolicyLossConfig
 
 from poise import Phase, regulator, regulators
 from poise.integrations import doctor
-from poise.integrations.probe import CannotRegulateError, probe
+from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.verl import RegulatedPolicyLoss
 from poise.integrations.verl_checks import check_config
 from poise.integrations.verl_trainer import RegulatedTrainer

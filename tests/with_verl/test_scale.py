@@ -13,7 +13,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from poise import regulators
-from poise.integrations.probe import probe
+from poise.integrations.demands import probe
 from poise.integrations.verl import RegulatedPolicyLoss
 from poise.integrations.verl_checks import check_config
 from poise.integrations.verl_trainer import RegulatedTrainer

@@ -14,7 +14,7 @@ from verl_cpu import HOT, fields, prepare, rollouts, step, trainer
 
 from poise import TokenBatch, objective, regulators
 from poise.integrations import verl_trainer
-from poise.integrations.probe import CannotRegulateError, probe
+from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.verl_checks import LENGTH_FREE, MASKABLE
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/scale"))

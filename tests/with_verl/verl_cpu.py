@@ -56,7 +56,7 @@ from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
 import poise.integrations.verl_trainer  # noqa: E402, F401  # makes its trainer known to verl
-from poise.policy import EMBEDDED  # noqa: E402
+from poise.models.policy import EMBEDDED  # noqa: E402
 from poise.tasks.knights_knaves import KnightsKnaves  # noqa: E402
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # tests talk to nobody

@@ -6,9 +6,9 @@ import transformers
 from scipy_free import chi_square
 from tiny_models import sample
 
-from poise.policy import EMBEDDED, ModelError, Policy, load_policy
-from poise.rollout.cached import CachedEngine
-from poise.rollout.vllm import VllmEngine, weights
+from poise.engines.hf import CachedEngine
+from poise.engines.vllm import VllmEngine, weights
+from poise.models.policy import EMBEDDED, ModelError, Policy, load_policy
 
 MEMORY = 0.02
 STARTED = []  # a vLLM that is collected takes what all of a process share with it
@@ -209,7 +209,7 @@ def test_a_model_that_vllm_cannot_run_is_refused():
 def test_another_model_in_vllm_is_noticed(monkeypatch):
     policy = small()
     other = small(seed=1)
-    monkeypatch.setattr("poise.rollout.vllm.weights", lambda _: weights(other))
+    monkeypatch.setattr("poise.engines.vllm.weights", lambda _: weights(other))
     with pytest.raises(ModelError, match="not the same model there"):
         sample(start(policy), [[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
 

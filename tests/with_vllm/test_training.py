@@ -6,8 +6,8 @@ from itertools import count
 import pytest
 from test_engine import MEMORY, STARTED, small
 
-from poise.config import load
-from poise.run import RunFolder
+from poise.config.schema import load
+from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 from poise.trainer import Trainer
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import signature
 
-from poise import _user_code
-from poise._calls import read_call
-from poise._errors import unknown
+from poise._lib import user_code as _user_code
+from poise._lib.calls import read_call
+from poise._lib.errors import unknown
 from poise.algorithms.base import Algorithm
 from poise.algorithms.grpo import Grpo
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from poise.algorithms.base import Sample
-from poise.policy import ModelError, Policy, first_line
-from poise.prompts import PromptError
-from poise.rollout.base import Engine, Request, Rollouts
-from poise.rollout.limits import check_positions
+from poise.engines.limits import check_positions
+from poise.models.policy import ModelError, Policy, first_line
+from poise.models.prompts import PromptError
 from poise.rollout.sampling import Sampling
+from poise.rollout.types import Engine, Request, Rollouts
 from poise.tasks import Episode, Message, Problem, Score, Task, begin, explained, judge
 
 MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from poise.batch import TokenBatch
-from poise.linear import HeadLike, as_head
+from poise.lm_head import HeadLike, as_head
 
 BLOCK = 1 << 24  # elements of the logits held at a time
 

@@ -1,6 +1,6 @@
 """From hidden states to log-probabilities and the loss, without the logits of all tokens in memory."""
 
 from poise.head.loss import policy_loss, token_logp
-from poise.linear import Head, HeadLike, as_head
+from poise.lm_head import Head, HeadLike, as_head
 
 __all__ = ["Head", "HeadLike", "as_head", "policy_loss", "token_logp"]

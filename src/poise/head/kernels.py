@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from poise._kernels import LOG2E, NEVER, finished
+from poise._lib.logit_kernels import LOG2E, NEVER, finished
 from poise.head.rows import TALLY
-from poise.linear import Head
+from poise.lm_head import Head
 from poise.objective import KL_ESTIMATORS, Settings, Terms
 
 COLUMNS = tl.constexpr(len(TALLY))

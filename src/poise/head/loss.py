@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from poise import _triton
-from poise._float32 import accumulator, multiply
+from poise._lib import triton as _triton
+from poise._lib.float32 import accumulator, multiply
 from poise.batch import Phase, TokenBatch
 from poise.head import rows
-from poise.linear import Head, HeadLike, as_head
+from poise.lm_head import Head, HeadLike, as_head
 from poise.objective import Settings, active, terms
 
 CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or as much as the weight if that is more

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from poise.linear import Head
+from poise.lm_head import Head
 from poise.objective import Settings, Terms, summed
 
 TALLY = ("loss", "policy_loss", "clip_low", "clip_high", "drift", "kl", "entropy")  # metrics, added up over tokens

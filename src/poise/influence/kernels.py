@@ -1,6 +1,6 @@
-"""The steps of ``poise.influence.steps`` as Triton kernels: one pass over memory each. Same functions, same meaning.
+"""The steps of ``elementwise.py`` as Triton kernels: one pass over memory each. Same functions, same meaning.
 
-Imported only when a GPU is used; ``poise.influence.steps`` is the reference.
+Imported only when a GPU is used; ``poise.influence.elementwise`` is the reference.
 """
 # mypy: ignore-errors
 
@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from poise._kernels import LOG2E, NEVER, finished
-from poise.influence.steps import LAG, Rows, stored
-from poise.linear import Head
+from poise._lib.logit_kernels import LOG2E, NEVER, finished
+from poise.influence.elementwise import LAG, Rows, stored
+from poise.lm_head import Head
 
 
 @triton.jit(do_not_specialize=["start"])

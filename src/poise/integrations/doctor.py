@@ -8,8 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.doctor_trl import Say, trl, version
-from poise.integrations.probe import CannotRegulateError, probe
 from poise.integrations.verl_checks import LOSS, TESTED, TRAINER, check_config, check_verl
 from poise.regulators import parse
 

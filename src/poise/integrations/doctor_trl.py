@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from poise._errors import short
-from poise.integrations.probe import probe
+from poise._lib.errors import short
+from poise.integrations.demands import probe
 from poise.regulators import TABLE, parse
 
 PACKAGES = ("poise", "trl", "torch", "transformers", "accelerate", "datasets", "peft", "vllm")
@@ -162,7 +162,7 @@ def _try(text: str, settings: dict[str, Any], steps: int) -> None:
     from huggingface_hub import constants
 
     from poise.integrations.trl import RegulatedGRPOTrainer
-    from poise.policy import EMBEDDED
+    from poise.models.policy import EMBEDDED
 
     constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL reports each trainer that is made; this one is nobody's business
     small = {

@@ -31,11 +31,11 @@ except ImportError as error:
     raise ImportError(f"poise.integrations.trl needs TRL: install poise with its extra 'trl' ({error})") from error
 
 from poise.batch import Phase, TokenBatch
-from poise.integrations.probe import ALL, PART, CannotRegulateError, Demands, demands, probe
+from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, demands, probe
 from poise.integrations.trl_checks import check_config, check_needs, check_start, check_trainer, check_trl
 from poise.integrations.trl_loss import check_loss
 from poise.integrations.trl_record import check_resume, describe, tell_trackers, write_card, write_state
-from poise.linear import Head
+from poise.lm_head import Head
 from poise.regulators import Regulator, parse, summary
 
 WEIGHTS, KEPT = "poise_weights", "poise_kept"  # (B, phases, T) in TRL's batch

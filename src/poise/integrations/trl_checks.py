@@ -7,7 +7,7 @@ from typing import Any
 
 import trl
 
-from poise.integrations.probe import ALL, GROUP_LOCAL, PART, CannotRegulateError, Demands, outside
+from poise.integrations.demands import ALL, GROUP_LOCAL, PART, CannotRegulateError, Demands, outside
 from poise.regulators import Regulator
 
 TESTED = "1.16"

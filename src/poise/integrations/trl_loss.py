@@ -29,7 +29,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from poise.integrations.probe import CannotRegulateError
+from poise.integrations.demands import CannotRegulateError
 
 SOURCE = "_get_per_token_logps_and_entropies"
 TOLERANCE = 0.01  # of a response's largest gradient: rounding in bfloat16 stays below, a broken rule far above

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import poise
-from poise.integrations.probe import CannotRegulateError
+from poise.integrations.demands import CannotRegulateError
 from poise.regulators import Compose, Function, Regulator, text
 
 KEY = "poise"  # in trainer_state.json, under stateful_callbacks: what TRL keeps for others from save to resume

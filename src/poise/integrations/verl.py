@@ -25,7 +25,7 @@ except ImportError as error:
     raise ImportError(f"poise.integrations.verl needs verl: install poise with its extra 'verl' ({error})") from error
 
 from poise.batch import TokenBatch
-from poise.integrations.probe import CannotRegulateError
+from poise.integrations.demands import CannotRegulateError
 from poise.integrations.verl_checks import LOSS, check_linear, check_policy_loss, check_verl
 
 _tried: set[tuple[str, str]] = set()  # losses that are known to be sums over tokens, by name and way to average

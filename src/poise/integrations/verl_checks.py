@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poise.integrations.probe import ALL, PART, TOKEN_LOCAL, CannotRegulateError, Demands, outside, probe
+from poise.integrations.demands import ALL, PART, TOKEN_LOCAL, CannotRegulateError, Demands, outside, probe
 from poise.regulators import Regulator, parse
 
 TESTED = "0.9.1"

@@ -30,7 +30,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import response_to_nested
 
 from poise.batch import Phase, TokenBatch
-from poise.integrations.probe import ALL, PART, CannotRegulateError, Demands, demands, probe
+from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, demands, probe
 from poise.integrations.verl_checks import TRAINER, check_config, check_linear, check_verl, has_terms
 from poise.regulators import parse, summary
 

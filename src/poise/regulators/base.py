@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from poise._errors import short, unknown
-from poise._user_code import F, mark
+from poise._lib.errors import short, unknown
+from poise._lib.user_code import F, mark
 from poise.batch import Phase, TokenBatch
 
 MOST_PHASES = 100  # of one regulator: each is a whole pass of the update, with weights for every token

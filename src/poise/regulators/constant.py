@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from poise._errors import check_range
+from poise._lib.errors import check_range
 from poise.batch import Phase, TokenBatch
 from poise.regulators.base import Regulator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from poise._errors import check_range
+from poise._lib.errors import check_range
 from poise.batch import Phase, TokenBatch
 from poise.regulators.base import Regulator
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from poise import _user_code
-from poise._calls import read_call
-from poise._errors import unknown
+from poise._lib import user_code as _user_code
+from poise._lib.calls import read_call
+from poise._lib.errors import unknown
 from poise.batch import TokenBatch
 from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
@@ -43,7 +43,7 @@ def get(name: str, *args: Any, **settings: Any) -> Regulator:
     """The regulator of that name, or behind that dotted path: ``get("ar", alpha=0.2)``, ``get("mine.py_module.Mine")``.
 
     A dotted path (``package.module.Name`` or ``package.module:Name``) leads to a subclass of ``Regulator``, or to a
-    function or class that is marked with ``@poise.regulator``. Importing it runs its module: see ``poise._user_code``.
+    function or class that is marked with ``@poise.regulator``. Importing it runs its module: see ``_lib.user_code``.
     """
     if not args and not settings and any(sign in name for sign in "(|"):
         return parse(name)

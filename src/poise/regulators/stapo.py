@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from poise._errors import check_range
+from poise._lib.errors import check_range
 from poise.batch import Phase, TokenBatch
 from poise.regulators.base import Regulator
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from poise._errors import unknown
+from poise._lib.errors import unknown
 from poise.batch import TokenBatch
 from poise.regulators.base import Regulator
 from poise.regulators.names import parse

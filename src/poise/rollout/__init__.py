@@ -1,5 +1,1 @@
-"""Engines that sample responses."""
-
-from poise.rollout.base import Engine, Rollouts
-
-__all__ = ["Engine", "Rollouts"]
+"""What is asked of an engine, and what comes back: types, and random numbers."""

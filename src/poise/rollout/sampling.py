@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from poise._errors import check_range
+from poise._lib.errors import check_range
 
 _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of splitmix64, as int64
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from poise._errors import unknown
+from poise._lib.errors import unknown
 from poise.tasks.base import (
     SPLITS,
     Demonstrates,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from poise._errors import check_choice, short
+from poise._lib.errors import check_choice, short
 
 Split = Literal["train", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)

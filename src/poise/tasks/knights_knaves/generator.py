@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from poise._errors import check_choice, check_range
+from poise._lib.errors import check_choice, check_range
 from poise.tasks.knights_knaves.puzzle import Puzzle
 from poise.tasks.knights_knaves.statements import (
     CONNECTIVES,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from poise._errors import unknown
+from poise._lib.errors import unknown
 
 Statement = tuple[Any, ...]
 

@@ -9,7 +9,7 @@ from itertools import count
 from random import Random
 from typing import ClassVar
 
-from poise._errors import check_choice, check_range
+from poise._lib.errors import check_choice, check_range
 from poise.tasks.base import Problem, Score, Split, check_split
 from poise.tasks.knights_knaves.generator import check_settings, draw, tell
 from poise.tasks.knights_knaves.meaning import split_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from poise._errors import check_choice, check_range
+from poise._lib.errors import check_choice, check_range
 from poise.tasks.knights_knaves.compact import compact
 from poise.tasks.knights_knaves.puzzle import Puzzle, answer_text
 from poise.tasks.knights_knaves.sentences import sentences

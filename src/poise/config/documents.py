@@ -1,0 +1,210 @@
+"""Recipes as documents: YAML files, what they inherit, and overrides. ``schema`` knows what the keys mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from poise._lib.errors import short, unknown
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+LARGEST = 100_000  # characters of a recipe or an override
+DEEPEST = 20  # levels of a document, and recipes that inherit from each other
+_FLOAT = "tag:yaml.org,2002:float"
+_DATE = "tag:yaml.org,2002:timestamp"
+_EXPONENT = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
+
+Document = dict[str, Any]
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration: ``problems`` holds a line for each."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+def recipes() -> list[str]:
+    """The names of the recipes that ship with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read(recipe: str | Path) -> Document:
+    """The document of a recipe, on top of those that it inherits from."""
+    return _read(_find(recipe), ())
+
+
+def merge(below: Document, above: Document) -> Document:
+    """``above`` on top of ``below``: groups are merged, anything else is replaced."""
+    task, other = below.get("task"), above.get("task")
+    if isinstance(task, dict) and isinstance(other, dict) and "name" in other and other["name"] != task.get("name"):
+        below = below | {"task": {}}  # another task has other settings: those of the one before would only be errors
+    return _merge(below, above)
+
+
+def _merge(below: Document, above: Document) -> Document:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[Document, Document]:
+    """``key=value`` texts as a document, and those that change a setting of the regulator by name apart from it.
+
+    They are gathered before they are merged, so that their order does not matter unless a key is given twice.
+    """
+    document: Document = {}
+    regulator: Document = {}
+    problems = []
+    for text in overrides:
+        key, equals, written = text.partition("=")
+        path = [part.strip() for part in key.split(".")]
+        if not equals or not all(path):
+            problems.append(f"override {short(text)}: write key=value, such as optim.lr=1e-6")
+            continue
+        if len(path) > DEEPEST:
+            problems.append(f"override {short(text)}: the key has {len(path)} levels, more than {DEEPEST}")
+            continue
+        try:
+            value = parse(written)
+        except yaml.YAMLError as error:
+            problems.append(f"override {short(text)}: cannot read the value: {_reason(error)}")
+            continue
+        if path[0] == "regulator" and len(path) > 1:
+            regulator[".".join(path[1:])] = value
+            continue
+        for part in reversed(path[1:]):
+            value = {part: value}
+        document = _merge(document, {path[0]: value})
+    if problems:
+        raise ConfigError(problems)
+    return document, regulator
+
+
+def parse(text: str) -> Any:
+    """The value of a YAML text. Whatever is wrong with the text is a ``yaml.YAMLError``."""
+    if len(text) > LARGEST:
+        raise yaml.YAMLError(f"it has more than {LARGEST:,} characters")
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError(f"it has more than {DEEPEST} levels") from None
+
+
+def too_deep(value: Any, levels: int = DEEPEST) -> bool:
+    """Whether groups and lists stand in each other further than any setting needs."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    return parts is not None and (levels == 0 or any(too_deep(part, levels - 1) for part in parts))
+
+
+def to_yaml(document: Document) -> str:
+    """YAML that reads back as the same document."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _read(path: Path, below: tuple[Path, ...]) -> Document:
+    if path in below:
+        circle = " -> ".join(p.name for p in (*below[below.index(path) :], path))
+        raise ConfigError([f"recipe {path.name!r} inherits from itself: {circle}"])
+    if len(below) == DEEPEST:
+        raise ConfigError([f"recipe {below[0].name!r}: more than {DEEPEST} recipes inherit from each other"])
+    try:
+        with path.open(encoding="utf-8") as file:
+            document = parse(file.read(LARGEST + 1))
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError([f"{path}{line}: {_reason(error)}"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError([f"{path}: cannot be read as YAML: {_reason(error)}"]) from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError([f"{path}: a recipe is made of lines key: value, got {type(document).__name__}"])
+    base = document.pop("base", None)
+    if base is None:
+        return document
+    if not isinstance(base, str):
+        raise ConfigError([f"{path}: base = {short(base)}: must be the name or the path of a recipe"])
+    return merge(_read(_find(base, path.parent), (*below, path)), document)
+
+
+def _find(recipe: str | Path, beside: Path | None = None) -> Path:
+    """The file of a recipe: one that ships by that name, or one at that path, seen from the folder ``beside``."""
+    name, shipped = str(recipe), recipes()
+    if name in shipped:
+        return FOLDER / f"{name}.yaml"
+    path = (beside or Path()) / Path(recipe).expanduser()
+    if path.is_file():
+        return path.resolve()
+    if "/" in name or "\\" in name or path.suffix:
+        raise ConfigError([f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})"])
+    raise ConfigError([unknown("recipe", name, shipped) + "; for one of your own give its path"])
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what went wrong."""
+    text = (error.problem if isinstance(error, yaml.MarkedYAMLError) else None) or str(error)
+    return text.splitlines()[0]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as it is meant: 1e-6 is a number, a date is text, and a key that is given twice is an error.
+
+    An alias stands for a single value: with lists and groups a few lines can mean billions of values.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node, unless it is an alias of many."""
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        if alias is not None and not isinstance(node, yaml.ScalarNode):
+            raise yaml.composer.ComposerError(
+                None,
+                None,
+                f"the alias *{alias.anchor} stands for a list or a group: write it out, or inherit it with base:",
+                alias.start_mark,
+            )
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node. What PyYAML trips over, such as ``!!int x``, is an error with its line."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"cannot read the value {short(node.value)}", node.start_mark
+            ) from None
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping, unless a key of it is given twice."""
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {short(key.value)} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader would not read back as text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))

@@ -1,0 +1,72 @@
+"""What pydantic finds wrong with a configuration, in plain words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import SequenceMatcher, get_close_matches
+
+from pydantic_core import ErrorDetails
+
+from poise._lib.errors import LONGEST, short
+
+_PHRASES = {
+    "missing": "is missing",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "string_too_long": "is too long",
+    "int_type": "must be a whole number",
+    "int_parsing_size": "is too large",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "model_type": "must be a group of settings, key: value",
+    "tuple_type": "must be a list",
+}
+_WORDS = {
+    "Input should": "must",
+    "Tuple should": "must",
+    " after validation": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+
+
+def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
+    """One line for one problem: the field, its value and what is allowed. ``known`` are the dotted keys there are."""
+    path = ".".join(str(part)[:LONGEST] for part in problem["loc"])
+    kind, value = problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        return _unknown_key(path, known)
+    if kind == "unknown_setting":
+        return _unknown_key(f"{path}.{problem['ctx']['key'][:LONGEST]}", known)
+    if kind == "value_error":
+        reason = problem["msg"].removeprefix("Value error, ")
+        if isinstance(value, dict):  # what is wrong with a group as a whole names the field itself
+            return f"{path}: {reason}" if path else reason
+        return f"{path} = {short(value)}: {reason}"
+    reason = _PHRASES.get(kind) or problem["msg"]
+    for theirs, ours in _WORDS.items():
+        reason = reason.replace(theirs, ours)
+    if kind == "literal_error":
+        near = get_close_matches(short(value).strip("'").lower(), re.findall(r"'([^']*)'", reason), n=1, cutoff=0.5)
+        reason += f"; did you mean {near[0]!r}?" if near else ""
+    return f"{path} = {short(value)}: {reason}"
+
+
+def _unknown_key(path: str, known: Sequence[str]) -> str:
+    """The message for a key that there is not. The one that was meant may be in another group."""
+    near = {key: _likeness(path, key) for key in known}
+    best = max(near.values())
+    if best >= 0.6:
+        meant = " or ".join(repr(key) for key in near if near[key] == best)
+        return f"unknown key {path!r}; did you mean {meant}?"
+    group, dot, _ = path.rpartition(".")
+    siblings = {key.removeprefix(group + dot).split(".")[0] for key in known if key.startswith(group + dot)}
+    return f"unknown key {path!r}. (allowed{dot and f' in {group}'}: {', '.join(sorted(siblings))})"
+
+
+def _likeness(written: str, key: str) -> float:
+    """How alike the last parts of two dotted keys are: the group may well be the mistake."""
+    return SequenceMatcher(None, written.rpartition(".")[2].lower(), key.rpartition(".")[2]).ratio()

@@ -1,0 +1,1 @@
+"""Engines sample responses from the policy."""

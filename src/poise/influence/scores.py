@@ -1,0 +1,265 @@
+"""How tokens pull on each other through the head: the scores behind NTHR, exact at full vocabulary.
+
+For two tokens k and k' with hidden states h, sampled tokens y and next-token distributions π, the inner product of the
+gradients of their log-probabilities with respect to the head is ``⟨e_y − π, e_y' − π'⟩ · ⟨h, h'⟩``. Summed over the
+tokens k of a group's correct responses this is the score of k' (arXiv 2505.18830, equation of s⁻).
+
+Two forms of the same sum, for N tokens of which N⁺ belong to correct responses:
+
+- pair: every pair (k, k'). One pass over the vocabulary, ``2·N·V·(d + N⁺)`` FLOP: products of exponentials are summed
+  before the normalisers are known, as in flash attention, and divided by them at the end;
+- linear: with ``G = Σ_k (e_y − π) hᵀ`` (V × d) the score of k' is ``(e_y' − π')ᵀ G h'``. Two passes, since G needs the
+  normalisers: ``6·N·V·d`` FLOP.
+
+So the pair form is the cheaper one where N⁺ ≤ 2·d. Both walk the vocabulary in slices: neither G nor any tokens ×
+vocabulary array is ever whole. A head that is an opaque callable cannot be sliced; there rows are walked in blocks, in
+the pair form, and the head is called again and again on the same rows: for many tokens give a ``Head``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from poise._lib import triton as _triton
+from poise._lib.errors import check_choice
+from poise._lib.float32 import accumulator, multiply
+from poise._lib.transfer import send
+from poise.influence import elementwise as in_torch
+from poise.influence.elementwise import Rows, stored
+from poise.lm_head import Head, HeadLike, as_head
+
+Tokens = tuple[Tensor, Tensor]  # hidden (N, d), targets (N,)
+Form = Literal["auto", "pair", "linear"]
+
+
+class Scores(NamedTuple):
+    """What a group's tokens have to say about its correct responses."""
+
+    negative: Tensor  # (N⁻,) the score s⁻ of each token of the incorrect responses
+    positive: Tensor  # (n⁺,) the mean score s̄⁺ over the tokens of each correct response
+
+
+def default_block(device: torch.device, tokens: int, vocabulary: int) -> int:
+    """Elements of the largest temporary.
+
+    On a CPU what stays in its cache, 4 MiB in float32. On a GPU a fifth of tokens × vocabulary, between 32 MiB (enough
+    work for a launch) and 64 MiB in bfloat16.
+    """
+    return 1 << 20 if device.type == "cpu" else min(max(tokens * vocabulary // 5, 1 << 24), 1 << 25)
+
+
+def cheaper_form(n_positive: int, width: int) -> Form:
+    """By FLOP: see above."""
+    return "pair" if n_positive <= 2 * width else "linear"
+
+
+@torch.no_grad()
+def scores(
+    head: HeadLike,
+    positive: Sequence[Tokens],
+    negative: Tokens,
+    *,
+    self_inclusive: bool = False,
+    form: Form = "auto",
+    block: int | None = None,
+    half: bool | None = None,
+) -> Scores:
+    """Score the tokens of the incorrect responses, and each correct response, against the correct responses.
+
+    ``positive`` has one entry per correct response, none of them empty; ``negative`` holds the tokens of all incorrect
+    ones. A correct response is scored against the others, or with ``self_inclusive`` against itself too. ``block`` is
+    the number of elements of the largest temporary (``default_block``).
+
+    Half-precision hidden states on a GPU are multiplied as they are, with float32 sums: logits as the model makes
+    them, everything between the products in float32, bfloat16 operands. Elsewhere half precision is computed in
+    float32. ``half`` decides otherwise.
+    """
+    hidden = torch.cat([h for h, _ in positive] + [negative[0]])
+    targets = torch.cat([y for _, y in positive] + [negative[1]])
+    group = [*(len(y) for _, y in positive), len(negative[1])]
+    return group_scores(
+        head, hidden, targets, [group], self_inclusive=self_inclusive, form=form, block=block, half=half
+    )
+
+
+@torch.no_grad()
+def group_scores(
+    head: HeadLike,
+    hidden: Tensor,
+    targets: Tensor,
+    groups: Sequence[Sequence[int]],
+    *,
+    self_inclusive: bool = False,
+    form: Form = "auto",
+    block: int | None = None,
+    half: bool | None = None,
+) -> Scores:
+    """``scores`` of several groups, one after the other, without a wait for the device.
+
+    A group is the number of tokens of each of its correct responses and, last, of all its incorrect ones; ``hidden``
+    (N, d) and ``targets`` (N,) hold its tokens in this order, group after group, and so does what is returned.
+    """
+    check_choice("scores", "form", form, ("auto", "pair", "linear"))
+    head = as_head(head)
+    if form == "linear" and not isinstance(head, Head):
+        raise ValueError("scores: the linear form needs a head that can be sliced: a weight or a poise.Head")
+    if half is None:
+        half = hidden.is_cuda and hidden.element_size() == 2
+    if isinstance(head, Head) and not half:  # a callable gets hidden states as the model made them
+        hidden = hidden.to(accumulator(hidden.dtype))
+    counts = send([count for group in groups for count in group], hidden.device)
+    owner = torch.repeat_interleave(counts, output_size=len(hidden))  # to which response each token belongs
+    sums, correct, wrong, begin, first = [], [], [], 0, 0
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device; does nothing on a CPU
+        for *lengths, rest in groups:
+            ours = slice(begin, begin + sum(lengths) + rest)
+            group = _Group(hidden[ours], targets[ours], owner[ours], lengths)
+            sums.append(_sums(head, group, self_inclusive, form, block, half))
+            correct.append(slice(first, first + len(lengths)))
+            wrong.append(slice(ours.stop - rest, ours.stop))
+            begin, first = ours.stop, first + len(lengths) + 1
+    by_token = torch.cat(sums)
+    means = torch.segment_reduce(by_token, "sum", lengths=counts, unsafe=True) / counts
+    return Scores(torch.cat([by_token[i] for i in wrong]), torch.cat([means[i] for i in correct]))
+
+
+class _Group(NamedTuple):
+    hidden: Tensor  # (N, d) correct responses first
+    targets: Tensor  # (N,)
+    owner: Tensor  # (N,) equal for the tokens of a correct response, and for those of all incorrect ones
+    lengths: list[int]  # of the correct responses
+
+
+def _sums(
+    head: Head | Callable[[Tensor], Tensor],
+    group: _Group,
+    self_inclusive: bool,
+    form: Form,
+    block: int | None,
+    half: bool,
+) -> Tensor:
+    """(N,) the score of each token. In a correct response only their sum counts: the linear form knows no more."""
+    if not isinstance(head, Head):
+        return _opaque(head, group, self_inclusive, block, half)
+    if form == "auto":
+        form = cheaper_form(sum(group.lengths), group.hidden.shape[1])
+    block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)
+    return (_linear if form == "linear" else _pair)(head, group, self_inclusive, block)
+
+
+def _pair(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor:
+    hidden, targets, owner, lengths = group
+    steps = _steps(hidden)
+    rows, n_positive = Rows.start(hidden), sum(lengths)
+    pairs = hidden.new_empty(n_positive, len(hidden), dtype=accumulator(hidden.dtype))
+    for start, raw in _products(head, hidden, _width(block, len(hidden))):
+        shrink = steps.walk(raw, head, start, targets, rows, update=True, write=True)
+        if start:
+            steps.rescale(pairs, shrink[:n_positive], shrink)
+        values = stored(raw)
+        multiply(pairs, values[:n_positive], values.T, add=start > 0)
+    del raw, values  # the slice's memory serves the rest
+
+    at_targets = head.weight[targets].to(hidden.dtype)
+    sums = pairs.new_zeros(len(hidden))
+    for left in _blocks(n_positive, max(1, block // (4 * len(hidden)))):
+        products = pairs.new_empty(left.stop - left.start, len(hidden))
+        multiply(products, hidden[left], hidden.T)
+        left_at_right, right_at_left = hidden[left] @ at_targets.T, at_targets[left] @ hidden.T
+        sums += steps.columns(
+            pairs[left], products, left_at_right, right_at_left, head, targets, owner, rows, left.start, self_inclusive
+        )
+    return sums
+
+
+def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor:
+    hidden, targets, _, lengths = group
+    steps = _steps(hidden)
+    rows, n_positive = Rows.start(hidden), sum(lengths)
+    for start, raw in _products(head, hidden, _width(block, len(hidden))):
+        steps.walk(raw, head, start, targets, rows, update=True, write=False)
+    del raw
+
+    exact = accumulator(hidden.dtype)
+    correct = hidden[:n_positive].to(_operand(hidden)).split(lengths)
+    rest = hidden[n_positive:].to(exact)
+    pulled, positive = torch.zeros_like(rest), rest.new_zeros(len(lengths))
+    wider = torch.finfo(exact).bits // torch.finfo(hidden.dtype).bits  # G_i are kept in float32
+    width = _width(block, max(len(hidden), wider * len(lengths) * hidden.shape[1]))
+    parts = hidden.new_empty(len(lengths), min(width, head.vocabulary), hidden.shape[1], dtype=exact)
+    for start, raw in _products(head, hidden, width):
+        steps.walk(raw, head, start, targets, rows, update=False, write=True)
+        errors = stored(raw)  # π − e_y
+        slices = parts[:, : raw.shape[1]]  # of −G_i, one for each correct response
+        for e, h, out in zip(errors[:n_positive].split(lengths), correct, slices, strict=True):
+            multiply(out, e.T, h)
+        total, products = steps.combine(slices, self_inclusive, _operand(hidden))
+        positive += products
+        multiply(pulled, errors[n_positive:], total, add=True)
+    sums = rest.new_zeros(len(hidden))
+    sums[n_positive:] = torch.linalg.vecdot(pulled, rest)
+    firsts = [0, *accumulate(lengths[:-1])]  # a response's sum stands at its first token
+    for first, value in zip(firsts, positive, strict=True):
+        sums[first] = value
+    return sums
+
+
+def _opaque(
+    head: Callable[[Tensor], Tensor], group: _Group, self_inclusive: bool, block: int | None, half: bool
+) -> Tensor:
+    hidden, targets, owner, lengths = group
+
+    def errors(part: slice) -> Tensor:
+        logits = head(hidden[part])
+        pi = logits.to(accumulator(logits.dtype)).softmax(-1).neg_()
+        pi.scatter_add_(1, targets[part, None], torch.ones_like(pi[:, :1]))
+        return pi.bfloat16() if half else pi
+
+    n_positive, vocabulary = sum(lengths), head(hidden[:1]).shape[-1]
+    size = max(1, (block or default_block(hidden.device, len(hidden), vocabulary)) // vocabulary)
+    exact = hidden.to(accumulator(hidden.dtype))
+    pairs = exact.new_empty(n_positive, len(hidden))
+    for left in _blocks(n_positive, 8 * size):  # each costs a pass of the head over all tokens
+        ours = errors(left)
+        for right in _blocks(len(hidden), size):
+            multiply(pairs[left, right], ours, errors(right).T)
+    pairs *= exact[:n_positive] @ exact.T
+    if not self_inclusive:
+        pairs.masked_fill_(owner[:n_positive, None] == owner, 0)
+    return pairs.sum(0)
+
+
+def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
+    """``W h`` of every token, one slice of the vocabulary after the other, (N, width), all in the same memory."""
+    memory = hidden.new_empty(len(hidden), min(width, head.vocabulary))
+    for vocabulary in _blocks(head.vocabulary, width):
+        raw = memory[:, : vocabulary.stop - vocabulary.start]
+        torch.mm(hidden, head.weight[vocabulary].to(hidden.dtype).T, out=raw)
+        yield vocabulary.start, raw
+
+
+def _operand(hidden: Tensor) -> torch.dtype:
+    return torch.bfloat16 if hidden.element_size() == 2 else hidden.dtype
+
+
+def _width(block: int, tokens: int) -> int:
+    width = max(1, block // tokens)
+    return width - width % 128 if width > 256 else width  # rows of the slice stay aligned
+
+
+def _blocks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _steps(hidden: Tensor) -> ModuleType:
+    if _triton.suits(hidden):
+        from poise.influence import kernels
+
+        return kernels
+    return in_torch

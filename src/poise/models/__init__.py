@@ -1,0 +1,1 @@
+"""Everything that touches transformers: loading, the policy, packed passes, attention, memory."""

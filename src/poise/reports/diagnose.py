@@ -1,0 +1,191 @@
+"""``poise diagnose``: the dominance figures for a model, a task and settings, on fresh rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poise import regulators
+from poise._lib.user_code import blamed
+from poise.algorithms import Sample
+from poise.algorithms.sampler import Sampler
+from poise.batch import Phase, TokenBatch
+from poise.config.schema import Config
+from poise.diagnostics.dominance import dominance
+from poise.diagnostics.intervals import Intervals
+from poise.engines.limits import check_settings
+from poise.models.master_weights import Masters
+from poise.models.policy import Policy, load_policy
+from poise.models.scoring import score_all
+from poise.reports.verdict import combine, verdict
+from poise.rollout.types import Rollouts
+from poise.runs.folder import RunFolder
+from poise.tasks import Task, draw
+from poise.training.batches import stack, token_batch
+from poise.training.records import environment, response_records, token_arrays
+from poise.training.setup import build_sampler
+from poise.training.update import accumulate, clip
+
+SUSPECTS = 20  # tokens with the highest NTHR scores that are named
+METHODS = ("grpo", "ar", "lopti", "tr-grpo", "nthr")
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """One batch of fresh responses."""
+
+    samples: list[Sample]
+    rollouts: Rollouts
+    batch: TokenBatch
+
+
+class PolicyLoop:
+    """The trainer's own update, as the diagnostics see it."""
+
+    def __init__(self, policy: Policy, config: Config, sampled: Sampled) -> None:
+        assert policy.masters is not None
+        self.policy, self.config, self.rollouts, self.batch = policy, config, sampled.rollouts, sampled.batch
+        self.settings = config.objective.model_copy(update={"kl_coef": 0.0}).settings()
+        self.parameters: Sequence[Tensor] = list(policy.masters.parameters.values())
+
+    def gradient(self, phase: Phase) -> None:
+        """A mini-batch of all responses, unclipped."""
+        accumulate(
+            self.policy, self.parameters, self.rollouts, self.batch, phase, self.settings,
+            temperature=self.config.rollout.temperature, micro_tokens=self.config.optim.micro_tokens,
+        )  # fmt: skip
+        clip(self.parameters, torch.inf, phase.name)
+
+    def logp(self) -> Tensor:
+        """Without gradients."""
+        return score_all(self.policy, self.rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)[0]
+
+    def changed(self) -> None:
+        """Half-precision copies follow."""
+        assert self.policy.masters is not None
+        self.policy.masters.publish()
+
+
+def diagnose(
+    config: Config,
+    folder: RunFolder,
+    *,
+    task: Task | None = None,
+    methods: Sequence[str] = METHODS,
+    intervals: Intervals | None = None,
+    batches: int = 3,
+    warmup: int = 3,
+    say: Progress = lambda _: None,
+) -> dict[str, Any]:
+    """Draw ``batches`` batches from the config's model and task, and measure each (``dominance``). Nothing is trained.
+
+    ``task`` may be any task at all; by default it is the config's.
+
+    Steps are AdamW's, scaled by second moments that were gathered on ``warmup`` batches more, at these same weights: on
+    a fresh state Adam's first step is only the gradient's signs, whatever its size. There is no momentum (β₁ = 0):
+    it would carry tokens of other batches, and of a method's earlier phases, into every step. No KL term either.
+    Responses and tokens are written to ``folder`` as a run's are, and the figures to ``diagnose.json``.
+    """
+    intervals = intervals or Intervals()
+    chosen = {name: regulators.parse(name) for name in methods}
+    policy = load_policy(
+        config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code,
+        longest=config.rollout.longest,
+    )  # fmt: skip
+    policy.masters = Masters(policy.model)
+    check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
+    sampler = build_sampler(config, policy, say, responses=config.prompts * config.group, task=task)
+    optim = config.optim
+    betas = (0.0, optim.betas[1])
+    optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
+    for number in range(warmup):
+        say(f"warm-up batch {number + 1} of {warmup}: gathering the optimizer's second moments")
+        loop = PolicyLoop(policy, config, sample(sampler, config, seed=-1 - number))
+        loop.gradient(Phase.of(loop.batch))
+        clip(loop.parameters, optim.grad_clip, "all")
+        optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = optim.lr, optim.weight_decay
+    found, suspects, cut_off = [], list[dict[str, Any]](), 0
+    for number in range(1, batches + 1):
+        say(f"batch {number} of {batches}: sampling {config.prompts} × {config.group} responses")
+        sampled = sample(sampler, config, seed=number)
+        loop = PolicyLoop(policy, config, sampled)
+        said = f"batch {number} of {batches}: {int(loop.batch.mask.sum())} tokens; gradients and steps of"
+        numbers, tokens = dominance(
+            loop, _announced(chosen, said, say), optimizer, intervals=intervals, clip=optim.grad_clip
+        )
+        found.append(numbers)
+        cut_off += int((~sampled.rollouts.finished).sum())
+        suspects += _suspects(number, sampled, policy, tokens)
+        _record(folder, number, sampled, policy, tokens)
+    mean, error = combine(found)
+    result = {
+        "intervals": intervals.names, "edges": list(intervals.edges), "mean": mean, "error": error, "batches": found,
+        "verdict": verdict(mean, error, intervals.names), "settings": {"batches": batches, "warmup": warmup},
+        "responses": batches * config.prompts * config.group, "cut_off": cut_off,
+        "suspects": sorted(suspects, key=lambda each: -each["score"])[:SUSPECTS],
+    }  # fmt: skip
+    folder.write_json("diagnose.json", result)
+    folder.write_json("environment.json", environment(policy.device))
+    return result
+
+
+def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
+    """A batch as the trainer draws it, with hidden states for whoever asks.
+
+    Old log-probabilities come from a forward pass: measured changes then start at 0, whatever sampled the tokens.
+    """
+    drawn = 1_000_003 * (config.seed + 1) + seed
+    problems = draw(sampler.task, "train", drawn, config.prompts)
+    samples, _ = config.build_algorithm().collect(problems, sampler, drawn)
+    temperature, micro_tokens = config.rollout.temperature, config.optim.micro_tokens
+    rollouts = replace(stack(samples, sampler.policy, temperature, micro_tokens), sampler_logp=None)
+    batch = token_batch(
+        samples, rollouts, sampler.policy, advantage=config.advantage, temperature=temperature, recompute=True,
+        hidden=True, micro_tokens=micro_tokens,
+    )  # fmt: skip
+    return Sampled(samples, rollouts, replace(batch, sampler_logp=None))
+
+
+def _announced(chosen: dict[str, regulators.Regulator], said: str, say: Progress) -> dict[str, regulators.Regulator]:
+    """The same regulators, each of which says when its turn has come."""
+
+    def told(name: str, regulator: regulators.Regulator) -> regulators.Regulator:
+        def announce(batch: TokenBatch) -> list[Phase]:
+            say(f"{said} {name}")
+            with blamed(name):
+                return regulator(batch)
+
+        return regulators.Function(announce)
+
+    return {name: told(name, regulator) for name, regulator in chosen.items()}
+
+
+def _suspects(step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """The tokens of wrong responses that pull most on the right ones of their group, with what stands before them."""
+    if "nthr" not in tokens:
+        return []
+    scores, prob, ids = tokens["nthr"].nan_to_num(-torch.inf), sampled.batch.prob, sampled.rollouts.tokens
+    values, places = scores.flatten().topk(min(SUSPECTS, scores.numel()))
+    named = []
+    for score, place in zip(values.tolist(), places.tolist(), strict=True):
+        row, column = divmod(place, scores.shape[1])
+        if score > 0:
+            before = policy.decode(ids[row, max(0, column - 12) : column].tolist())
+            text = policy.texts(ids[row, column])[int(ids[row, column])]  # an end token has a text here
+            at = {"step": step, "row": row, "column": column, "p": float(prob[row, column])}
+            named.append({"score": score, "text": text, "before": before, **at})
+    return named
+
+
+def _record(folder: RunFolder, step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Tensor]) -> None:
+    phase = Phase.of(sampled.batch, tokens=tokens)
+    folder.save_rollouts(step, response_records(step, sampled.samples))
+    arrays = token_arrays(sampled.rollouts, sampled.batch, [phase])
+    folder.save_tokens(step, arrays, policy.texts(arrays["id"]))

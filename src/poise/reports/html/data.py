@@ -1,0 +1,151 @@
+"""What the page shows of run folders: a small index, read at once, and a block per response, read when it is looked at.
+
+A block is zlib-compressed: the length of the response's text, the text in UTF-8, zeros up to a multiple of 4, then one
+array of 4-byte numbers after the other in the order of the run's ``fields``, little-endian. Token ids are replaced by
+their place in the run's ``words``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poise.reports.recorded import read_json, read_metrics, read_step
+from poise.runs.folder import RunFolder
+
+Block = tuple[int, int, int]  # run, step, row: where a response is
+
+
+class Source:
+    """Run folders, as the page asks for them. A step is read once, and again if a resumed run has written it anew."""
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self.folders = [RunFolder.open(path, resume=False) for path in paths]
+        self.names = _names([folder.path for folder in self.folders])
+        self._words: list[dict[str, int]] = [{} for _ in paths]
+        self._fields: list[list[str]] = [[] for _ in paths]
+        self._rows: dict[tuple[int, int], tuple[int, list[dict[str, Any]]]] = {}
+        self._step = lru_cache(maxsize=4)(self._read)
+
+    def stamp(self) -> str:
+        """Changes whenever there is something new to show."""
+        watched = [
+            path
+            for folder in self.folders
+            for name in ("config.json", "metrics.jsonl", "summary.json", "diagnose.json", "diagnose", "tokens")
+            if (path := folder.path / name).exists()
+        ]
+        return " ".join(f"{stat.st_mtime_ns}/{stat.st_size}" for stat in (path.stat() for path in watched))
+
+    def index(self) -> dict[str, Any]:
+        """All but the tokens: settings, curves, figures, and a row per response."""
+        prompts: dict[str, int] = {}
+        rows: list[list[Any]] = []
+        for run, folder in enumerate(self.folders):
+            for step in folder.recorded():
+                if folder.tokens_path(step).exists():
+                    records = enumerate(self._records(run, step))
+                    rows += [self._row(run, step, i, record, prompts) for i, record in records]
+        return {
+            "stamp": self.stamp(),
+            "runs": [self._run(run) for run in range(len(self.folders))],
+            "columns": ["run", "step", "row", "length", "reward", "correct", "finished", "difficulty", "problem",
+                        "prompt", "parts"],
+            "rows": rows,
+            "prompts": list(prompts),
+        }  # fmt: skip
+
+    def blocks(self) -> Iterator[tuple[Block, bytes]]:
+        """Every response's block, in the order of the index's rows."""
+        for run, folder in enumerate(self.folders):
+            for step in folder.recorded():
+                if folder.tokens_path(step).exists():
+                    for row in range(len(self._records(run, step))):
+                        yield (run, step, row), self.block((run, step, row))
+
+    def block(self, at: Block) -> bytes:
+        """One response, token by token. KeyError where there is none."""
+        run, step, row = at
+        if not 0 <= run < len(self.folders) or step not in self.folders[run].recorded():
+            raise KeyError(at)
+        records, (_, arrays) = self._records(run, step), self._step(run, step, self._written(run, step))
+        if not 0 <= row < len(records):
+            raise KeyError(at)
+        text = records[row]["text"].encode("utf-8", "surrogatepass")
+        head = len(text).to_bytes(4, "little") + text + bytes(-len(text) % 4)
+        begin, end = arrays["start"][row : row + 2].tolist()
+        missing = torch.full((end - begin,), torch.nan)
+        kept = [arrays[name][begin:end] if name in arrays else missing for name in self._fields[run]]
+        numbers = [values.numpy().astype("<i4" if values.dtype == torch.int32 else "<f4") for values in kept]
+        return zlib.compress(head + b"".join(values.tobytes() for values in numbers), 6)
+
+    def _run(self, run: int) -> dict[str, Any]:
+        folder = self.folders[run]
+        lines = read_metrics(folder)
+        keys = sorted({key for line in lines for key in line} - {"step"})
+        return {
+            "name": self.names[run],
+            "config": read_json(folder, "config.json"),
+            "environment": read_json(folder, "environment.json"),
+            "summary": read_json(folder, "summary.json"),
+            "diagnose": _diagnosis(folder),
+            "steps": [line["step"] for line in lines],
+            "metrics": {key: [line.get(key) for line in lines] for key in keys},
+            "words": list(self._words[run]),
+            "fields": self._fields[run],
+        }
+
+    def _row(self, run: int, step: int, i: int, record: dict[str, Any], prompts: dict[str, int]) -> list[Any]:
+        prompt = prompts.setdefault(record["prompt"], len(prompts))
+        return [
+            run, step, i, record["length"], record["reward"], record["correct"], record["finished"],
+            record["difficulty"], record["problem"], prompt, record["parts"],
+        ]  # fmt: skip
+
+    def _written(self, run: int, step: int) -> int:
+        return self.folders[run].tokens_path(step).stat().st_mtime_ns
+
+    def _records(self, run: int, step: int) -> list[dict[str, Any]]:
+        written = self._written(run, step)
+        if self._rows.get((run, step), (0, []))[0] != written:
+            records, arrays = self._step(run, step, written)
+            lengths = arrays["start"].diff().tolist()
+            self._rows[run, step] = written, [r | {"length": n} for r, n in zip(records, lengths, strict=True)]
+        return self._rows[run, step][1]
+
+    def _read(
+        self,
+        run: int,
+        step: int,
+        written: int,  # noqa: ARG002 - part of the cache's key
+    ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+        records, arrays, texts = read_step(self.folders[run], step)
+        words, fields = self._words[run], self._fields[run]
+        ids, places = arrays["id"].unique(return_inverse=True)
+        numbers = [words.setdefault(texts[i], len(words)) for i in ids.tolist()]
+        fields += [name for name in sorted(arrays, key=_order) if name != "start" and name not in fields]
+        return records, arrays | {"id": torch.tensor(numbers, dtype=torch.int32)[places]}
+
+
+def _order(name: str) -> tuple[bool, str]:
+    return name != "id", name
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """As short as they can be and still differ."""
+    short = [path.resolve().name for path in paths]
+    return short if len(set(short)) == len(short) else [str(path) for path in paths]
+
+
+def _diagnosis(folder: RunFolder) -> dict[str, Any] | None:
+    """What ``poise diagnose`` found for the run, less the single batches: here if this is its folder, or beneath."""
+    found = read_json(folder, "diagnose.json") or read_json(folder, "diagnose/diagnose.json")
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{folder.path}: diagnose.json holds no figures")
+    return None if found is None else {key: value for key, value in found.items() if key != "batches"}

@@ -1,0 +1,71 @@
+"""The page itself: one HTML file with its style, its program and its data inside, that asks the network for nothing.
+
+Everything a model wrote is untrusted. It is in the file as JSON in which no character has a meaning in HTML, or as
+base64, and the program shows it as text alone. The policy in the head lets our style and our script run, no more.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from poise._lib.files import dumps, replacing
+from poise.reports.html.data import Source
+
+SCRIPTS = ("data.js", "draw.js", "curves.js", "figures.js", "viewer.js", "app.js")
+
+
+def write_report(
+    paths: Sequence[str | Path], out: str | Path, *, progress: Callable[[int, int], None] = lambda *_: None
+) -> Path:
+    """Write the page of these run folders to ``out``; ``progress`` hears of responses written and in all."""
+    source = Source(paths)
+    index = source.index()
+    total = len(index["rows"])
+    with replacing(Path(out)) as file:
+        top, bottom = frame(live=False)
+        file.write(top.encode())
+        file.write(b'<script type="application/json" id="data">' + in_html(index) + b"</script>\n")
+        for number, (_, block) in enumerate(source.blocks()):
+            content = base64.b64encode(block)
+            file.write(b'<script type="text/plain" id="b%d">' % number + content + b"</script>\n")
+            if number % 64 == 63 or number + 1 == total:
+                progress(number + 1, total)
+        file.write(bottom.encode())
+    return Path(out)
+
+
+def in_html(data: Any) -> bytes:
+    """JSON that can stand inside a script element, whatever strings it holds: ASCII, and no ``<``, ``>`` or ``&``."""
+    text = dumps(data).decode("ascii").strip()
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")  # these occur in strings only
+    return text.encode("ascii")
+
+
+@cache
+def frame(live: bool) -> tuple[str, str]:
+    """What stands before the data and after it. A live page may ask the server that it came from, and nobody else."""
+    style, script = _asset("page.css"), "\n".join(_asset(name) for name in SCRIPTS)
+    whom = "'self'" if live else "'none'"
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src {whom}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    top, bottom = _asset("page.html").split("<!-- data -->")
+    top = top.replace("{{policy}}", policy).replace("{{style}}", style).replace("{{live}}", json.dumps(live))
+    return top, bottom.replace("{{script}}", script)
+
+
+def _asset(name: str) -> str:
+    return (files("poise.reports.html") / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,122 @@
+"""What a run folder holds, checked before it is shown: it may be damaged, or made by somebody who means harm."""
+
+from __future__ import annotations
+
+import zlib
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from poise.runs.folder import RunFolder
+
+LAST_STEP = 10**12 - 1
+TEXTS = ("problem", "difficulty", "prompt", "text")
+NEEDED = ("logp", "entropy", "advantage")
+
+
+class Step(NamedTuple):
+    """The responses of a step, their tokens end to end, and the text of each token."""
+
+    records: list[dict[str, Any]]
+    arrays: dict[str, Tensor]
+    texts: dict[int, str]
+
+
+def read_json(folder: RunFolder, name: str) -> Any:
+    """A file of the run; None where there is none. ValueError says what is wrong with it."""
+    path = folder.path / name
+    try:
+        _check_file(path)
+        return folder.read_json(name)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
+    """A dict per step, with numbers that a curve can be drawn through; None in place of any other value."""
+    path = folder.path / "metrics.jsonl"
+    try:
+        _check_file(path)
+        lines = folder.metrics()
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not all(isinstance(line.get("step"), int) and 0 <= line["step"] <= LAST_STEP for line in lines):
+        raise ValueError(f"{path}: a line has no number of a step")
+    return [{key: _plain_number(value) for key, value in line.items()} for line in lines]
+
+
+def read_step(folder: RunFolder, step: int) -> Step:
+    """The responses and tokens of a step. ValueError says what is wrong with them."""
+    tokens = folder.tokens_path(step)
+    rollouts = folder.path / "rollouts" / f"{tokens.stem}.jsonl.gz"
+    try:
+        _check_file(tokens)
+        _check_file(rollouts)
+        _check(0 <= step <= LAST_STEP, f"the last step that can be shown is {LAST_STEP}")
+        found, records = folder.tokens(step), folder.rollouts(step)
+        assert found is not None
+        return _checked(records, *found)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        EOFError,
+        OSError,
+        RecursionError,
+        zlib.error,
+        SafetensorError,
+    ) as error:
+        why = str(error) or type(error).__name__
+        raise ValueError(f"step {step} of {folder.path} cannot be read: {why}") from None
+
+
+def _plain_number(value: Any) -> float | int | None:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return value if usable else None
+
+
+def _check_file(path: Path) -> None:
+    """ValueError where there is something else than a file: reading a pipe or a device would never end."""
+    _check(path.is_file() or not path.exists(), f"{path} is not a file")
+
+
+def _check(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)
+
+
+def _checked(records: list[dict[str, Any]], arrays: dict[str, Tensor], texts: dict[int, str]) -> Step:
+    for number, record in enumerate(records):
+        _check_record(record, f"response {number}")
+    start, ids = arrays["start"], arrays["id"]
+    for name, values in arrays.items():
+        _check(values.dim() == 1 and not values.is_complex(), f"{name} is not a list of numbers")
+        _check(name == "start" or len(values) == len(ids), f"{name} has {len(values)} values for {len(ids)} tokens")
+    whole = not start.is_floating_point() and not ids.is_floating_point()
+    _check(whole, "start and id are not whole numbers")
+    _check(len(start) == len(records) + 1, f"{len(records)} responses, but tokens of {len(start) - 1}")
+    ordered = bool((start.diff() >= 0).all()) and int(start[0]) == 0 and int(start[-1]) == len(ids)
+    _check(ordered, "start does not cut the tokens into responses")
+    for name in NEEDED:
+        _check(name in arrays, f"the tokens have no {name}")
+    _check(any(name.startswith("weight/") for name in arrays), "the tokens have no weight")
+    _check(all(isinstance(text, str) for text in texts.values()), "the text of a token is no text")
+    missing = set(ids.unique().tolist()) - texts.keys()
+    _check(not missing, f"token {min(missing, default=0)} has no text")
+    exact = {name: values if name in ("start", "id") else values.to(torch.float32) for name, values in arrays.items()}
+    return Step(records, exact, texts)
+
+
+def _check_record(record: dict[str, Any], name: str) -> None:
+    for key in TEXTS:
+        _check(isinstance(record[key], str), f"{name}: {key} is no text")
+    for key in ("correct", "finished"):
+        _check(isinstance(record[key], bool), f"{name}: {key} is neither true nor false")
+    for key, value in [("reward", record["reward"]), *record["parts"].items()]:
+        usable = value is None or (isinstance(value, int | float) and abs(value) < inf)
+        _check(usable, f"{name}: {key} is no number")

@@ -1,0 +1,164 @@
+"""What is asked of an engine, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from poise._lib.transfer import send
+from poise.batch import Rows
+from poise.rollout.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response that is wanted.
+
+    Its random numbers depend on the seed of the call and on ``number`` alone; by default that is its place in the list.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int
+    stop: Sequence[int] = ()  # tokens that end it
+    number: int | None = None
+
+
+def repeated(prompts: Sequence[Sequence[int]], group: int, max_tokens: int, stop: Sequence[int]) -> list[Request]:
+    """``group`` requests for each prompt, group after group."""
+    return [Request(prompt, max_tokens, stop) for prompt in prompts for _ in range(group)]
+
+
+def check_requests(requests: Sequence[Request]) -> None:
+    """Raise ValueError for what no engine can answer."""
+    if not requests:
+        raise ValueError("sample: there is no prompt")
+    for i, request in enumerate(requests):
+        if not len(request.prompt):
+            raise ValueError(f"request {i}: an empty prompt predicts nothing")
+        if request.max_tokens < 1:
+            raise ValueError(f"request {i}: max_tokens = {request.max_tokens} must be at least 1")
+
+
+def numbers(requests: Sequence[Request]) -> list[int]:
+    """What the random numbers of each request depend on."""
+    return [i if request.number is None else request.number for i, request in enumerate(requests)]
+
+
+def end_table(requests: Sequence[Request], device: torch.device) -> Tensor:
+    """(R, S) the tokens that end each request's response; −1, which is no token, where it has fewer."""
+    most = max(1, max(len(request.stop) for request in requests))
+    return send(torch.tensor([[*r.stop, *[-1] * (most - len(r.stop))] for r in requests]), device)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """B responses side by side. A response is what follows its prompt, up to the last token that the model wrote.
+
+    In a dialogue of several turns that includes the environment's tokens: the model *ran through* them, but they are
+    not its *own*.
+    """
+
+    prompts: list[list[int]]  # B token lists; those of a group are the same
+    tokens: Tensor  # (B, T)
+    mask: Tensor  # (B, T) bool: the model's own tokens, the one that ends a reply included
+    logp: Tensor  # (B, T) of softmax(logits / temperature), as sampled
+    entropy: Tensor  # (B, T)
+    finished: Tensor  # (B,) bool: ended by itself, not by the limit
+    # (B, T) from a sampler with an arithmetic of its own, which differs a little; logp is then the policy's
+    sampler_logp: Tensor | None = None
+    # (length, own tokens) of each response, where they are known on the host: the device need not be asked
+    extents: list[tuple[int, int]] | None = None
+
+    @cached_property
+    def _extents(self) -> list[tuple[int, int]]:
+        if self.extents is not None:
+            return self.extents
+        ends = (self.mask * torch.arange(1, self.mask.shape[1] + 1, device=self.mask.device)).amax(1)
+        return [(end, own) for end, own in torch.stack([ends, self.mask.sum(1)], 1).tolist()]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """B response lengths, on the host."""
+        return [length for length, _ in self._extents]
+
+    @cached_property
+    def has_holes(self) -> bool:
+        """Whether some response holds tokens of the environment."""
+        return any(length != own for length, own in self._extents)
+
+    @cached_property
+    def ran(self) -> Tensor:
+        """(B, T) bool: all tokens of the responses, the model's own and the environment's."""
+        ends = send(self.lengths, self.mask.device)
+        return torch.arange(self.mask.shape[1], device=self.mask.device) < ends[:, None]
+
+    @cached_property
+    def ran_index(self) -> Tensor:
+        """(N,) where these lie in (B, T), flattened; row after row."""
+        counts, total = send(self.lengths, self.mask.device), sum(self.lengths)
+        owner = torch.repeat_interleave(counts, output_size=total)
+        begin = torch.arange(len(counts), device=owner.device) * self.mask.shape[1] - (counts.cumsum(0) - counts)
+        return begin[owner] + torch.arange(total, device=owner.device)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """(n,) where the model's own tokens lie in (B, T), flattened; row after row."""
+        return self.ran_index[self.mask.flatten()[self.ran_index]] if self.has_holes else self.ran_index
+
+    def rows(self, ix: Rows) -> Rollouts:
+        """Some of them."""
+        if isinstance(ix, slice):
+            chosen = list(range(len(self.prompts))[ix])
+        else:
+            chosen = ix.tolist() if isinstance(ix, Tensor) else list(ix)
+            ix = send(ix, self.mask.device)
+        fields = ("tokens", "mask", "logp", "entropy", "finished", "sampler_logp")
+        taken = {name: getattr(self, name)[ix] for name in fields if getattr(self, name) is not None}
+        return Rollouts([self.prompts[i] for i in chosen], **taken, extents=[self._extents[i] for i in chosen])
+
+    def to_host(self) -> Rollouts:
+        """The same in the host's memory."""
+        fields = ("tokens", "mask", "logp", "entropy", "finished", "sampler_logp")
+        moved = {name: getattr(self, name).cpu() for name in fields if getattr(self, name) is not None}
+        return replace(self, **moved, extents=self._extents)
+
+
+def side_by_side(parts: Sequence[Rollouts]) -> Rollouts:
+    """Several calls' responses as one."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.tokens.shape[1] for part in parts)
+
+    def joined(name: str) -> Tensor:
+        rows = [getattr(part, name) for part in parts]
+        return torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
+
+    return Rollouts(
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        tokens=joined("tokens"),
+        mask=joined("mask"),
+        logp=joined("logp"),
+        entropy=joined("entropy"),
+        finished=torch.cat([part.finished for part in parts]),
+    )
+
+
+Done = Callable[[int, list[int]], None]
+
+
+class Engine(Protocol):
+    """Samples responses from the policy as it is now."""
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
+        """A response to each request, in their order. The same seed gives the same tokens.
+
+        Log-probabilities and entropies are those of the whole softmax, whatever ``sampling`` leaves out when drawing.
+        An engine that knows of a response before all have ended tells ``done``: its place in the result, and its
+        tokens.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""What a run leaves behind and shows: its folder, console, plots, trackers."""

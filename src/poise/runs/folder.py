@@ -1,0 +1,399 @@
+"""The run folder: everything a run leaves behind, and what it resumes from.
+
+    config.json                    what was asked for
+    metrics.jsonl                  a line per step, only ever appended to
+    environment.json               on what it runs
+    rollouts/step-000010.jsonl.gz  what the model wrote, and its score
+    tokens/step-000010.safetensors the tokens of these responses, each with its probability, weight and so on
+    checkpoints/step-000010/       what a resumed run starts from; manifest.json seals it
+    before.json, summary.json      held-out accuracy before training; how it ended
+    owner.json                     who trains here, while somebody does (``poise.runs.lock``)
+
+A kill at any moment leaves whole files only, but for the last line of metrics.jsonl, which readers ignore when torn.
+One process writes to a run at a time; any number may look on.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from poise._lib.errors import check_range
+from poise._lib.files import (
+    MANIFEST,
+    OLD,
+    TEMPORARY,
+    check_own,
+    dumps,
+    expand,
+    loads,
+    read_json,
+    remove,
+    remove_leftovers,
+    replacing,
+    seal,
+    sync_folder,
+    verify,
+)
+from poise._lib.user_code import asks_for_code
+from poise.runs.console import complain
+from poise.runs.lock import OWNER
+
+T = TypeVar("T")
+_STEP = r"step-(\d{6,})"
+_OWN = (
+    *("config.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "curve.png"),
+    *("rollouts", "tokens", "checkpoints"),
+)
+_COPY = "put the file back from a copy"
+LARGEST_ROLLOUTS = 2**30  # bytes of a step's responses: 10 MB that anybody wrote can unpack to 10 GB
+ASIDE = "set-aside-"  # a checkpoint that could not be read, and that the run went on without
+
+
+class DamagedError(ValueError):
+    """A file of a run that cannot be what poise wrote. The message says which, and what to do."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none could be read. The message says how to go on."""
+
+
+class RunFolder:
+    """One run's folder. Begin with ``create`` or ``open``; ``keep`` is how many checkpoints are kept."""
+
+    def __init__(self, path: str | Path, *, keep: int = 2) -> None:
+        check_range("RunFolder", "keep", keep, low=1)
+        self.path = expand(path)
+        self.keep = keep
+        self._config = self.path / "config.json"
+        self._metrics = self.path / "metrics.jsonl"
+        self._rollouts = self.path / "rollouts"
+        self._tokens = self.path / "tokens"
+        self._checkpoints = self.path / "checkpoints"
+
+    @classmethod
+    def create(cls, path: str | Path, config: Mapping[str, Any], *, keep: int = 2) -> RunFolder:
+        """Begin a run in a folder that is new or empty."""
+        run = cls(path, keep=keep)
+        if run.path.exists() and not run.path.is_dir():
+            raise FileExistsError(f"run folder {run.path} is a file; choose another run=DIR")
+        if run.path.exists() and any(
+            not entry.name.startswith(TEMPORARY) and entry.name != OWNER for entry in run.path.iterdir()
+        ):
+            way = f", or go on with the run in it: {run.resume_command}" if run._config.exists() else ""
+            raise FileExistsError(f"run folder {run.path} is not empty; choose another run=DIR{way}")
+        run.path.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(run.path)
+        run.write_config(config)
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path, *, keep: int = 2, resume: bool = True) -> RunFolder:
+        """The run in a folder, to go on with it. ``resume=False`` only looks, safe beside a process that trains there.
+
+        Resuming clears away what a killed process was writing when it died.
+        """
+        run = cls(path, keep=keep)
+        if not run._config.is_file():
+            why = "has no config.json" if run.path.is_dir() else "does not exist"
+            way = "; begin one without --resume" if resume else ""
+            raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
+        if resume and (run.path / "diagnose.json").exists():
+            raise FileExistsError(f"{run.path} holds what poise diagnose measured: there is nothing to go on with")
+        if resume:
+            check_own(run.path / name for name in _OWN)
+            for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):
+                remove_leftovers(folder)
+            run._keep_lines(lambda _: True)
+        return run
+
+    def discard(self) -> None:
+        """Take back a run that never began, so that its folder can be used again."""
+        for path in (self._config, self._rollouts, self._tokens):
+            remove(path)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run was asked to do."""
+        config = self.read_json("config.json")
+        if not isinstance(config, dict):
+            raise DamagedError(f"{self._config} holds no settings, which are a JSON object: {_COPY}")
+        return config
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write down what the run is asked to do. Infinities stay, as Python reads them: a resumed run needs them."""
+        with replacing(self._config) as file:
+            file.write(json.dumps(dict(config), indent=2).encode("ascii") + b"\n")
+
+    @cached_property
+    def _origin(self) -> dict[str, Any]:
+        """What tells the checkpoints of this run from others': its seed, and a hash of what cannot be changed later."""
+        config = self.config
+        fixed = {key: value for key, value in config.items() if key not in ("run", "steps")}
+        digest = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode("ascii")).hexdigest()
+        return {"seed": config.get("seed"), "config": digest}
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Write ``data`` to a file of the folder, whole or not at all."""
+        with replacing(self.path / name) as file:
+            file.write(dumps(data, indent=2))
+
+    def read_json(self, name: str) -> Any:
+        """What ``write_json`` wrote; None where it has not yet."""
+        path = self.path / name
+        try:
+            return read_json(path) if path.exists() else None
+        except ValueError:
+            raise DamagedError(f"{path} cannot be read as JSON: {_COPY}") from None
+
+    # Metrics
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of one step. NaN and infinities become null."""
+        if "step" in metrics:
+            raise ValueError("metrics: the name 'step' is taken, it is the number of the step")
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        line = dumps({"step": step, **numbers})
+        with self._metrics.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:  # disk full: half a line must not stand before the next one
+                os.truncate(self._metrics, before)
+                raise
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of every step, one dict each, "step" among them."""
+        return [record for _, record in self._lines()]
+
+    def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
+        text = self._metrics.read_bytes() if self._metrics.exists() else b""
+        *lines, torn = text.split(b"\n")
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                record = dict(loads(line))
+                records.append((line + b"\n", {**record, "step": int(record["step"])}))
+            except (ValueError, TypeError, KeyError, OverflowError):
+                if number == len(lines) and not torn:  # after a power cut the last line may be whole in length only
+                    break
+                why = f"this is not a JSON object with a step: {line[:60]!r}"
+                raise DamagedError(f"{self._metrics}, line {number}: {why}; remove the line, or {_COPY}") from None
+        return records
+
+    def _keep_lines(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        kept = b"".join(line for line, record in self._lines() if wanted(record))
+        if self._metrics.exists() and self._metrics.read_bytes() != kept:
+            with replacing(self._metrics) as file:
+                file.write(kept)
+
+    # Rollouts
+
+    def save_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
+        """Write what the model wrote at a step, a JSON object per line, compressed."""
+        path = self._rollouts / f"{_name(step)}.jsonl.gz"
+        with replacing(path) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+            for record in records:
+                packed.write(dumps(dict(record)))
+        return path
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """What ``save_rollouts`` wrote at that step."""
+        with gzip.open(self._rollouts / f"{_name(step)}.jsonl.gz") as file:
+            text = file.read(LARGEST_ROLLOUTS + 1)
+        if len(text) > LARGEST_ROLLOUTS:
+            raise DamagedError(f"the responses of step {step} unpack to more than {LARGEST_ROLLOUTS:,} bytes")
+        return [loads(line) for line in text.splitlines()]
+
+    def recorded(self) -> list[int]:
+        """The steps whose responses were written down."""
+        return _steps(self._rollouts, ".jsonl.gz")
+
+    def save_tokens(self, step: int, arrays: Mapping[str, Tensor], texts: Mapping[int, str]) -> Path:
+        """Write the tokens of those responses (``records.token_arrays``), and the text of each token that occurs."""
+        path = self.tokens_path(step)
+        with replacing(path) as file:
+            file.write(save(dict(arrays), {"texts": dumps({str(k): v for k, v in texts.items()}).decode("ascii")}))
+        return path
+
+    def tokens_path(self, step: int) -> Path:
+        """Where the tokens of a step are, or would be."""
+        return self._tokens / f"{_name(step)}.safetensors"
+
+    def tokens(self, step: int) -> tuple[dict[str, Tensor], dict[int, str]] | None:
+        """What ``save_tokens`` wrote at that step; None where it did not."""
+        path = self.tokens_path(step)
+        if not path.exists():
+            return None
+        with safe_open(path, "pt") as file:
+            texts = json.loads(file.metadata()["texts"])
+            return {name: file.get_tensor(name) for name in file.keys()}, {int(k): v for k, v in texts.items()}  # noqa: SIM118
+
+    # Checkpoints
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Let ``write`` fill a folder, and put it in place once it is whole on the disk. Then drop the oldest ones."""
+        folder = self._checkpoints / _name(step)
+        temporary, old = folder.with_name(TEMPORARY + folder.name), folder.with_name(OLD + folder.name)
+        try:
+            remove(temporary)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            seal(temporary, {"step": step, **self._origin})
+            if self._metrics.exists():  # the lines up to here must last as long as the checkpoint does
+                with self._metrics.open("r+b") as file:
+                    os.fsync(file.fileno())
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(temporary, folder)
+            sync_folder(self._checkpoints)
+        except BaseException as error:
+            remove_leftovers(self._checkpoints)
+            # safetensors and tokenizers, written in Rust, report a full disk as errors of their own.
+            if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
+                raise CheckpointError(self._failed(step, error)) from error
+            raise
+        remove(old)
+        earlier = [s for s in self.checkpoints() if s < step]
+        for s in earlier[: len(earlier) + 1 - self.keep]:
+            remove(self._checkpoints / _name(s))
+        return folder
+
+    def load_checkpoint(
+        self, read: Callable[[Path], T], *, say: Callable[[str], None] = complain
+    ) -> tuple[int, T] | None:
+        """The newest checkpoint that is whole and that ``read`` can read, with its step; None if there is none yet.
+
+        One that cannot be read is reported to ``say``, and the one before it is tried.
+        """
+        found: list[str] = []
+        for step in reversed(self.checkpoints()):
+            folder = self._checkpoints / _name(step)
+            try:
+                self.verify(step)
+                loaded = read(folder)
+            except Exception as error:
+                found.append(f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}")
+                cause = error
+                continue
+            if found:
+                say("\n".join([*found, f"going on from the checkpoint of step {step}"]))
+            return step, loaded
+        if found:
+            listed = "\n  ".join(found)
+            way = "put one of them back, or begin again in another run=DIR"
+            raise CheckpointError(f"no checkpoint of {self.path} can be read:\n  {listed}\n{way}") from cause
+        return None
+
+    def verify(self, step: int, within: str = "") -> None:
+        """Raise ValueError or OSError unless the checkpoint of a step is whole, and this run's own."""
+        about = verify(self._checkpoints / _name(step), within)
+        if about.get("step", step) != step:
+            raise ValueError(f"it is of step {about['step']}, and was given another name")
+        if about.get("seed", self._origin["seed"]) != self._origin["seed"]:
+            raise ValueError(f"it is of a run with seed {about['seed']}; this one has seed {self._origin['seed']}")
+        if about.get("config", self._origin["config"]) != self._origin["config"]:
+            raise ValueError("it was saved with other settings than config.json has: put back what was changed there")
+
+    def newest(self) -> Path:
+        """The folder of the newest checkpoint."""
+        steps = self.checkpoints()
+        if not steps:
+            raise CheckpointError(f"{self.path} has no checkpoint yet")
+        return self._checkpoints / _name(steps[-1])
+
+    def checkpoints(self) -> list[int]:
+        """The steps that have a checkpoint, oldest first."""
+        return _steps(self._checkpoints, "")
+
+    def rewind(self, step: int, *, say: Callable[[str], None] = complain) -> None:
+        """Forget what came after ``step``, so that a run resumed there ends as one that was never interrupted.
+
+        A later checkpoint, one that could not be read, is not removed but renamed to ``set-aside-…``. Metrics that are
+        not of the steps 1 to ``step``, each once, are reported to ``say``.
+        """
+        self._keep_lines(lambda record: record["step"] <= step)
+        logged = [record["step"] for record in self.metrics()]
+        if len(logged) != step or logged != list(range(1, step + 1)):
+            there = set(logged)
+            first = next((s for s in range(1, step + 1) if s not in there), None)
+            lost = step - sum(1 <= s <= step for s in there)
+            what = f"has no line for {lost} steps, the first is {first}" if lost else "has steps twice, or unordered"
+            say(f"{self._metrics} {what}: training goes on, curves stay like that; to mend it, stop and {_COPY}")
+        for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
+            remove(self._rollouts / f"{_name(later)}.jsonl.gz")
+        for later in [s for s in _steps(self._tokens, ".safetensors") if s > step]:
+            remove(self.tokens_path(later))
+        for later in [s for s in self.checkpoints() if s > step]:
+            aside = self._checkpoints / (ASIDE + _name(later))
+            remove(aside)
+            os.replace(self._checkpoints / _name(later), aside)
+
+    def _failed(self, step: int, error: BaseException) -> str:
+        intact = "there is no earlier one"
+        for earlier in reversed([s for s in self.checkpoints() if s != step]):
+            try:
+                self.verify(earlier)
+            except (OSError, ValueError):
+                continue
+            intact = f"the checkpoint of step {earlier} is intact"
+            break
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        remedy = "free some space" if full else "put that right"
+        return (
+            f"checkpoint of step {step} could not be written: {error}; {intact}. {remedy}, then {self.resume_command}"
+        )
+
+    @property
+    def resume_command(self) -> str:
+        """What to type to go on with this run."""
+        trust = False
+        with suppress(DamagedError, OSError):
+            trust = asks_for_code(self.config)
+        return f"poise train --resume run={shlex.quote(str(self.path))}" + (" --trust" if trust else "")
+
+
+def verify_model(folder: Path) -> None:
+    """Raise CheckpointError where ``folder`` is the model of a checkpoint, and not as it was saved.
+
+    Any other model has no manifest beside it, and is not looked at.
+    """
+    checkpoint = folder.resolve().parent
+    run = RunFolder(checkpoint.parent.parent)
+    own = checkpoint.parent.name == "checkpoints" and (run.path / "config.json").exists()
+    step = re.fullmatch(_STEP, checkpoint.name)
+    try:
+        if own and step:
+            run.verify(int(step[1]), folder.name)
+        elif (checkpoint / MANIFEST).exists():
+            verify(checkpoint, folder.name)
+    except (ValueError, OSError) as error:
+        others = [run._checkpoints / _name(s) for s in run.checkpoints() if own and _name(s) != checkpoint.name]
+        way = f"; there is also {others[-1]}" if others else ""
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {error}{way}") from error
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _steps(folder: Path, suffix: str) -> list[int]:
+    names = [path.name for path in folder.glob("step-*")]
+    return sorted(int(m[1]) for name in names if (m := re.fullmatch(_STEP + re.escape(suffix), name)))

@@ -1,0 +1,191 @@
+"""What samples say about accuracy: avg@k, pass@k and maj@k, each with an interval. Plain functions, no tensors.
+
+The sampling unit is the *problem*. Several samples of one problem share its difficulty: counting them as independent
+would make intervals too narrow, and more samples of the same problems can never say how other problems would go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import comb, exp, fsum, lgamma, log, log1p, sqrt
+from typing import Any
+
+from poise._lib.errors import check_range
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ProblemResult:
+    """The samples of one problem, in the order in which they were drawn.
+
+    ``answers`` are in canonical form, None where a sample has none that can be read; leave them out altogether for a
+    task that has no answers to compare.
+    """
+
+    difficulty: str
+    correct: tuple[bool, ...]
+    answers: tuple[Hashable | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.correct:
+            raise ValueError("ProblemResult: a problem needs at least one sample")
+        if self.answers and len(self.answers) != len(self.correct):
+            raise ValueError(
+                f"ProblemResult: {len(self.answers)} answers to {len(self.correct)} samples; give one for each, or none"
+            )
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that at least one of k samples is right, estimated without bias from c right ones among n ≥ k.
+
+    ``1 − C(n − c, k) / C(n, k)``: the share of the k-subsets of the samples that hold a right one (arXiv 2107.03374).
+    The plug-in ``1 − (1 − c/n)^k`` is biased downwards.
+    """
+    _check_count("pass_at_k", "n", n, 1)
+    _check_count("pass_at_k", "c", c, 0, n)
+    _check_count("pass_at_k", "k", k, 1, n)
+    return 1 - comb(n - c, k) / comb(n, k)
+
+
+def clopper_pearson(successes: int, n: int, level: float = 0.95) -> Interval:
+    """The exact interval of a proportion: whatever the truth and however small n is, it covers as often as it says."""
+    _check_count("clopper_pearson", "n", n, 1)
+    _check_count("clopper_pearson", "successes", successes, 0, n)
+    return _exact_interval(successes / n, n, level)
+
+
+def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> Interval:
+    """The interval of the mean over problems of values in [0, 1], such as each problem's share of right samples.
+
+    The exact interval at the effective number of problems (Korn and Graubard, 1998). A value in [0, 1] with mean m has
+    at most the variance m·(1 − m) of a yes or no; averaging over samples makes it smaller by a factor φ ≤ 1, so that n
+    problems are worth n/φ yes-or-no ones. With yes-or-no values φ = 1 and this is ``clopper_pearson``.
+
+    Few problems tell little about φ, and where success is rare, one problem decides it. So φ is estimated with four
+    more problems of the greatest variance counted in. Why not something narrower: with 30 problems of which a few are
+    solved (mean .05) the t interval holds the truth in 86 % of all trials, and with 20 problems of 16 samples Wilson's
+    at the effective number does in 88 %; this one in 96 %, and it is about a tenth wider (tests/test_statistics.py).
+
+    What no problem of the sample shows, it cannot know: where 3 of 100 problems are always solved and the others
+    almost never (1 %), 30 problems of 16 samples often hold none of the three, look alike, and the interval is too
+    narrow (it holds the truth in 76 % of trials; with 60 problems in 84 %, 100 in 93 %, 200 in 97 %).
+    """
+    values = [float(value) for value in per_problem_means]
+    if not values:
+        raise ValueError("mean_interval: there is no problem to average over")
+    for at, value in enumerate(values):
+        check_range("mean_interval", f"per_problem_means[{at}]", value, 0.0, 1.0)
+    mean = _mean(values)
+    most = mean * (1 - mean)
+    spread = fsum((value - mean) ** 2 for value in values)
+    phi = min(1.0, (spread / most + 4) / (len(values) + 3)) if most > 0 else 1.0
+    return _exact_interval(mean, len(values) / phi, level)
+
+
+def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
+    """The most frequent answer; among equally frequent ones the first seen. None (unreadable) casts no vote.
+
+    So None is returned only where there is no answer at all. The rule for ties needs no random numbers, and favours no
+    answer: samples come in no particular order.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    return max(votes, key=votes.__getitem__) if votes else None
+
+
+def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> dict[str, Any]:
+    """avg@k, pass@k and maj@k with their intervals, over all problems and by difficulty.
+
+    ``{"overall": summary, "difficulty": {"3": summary, …}}``, where a summary is ``{"problems": n, "avg@4": {"value":
+    …, "low": …, "high": …}, "pass@4": …, "maj@4": …}``. Difficulties are in order, numbers as numbers.
+
+    Every problem needs at least k samples. avg@k and pass@k use all there are, maj@k the first k. A problem counts for
+    maj@k where the plurality answer is a correct one, that is, where a sample that gave it was judged correct. Without
+    answers there is no maj@k.
+    """
+    if not results:
+        raise ValueError("summarise: there is no result")
+    _check_count("summarise", "k", k, 1)
+    for at, result in enumerate(results):
+        if len(result.correct) < k:
+            raise ValueError(f"summarise: problem {at} has {len(result.correct)} samples, which is fewer than k = {k}")
+
+    def order(result: ProblemResult) -> tuple[bool, int, str]:
+        number = result.difficulty.isdecimal()
+        return not number, int(result.difficulty) if number else 0, result.difficulty
+
+    return {
+        "overall": _summary(results, k, level),
+        "difficulty": {
+            difficulty: _summary(list(some), k, level)
+            for difficulty, some in groupby(sorted(results, key=order), key=lambda result: result.difficulty)
+        },
+    }
+
+
+def _summary(results: Sequence[ProblemResult], k: int, level: float) -> dict[str, Any]:
+    values = {
+        f"avg@{k}": [sum(r.correct) / len(r.correct) for r in results],
+        f"pass@{k}": [pass_at_k(len(r.correct), sum(r.correct), k) for r in results],
+    }
+    if all(r.answers for r in results):
+        values[f"maj@{k}"] = [float(_majority_is_right(r, k)) for r in results]
+    summary: dict[str, Any] = {"problems": len(results)}
+    for name, per_problem in values.items():
+        low, high = mean_interval(per_problem, level)
+        summary[name] = {"value": _mean(per_problem), "low": low, "high": high}
+    return summary
+
+
+def _majority_is_right(result: ProblemResult, k: int) -> bool:
+    winner = majority(result.answers[:k])
+    judged = zip(result.answers[:k], result.correct[:k], strict=True)
+    return winner is not None and any(right for answer, right in judged if answer == winner)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fsum(values) / len(values)
+
+
+def _exact_interval(mean: float, n: float, level: float) -> Interval:
+    check_range("interval", "level", level, 0.0, 1.0)
+    if level in (0, 1):
+        raise ValueError(f"interval: level must lie between 0 and 1, such as 0.95, got {level!r}")
+    tail, successes = (1 - level) / 2, mean * n
+    low = 0.0 if mean == 0 else _beta_quantile(tail, successes, n - successes + 1)
+    high = 1.0 if mean == 1 else 1 - _beta_quantile(tail, n - successes, successes + 1)
+    return min(low, mean), max(high, mean)  # rounding must not put the mean outside
+
+
+def _beta_quantile(share: float, a: float, b: float) -> float:
+    """Where the distribution function of Beta(a, b) reaches ``share``, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(44):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _beta_share(a, b, middle) < share else (low, middle)
+    return low
+
+
+def _beta_share(a: float, b: float, x: float) -> float:
+    """The distribution function of Beta(a, b) at 0 < x < 1: the regularised incomplete beta function.
+
+    By its continued fraction (DLMF 8.17.22), which converges quickly up to about the mean; beyond, by symmetry.
+    """
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta_share(b, a, 1 - x)
+    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b) + a * log(x) + b * log1p(-x)) / a
+    fraction = 1.0  # from the inside out, with more terms than any x up to here needs
+    for m in range(int(16 + 2 * sqrt(a + b)), 0, -1):
+        odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        fraction = 1 + odd / (1 + even / fraction)
+    return front / fraction
+
+
+def _check_count(owner: str, name: str, value: int, low: int, high: float = float("inf")) -> None:
+    if not isinstance(value, int):
+        raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}")
+    check_range(owner, name, value, low, high)

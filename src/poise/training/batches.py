@@ -1,0 +1,117 @@
+"""Rows to train on, as the model runs them (``Rollouts``) and as regulators and the objective see them.
+
+The one place that makes a batch, for the trainer and for ``poise diagnose``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from poise import advantages
+from poise._lib.transfer import send
+from poise.algorithms.base import Sample
+from poise.batch import TokenBatch
+from poise.models.policy import Policy
+from poise.models.scoring import score_all
+from poise.rollout.types import Rollouts
+
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "group-zscore": advantages.group_zscore,
+    "group-centered": advantages.group_centered,
+    "leave-one-out": advantages.leave_one_out,
+    "reinforce-pp": lambda rewards, _: advantages.reinforce_pp(rewards),
+}
+
+
+def stack(samples: Sequence[Sample], policy: Policy, temperature: float, micro_tokens: int | None = None) -> Rollouts:
+    """The samples side by side on the policy's device. Those that come without log-probabilities are scored."""
+    device = policy.device
+
+    def padded(rows: list[Tensor]) -> Tensor:
+        return send(pad_sequence(rows, batch_first=True), device)
+
+    def or_zeros(values: Tensor | None, sample: Sample) -> Tensor:
+        return torch.zeros(len(sample.tokens)) if values is None else values
+
+    of_sampler = [s.sampler_logp if s.sampler_logp is not None else or_zeros(s.logp, s) for s in samples]
+    rollouts = Rollouts(
+        prompts=[sample.prompt for sample in samples],
+        tokens=padded([sample.tokens for sample in samples]),
+        mask=padded([sample.own for sample in samples]),
+        logp=padded([or_zeros(sample.logp, sample) for sample in samples]),
+        entropy=padded([or_zeros(sample.entropy, sample) for sample in samples]),
+        finished=send(torch.tensor([sample.finished for sample in samples]), device),
+        sampler_logp=padded(of_sampler) if any(s.sampler_logp is not None for s in samples) else None,
+        extents=[(len(sample.tokens), int(sample.own.sum())) for sample in samples],
+    )
+    unscored = [row for row, sample in enumerate(samples) if sample.logp is None]
+    if unscored:
+        rows = send(unscored, device)
+        logp, entropy = score_all(policy, rollouts.rows(unscored), temperature, micro_tokens)
+        rollouts.logp[rows], rollouts.entropy[rows] = logp, entropy
+        if rollouts.sampler_logp is not None:
+            rollouts.sampler_logp[rows] = logp
+    return rollouts
+
+
+def token_batch(
+    samples: Sequence[Sample],
+    rollouts: Rollouts,
+    policy: Policy,
+    *,
+    advantage: str = "group-zscore",
+    temperature: float = 1.0,
+    recompute: bool = False,
+    reference: Callable[[Rollouts], Tensor] | None = None,
+    hidden: bool = False,
+    micro_tokens: int | None = None,
+) -> TokenBatch:
+    """The batch of these samples, which ``stack`` has put side by side.
+
+    ``recompute`` takes old log-probabilities from a forward pass of the policy in place of the sampler's. ``reference``
+    gives the log-probabilities for the KL term. ``hidden`` offers hidden states and head to regulators that read them.
+    """
+    device = rollouts.mask.device
+    rewards = torch.tensor([sample.score.reward for sample in samples], device=device)
+    groups = torch.tensor(group_numbers([sample.group for sample in samples]), device=device)
+    sampler_logp = rollouts.sampler_logp  # where there is one, rollouts.logp is the policy's own already
+    recompute = recompute and sampler_logp is None
+    return TokenBatch(
+        old_logp=score_all(policy, rollouts, temperature, micro_tokens)[0] if recompute else rollouts.logp,
+        mask=rollouts.mask,
+        advantages=_advantages(samples, rewards, groups, advantage),
+        groups=groups,
+        rewards=rewards,
+        correct=torch.tensor([sample.score.correct for sample in samples], device=device),
+        ref_logp=reference(rollouts) if reference else None,
+        sampler_logp=rollouts.logp if recompute else sampler_logp,
+        entropy=rollouts.entropy,
+        hidden=(lambda rows: policy.padded_hidden(rollouts.rows(rows))) if hidden else None,
+        head=policy.head(temperature) if hidden else None,
+        targets=rollouts.tokens,
+    )
+
+
+def group_numbers(groups: Sequence[Hashable]) -> list[int]:
+    """An integer for each row, the same for rows of the same group; a row in no group has one of its own."""
+    known: dict[Hashable, int] = {}
+    return [
+        known.setdefault(("alone", row) if group is None else ("group", group), len(known))
+        for row, group in enumerate(groups)
+    ]
+
+
+def _advantages(samples: Sequence[Sample], rewards: Tensor, groups: Tensor, kind: str) -> Tensor:
+    """Normalised within the groups, except where a sample brings its own."""
+    given = [sample.advantage for sample in samples]
+    rest = [row for row, value in enumerate(given) if value is None]
+    if len(rest) == len(given):
+        return ADVANTAGES[kind](rewards, groups)
+    made = torch.tensor([0.0 if value is None else value for value in given], device=rewards.device)
+    if rest:
+        made[rest] = ADVANTAGES[kind](rewards[rest], groups[rest]).to(made.dtype)
+    return made

@@ -1,0 +1,87 @@
+"""What a run saves so that it can go on: weights, the optimizer's state, and what the algorithm remembers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from poise.algorithms import Memory
+from poise.models.master_weights import Masters
+from poise.models.policy import Policy
+from poise.runs.folder import CheckpointError, RunFolder
+from poise.training.optimizer_state import optimizer_tensors, restore_optimizer
+
+
+class Checkpoints:
+    """The checkpoints of one run: every so many steps (0: only at the end), and whenever ``save`` is called."""
+
+    def __init__(
+        self, folder: RunFolder, policy: Policy, masters: Masters, optimizer: torch.optim.Optimizer, every: int
+    ) -> None:
+        self.folder, self.policy, self.masters, self.optimizer, self.every = folder, policy, masters, optimizer, every
+        self.saved = 0  # the step of the newest checkpoint
+        self.logged = 0  # the newest step whose line is in metrics.jsonl
+        self.weights_of: int | None = 0  # the step that the weights are of; None in the middle of an update
+
+    def due(self, step: int) -> bool:
+        """Whether this step is one of those."""
+        return self.every > 0 and step % self.every == 0
+
+    @contextmanager
+    def updating(self, step: int) -> Iterator[None]:
+        """While the weights change from those of one step to the next, there is nothing to save."""
+        self.weights_of = None
+        yield
+        self.weights_of = step
+
+    def save(self, step: int, memory: Memory | None) -> None:
+        """Write the checkpoint of a step."""
+
+        def write(path: Path) -> None:
+            parameters = self.masters.parameters
+            self.policy.save(path / "model")
+            save_file({n: p.detach().contiguous() for n, p in parameters.items()}, path / "parameters.safetensors")
+            save_file(optimizer_tensors(self.optimizer, parameters.items()), path / "optimizer.safetensors")
+            if memory is not None:
+                (path / "memory.json").write_text(json.dumps(memory))
+
+        self.folder.save_checkpoint(step, write)
+        self.saved = step
+
+    def save_finished_step(self, memory: Memory | None) -> None:
+        """Keep the last finished step. Never save weights in the middle of an update, or a step without its line."""
+        if self.weights_of == self.logged > self.saved:
+            self.save(self.logged, memory)
+
+    def restore(self) -> tuple[int, Memory | None]:
+        """Load the newest readable checkpoint: its step, and the algorithm's memory; 0 where there is none."""
+        parameters, device = self.masters.parameters, str(self.policy.device)
+
+        def read(path: Path) -> Memory | None:
+            found = load_file(path / "parameters.safetensors", device=device)
+            if found.keys() != parameters.keys():
+                raise ValueError("the checkpoint is of another model")
+            state = load_file(path / "optimizer.safetensors", device=device)
+            restore_optimizer(self.optimizer, parameters.items(), state)
+            with torch.no_grad():
+                for name, value in found.items():
+                    parameters[name].copy_(value)
+            self.masters.publish()
+            memory = path / "memory.json"
+            return json.loads(memory.read_bytes()) if memory.exists() else None
+
+        step, memory = self.folder.load_checkpoint(read) or (0, None)
+        lines = self.folder.metrics()
+        if not step and lines and 0 < self.every < lines[-1]["step"]:
+            raise CheckpointError(
+                f"{self.folder.path} has metrics up to step {lines[-1]['step']}, but no checkpoint: put its "
+                "checkpoints back, or begin again in another run=DIR"
+            )
+        self.saved = self.weights_of = self.logged = step
+        self.folder.rewind(step)
+        return step, memory

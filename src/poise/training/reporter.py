@@ -1,0 +1,55 @@
+"""Whoever watches a run: the console, and the trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Self
+
+from poise.algorithms import Sample
+from poise.config.schema import Config
+from poise.runs.console import Console
+from poise.runs.folder import RunFolder
+from poise.runs.trackers import open_trackers
+
+
+class Reporter:
+    """Shows a run's steps on the console, and sends them to the trackers."""
+
+    def __init__(self, config: Config, folder: RunFolder, start_step: int, *, quiet: bool = False) -> None:
+        self._stack = ExitStack()
+        settings = config.model_dump(mode="json")
+        self._trackers = open_trackers(config.tracking, folder.path, settings, start_step=start_step)
+        for tracker in self._trackers:
+            self._stack.callback(tracker.close)
+        self._console = Console(config.steps, start_step, quiet=quiet)
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self._console)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def note(self, text: str) -> None:
+        """A sentence for a person."""
+        self._console.note(text)
+
+    def begin(self, step: int) -> None:
+        """Training starts after this step."""
+        self._console.begin(step)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """A step has ended."""
+        self._console.step(step, metrics)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """A few responses, chosen across the range of rewards."""
+        self._console.samples_table([(s.problem.prompt, s.text, s.score.reward, s.score.correct) for s in samples])
+
+    def stopped(self, resume: str) -> None:
+        """The run ends before its last step; ``resume`` is the command to go on with."""
+        self._console.close()
+        self._console.note(f"stopped; go on with: {resume}")

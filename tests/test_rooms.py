@@ -1,0 +1,69 @@
+"""Which package may import which: nobody imports from a room above their own."""
+
+import ast
+from pathlib import Path
+
+import poise
+
+ROOT = Path(poise.__file__).parent
+ROOMS = [  # from the ground up; what stands in one line may import each other
+    ("_lib",),
+    ("lm_head", "batch", "objective", "advantages"),
+    ("head", "influence", "regulators", "diagnostics"),
+    ("tasks",),
+    ("rollout",),
+    ("runs",),
+    ("models",),
+    ("engines",),
+    ("algorithms",),
+    ("config",),
+    ("training",),
+    ("trainer",),
+    ("reports",),
+    ("integrations",),
+    ("cli",),
+    ("__main__",),
+]
+FLOOR = {name: floor for floor, names in enumerate(ROOMS) for name in names}
+LIBRARY = {name for names in ROOMS[:3] for name in names}  # `pip install poise` has torch alone
+
+
+def imports(path):
+    """(line, room, whole name) of every import of the package's own modules."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"poise.{alias.name}" for alias in node.names] if node.module == "poise" else [node.module]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "poise" and len(parts) > 1 and parts[1] in FLOOR:
+                yield node.lineno, parts[1], name
+
+
+def test_every_module_is_in_a_room():
+    found = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in ROOT.rglob("*.py")} - {"__init__"}
+    assert found == set(FLOOR)
+
+
+def test_no_room_imports_one_above_it():
+    upward = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in ROOT.rglob("*.py")
+        if (own := path.relative_to(ROOT).parts[0].removesuffix(".py")) in FLOOR
+        for line, room, name in imports(path)
+        if FLOOR[room] > FLOOR[own]
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_everything_that_touches_transformers_is_in_models_and_engines():
+    others = set()
+    for path in ROOT.rglob("*.py"):
+        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "transformers" for name in names):
+                others.add(room)
+    assert others <= {"models", "engines", "integrations", "training"}  # training: the warm start builds a model
+    assert not others & LIBRARY
