@@ -276,7 +276,7 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("optim.clip_low=0.1", "unknown key 'optim.clip_low'; did you mean 'objective.clip_low'?"),
         ("rollout.temprature=1", "did you mean 'rollout.temperature' or 'evaluation.temperature'?"),
         ("optim.zzz=1", "unknown key 'optim.zzz'. (allowed in optim: betas, grad_clip, lr, micro_tokens,"),
-        ("zzz=1", "unknown key 'zzz'. (allowed: advantage, checkpoint_every, compile,"),
+        ("zzz=1", "unknown key 'zzz'. (allowed: advantage, algorithm, checkpoint_every, compile,"),
         ("task.poeple=3", "unknown key 'task.poeple'; did you mean 'task.people'?"),
         ("people=3", "unknown key 'people'; did you mean 'task.people'?"),
         ("passes=2", "unknown key 'passes'; did you mean 'regulator.passes'?"),

@@ -8,6 +8,7 @@ from runs import WORDS, make_run, response
 from typer.testing import CliRunner
 
 from poise import config, regulators
+from poise.algorithms.sampler import Sampler
 from poise.batch import Phase
 from poise.cli.see import app
 from poise.diagnostics import ForwardLoop, Intervals
@@ -37,7 +38,15 @@ def embedded():
     policy = load_policy("embedded", device="cpu")
     policy.masters = Masters(policy.model)
     settings = config.load("demo", SMALL)
-    return policy, settings, sample(policy, CachedEngine(policy), settings.task.build(), settings, seed=2)
+    return (
+        policy,
+        settings,
+        sample(
+            Sampler(policy, CachedEngine(policy), settings.task.build(), max_tokens=settings.rollout.max_tokens),
+            settings,
+            seed=2,
+        ),
+    )
 
 
 def test_the_trainers_gradient_is_that_of_the_objective(embedded):

@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 
-from poise import Phase, objective
+import poise
+from poise import Phase, algorithms, objective
 from poise.algorithms import Grpo, Sample
 from poise.algorithms.sampler import Sampler
 from poise.engines.native.engine import NativeEngine
@@ -206,6 +207,26 @@ def test_the_gradient_is_that_of_a_plain_loop(algorithm):
     expected = plain_gradient(policy, samples, batch.advantages.tolist(), parameters)
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_algorithms_by_name():
+    assert algorithms.get("grpo", 4) == Grpo(4)
+    assert algorithms.get("grpo(group=2)", 4) == Grpo(2)
+    assert algorithms.get(f"{__name__}.Marked", 4) == Marked()
+    for text, message in [
+        ("grpoo", "did you mean 'grpo'"),
+        ("grpo(size=3)", "unknown setting of grpo 'size'"),
+        ("grpo(3)", "are given by name"),
+        ("os.getcwd", "is not an algorithm"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            algorithms.get(text, 4)
+
+
+@poise.algorithm
+@dataclass(frozen=True)
+class Marked(Uneven):
+    """Settings may name it."""
 
 
 def test_rows_in_no_group_have_one_of_their_own():

@@ -7,6 +7,7 @@ from tiny_models import COMMON, LEARNED, Policy, Words, learned, sample, tiny
 from typer.testing import CliRunner
 
 from poise import config
+from poise.algorithms.sampler import Sampler
 from poise.engines.forecast import announce, free_bytes, token_bytes
 from poise.engines.hf import CachedEngine
 from poise.engines.limits import positions
@@ -86,12 +87,12 @@ def test_diagnosing_is_refused_before_the_run(tmp_path):
 
 def test_evaluation_names_the_problem_that_is_too_long():
     policy = load_policy("embedded", device="cpu")
-    settings = {"problems": 2, "samples": 1, "temperature": 1.0, "max_tokens": 10}
     engine = NativeEngine(policy)
     with pytest.raises(ModelError, match=r"told/test/0/0 with 1\d\d\d tokens .*1024|1024 .*told/test/0/0"):
-        evaluate(policy, engine, Told("knight " * 1500), **settings)
+        evaluate(Sampler(policy, engine, Told("knight " * 1500), max_tokens=10), problems=2, samples=1)
+    sampler = Sampler(policy, engine, Told("knight " * 50), max_tokens=10, max_prompt=20)
     with pytest.raises(ModelError, match=r"told/test/0/0 has \d+ tokens, more than rollout\.max_prompt=20"):
-        evaluate(policy, engine, Told("knight " * 50), max_prompt=20, **settings)
+        evaluate(sampler, problems=2, samples=1)
 
 
 def test_poise_eval_says_it_without_a_traceback():
@@ -109,7 +110,7 @@ def test_a_problem_with_a_control_token_that_cannot_be_text_is_refused_by_name()
         "message.content", "message.content | upper"
     )
     with pytest.raises(ModelError, match=r"problem told/test/0/0: .*control token"):
-        evaluate(policy, NativeEngine(policy), Told("a <|end|>"), problems=1, samples=1, temperature=1.0, max_tokens=4)
+        evaluate(Sampler(policy, NativeEngine(policy), Told("a <|end|>"), max_tokens=4), problems=1, samples=1)
 
 
 def test_a_held_out_problem_that_is_too_long_stops_training(tmp_path):

@@ -431,8 +431,8 @@ class TestRoom:
         policy = exact(tiny(name))
         outs = []
         for first in (16, 256):
-            for module in ("slots", "queue", "cached"):
-                monkeypatch.setattr(f"poise.rollout.{module}.FIRST", first)
+            for module in ("native.kv_cache", "native.scheduler", "hf"):
+                monkeypatch.setattr(f"poise.engines.{module}.FIRST", first)
             held = engine(policy, batch=5)
             outs.append([sample(held, prompts(4), 2, max_tokens=40, temperature=1.0, seed=seed) for seed in (0, 1)])
         for small, large in zip(*outs, strict=True):

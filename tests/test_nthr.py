@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from poise import Head, TokenBatch, regulators
 from poise.influence import group_scores, scores
-from poise.influence import scores as influence
+from poise.influence import inner_products as influence
 from poise.regulators import nthr
 
 

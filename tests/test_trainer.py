@@ -13,6 +13,7 @@ from trainer_runs import SMALL, command, make, parameters, run
 
 from poise import config as configs
 from poise import regulators, tasks, trainer
+from poise.config.schema import LoraConfig
 from poise.models.policy import ModelError, load_policy
 from poise.runs.folder import CheckpointError, RunFolder
 from poise.trainer import Trainer, TrainError
@@ -156,7 +157,7 @@ class TestLora:
     def test_the_adapter_comes_from_the_seed_and_leaves_other_random_numbers_alone(self):
         def adapter(seed, others):
             torch.manual_seed(others)
-            policy = load_policy("embedded", device="cpu", lora=configs.LoraConfig(rank=4), seed=seed)
+            policy = load_policy("embedded", device="cpu", lora=LoraConfig(rank=4), seed=seed)
             after = torch.random.get_rng_state()
             torch.manual_seed(others)
             assert torch.equal(after, torch.random.get_rng_state())

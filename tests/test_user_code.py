@@ -64,6 +64,14 @@ def test_what_a_foreign_run_says_is_shown_as_text():
     assert r"a\u202eb" in poise("train", "--resume", "--dry-run", "run=run").output
 
 
+def test_an_algorithm_that_a_foreign_run_names_needs_consent():
+    foreign(algorithm="spy_module.Mine")
+    for command in (["train", "--resume", "--dry-run", "run=run"], ["diagnose", "run"], ["eval", "run"]):
+        assert "add --trust" in fails(*command)
+    assert not Path("ran").exists()
+    assert "is not an algorithm" in fails("train", "--resume", "--dry-run", "--trust", "run=run")
+
+
 def test_consent_loads_it():
     foreign(regulator="spy_module.Mine")
     assert "spy_module.Mine" in poise("train", "--resume", "--dry-run", "--trust", "run=run").output

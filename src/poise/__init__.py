@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from poise import advantages, diagnostics, objective, regulators
+    from poise.algorithms import algorithm
     from poise.batch import Phase, TokenBatch
     from poise.head import Head
     from poise.regulators import Regulator, regulator, token_weights
@@ -24,6 +25,7 @@ __all__ = [
     "TokenBatch",
     "__version__",
     "advantages",
+    "algorithm",
     "diagnostics",
     "objective",
     "regulator",
@@ -34,8 +36,8 @@ __all__ = [
 # Loaded when first used: the command line sets up the process before anything imports torch (``poise.__main__``).
 _MODULES = ("advantages", "batch", "diagnostics", "head", "objective", "regulators")
 _OWNERS = {
-    "Head": "head", "Phase": "batch", "Regulator": "regulators", "TokenBatch": "batch", "regulator": "regulators",
-    "token_weights": "regulators",
+    "Head": "head", "Phase": "batch", "Regulator": "regulators", "TokenBatch": "batch",
+    "algorithm": "algorithms", "regulator": "regulators", "token_weights": "regulators",
 }  # fmt: skip
 
 

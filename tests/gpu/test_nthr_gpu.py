@@ -107,7 +107,7 @@ def test_combine_is_that_of_plain_torch(count, self_inclusive):
 
 def naive(head, hidden, targets, lengths, self_inclusive):
     """All pairs with whole arrays, in the dtype that it is given."""
-    errors = head(hidden).softmax(-1).neg_()
+    errors = head(hidden).to(hidden.dtype).softmax(-1).neg_()
     errors[torch.arange(len(targets), device=DEVICE), targets] += 1
     n = sum(lengths)
     pairs = (errors[:n] @ errors.T).double() * (hidden[:n] @ hidden.T).double()

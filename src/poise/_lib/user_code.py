@@ -45,7 +45,7 @@ def blamed(regulator: str) -> Iterator[None]:
             raise
         import torch
 
-        libraries = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen")
+        libraries = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
         at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         raise UserCodeError(f"regulator {regulator!r} failed: {type(error).__name__}: {error}{at}") from error
@@ -72,7 +72,8 @@ def check_trusted(what: str) -> None:
 
 def asks_for_code(settings: Mapping[str, Any]) -> bool:
     """Whether settings, as ``untrusted`` sees them, would be refused: then ``--resume`` needs ``--trust``."""
-    names = re.sub(r"\(.*?\)", "", str(settings.get("regulator", "")), flags=re.DOTALL).split("|")
+    named = f"{settings.get('regulator', '')}|{settings.get('algorithm', '')}"
+    names = re.sub(r"\(.*?\)", "", named, flags=re.DOTALL).split("|")
     foreign = [name for name in names if re.search("[.:]", name) and not name.strip().startswith("poise.")]
     return bool(foreign or settings.get("remote_code"))
 
@@ -105,7 +106,8 @@ def load(kind: str, path: str, base: type | None = None) -> Any:
         raise TypeError(f"{kind} {path!r} is not callable")
     if not _is_one(kind, found, base):
         inherit = f"let a class inherit from poise.{base.__name__}, " if base else ""
-        raise TypeError(f"{path!r} is not a {kind}: {inherit}or write @poise.{kind} above a function or class")
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise TypeError(f"{path!r} is not {article} {kind}: {inherit}or write @poise.{kind} above a function or class")
     return found
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from poise._lib.user_code import mark
 from poise.tasks import Problem, Score
 
 if TYPE_CHECKING:
     from poise.algorithms.sampler import Sampler
 
+F = TypeVar("F", bound=Callable[..., Any])
 Memory = dict[str, Any]  # JSON; saved with every checkpoint
 
 
@@ -36,6 +38,18 @@ class Sample:
     entropy: Tensor | None = None  # (n,) float32
     sampler_logp: Tensor | None = None  # (n,) float32, from an engine whose arithmetic is not the policy's
     advantage: float | None = None  # given, instead of normalised in the group
+
+
+def algorithm(thing: F) -> F:
+    """Mark a class of algorithms, or a function that makes one, so that settings may name it by its dotted path.
+
+    >>> @poise.algorithm
+    ... class Mine:
+    ...     def collect(self, problems, sampler, seed, memory=None): ...
+
+    Then ``algorithm="mymodule.Mine"`` finds it.
+    """
+    return mark("algorithm", thing)
 
 
 class Algorithm(Protocol):
