@@ -336,3 +336,15 @@ class TestSummary:
                 assert key.startswith("reg/")
                 assert isinstance(value, float)
                 assert math.isfinite(value)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in regulators.TABLE.items() if kind.scope != "batch"])
+def test_a_piece_of_its_scope_is_all_that_a_regulator_looks_at(name):
+    batch, regulator = random_batch(seed=3, prompts=4, group=4), regulators.get(name)
+    whole = regulator(batch)
+    size = 1 if regulator.scope == "token" else 4
+    for first in range(0, len(batch.mask), size):
+        piece = slice(first, first + size)
+        for phase, part in zip(whole, regulator(batch.rows(piece)), strict=True):
+            torch.testing.assert_close(part.policy, phase.policy[piece])
+            torch.testing.assert_close(part.kl, phase.kl[piece])

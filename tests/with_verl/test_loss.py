@@ -1,5 +1,7 @@
 """Poise as a policy loss of verl: inside verl's own ppo_loss, on its own batches."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import verl_cpu
@@ -10,11 +12,24 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from poise import Phase, Regulator
 from poise.integrations import verl as ours
 from poise.integrations.demands import CannotRegulateError
 from poise.integrations.verl_checks import UNFIT, check_linear
 
+
+@dataclass(frozen=True)
+class SquareRoot(Regulator):
+    """One of a user's own, as in CONTRIBUTING.md."""
+
+    scope = "token"
+
+    def phases(self, batch):
+        return [Phase.of(batch, batch.prob.sqrt())]
+
+
 BY_HAND = {  # the weight of a token with old probability p
+    "test_loss.SquareRoot": lambda p: p.sqrt(),
     "grpo": lambda p: torch.ones_like(p),
     "ar(alpha=0.3)": lambda p: 0.3 * p + 0.7,
     "amplify(alpha=0.2)": lambda p: 1 + 0.2 * (1 - p),

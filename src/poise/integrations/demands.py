@@ -8,22 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from poise.batch import Phase, TokenBatch
-from poise.regulators import (
-    NTHR,
-    AdvantageReweighting,
-    Amplify,
-    Compose,
-    Constant,
-    Identity,
-    Lopti,
-    Regulator,
-    TokenRegulation,
-)
+from poise.regulators import Compose, Regulator
+from poise.regulators.base import SCOPES
 
 ALL, PART, WEIGHTED = "all", "part", "weighted"
-# Regulators that look at each token alone, so that they can work on any piece of a batch; and at no more than a group.
-TOKEN_LOCAL = (Identity, AdvantageReweighting, Amplify, Constant, TokenRegulation)
-GROUP_LOCAL = (*TOKEN_LOCAL, Lopti, NTHR)
 
 
 class CannotRegulateError(ValueError):
@@ -63,10 +51,10 @@ def probe(regulator: Regulator) -> Demands:
         raise
 
 
-def outside(regulator: Regulator, kinds: tuple[type[Regulator], ...]) -> Regulator | None:
-    """The first part of a composition that is none of these kinds."""
+def beyond(regulator: Regulator, scope: str) -> Regulator | None:
+    """The first part of a composition that looks further than ``scope``."""
     parts = regulator.parts if isinstance(regulator, Compose) else (regulator,)
-    return next((part for part in parts if not isinstance(part, kinds)), None)
+    return next((part for part in parts if SCOPES.index(part.scope) > SCOPES.index(scope)), None)
 
 
 def _kl_kind(policy: torch.Tensor, kl: torch.Tensor) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import trl
 
-from poise.integrations.demands import ALL, GROUP_LOCAL, PART, CannotRegulateError, Demands, outside
+from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, beyond
 from poise.regulators import Regulator
 
 TESTED = "1.16"
@@ -150,7 +150,7 @@ def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str)
         raise CannotRegulateError(f"{name} needs the whole output weight, which FSDP and DeepSpeed shard; use DDP")
     if trainer.accelerator.num_processes == 1:
         return
-    if (part := outside(regulator, GROUP_LOCAL)) is not None:
+    if (part := beyond(regulator, "group")) is not None:
         raise CannotRegulateError(
             f"{type(part).__name__} may look at the whole batch, but hidden states, which {name} needs, are not "
             "gathered from other processes; use one process, or leave it out"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poise.integrations.demands import ALL, PART, TOKEN_LOCAL, CannotRegulateError, Demands, outside, probe
+from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, beyond, probe
 from poise.regulators import Regulator, parse
 
 TESTED = "0.9.1"
@@ -49,7 +49,7 @@ def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
         raise CannotRegulateError("policy_loss.regulator is missing: which one, say 'ar(alpha=0.2)'?")
     regulator = parse(text)
     wants = probe(regulator)
-    if len(wants.phases) > 1 or (part := outside(regulator, TOKEN_LOCAL)) is not None:
+    if len(wants.phases) > 1 or (part := beyond(regulator, "token")) is not None:
         why = f"has {len(wants.phases)} phases" if len(wants.phases) > 1 else f"has {type(part).__name__} in it"
         raise CannotRegulateError(
             f"{text} {why}, and a policy loss sees one micro-batch at a time: leave policy_loss as it is and use "

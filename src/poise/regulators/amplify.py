@@ -17,6 +17,7 @@ class Amplify(Regulator):
     **Ours:** the default of 0.2, so that it mirrors AR's. ``alpha=0`` is GRPO exactly.
     """
 
+    scope = "token"
     alpha: float = 0.2
 
     def __post_init__(self) -> None:

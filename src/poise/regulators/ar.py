@@ -19,6 +19,7 @@ class AdvantageReweighting(Regulator):
     together with Lopti; 0.1 for mathematics). ``alpha=0`` is GRPO exactly.
     """
 
+    scope = "token"
     alpha: float = 0.2
 
     def __post_init__(self) -> None:

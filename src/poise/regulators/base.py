@@ -27,15 +27,20 @@ _WHAT = {
 }
 
 
+SCOPES = ("token", "group", "batch")  # how far a regulator looks to weight a token; a framework may show it no more
+
+
 class Regulator(ABC):
     """Decides, once per rollout batch, how much each token may pull in the update: a batch in, phases out.
 
     To write one, subclass this as a frozen dataclass, list in ``needs`` the optional fields of ``TokenBatch`` that it
-    reads, and implement ``phases`` with ``Phase.of``, which takes care of mask and dtype. In a composition every
-    regulator reads the raw batch, not what the one before it made.
+    reads, and implement ``phases`` with ``Phase.of``, which takes care of mask and dtype. ``scope`` says how far it
+    looks: at the token alone, at the responses of its group, or at the whole batch. In a composition every regulator
+    reads the raw batch, not what the one before it made.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    scope: ClassVar[str] = "batch"  # one of SCOPES
 
     @property
     def phase_count(self) -> int:
@@ -47,6 +52,8 @@ class Regulator(ABC):
         for name in cls.needs:
             if name not in TokenBatch.__dataclass_fields__:
                 raise TypeError(f"{cls.__name__}.needs: " + unknown("field", name, TokenBatch.__dataclass_fields__))
+        if cls.scope not in SCOPES:
+            raise TypeError(f"{cls.__name__}.scope: " + unknown("scope", str(cls.scope), SCOPES))
 
     @abstractmethod
     def phases(self, batch: TokenBatch) -> list[Phase]:
@@ -88,6 +95,7 @@ class Compose(Regulator):
         flat = [p for part in self.parts for p in (part.parts if isinstance(part, Compose) else (part,))]
         object.__setattr__(self, "parts", tuple(flat))
         object.__setattr__(self, "needs", frozenset[str]().union(*(part.needs for part in flat)))
+        object.__setattr__(self, "scope", max((part.scope for part in flat), key=SCOPES.index))
         if not flat:
             raise ValueError("a composition needs at least one regulator")
         self._check(self.phase_count)
@@ -121,7 +129,7 @@ def _product(a: Phase, b: Phase) -> Phase:
 
 @dataclass(frozen=True)
 class Function(Regulator):
-    """Any callable from a batch to phases, as a regulator. ``needs`` is read off the callable if it has one."""
+    """Any callable from a batch to phases, as a regulator; ``needs`` and ``scope`` are read off it, if it has them."""
 
     function: Callable[..., Sequence[Phase]]
     settings: tuple[tuple[str, Any], ...] = ()
@@ -130,6 +138,7 @@ class Function(Regulator):
         if not callable(self.function):
             raise TypeError(f"a regulator is a callable from TokenBatch to phases, got {short(self.function)}")
         object.__setattr__(self, "needs", frozenset(getattr(self.function, "needs", ())))
+        object.__setattr__(self, "scope", getattr(self.function, "scope", "batch"))
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """What the callable returns."""

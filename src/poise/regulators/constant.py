@@ -16,6 +16,7 @@ class Constant(Regulator):
     **Ours:** a control for methods whose weights average below 1, as AR's do. Is it more than a smaller step?
     """
 
+    scope = "token"
     weight: float = 1.0
 
     def __post_init__(self) -> None:

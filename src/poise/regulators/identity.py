@@ -17,6 +17,7 @@ class Identity(Regulator):
     rollouts; ``passes=2`` takes as many, on all tokens.
     """
 
+    scope = "token"
     passes: int = 1
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ class Lopti(Regulator):
     ``RandomSplit``.
     """
 
+    scope = "token"
     threshold: float = 0.4
     order: str = "low-first"
 

@@ -40,6 +40,7 @@ class NTHR(Regulator):
     eta: float | None = None
     self_inclusive: bool = False
     needs = frozenset({"groups", "correct", "hidden", "head", "targets"})
+    scope = "group"
 
     def __post_init__(self) -> None:
         check_range("nthr", "beta", self.beta)

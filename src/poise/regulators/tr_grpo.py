@@ -22,6 +22,7 @@ class TokenRegulation(Regulator):
     ``kl_weighted=False`` leaves the KL term alone, for engines that cannot weight it.
     """
 
+    scope = "token"
     alpha: float = 2.0
     tau: float = 0.5
     mu: float = 0.25
