@@ -95,7 +95,7 @@ class Compose(Regulator):
         flat = [p for part in self.parts for p in (part.parts if isinstance(part, Compose) else (part,))]
         object.__setattr__(self, "parts", tuple(flat))
         object.__setattr__(self, "needs", frozenset[str]().union(*(part.needs for part in flat)))
-        object.__setattr__(self, "scope", max((part.scope for part in flat), key=SCOPES.index))
+        object.__setattr__(self, "scope", max((part.scope for part in flat), key=SCOPES.index, default="token"))
         if not flat:
             raise ValueError("a composition needs at least one regulator")
         self._check(self.phase_count)
