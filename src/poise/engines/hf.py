@@ -73,10 +73,10 @@ class CachedEngine:
         """A response to each request, in their order. ``done`` is told of a batch's responses when it has ended."""
         check_requests(requests)
         check_lengths(self.policy, requests)
-        at_once, parts = self.batch or len(requests), []
+        at_once, parts, number = self.batch or len(requests), [], numbers(requests)
         for first in range(0, len(requests), at_once):
             part = requests[first : first + at_once]
-            parts.append(self._decode(part, numbers(requests)[first : first + at_once], sampling, seed))
+            parts.append(self._decode(part, number[first : first + at_once], sampling, seed))
             if done is not None:
                 tokens, own = parts[-1].tokens.tolist(), parts[-1].lengths
                 for row, (ids, length) in enumerate(zip(tokens, own, strict=True)):
