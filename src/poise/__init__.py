@@ -1,6 +1,6 @@
 """Token regulators for reinforcement learning with verifiable rewards.
 
-A regulator looks at one rollout batch and says, token by token, how much each may pull in the update:
+A regulator reads one rollout batch and weights each token's contribution to the update:
 
 >>> regulator = poise.regulators.parse("ar(alpha=0.2) | lopti(threshold=0.4)")
 >>> for phase in regulator(poise.TokenBatch(old_logp, mask, advantages)): ...
@@ -33,7 +33,7 @@ __all__ = [
     "token_weights",
 ]
 
-# Loaded when first used: the command line sets up the process before anything imports torch (``poise.__main__``).
+# Imported on first use: the command line must set up the process before torch is imported (``poise.__main__``).
 _MODULES = ("advantages", "batch", "diagnostics", "head", "objective", "regulators")
 _OWNERS = {
     "Head": "head", "Phase": "batch", "Regulator": "regulators", "TokenBatch": "batch",

@@ -1,12 +1,12 @@
 """Advantages from rewards: plain functions of (B,) tensors.
 
-``groups`` holds an integer per response, the same for responses to the same prompt; groups need not stand together nor
-be of equal size. A group of one has nothing to be compared with and is an error, except in ``reinforce_pp`` without
+``groups`` has an integer per response, the same for all responses to one prompt. Rows of a group need not be adjacent,
+and groups may differ in size. A group of one has no baseline: it is an error, except in ``reinforce_pp`` without
 groups.
 
-Large rewards are divided by a power of two first, so that neither their sums nor their squares overflow. Such a
-division is exact: it changes no digit of the result. The mean is taken off twice: where rewards are large and close
-together, its own rounding is as large as their spread, and the second time takes that off.
+Large rewards are first divided by a power of two, so that neither their sums nor their squares overflow. That division
+is exact. The mean is subtracted twice: where rewards are large and close together, the rounding error of the mean is as
+large as their spread, and the second subtraction removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def group_zscore(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
-    """GRPO: ``(r − mean) / (std + eps)`` within the group, std unbiased. A group without spread gives exactly 0."""
+    """GRPO: ``(r − mean) / (std + eps)`` within the group, std unbiased. Exactly 0 in a group of equal rewards."""
     centered, scale, index, count = _centered(rewards, groups)
     variance = _group_sum(centered.square(), index, len(count)) / (count - 1)
     return centered / (variance.sqrt()[index] + eps / scale)
@@ -39,22 +39,22 @@ def reinforce_pp(
 ) -> Tensor:
     """REINFORCE++ (arXiv 2501.03262): rewards normalised over the whole batch, ``(r − mean) / sqrt(var + eps)``.
 
-    With ``groups`` the group's mean is taken off first (the paper's "baseline" variant). With ``mask`` (B, T) the
-    moments are over tokens, as in the paper's implementation, so that long responses count more; without it each
-    response counts once. A batch without spread gives exactly 0, and so does a response without a token.
+    With ``groups`` the group's mean is subtracted first (the paper's "baseline" variant). With ``mask`` (B, T) mean and
+    variance are over tokens, as in the paper's implementation, so that long responses count more; without it each
+    response counts once. The result is exactly 0 where all rewards are equal, and for a response without tokens.
     """
     rewards = _finite(rewards) if groups is None else group_centered(rewards, groups)
     weight = torch.ones_like(rewards) if mask is None else (mask != 0).sum(1).to(rewards.dtype)
-    counted, times = rewards[weight > 0], weight[weight > 0]
-    if len(counted) == 0 or bool(counted.max() == counted.min()):
+    values, times = rewards[weight > 0], weight[weight > 0]
+    if len(values) == 0 or bool(values.max() == values.min()):
         return torch.zeros_like(rewards)
-    scale = _scale(counted.abs().max())
-    counted = counted / scale
+    scale = _scale(values.abs().max())
+    values = values / scale
     for _ in range(2):
-        counted = counted - (counted * times).sum() / times.sum()
-    variance = (counted.square() * times).sum() / times.sum()
-    found = counted * (variance + eps / scale / scale).rsqrt()
-    return torch.zeros_like(rewards).masked_scatter_(weight > 0, found)
+        values = values - (values * times).sum() / times.sum()
+    variance = (values.square() * times).sum() / times.sum()
+    advantages = values * (variance + eps / scale / scale).rsqrt()
+    return torch.zeros_like(rewards).masked_scatter_(weight > 0, advantages)
 
 
 def _finite(rewards: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def _group_sum(values: Tensor, index: Tensor, n_groups: int) -> Tensor:
 def _centered(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(r − group mean) / scale``, the scale of each response, its group's index, and the size of each group.
 
-    Exactly 0 where a group has no spread: rounding of the mean must not look like signal.
+    Exactly 0 where a group's rewards are equal: the rounding error of the mean must not look like signal.
     """
     rewards, index, count = _prepare(rewards, groups)
     low = rewards.new_full((len(count),), torch.inf).scatter_reduce_(0, index, rewards, "amin")
@@ -103,7 +103,7 @@ def _centered(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _scale(size: Tensor) -> Tensor:
-    """The power of two, at least 1, that brings numbers up to ``size`` below 2."""
+    """The power of two, at least 1, such that ``size / scale < 2``."""
     mantissa, _ = torch.frexp(size)  # at least 1/2
     return torch.where(size > 1, size / (2 * mantissa), 1.0)
 
@@ -114,7 +114,7 @@ def _in_range(rewards: Tensor, advantages: Tensor) -> Tensor:
         at = int(too_large.nonzero()[0])
         kind = str(advantages.dtype).removeprefix("torch.")
         raise ValueError(
-            f"rewards[{at}] = {float(rewards[at]):.4g}: its distance from the others is more than {kind} can hold; "
+            f"rewards[{at}] = {float(rewards[at]):.4g}: its distance from the others overflows {kind}; "
             "divide all rewards by a constant"
         )
     return advantages

@@ -1,6 +1,6 @@
-"""One rollout batch, and the phases of the update made from it.
+"""The two data types that everything else is built on: a rollout batch, and a phase of its update.
 
-Shapes in names and comments: B responses, T tokens at most, d hidden width, V vocabulary.
+Shapes: B responses, T response tokens (padded), d hidden width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -25,35 +25,33 @@ _PER_RESPONSE = ("rewards",)
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """A rollout batch, before any micro-batching, with whole groups.
+    """A whole rollout batch with complete groups, before it is cut into mini- and micro-batches.
 
-    Checked once, here; ``rows`` slices without checking again. Values where ``mask`` is False may be anything, NaN
-    included. Gradients are cut: a batch is data. Boolean fields also come as 0/1 numbers.
+    The constructor checks every field; ``rows`` slices without checking again. Values where ``mask`` is False may be
+    anything, NaN included. A batch is data: tensors are detached. Boolean fields accept 0/1 numbers too.
     """
 
-    old_logp: (
-        Tensor  # (B, T) log-probability of each sampled token under the policy that is being updated, before it is
-    )
+    # (B, T) log-probability of each sampled token under the old policy: the policy before this update
+    old_logp: Tensor
     mask: Tensor  # (B, T) bool: response tokens; may have holes (multi-turn)
     advantages: Tensor  # (B,) or (B, T)
-    groups: Tensor | None = None  # (B,) integers; responses with the same one answer the same prompt
+    groups: Tensor | None = None  # (B,) integers: the same number for all responses to one prompt
     rewards: Tensor | None = None  # (B,)
-    correct: Tensor | None = None  # (B,) bool: the verifier's word, never guessed from advantages
+    correct: Tensor | None = None  # (B,) bool: the verifier's verdict, never inferred from advantages
     ref_logp: Tensor | None = None  # (B, T) under the reference policy, for the KL term
     sampler_logp: Tensor | None = None  # (B, T) as the sampling engine reported it, where that differs from old_logp
     entropy: Tensor | None = None  # (B, T) of the old policy
-    hidden: Tensor | LazyHidden | None = (
-        None  # (B, T, d), or a function of row indices; hidden[b, t] predicts targets[b, t]
-    )
-    head: HeadLike | None = None  # (V, d), a Head, or a callable hidden -> logits
+    # (B, T, d), or a function from row indices to (n, T, d); hidden[b, t] predicts targets[b, t]
+    hidden: Tensor | LazyHidden | None = None
+    head: HeadLike | None = None  # (V, d) weight, a Head, or a callable hidden -> logits
     targets: Tensor | None = None  # (B, T) sampled token ids
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
-                whole = item.name == "rewards" and not value.is_floating_point()
-                self._set(item.name, value.float() if whole else value.detach())
+                integer_rewards = item.name == "rewards" and not value.is_floating_point()
+                self._set(item.name, value.float() if integer_rewards else value.detach())
             elif value is None and item.name in ("old_logp", "mask", "advantages"):
                 raise TypeError(f"TokenBatch: {item.name} is missing")
             elif value is not None and not (item.name in ("hidden", "head") and callable(value)):
@@ -69,7 +67,7 @@ class TokenBatch:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights: old_logp's, at least float32."""
+        """The dtype of token weights: that of old_logp, at least float32."""
         return torch.promote_types(self.old_logp.dtype, torch.float32)
 
     @property
@@ -95,7 +93,7 @@ class TokenBatch:
         return self.mask.sum(1)
 
     def group_members(self) -> list[list[int]]:
-        """The rows of each group, in the order in which groups first appear."""
+        """The row numbers of each group, groups in order of first appearance."""
         if self.groups is None:
             raise ValueError("TokenBatch: groups is missing")
         members: dict[int, list[int]] = {}
@@ -104,12 +102,12 @@ class TokenBatch:
         return list(members.values())
 
     def group_rows(self) -> Iterator[Tensor]:
-        """The same, as indices."""
+        """``group_members`` as index tensors on the batch's device."""
         for rows in self.group_members():
             yield torch.tensor(rows, device=self.mask.device)
 
     def hidden_of(self, rows: Tensor) -> Tensor:
-        """Hidden states (n, T, d) of the given rows, whichever way they were given."""
+        """Hidden states (n, T, d) of some rows, from the stored tensor or from the function."""
         if self.hidden is None:
             raise ValueError("TokenBatch: hidden is missing")
         if isinstance(self.hidden, Tensor):
@@ -123,32 +121,34 @@ class TokenBatch:
         return hidden.detach()
 
     def rows(self, ix: Rows) -> TokenBatch:
-        """The batch of some rows, for mini- and micro-batches. Nothing is checked again; a slice makes no copy."""
-        piece = copy.copy(self)
+        """The batch restricted to some rows (a mini- or micro-batch). Not checked again; a slice copies nothing."""
+        part = copy.copy(self)
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "head" or value is None:
                 continue
             if isinstance(value, Tensor):
-                piece._set(item.name, value[ix])
+                part._set(item.name, value[ix])
             else:
-                chosen = torch.arange(len(self.mask), device=self.mask.device)[ix]
-                piece._set(item.name, partial(_lazy_rows, value, chosen))
-        return piece
+                row_numbers = torch.arange(len(self.mask), device=self.mask.device)[ix]
+                part._set(item.name, partial(_lazy_rows, value, row_numbers))
+        return part
 
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """One complete pass of optimizer steps over the batch, and how much each token may pull in it.
+    """One complete pass of optimizer steps over the batch, with two weights per token.
 
-    Weights are finite, not negative, and 0 outside the mask. 0 means that the token takes no part.
+    Weights are finite, not negative, and 0 outside the mask. A weight of 0 removes the term from the loss.
     """
 
     name: str
     policy: Tensor  # (B, T) multiplies the policy term
     kl: Tensor  # (B, T) multiplies the KL and entropy terms
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what else the regulator has to report
-    tokens: Mapping[str, Tensor] = field(default_factory=dict)  # (B, T) each: what it found out about every token
+    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers that the regulator reports
+    tokens: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # (B, T) each: per-token values to record, such as NTHR's score
 
     @classmethod
     def of(
@@ -161,26 +161,26 @@ class Phase:
         metrics: Mapping[str, float] | None = None,
         tokens: Mapping[str, Tensor] | None = None,
     ) -> Phase:
-        """A phase from raw weights: brought to the batch's shape and dtype, and to 0 outside the mask."""
+        """Build a phase from raw weights: broadcast to (B, T), cast to ``batch.dtype``, 0 outside the mask."""
 
-        def inside(weight: Tensor | float) -> Tensor:
+        def masked(weight: Tensor | float) -> Tensor:
             weight = torch.as_tensor(weight, dtype=batch.dtype, device=batch.mask.device)
-            given = tuple(weight.shape)
-            if weight.dim() == 1:  # one for each response
+            shape = tuple(weight.shape)
+            if weight.dim() == 1:  # one weight per response
                 weight = weight[:, None]
             if weight.dim() and weight.shape not in (batch.mask.shape, (len(batch.mask), 1)):
                 expected = f"{tuple(batch.mask.shape)}, {tuple(batch.mask.shape[:1])} or a number"
-                raise ValueError(f"phase {name!r}: weights must be {expected}, got shape {given}")
+                raise ValueError(f"phase {name!r}: weights must be {expected}, got shape {shape}")
             return torch.where(batch.mask, weight, 0.0)
 
-        return cls(name, inside(policy), inside(kl), metrics or {}, tokens or {})
+        return cls(name, masked(policy), masked(kl), metrics or {}, tokens or {})
 
     def rows(self, ix: Rows) -> Phase:
-        """The phase of some rows, beside ``TokenBatch.rows``."""
+        """The phase restricted to some rows, to go with ``TokenBatch.rows``."""
         return Phase(self.name, self.policy[ix], self.kl[ix], self.metrics)
 
     def check(self, batch: TokenBatch) -> None:
-        """Raise unless both weights keep the promises of the class."""
+        """Raise ValueError unless both weights are (B, T), finite, >= 0, and 0 outside the mask."""
         for name, weight in (("policy", self.policy), ("kl", self.kl)):
             where = f"phase {self.name!r}: {name}"
             if weight.shape != batch.mask.shape:
@@ -192,12 +192,12 @@ class Phase:
                 raise ValueError(f"{where}{_first(bad)} = {value}: weights are finite, >= 0, and 0 outside the mask")
 
 
-def _lazy_rows(hidden: LazyHidden, chosen: Tensor, rows: Tensor) -> Tensor:
-    return hidden(chosen[rows])
+def _lazy_rows(hidden: LazyHidden, row_numbers: Tensor, rows: Tensor) -> Tensor:
+    return hidden(row_numbers[rows])
 
 
 def _first(bad: Tensor) -> str:
-    """The first offending index, as it is written in code: ``[3, 17]``."""
+    """The first index where ``bad`` is True, as Python writes it: ``[3, 17]``."""
     return str(bad.nonzero()[0].tolist())
 
 
@@ -206,8 +206,8 @@ def _as_bool(name: str, value: Tensor) -> Tensor:
         return value
     bad = (value != 0) & (value != 1)
     if bad.any():
-        found = value[bad][0].item()
-        raise ValueError(f"TokenBatch: {name}{_first(bad)} = {found}; {name} is bool, or 0 and 1")
+        first = value[bad][0].item()
+        raise ValueError(f"TokenBatch: {name}{_first(bad)} = {first}; {name} is bool, or 0 and 1")
     return value != 0
 
 
@@ -232,8 +232,8 @@ def _check_shapes(batch: TokenBatch) -> None:
             raise ValueError(f"TokenBatch: {name} must have shape {allowed}, got {tuple(value.shape)}")
         if value.device != device:
             raise ValueError(f"TokenBatch: {name} is on {value.device}, old_logp on {device}")
-        whole = name in ("groups", "targets")
-        if whole and (value.is_floating_point() or value.dtype == torch.bool or value.is_complex()):
+        integer = name in ("groups", "targets")
+        if integer and (value.is_floating_point() or value.dtype == torch.bool or value.is_complex()):
             raise TypeError(f"TokenBatch: {name} must hold integers, got {value.dtype}")
         real = name in (*_PER_TOKEN, "rewards", "advantages", "hidden")
         if real and not value.is_floating_point():
@@ -241,14 +241,14 @@ def _check_shapes(batch: TokenBatch) -> None:
 
 
 def _check_values(batch: TokenBatch) -> None:
-    """NaN and infinity inside the mask, and targets outside the vocabulary: one host sync for all of them."""
-    occupied = batch.mask.any(1)
+    """Refuse NaN and infinity inside the mask, and targets outside the vocabulary. All checks share one host sync."""
+    has_tokens = batch.mask.any(1)
     bad: dict[str, Tensor] = {}
     for name in (*_PER_TOKEN, *_PER_RESPONSE, "advantages", "hidden"):
         value = getattr(batch, name)
         if isinstance(value, Tensor):
             finite = torch.isfinite(value) if value.dim() < 3 else torch.isfinite(value).all(-1)
-            bad[name] = ~finite & (occupied if value.dim() == 1 else batch.mask)
+            bad[name] = ~finite & (has_tokens if value.dim() == 1 else batch.mask)
     head = as_head(batch.head) if batch.head is not None else None
     if batch.targets is not None:
         vocabulary = head.vocabulary if isinstance(head, Head) else torch.iinfo(torch.int64).max
@@ -258,6 +258,6 @@ def _check_values(batch: TokenBatch) -> None:
         if is_bad:
             index = tuple(flags.nonzero()[0].tolist())
             value = getattr(batch, name)[index]
-            found = value.item() if value.dim() == 0 else "not finite"
+            shown = value.item() if value.dim() == 0 else "not finite"
             problem = "not a token of the vocabulary" if name == "targets" else "must be finite inside the mask"
-            raise ValueError(f"TokenBatch: {name}{list(index)} = {found}: {problem}")
+            raise ValueError(f"TokenBatch: {name}{list(index)} = {shown}: {problem}")

@@ -17,9 +17,9 @@ from poise._lib.float32 import accumulator
 class Head:
     """``softcap · tanh(scale · (W h + b) / softcap) / temperature``: the logits that sampling used.
 
-    Everything after ``W h`` acts on each logit alone, so any slice of the vocabulary can be computed by itself: nothing
-    of size tokens × vocabulary has to exist. A callable ``hidden → logits`` may stand wherever a ``Head`` does, but it
-    can only be asked for whole rows.
+    Everything after ``W h`` is elementwise, so a slice of the vocabulary can be computed alone, and no tensor of size
+    tokens × vocabulary is needed. A callable ``hidden → logits`` works wherever a ``Head`` does, but it only computes
+    whole rows.
     """
 
     weight: Tensor  # (V, d)
@@ -27,7 +27,7 @@ class Head:
     temperature: float = 1.0
     scale: float = 1.0
     softcap: float | None = None
-    master: Tensor | None = None  # (V, d) float32: gets the gradient instead of weight, its half-precision copy
+    master: Tensor | None = None  # (V, d) float32 master copy: receives the gradient in place of weight
 
     def __post_init__(self) -> None:
         if self.weight.dim() != 2:
@@ -45,14 +45,14 @@ class Head:
 
     @classmethod
     def of(cls, output: Any, config: Any, temperature: float = 1.0, master: Tensor | None = None) -> Head:
-        """From a transformers model's output embeddings, and what its config says is done to the logits."""
+        """From a transformers model's output embeddings, with the scale and soft-cap of its config."""
         scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(output.weight, getattr(output, "bias", None), temperature, scale, softcap, master)
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """Vocabulary size V."""
         return self.weight.shape[0]
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -64,10 +64,10 @@ class Head:
         return self.finish(hidden @ self.weight[vocabulary].to(hidden.dtype).T, vocabulary)
 
     def finish(self, product: Tensor, vocabulary: slice | Tensor = slice(None)) -> Tensor:
-        """The logits, given ``W h`` for a slice of the vocabulary, or for chosen tokens of it.
+        """Turn ``W h`` into logits, for a slice of the vocabulary or for an index of token ids.
 
-        In float32 at least, as the kernels do it: where sampling rounded scale, cap or temperature to half precision,
-        its log-probabilities would not be those of the update.
+        At least float32, like the kernels: if sampling rounded scale, cap or temperature to half precision, its
+        log-probabilities would differ from those of the update.
         """
         logits = product.to(accumulator(product.dtype))
         if self.bias is not None:
@@ -83,7 +83,7 @@ HeadLike = Tensor | Head | Callable[[Tensor], Tensor]
 
 
 def as_head(head: HeadLike) -> Head | Callable[[Tensor], Tensor]:
-    """A weight or a plain linear layer as a ``Head``; any other callable as it is."""
+    """Wrap a weight or a plain ``nn.Linear`` in a ``Head``; return any other callable unchanged."""
     if isinstance(head, Tensor):
         return Head(head)
     if type(head) is torch.nn.Linear:

@@ -1,13 +1,13 @@
-"""The policy objective: clipped surrogate, KL, entropy bonus, and how tokens are averaged. Plain functions.
+"""The policy objective: clipped surrogate, KL term, entropy bonus, and the average over tokens. Pure functions.
 
-One optimizer step works on a mini-batch, often in several micro-batches. ``normalizer`` is computed once over the
-mini-batch, ``policy_loss`` once per micro-batch; the losses *add up* to the mini-batch's, whatever the cut:
+One optimizer step uses one mini-batch, often in several micro-batches. Compute ``normalizer`` once per mini-batch and
+``policy_loss`` once per micro-batch: the micro-batch losses *add up* to the mini-batch loss, however it is cut.
 
 >>> for phase in regulator(batch):
 ...     for ix in mini_batches:
 ...         mini, mini_phase = batch.rows(ix), phase.rows(ix)
 ...         if not active(mini, mini_phase, settings).any():
-...             continue  # no token takes part: an optimizer step would move the model by momentum alone
+...             continue  # no active token: an optimizer step would move the model by momentum alone
 ...         norm = normalizer(mini, settings)
 ...         for jx in micro_batches:
 ...             logp = model(...)
@@ -32,7 +32,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the objective is made of. Clips are those of the AR/Lopti authors; their K&K runs add ``kl_coef=0.001``."""
+    """Settings of the objective. Clips follow the AR/Lopti authors; their K&K runs add ``kl_coef=0.001``."""
 
     clip_low: float = 0.20
     clip_high: float = 0.24
@@ -41,14 +41,16 @@ class Settings:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     aggregation: str = "token-mean"
-    max_length: int | None = None  # for "fixed-length" (Dr. GRPO): the length that every response is divided by
-    importance_cap: float | None = 2.0  # truncation of old / sampler where sampler_logp is given; None: no correction
+    max_length: int | None = None  # for "fixed-length" (Dr. GRPO): the constant divisor of every response's sum
+    importance_cap: float | None = (
+        2.0  # upper bound of old / sampler probability, given sampler_logp; None: no correction
+    )
 
     def __post_init__(self) -> None:
         check_range("objective", "clip_low", self.clip_low, 0.0, 1.0)
         check_range("objective", "clip_high", self.clip_high, 0.0)
         if self.dual_clip is not None:
-            check_range("objective", "dual_clip", self.dual_clip, 1.001)  # at 1 it would tie with the unclipped term
+            check_range("objective", "dual_clip", self.dual_clip, 1.001)  # at 1 it would equal the unclipped term
         check_choice("objective", "kl", self.kl, KL_ESTIMATORS)
         check_range("objective", "kl_coef", self.kl_coef, 0.0)
         check_range("objective", "entropy_coef", self.entropy_coef)
@@ -74,9 +76,9 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, settings: Settings) -> Tens
 def kl_divergence(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
     """Per-token estimate of KL(policy ‖ reference) from the sampled token.
 
-    k1 ``log(π/ref)``; k2 ``½·log²(π/ref)``; k3 ``ref/π − 1 − log(ref/π)``, with the log-ratio held within ±5 and the
-    value within ±10 as in the code of the AR/Lopti authors. As a loss, k1 has a gradient of mean zero: it only
-    reports.
+    k1 ``log(π/ref)``; k2 ``½·log²(π/ref)``; k3 ``ref/π − 1 − log(ref/π)``, with the log-ratio clamped to ±5 and the
+    value to ±10 as in the AR/Lopti authors' code. The gradient of k1 has mean zero, so k1 is for reporting, not for a
+    loss.
     """
     check_choice("kl_divergence", "kind", kind, KL_ESTIMATORS)
     gap = logp - ref_logp
@@ -97,7 +99,7 @@ def importance_weights(batch: TokenBatch, cap: float) -> Tensor:
 
 
 def active(batch: TokenBatch, phase: Phase, settings: Settings) -> Tensor:
-    """(B, T) bool: tokens that can have a gradient. Where there is none, no optimizer step may be taken."""
+    """(B, T) bool: tokens that can have a gradient. Take no optimizer step if there are none."""
     _check_phase(batch, phase)
     tokens = (phase.policy > 0) & (batch.token_advantages != 0)
     if settings.kl_coef or settings.entropy_coef:
@@ -106,23 +108,23 @@ def active(batch: TokenBatch, phase: Phase, settings: Settings) -> Tensor:
 
 
 def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
-    """What the loss of a mini-batch is divided by: a count over all its response tokens, whatever the phase.
+    """The divisor of a mini-batch's loss: a count over all its response tokens, the same in every phase.
 
-    Responses without a token do not count.
+    Responses without tokens do not count.
     """
     if settings.aggregation == "token-mean":
         return batch.mask.sum().clamp(min=1)
     responses = (batch.lengths > 0).sum().clamp(min=1)
-    return (
-        responses * settings.max_length if settings.max_length and settings.aggregation == "fixed-length" else responses
-    )
+    if settings.aggregation == "fixed-length" and settings.max_length:
+        return responses * settings.max_length
+    return responses
 
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """All that the loss of a token depends on besides its current log-probability and entropy.
+    """Everything that a token's loss depends on, except its current log-probability and entropy.
 
-    (B, T) each, or (n,) for some of the tokens. The loss is a sum over tokens: averaging is inside the weights.
+    Each tensor is (B, T), or (n,) for selected tokens. The loss is a plain sum: the weights include the average.
     """
 
     old_logp: Tensor
@@ -130,25 +132,25 @@ class Terms:
     advantages: Tensor
     policy: Tensor  # weight of the surrogate
     bonus: Tensor  # weight of the KL and entropy terms, before their coefficients
-    share: Tensor  # what one token counts for in an average over the mini-batch
+    share: Tensor  # the token's share in an average over the mini-batch
 
     def at(self, tokens: Tensor | slice, *, ref: bool = True) -> Terms:
-        """The terms of some tokens, a slice of them or flat indices; without the reference policy's if so wished."""
+        """The terms of some tokens, by slice or by flat indices. ``ref=False`` drops ``ref_logp``."""
         names = [item.name for item in fields(self) if ref or item.name != "ref_logp"]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        present = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if isinstance(tokens, slice):
-            chosen = [value[tokens] for value in given.values()]
-        else:  # in one go: on a GPU these are small tensors and many launches
-            chosen = list(torch.stack([value.flatten() for value in given.values()])[:, tokens])
-        return Terms(**({"ref_logp": None} | dict(zip(given, chosen, strict=True))))
+            selected = [value[tokens] for value in present.values()]
+        else:  # stacked, so that a GPU launches one small kernel instead of six
+            selected = list(torch.stack([value.flatten() for value in present.values()])[:, tokens])
+        return Terms(**({"ref_logp": None} | dict(zip(present, selected, strict=True))))
 
     def log_ratio(self, logp: Tensor) -> Tensor:
-        """log(current / old); 0 for tokens that take no part: selected, not multiplied, since 0 · inf is NaN."""
+        """log(current / old), 0 for tokens without weight. Selected with ``where``: multiplying gives 0 · inf = NaN."""
         return torch.where(self.policy > 0, logp - self.old_logp, 0.0).clamp(-20, 20)
 
 
 def terms(batch: TokenBatch, phase: Phase, settings: Settings, normalizer: Tensor | float, dtype: torch.dtype) -> Terms:
-    """What the tokens of a micro-batch bring to the loss."""
+    """The ``Terms`` of every token of a micro-batch."""
     _check_phase(batch, phase)
     share = batch.mask.to(dtype) / normalizer
     if settings.aggregation == "seq-mean-token-mean":
@@ -167,14 +169,14 @@ def terms(batch: TokenBatch, phase: Phase, settings: Settings, normalizer: Tenso
 
 
 def token_losses(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings) -> dict[str, Tensor]:
-    """What each token adds to the loss, by name: "policy", and "kl" and "entropy" where they have a coefficient."""
+    """Each token's loss by term: "policy", plus "kl" and "entropy" where their coefficient is not 0."""
     losses = {"policy": -surrogate(parts.log_ratio(logp), parts.advantages, settings) * parts.policy}
-    carries = parts.bonus > 0
+    weighted = parts.bonus > 0
     if settings.kl_coef and parts.ref_logp is not None:
-        gap = torch.where(carries, logp - parts.ref_logp, 0.0)
+        gap = torch.where(weighted, logp - parts.ref_logp, 0.0)
         losses["kl"] = settings.kl_coef * parts.bonus * kl_divergence(gap, torch.zeros_like(gap), settings.kl)
     if settings.entropy_coef and entropy is not None:
-        losses["entropy"] = -settings.entropy_coef * parts.bonus * torch.where(carries, entropy, 0.0)
+        losses["entropy"] = -settings.entropy_coef * parts.bonus * torch.where(weighted, entropy, 0.0)
     return losses
 
 
@@ -189,39 +191,40 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a micro-batch, and its metrics.
 
-    ``logp`` (B, T) are the current log-probabilities of the sampled tokens, with gradients; ``entropy`` (B, T) the
-    current entropies, needed for an entropy bonus. Values outside the mask may be anything. Both loss and metrics are
-    shares of the mini-batch's: add them over its micro-batches. Metrics are averaged as the loss is (with token-mean,
-    ``optim/clip_high`` is a share of the tokens) and stay on the device. From hidden states, without the logits of
-    all tokens in memory, the same loss is ``poise.head.policy_loss``.
+    ``logp`` (B, T) are the current log-probabilities of the sampled tokens, with gradients. ``entropy`` (B, T) are the
+    current entropies, needed for an entropy bonus. Values outside the mask may be anything. Loss and metrics are this
+    micro-batch's share: sum them over the mini-batch. Metrics are averaged like the loss (with token-mean,
+    ``optim/clip_high`` is a share of the tokens) and stay on the device. ``poise.head.policy_loss`` computes the same
+    loss from hidden states and never holds the logits of all tokens.
     """
     settings = settings or Settings()
     _check_inputs(logp, batch, settings, entropy)
     parts = terms(batch, phase, settings, normalizer, torch.promote_types(logp.dtype, torch.float32))
-    return summed(
-        logp.to(parts.share.dtype), None if entropy is None else entropy.to(parts.share.dtype), parts, settings
-    )
+    dtype = parts.share.dtype
+    return loss_and_metrics(logp.to(dtype), None if entropy is None else entropy.to(dtype), parts, settings)
 
 
-def summed(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the given tokens, and its metrics."""
+def loss_and_metrics(
+    logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum the tokens' losses, and average their metrics."""
     losses = {name: values.sum() for name, values in token_losses(logp, entropy, parts, settings).items()}
     loss = torch.stack(list(losses.values())).sum() if len(losses) > 1 else losses["policy"]
     with torch.no_grad():
         log_ratio = parts.log_ratio(logp)
-        ratio, carries = log_ratio.exp(), parts.bonus > 0
+        ratio, weighted = log_ratio.exp(), parts.bonus > 0
         metrics = {
             "optim/clip_low": (ratio < 1 - settings.clip_low) & (parts.advantages < 0),
             "optim/clip_high": (ratio > 1 + settings.clip_high) & (parts.advantages > 0),
             "optim/drift": torch.expm1(log_ratio) - log_ratio,
         }
         if parts.ref_logp is not None:
-            gap = torch.where(carries, logp - parts.ref_logp, 0.0)
+            gap = torch.where(weighted, logp - parts.ref_logp, 0.0)
             metrics["optim/kl"] = kl_divergence(gap, torch.zeros_like(gap), settings.kl)
         if entropy is not None:
-            metrics["optim/entropy"] = torch.where(carries, entropy, 0.0)
-        values = torch.stack([of_tokens.flatten().to(ratio.dtype) for of_tokens in metrics.values()])
-        averages = (values * parts.share.flatten()).sum(1)  # no product of matrices: autocast would round it
+            metrics["optim/entropy"] = torch.where(weighted, entropy, 0.0)
+        values = torch.stack([per_token.flatten().to(ratio.dtype) for per_token in metrics.values()])
+        averages = (values * parts.share.flatten()).sum(1)  # not a matrix product: autocast would round it
     return loss, {
         "optim/loss": loss.detach(),
         "optim/policy_loss": losses["policy"].detach(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from poise.lm_head import Head
-from poise.objective import Settings, Terms, summed
+from poise.objective import Settings, Terms, loss_and_metrics
 
 TALLY = ("loss", "policy_loss", "clip_low", "clip_high", "drift", "kl", "entropy")  # metrics, added up over tokens
 
@@ -27,7 +27,7 @@ def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Term
     with torch.enable_grad():
         leaf = product.to(parts.share.dtype).detach().requires_grad_()
         own, spread = _scores(leaf, targets, head, entropy=settings.entropy_coef != 0)
-        loss, metrics = summed(own, spread, parts, settings)
+        loss, metrics = loss_and_metrics(own, spread, parts, settings)
         (gradient,) = torch.autograd.grad(loss, leaf)
     product.copy_(gradient)
     return torch.stack([metrics.get(f"optim/{name}", torch.zeros_like(loss)) for name in TALLY]).detach()
