@@ -9,6 +9,7 @@ import torch
 from test_docs import snippets
 
 from poise import TokenBatch, objective, regulators
+from poise.models.policy import load_policy
 
 PAGE = Path(__file__).parent.parent / "docs/own-loop.md"
 ROLLOUTS = [
@@ -20,14 +21,17 @@ ROLLOUTS = [
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5]
 
 
-def section(title):
-    """The code under one heading, run in a namespace of its own."""
+def section(title, level="###"):
+    """The names that the code under one heading leaves behind, its snippets run in order."""
     text = PAGE.read_text()
-    assert f"\n## {title}\n" in text
-    start = text.index(f"\n## {title}\n")
-    (code,) = [c for c in snippets(PAGE) if start < text.index(c) < (text + "\n## ").index("\n## ", start + 5)]
+    assert f"\n{level} {title}\n" in text
+    start = text.index(f"\n{level} {title}\n")
+    end = re.compile(rf"\n#{{2,{len(level)}}} |\Z").search(text, start + 5).start()
+    found = [code for code in snippets(PAGE) if start < text.index(code) < end]
+    assert found
     namespace = {"__name__": "snippets"}
-    exec(compile(code, str(PAGE), "exec"), namespace)
+    for code in found:
+        exec(compile(code, str(PAGE), "exec"), namespace)
     return namespace
 
 
@@ -37,6 +41,24 @@ def whole():
     old = pad([torch.tensor(row[2]) for row in ROLLOUTS], batch_first=True)
     mask = pad([torch.ones(len(row[1])) for row in ROLLOUTS], batch_first=True)
     return TokenBatch(old, mask, torch.tensor(ADVANTAGES))
+
+
+def test_the_pieces_regulate_and_train(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    left = section("The library, piece by piece", level="##")
+    kept = torch.tensor([[True, True, True], [True, True, False]])
+    ar = 0.2 * left["old_logp"].exp() + 0.8
+    torch.testing.assert_close(left["advantages"], torch.where(kept, ar, 0.0) * torch.tensor([[1.0], [-1.0]]))
+    for moved in (left["logp"], left["hidden"], left["head"].weight, left["head"].bias):
+        assert moved.grad.isfinite().all()
+        assert moved.grad.any()
+    assert not left["hidden"].grad[1, 2].any()  # outside the mask
+    assert "reg/low/weight_mean" in capsys.readouterr().out
+    trained, embedded = (
+        torch.cat([weight.detach().flatten() for weight in load_policy(model, device="cpu").model.parameters()])
+        for model in ("runs/api", "embedded")
+    )
+    assert not torch.equal(trained, embedded)
 
 
 def test_the_bare_loop_learns(capsys):
@@ -164,7 +186,7 @@ def test_tinker_learns():
 
 
 def test_the_table_names_what_is_there():
-    sections = re.findall(r"(?m)^## (.+)$", PAGE.read_text())
+    sections = re.findall(r"(?m)^### (.+)$", PAGE.read_text())
     rows = re.findall(r"(?m)^\| \[([^\]]+)\]\(#([\w-]+)\)", PAGE.read_text())
     assert [name.lower() for name, _ in rows] == [name.lower() for name in sections]
     assert [anchor for _, anchor in rows] == [name.lower().replace(" ", "-") for name in sections]
