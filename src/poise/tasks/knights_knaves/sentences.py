@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from poise.tasks.knights_knaves.paraphrases import BACK, FOUND, GIVE_UP, HEAD, IMPOSSIBLE, POSSIBLE, Choose, Wording
 from poise.tasks.knights_knaves.puzzle import Puzzle
 from poise.tasks.knights_knaves.statements import mentioned, truth_table, variables
 from poise.tasks.knights_knaves.wording import listing, role, say
 
 Misread = Callable[[], bool]
-
-_HEAD = "Let us think step by step: assume a role for each person in turn and see whether it leads to a contradiction."
-_FOOT = "This leads to a feasible solution."
-_GIVE_UP = "We have exhausted all possibilities, so let us settle for the last one."
 
 
 @dataclass(frozen=True)
@@ -27,11 +24,11 @@ class _Judged:
     forgiven: frozenset[int] = field(default_factory=frozenset)  # whose claims were misread as not contradicted
 
 
-def sentences(puzzle: Puzzle, misread: Misread) -> tuple[str, list[bool]]:
+def sentences(puzzle: Puzzle, misread: Misread, wording: Wording) -> tuple[str, list[bool]]:
     """The steps, and the roles they end with. ``misread`` is asked once per step whether to flip its verdict."""
     names, claims = puzzle.names, [say(statement, puzzle.names) for statement in puzzle.statements]
     tables = [truth_table(statement, puzzle.people) for statement in puzzle.statements]
-    lines = [_HEAD]
+    lines = [wording.step()(HEAD)]
     judged: list[_Judged] = []
     person, knight = 0, True
     while True:
@@ -43,16 +40,14 @@ def sentences(puzzle: Puzzle, misread: Misread) -> tuple[str, list[bool]]:
         if not against:
             judged.append(_Judged(person, knight, forgiven))
             false = "" if knight else "false "
-            lines.append(
-                f"Assume {names[person]} is a {role(knight)}. "
-                f"No contradiction is found in their {false}claim that {claims[person]}."
-            )
+            form = wording.step()(POSSIBLE)
+            lines.append(form.format(name=names[person], role=role(knight), false=false, claim=claims[person]))
             if len(judged) == puzzle.people:
-                lines.append(_FOOT)
+                lines.append(wording.step()(FOUND))
                 break
             person, knight = _next(puzzle, judged), True
             continue
-        lines.append(_cannot(names, claims, judged, person, knight, against[0]))
+        lines.append(_cannot(wording.step(), names, claims, judged, person, knight, against[0]))
         if knight:
             knight = False
             continue
@@ -60,13 +55,11 @@ def sentences(puzzle: Puzzle, misread: Misread) -> tuple[str, list[bool]]:
         while judged and not judged[-1].knight:
             exhausted.append(judged.pop().person)
         if not judged:
-            lines.append(_GIVE_UP)
+            lines.append(wording.step()(GIVE_UP))
             break
         person, knight = judged.pop().person, False
         whom = listing([names[i] for i in exhausted])
-        lines.append(
-            f"We have exhausted all possibilities for {whom}, so let us go back and reconsider {names[person]}."
-        )
+        lines.append(wording.step()(BACK).format(whom=whom, name=names[person]))
     return "\n".join(lines), _roles(puzzle.people, tried)
 
 
@@ -95,13 +88,21 @@ def _next(puzzle: Puzzle, judged: Sequence[_Judged]) -> int:
 
 
 def _cannot(
-    names: Sequence[str], claims: Sequence[str], judged: Sequence[_Judged], person: int, knight: bool, speaker: int
+    choose: Choose,
+    names: Sequence[str],
+    claims: Sequence[str],
+    judged: Sequence[_Judged],
+    person: int,
+    knight: bool,
+    speaker: int,
 ) -> str:
     truthful = knight if speaker == person else next(one.knight for one in judged if one.person == speaker)
-    owner = "their own" if speaker == person else names[speaker]
-    return (
-        f"{names[person]} cannot be a {role(knight)}, because this would contradict the "
-        f"{'' if truthful else 'false '}claim of {owner} that {claims[speaker]}."
+    return choose(IMPOSSIBLE).format(
+        name=names[person],
+        role=role(knight),
+        false="" if truthful else "false ",
+        owner="their own" if speaker == person else names[speaker],
+        claim=claims[speaker],
     )
 
 

@@ -29,9 +29,9 @@ _PATIENCE = 20_000  # draws in a row that belong to the other split
 class KnightsKnaves:
     """Knights & Knaves: logic puzzles without end, split into train and test by their meaning.
 
-    ``people`` is a number, several, or a range such as ``"3-7"``; the numbers take turns. ``style`` and ``noise`` are
-    those of the demonstrations (see ``worked``). With ``open_think`` the prompt itself ends with ``<think>``, which
-    responses and demonstrations then lack.
+    ``people`` is a number, several, or a range such as ``"3-7"``; the numbers take turns. ``style``, ``noise`` and
+    ``wording`` are those of the demonstrations (see ``worked``). With ``open_think`` the prompt itself ends with
+    ``<think>``, which responses and demonstrations then lack.
     """
 
     people: int | str | Sequence[int] = (3, 4, 5, 6, 7)
@@ -42,6 +42,7 @@ class KnightsKnaves:
     names: Sequence[str] = NAMES
     style: str = "sentences"
     noise: float = 0.0
+    wording: float = 0.0
 
     name: ClassVar[str] = "kk"
     concurrent: ClassVar[bool] = True  # may be asked for scores from another thread
@@ -54,6 +55,7 @@ class KnightsKnaves:
             check_settings(people, self.depth, self.names, self.phrasing)
         check_choice("KnightsKnaves", "style", self.style, STYLES)
         check_range("KnightsKnaves", "noise", self.noise, 0.0, 1.0)
+        check_range("KnightsKnaves", "wording", self.wording, 0.0, 1.0)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -84,7 +86,7 @@ class KnightsKnaves:
     def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
         """A worked solution in the style of the task."""
         noise = self.noise if noise is None else noise
-        text = worked(Puzzle.of(problem), style=self.style, noise=noise, seed=seed)
+        text = worked(Puzzle.of(problem), style=self.style, noise=noise, seed=seed, wording=self.wording)
         return text.removeprefix(TAGS[0]) if self.open_think else text
 
 
