@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from poise import config as configs
 from poise import trainer
-from poise.cli.see import app
+from poise.cli.app import app
 from poise.models.policy import load_policy
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned

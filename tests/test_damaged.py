@@ -10,7 +10,7 @@ from runs import WORDS, arrays, look, make_run, response, see
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from poise.cli.see import app
+from poise.cli.app import app
 from poise.reports.html.data import Source
 
 

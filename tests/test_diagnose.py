@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from poise import config, regulators
 from poise.algorithms.sampler import Sampler
 from poise.batch import Phase
-from poise.cli.see import app
+from poise.cli.app import app
 from poise.diagnostics import ForwardLoop, Intervals
 from poise.diagnostics.loop import gradient_of
 from poise.engines.hf import CachedEngine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from poise.cli.see import app
+from poise.cli.app import app
 from poise.models.policy import load_policy
 
 ROOT = Path(__file__).parent.parent

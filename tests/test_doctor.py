@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from poise.cli.commands import app
+from poise.cli.app import app
 from poise.integrations import doctor
 
 SCALE = Path(__file__).parent.parent / "examples/scale"

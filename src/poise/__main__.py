@@ -19,7 +19,7 @@ def main() -> None:
             os.open(os.devnull, os.O_RDWR)
     try:
         from poise._lib import user_code as _user_code
-        from poise.cli.see import app
+        from poise.cli.app import app
         from poise.runs.console import lasting_output
     except ModuleNotFoundError as error:
         sys.exit(f"poise's command line needs {error.name}, which is not installed: pip install 'poise[train]'")

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
-from poise.cli.commands import Trust, app, explained, fail, home
-
-__all__ = ["app"]
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Something to say where things stand with: a line that changes on a terminal, plain lines elsewhere."""
-    from rich.console import Console
-
-    if not sys.stderr.isatty():
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    with Console(stderr=True, markup=False, highlight=False).status("starting") as status:
-        yield status.update
+from poise.cli.common import Trust, explained, fail, home, progress
 
 
 @contextmanager
@@ -37,7 +22,6 @@ def _looking() -> Iterator[None]:
             fail(f"a file of the run is damaged: {error}")
 
 
-@app.command()
 def diagnose(
     model: Annotated[str, typer.Argument(callback=home, help="A hub id, a model folder, a run folder, or 'embedded'.")],
     args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
@@ -92,7 +76,7 @@ def diagnose(
         sampling = describe_sampling(config, config.rollout.temperature)
         print(f"{batches} batches of {config.prompts} problems × {config.group} responses at {sampling}", flush=True)
         try:
-            with _progress() as say:
+            with progress() as say:
                 found = run(
                     config,
                     folder,
@@ -133,7 +117,6 @@ def _settings(model: str, task: str | None, args: list[str], trust: bool) -> Any
     return configs.load("grpo", [*small, *named, *args])
 
 
-@app.command()
 def report(
     runs: Annotated[list[str], typer.Argument(callback=home, help="Run folders; several are compared.")],
     out: Annotated[
@@ -167,12 +150,11 @@ def report(
             fail(f"{place} is a link to another file: name the file to write with --out")
         if place.is_dir():
             fail(f"--out {place} is a folder: name a file, such as {place / 'report.html'}")
-        with _progress() as say:
+        with progress() as say:
             write_report(runs, place, progress=lambda done, total: say(f"{done:,} of {total:,} responses written"))
     print(visible(f"report: {place}"))
 
 
-@app.command()
 def tokens(
     run: Annotated[str, typer.Argument(callback=home, help="A run folder.")],
     step: Annotated[Optional[int], typer.Option(help="A recorded step; by default the last.")] = None,  # noqa: UP045

@@ -1,0 +1,53 @@
+"""The command line: one table of commands, each a plain function of a file beside this one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from poise import __version__
+from poise.cli import doctor, evaluate, look, tasks, train, warmstart
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    """Reinforcement learning with verifiable rewards, token by token."""
+
+
+def _group(about: str, **settings: bool) -> typer.Typer:
+    return typer.Typer(
+        help=about,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def build() -> typer.Typer:
+    """The whole command line."""
+    app = _group("Reinforcement learning with verifiable rewards, token by token.", no_args_is_help=True)
+    app.callback()(_main)
+    app.command("train")(train.train)
+    app.command("eval")(evaluate.evaluate)
+    app.command("warmstart")(warmstart.warmstart)
+    for command in (look.diagnose, look.report, look.tokens):
+        app.command()(command)
+    about_tasks = _group("List the tasks, or look at a problem of one.", invoke_without_command=True)
+    about_tasks.callback()(tasks.list_tasks)
+    about_tasks.command()(tasks.show)
+    app.add_typer(about_tasks, name="tasks")
+    about_frameworks = _group("Is poise alive inside another framework?", no_args_is_help=True)
+    about_frameworks.command()(doctor.trl)
+    about_frameworks.command()(doctor.verl)
+    app.add_typer(about_frameworks, name="doctor")
+    return app
+
+
+app = build()

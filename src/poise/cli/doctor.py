@@ -1,0 +1,52 @@
+"""``poise doctor``: whether poise works inside TRL and verl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from poise.cli.common import home
+
+
+def trl(
+    args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
+    config: Annotated[
+        Path | None, typer.Option(callback=home, help="Settings as TRL's parser reads them, YAML.")
+    ] = None,
+) -> None:
+    """Tell which TRL is here and which regulators it can train; with a regulator, try it with settings of GRPOConfig.
+
+    Examples:
+
+    - `poise doctor trl`
+    - `poise doctor trl beta=0.04 loss_type=grpo`
+    - `poise doctor trl regulator="ar | lopti" num_iterations=2`
+    - `poise doctor trl --config examples/scale/trl-8gpu.yaml use_vllm=false`
+    """
+    from poise.integrations import doctor
+
+    if not doctor.trl(print, args or [], config):
+        raise typer.Exit(1)
+
+
+def verl(
+    args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
+    config_path: Annotated[
+        Path | None, typer.Option(callback=home, help="A folder with configurations of yours.")
+    ] = None,
+    config_name: Annotated[str, typer.Option(help="Which one.")] = "ppo_trainer",
+) -> None:
+    """Tell whether verl has loaded poise, which it does not say itself; with settings, whether they can be trained.
+
+    Examples:
+
+    - `poise doctor verl`
+    - `poise doctor verl trainer.v1.trainer_mode=poise_sync +trainer.v1.poise_sync.regulator=lopti ...`
+    - `poise doctor verl --config-path examples/scale --config-name verl-8gpu`
+    """
+    from poise.integrations import doctor
+
+    if not doctor.verl(print, args or [], config_path, config_name):
+        raise typer.Exit(1)
