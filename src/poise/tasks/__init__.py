@@ -24,10 +24,12 @@ from poise.tasks.base import (
     explained,
     judge,
 )
+from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.knights_knaves import KnightsKnaves
 
-TASKS: dict[str, Callable[..., Task]] = {
+TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
+    "frozenlake": FrozenLake,
 }
 
 __all__ = [
@@ -71,4 +73,5 @@ def get(name: str, **settings: Any) -> Task:
     for setting in settings:
         if setting not in allowed:
             raise TypeError(f"task {name!r}: " + unknown("setting", setting, allowed))
-    return TASKS[name](**settings)
+    task: Task = TASKS[name](**settings)
+    return task

@@ -1,0 +1,185 @@
+"""Frozen Lake: walk over ice to a goal and keep out of the holes, one move a turn.
+
+The rules are gymnasium's: a move over the edge stays where it is, a hole ends the game, and on a slippery lake each
+move goes where it was meant to or to one of the two sides, each a third of the time. As in ERL (arXiv 2602.13949) maps
+have sides 2 to 9, 60 to 85 % ice, and the rules may be withheld: the symbols then are letters that mean nothing.
+**Ours:** start and goal are drawn, every map can be solved within the turns, and takes two moves at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from itertools import count
+from random import Random
+from typing import ClassVar
+
+from poise._lib.errors import check_choice, check_range
+from poise.tasks.base import Problem, Split, check_split
+from poise.tasks.grid import DIRECTIONS, GridEpisode, Place, draw_map, neighbour, shortest
+from poise.tasks.streams import check_whole, draw_of_split, sizes
+
+RULES = ("told", "withheld")
+SYMBOLS = {"told": "P_OG", "withheld": "ABCD"}  # you, ice, a hole, the goal
+FEWEST_MOVES = 2  # a map that takes one move teaches nothing
+
+TOLD = (
+    "You walk on a frozen lake. P is you, _ is ice, O is a hole, G is the goal. Get to G without falling into a hole. "
+    "At the edge you stay where you are."
+)
+SLIPPERY = " The ice is slippery: a move may take you to the side of where you wanted to go."
+WITHHELD = "You play a game on a grid. The rules are not told: find out what leads to success."
+ONE = "Each turn, reply with one move: up, down, left or right."
+SEVERAL = "Each turn, reply with up to {} moves out of up, down, left and right, such as: up left."
+
+
+@dataclass(frozen=True)
+class FrozenLake:
+    """Frozen Lake: cross the ice to the goal in several turns, on maps without end.
+
+    ``side`` is a number, several, or a range; they take turns. ``ice`` is the least and the largest share of cells
+    without a hole. ``actions`` moves are allowed per reply and ``turns`` replies per episode. ``rules`` are told or
+    withheld.
+    """
+
+    side: int | str | Sequence[int] = "2-9"
+    turns: int = 8
+    actions: int = 1
+    rules: str = "told"
+    slippery: bool = False
+    ice: Sequence[float] = (0.6, 0.85)
+
+    name: ClassVar[str] = "frozenlake"
+    concurrent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "side", sizes("FrozenLake", "side", self.side, 2, 9))
+        check_whole("FrozenLake", "turns", self.turns, 1, 64)
+        check_whole("FrozenLake", "actions", self.actions, 1, 32)
+        if self.turns * self.actions < FEWEST_MOVES:
+            raise ValueError("FrozenLake: a map takes two moves at least: raise turns or actions")
+        check_choice("FrozenLake", "rules", self.rules, RULES)
+        if not isinstance(self.ice, Sequence) or isinstance(self.ice, str) or len(self.ice) != 2:
+            raise ValueError(f"FrozenLake: ice must be the least and the largest share, got {self.ice!r}")
+        object.__setattr__(self, "ice", tuple(self.ice))
+        check_range("FrozenLake", "ice[0]", self.ice[0], 0.3, 1.0)
+        check_range("FrozenLake", "ice[1]", self.ice[1], self.ice[0], 1.0)
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """Maps of one split; no map is in both."""
+        check_split(split)
+        rng = Random(f"frozenlake {seed}")
+        sides = sizes("FrozenLake", "side", self.side, 2, 9)
+        for turn in count():
+            side = sides[turn % len(sides)]
+            yield self._problem(draw_of_split("FrozenLake", split, rng, partial(self._draw, side), self._suits))
+
+    def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:
+        """The meaning of a map, and its rows of P, _, O and G."""
+        cells = [(row, column) for row in range(side) for column in range(side)]
+        start, goal, *free = rng.sample(cells, len(cells))
+        holes = round(side * side * (1 - rng.uniform(*self.ice)))
+        kind = dict.fromkeys(free[:holes], "O") | {start: "P", goal: "G"}
+        rows = ["".join(kind.get((row, column), "_") for column in range(side)) for row in range(side)]
+        return "frozenlake " + "\n".join(rows), rows  # by this text two of the 8 maps with side 2 are for testing
+
+    def _suits(self, rows: list[str]) -> bool:
+        """Whether a map can be solved in time, and not too easily."""
+        path = _way(rows, _find(rows, "P"), self.turns * self.actions)
+        return path is not None and len(path) >= FEWEST_MOVES
+
+    def _problem(self, rows: list[str]) -> Problem:
+        rules = TOLD + (SLIPPERY if self.slippery else "") if self.rules == "told" else WITHHELD
+        how = ONE if self.actions == 1 else SEVERAL.format(self.actions)
+        prompt = f"{rules} {how}\n{_picture(rows, self.rules)}\nTurn 1 of {self.turns}. Your move?"
+        number = sha256("\n".join(rows).encode()).hexdigest()[:12]
+        return Problem(f"frozenlake/{len(rows)}/{number}", prompt, f"{len(rows)}x{len(rows)}", {"map": rows})
+
+    def episode(self, problem: Problem) -> FrozenLakeEpisode:
+        """One game."""
+        return FrozenLakeEpisode(problem, self)
+
+
+class FrozenLakeEpisode(GridEpisode):
+    """One game on one map."""
+
+    def __init__(self, problem: Problem, task: FrozenLake) -> None:
+        super().__init__(problem, task.turns, task.actions, task.rules == "told")
+        self.task = task
+        rows: list[str] = problem.data["map"]
+        self.place = _find(rows, "P")
+        self.rows = [row.replace("P", "_") for row in rows]
+
+    @property
+    def here(self) -> str:
+        """The symbol under the player."""
+        return self.rows[self.place[0]][self.place[1]]
+
+    @property
+    def won(self) -> bool:
+        """Whether the player stands on the goal."""
+        return self.here == "G"
+
+    @property
+    def over(self) -> bool:
+        """Whether the player stands on the goal or in a hole."""
+        return self.here in "GO"
+
+    def move(self, direction: str) -> str:
+        """Walk, or slip."""
+        going = self._slip(direction) if self.task.slippery else direction
+        there = neighbour(self.place, going)
+        slipped = "" if going == direction else f" and slipped {going}"
+        if not _inside(self.rows, there):
+            return f"You went {direction}{slipped}, and the edge stopped you."
+        self.place = there
+        return f"You went {direction}{slipped}."
+
+    def _slip(self, direction: str) -> str:
+        """The move meant or one of those to its sides. It depends on the map and on all replies so far, so that an
+        episode can be played again, and attempts that differ slip differently."""
+        rng = Random(repr((self.problem.id, self.replies, len(self.moves))))
+        down, _ = DIRECTIONS[direction]
+        return rng.choice([direction, *(("left", "right") if down else ("up", "down"))])
+
+    def picture(self) -> str:
+        """The map with the player on it."""
+        row, column = self.place
+        rows = list(self.rows)
+        rows[row] = rows[row][:column] + "P" + rows[row][column + 1 :]
+        return _picture(rows, self.task.rules)
+
+    def solution(self) -> list[str] | None:
+        """The shortest way over ice."""
+        return _way(self.rows, self.place, len(self.rows) ** 2)
+
+    def ending(self) -> str:
+        """How the game stands."""
+        if self.won:
+            return "You reached the goal."
+        return "You fell into a hole." if self.over else "You did not reach the goal in time."
+
+
+def _find(rows: Sequence[str], symbol: str) -> Place:
+    return next((row, line.index(symbol)) for row, line in enumerate(rows) if symbol in line)
+
+
+def _inside(rows: Sequence[str], place: Place) -> bool:
+    return 0 <= place[0] < len(rows) and 0 <= place[1] < len(rows)
+
+
+def _way(rows: Sequence[str], start: Place, most: int) -> list[str] | None:
+    """The shortest way from ``start`` to the goal, past the holes."""
+
+    def after(place: Place, move: str) -> Place | None:
+        there = neighbour(place, move)
+        return there if _inside(rows, there) and rows[there[0]][there[1]] != "O" else None
+
+    goal = _find(rows, "G")
+    return shortest(start, after, lambda place: place == goal, most)
+
+
+def _picture(rows: Sequence[str], rules: str) -> str:
+    return draw_map(row.translate(str.maketrans("P_OG", SYMBOLS[rules])) for row in rows)
