@@ -1,4 +1,4 @@
-"""Advantage Reweighting: weights that rise in a straight line with the token's probability."""
+"""Advantage Reweighting: weights that rise linearly with the token's probability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a regulator is, and how two of them compose."""
+"""The ``Regulator`` base class, composition, and random draws that a resumed run repeats."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from poise._lib.errors import short, unknown
 from poise._lib.user_code import F, mark
 from poise.batch import Phase, TokenBatch
 
-MOST_PHASES = 100  # of one regulator: each is a whole pass of the update, with weights for every token
-_WHAT = {
+MOST_PHASES = 100  # per regulator: each phase is a whole pass of the update and holds weights for every token
+SCOPES = ("token", "group", "batch")  # what a weight may depend on: a framework may show a regulator no more
+_FIELD_HELP = {
     "groups": "(B,) integers, the same for responses to the same prompt",
     "correct": "(B,) bool, the verifier's verdict",
     "entropy": "(B, T) entropy of the old policy",
@@ -27,16 +28,13 @@ _WHAT = {
 }
 
 
-SCOPES = ("token", "group", "batch")  # how far a regulator looks to weight a token; a framework may show it no more
-
-
 class Regulator(ABC):
-    """Decides, once per rollout batch, how much each token may pull in the update: a batch in, phases out.
+    """Weights each token's contribution to the update, once per rollout batch: a batch in, phases out.
 
     To write one, subclass this as a frozen dataclass, list in ``needs`` the optional fields of ``TokenBatch`` that it
-    reads, and implement ``phases`` with ``Phase.of``, which takes care of mask and dtype. ``scope`` says how far it
-    looks: at the token alone, at the responses of its group, or at the whole batch. In a composition every regulator
-    reads the raw batch, not what the one before it made.
+    reads, and implement ``phases`` with ``Phase.of``, which takes care of mask and dtype. ``scope`` says what a token's
+    weight depends on: that token alone, the responses of its group, or the whole batch. In a composition every
+    regulator reads the raw batch, not the output of the one before it.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -44,7 +42,7 @@ class Regulator(ABC):
 
     @property
     def phase_count(self) -> int:
-        """How many phases it returns, where that is known before it is called: at least so many."""
+        """The number of phases, or a lower bound where it depends on the batch."""
         return 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -60,14 +58,14 @@ class Regulator(ABC):
         """The phases of the update, in order. Runs without gradients."""
 
     def __call__(self, batch: TokenBatch) -> list[Phase]:
-        """Check what the regulator needs, run it, and check what it made."""
+        """Check the fields that the regulator needs, run it without gradients, and check its phases."""
         for name in sorted(self.needs):
             if getattr(batch, name) is None:
-                what = f" ({_WHAT[name]})" if name in _WHAT else ""
-                raise ValueError(f"{type(self).__name__} needs TokenBatch.{name}{what}, which this batch lacks")
+                help_text = f" ({_FIELD_HELP[name]})" if name in _FIELD_HELP else ""
+                raise ValueError(f"{type(self).__name__} needs TokenBatch.{name}{help_text}, which this batch lacks")
         with torch.no_grad():
             phases = self.phases(batch)
-            phases = list(phases) if isinstance(phases, Iterable) else [phases]  # they may be yielded
+            phases = list(phases) if isinstance(phases, Iterable) else [phases]  # ``phases`` may be a generator
             for phase in phases:
                 if not isinstance(phase, Phase):
                     got = type(phase).__name__
@@ -87,7 +85,7 @@ class Regulator(ABC):
 
 @dataclass(frozen=True)
 class Compose(Regulator):
-    """``a | b``: the phases of ``a`` split by those of ``b``, weights multiplied."""
+    """``a | b``: every phase of ``a`` with every phase of ``b``, weights multiplied."""
 
     parts: tuple[Regulator, ...]
 
@@ -98,14 +96,14 @@ class Compose(Regulator):
         object.__setattr__(self, "scope", max((part.scope for part in flat), key=SCOPES.index, default="token"))
         if not flat:
             raise ValueError("a composition needs at least one regulator")
-        self._check(self.phase_count)
+        self._check_count(self.phase_count)
 
     @property
     def phase_count(self) -> int:
-        """The phases of all parts, multiplied out."""
+        """The product of the parts' phase counts."""
         return prod(part.phase_count for part in self.parts)
 
-    def _check(self, count: int) -> None:
+    def _check_count(self, count: int) -> None:
         if count > MOST_PHASES:
             raise ValueError(
                 f"{len(self.parts)} regulators make {short(count)} phases together, each a whole pass of the update: "
@@ -114,12 +112,12 @@ class Compose(Regulator):
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Every combination of the parts' phases; the first part varies slowest."""
-        made = self.parts[0](batch)
+        phases = self.parts[0](batch)
         for part in self.parts[1:]:
             right = part(batch)
-            self._check(len(made) * len(right))
-            made = [_product(a, b) for a in made for b in right]
-        return made
+            self._check_count(len(phases) * len(right))
+            phases = [_product(a, b) for a in phases for b in right]
+        return phases
 
 
 def _product(a: Phase, b: Phase) -> Phase:
@@ -129,7 +127,7 @@ def _product(a: Phase, b: Phase) -> Phase:
 
 @dataclass(frozen=True)
 class Function(Regulator):
-    """Any callable from a batch to phases, as a regulator; ``needs`` and ``scope`` are read off it, if it has them."""
+    """Wraps a callable from a batch to phases; reads ``needs`` and ``scope`` from it, if it has them."""
 
     function: Callable[..., Sequence[Phase]]
     settings: tuple[tuple[str, Any], ...] = ()
@@ -141,12 +139,12 @@ class Function(Regulator):
         object.__setattr__(self, "scope", getattr(self.function, "scope", "batch"))
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """What the callable returns."""
+        """The phases that the callable returns."""
         return list(self.function(batch, **dict(self.settings)))
 
 
 def as_regulator(value: Callable[[TokenBatch], Sequence[Phase]]) -> Regulator:
-    """A regulator as it is; any other callable wrapped as one."""
+    """Return a regulator unchanged; wrap any other callable in ``Function``."""
     if isinstance(value, Regulator):
         return value
     if not callable(value):
@@ -155,22 +153,22 @@ def as_regulator(value: Callable[[TokenBatch], Sequence[Phase]]) -> Regulator:
 
 
 def regulator(function: F) -> F:
-    """Mark a function from a batch to phases, or a class of such callables, so that settings may name it.
+    """Allow settings to name a function from a batch to phases, or a class of such callables.
 
     >>> @poise.regulator
     ... def half(batch, weight=0.5):
     ...     return [Phase.of(batch, weight)]
 
-    Then ``regulator="mymodule.half(weight=0.3)"`` finds it. Subclasses of ``Regulator`` need no mark.
+    Then ``regulator="mymodule.half(weight=0.3)"`` loads it. Subclasses of ``Regulator`` need no mark.
     """
     return mark("regulator", function)
 
 
 def random_order(batch: TokenBatch, count: int, seed: int, salt: str) -> Tensor:
-    """A random permutation of ``count``: fixed by the seed, the batch's log-probabilities, and who asks (``salt``).
+    """A random permutation of ``range(count)``, determined by the seed, ``salt`` and the batch's log-probabilities.
 
-    The batch takes part so that the same seed draws anew at every step; its bits are summed as integers, so that
-    neither padding nor the device matters. ``salt`` keeps two methods with the same seed from drawing the same.
+    The log-probabilities make every step draw anew from the same seed. Their bits are summed as integers, so neither
+    padding nor the device matters. ``salt`` gives two methods with the same seed different draws.
     """
     bits = batch.old_logp[batch.mask].double().view(torch.int64).sum().item()
     digest = hashlib.blake2b(f"{salt}/{seed}/{bits}".encode(), digest_size=8).digest()
@@ -178,8 +176,8 @@ def random_order(batch: TokenBatch, count: int, seed: int, salt: str) -> Tensor:
     return torch.randperm(count, generator=generator).to(batch.mask.device)
 
 
-def scatter(batch: TokenBatch, chosen: Tensor) -> Tensor:
-    """(B, T) bool: the chosen ones among the response tokens, which are numbered in row order."""
-    picked = torch.zeros(int(batch.mask.sum()), dtype=torch.bool, device=batch.mask.device)
-    picked[chosen] = True
-    return torch.zeros_like(batch.mask).masked_scatter_(batch.mask, picked)
+def scatter(batch: TokenBatch, tokens: Tensor) -> Tensor:
+    """(B, T) bool: True at ``tokens``, indices into the response tokens in row order."""
+    selected = torch.zeros(int(batch.mask.sum()), dtype=torch.bool, device=batch.mask.device)
+    selected[tokens] = True
+    return torch.zeros_like(batch.mask).masked_scatter_(batch.mask, selected)

@@ -1,4 +1,4 @@
-"""Clip-Cov: let go of a few tokens where advantage and log-probability covary most."""
+"""Clip-Cov: drop a few of the tokens whose advantage and log-probability covary most."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ClipCov(Regulator):
 
     ``cov = (A − mean A)·(log p − mean log p)``, means over the response tokens. Paper: "The Entropy Mechanism of
     Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617; defaults as in verl's ``clip_cov``.
-    **Ours:** taken once, over the rollout batch, with the old policy's log-probabilities. verl uses the current ones
-    per micro-batch and passes over tokens that the ratio clip has caught already; at rollout time there are none. So
-    this is an approximation, the closer the fewer steps are taken per batch. ``share`` counts all response tokens; at
-    least one is drawn where there is a candidate.
+    **Ours:** computed once, over the rollout batch, with the old policy's log-probabilities. verl uses the current ones
+    per micro-batch and skips tokens that the ratio clip already caught; at rollout time there are none. So this is an
+    approximation, and the fewer optimizer steps per batch, the closer it is. ``share`` is of all response tokens; at
+    least one token is drawn where there is a candidate.
     """
 
     share: float = 0.0002
@@ -32,7 +32,7 @@ class ClipCov(Regulator):
         check_range("clip-cov", "high", self.high, self.low)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase of ones with a few zeros."""
+        """One phase: ones, with zeros for the dropped tokens."""
         if self.share == 0 or not batch.mask.any():
             return [Phase.of(batch)]
         logp = batch.old_logp[batch.mask].to(batch.dtype)
@@ -40,5 +40,5 @@ class ClipCov(Regulator):
         cov = (advantages - advantages.mean()) * (logp - logp.mean())
         candidates = ((cov > self.low) & (cov < self.high)).nonzero()[:, 0]
         order = random_order(batch, len(candidates), self.seed, "clip-cov")
-        chosen = candidates[order[: max(int(self.share * len(cov)), 1)]]
-        return [Phase.of(batch, ~scatter(batch, chosen), metrics={"clipped_share": len(chosen) / len(cov)})]
+        dropped = candidates[order[: max(int(self.share * len(cov)), 1)]]
+        return [Phase.of(batch, ~scatter(batch, dropped), metrics={"clipped_share": len(dropped) / len(cov)})]

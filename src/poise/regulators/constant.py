@@ -11,9 +11,9 @@ from poise.regulators.base import Regulator
 
 @dataclass(frozen=True)
 class Constant(Regulator):
-    """``w = weight`` for the policy term of every token; KL and entropy terms as they are.
+    """``w = weight`` for the policy term of every token; KL and entropy terms unchanged.
 
-    **Ours:** a control for methods whose weights average below 1, as AR's do. Is it more than a smaller step?
+    **Ours:** a control for methods whose weights average below 1, as AR's do: is their effect only a smaller step?
     """
 
     scope = "token"

@@ -1,4 +1,4 @@
-"""Top-entropy masking: only the tokens where the policy hesitated are learned from."""
+"""Top-entropy masking: learn only from the tokens where the policy was uncertain."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from poise.regulators.base import Regulator
 
 @dataclass(frozen=True)
 class TopEntropy(Regulator):
-    """Only the ``quantile`` share of tokens with the highest entropy, over the batch, keep their policy term.
+    """Keep the policy term of the ``quantile`` share of the batch's tokens with the highest entropy; zero the others.
 
-    Paper: "Beyond the 80/20 Rule", arXiv 2506.01939; as TRL's ``top_entropy_quantile``, up to the rounding of
-    the count. KL is not masked, and
-    the denominator stays the count of all response tokens. **Ours:** the entropy is the old policy's, over the whole
-    rollout batch; tokens tied with the last one kept are kept too. ``quantile=1`` is GRPO exactly.
+    Paper: "Beyond the 80/20 Rule", arXiv 2506.01939; as TRL's ``top_entropy_quantile``, up to the rounding of the
+    count. KL is not masked, and the denominator stays the count of all response tokens. **Ours:** the entropy is the
+    old policy's, over the whole rollout batch; ties at the cut are kept. ``quantile=1`` is GRPO exactly.
     """
 
     quantile: float = 0.2
@@ -30,8 +29,8 @@ class TopEntropy(Regulator):
         """One phase of zeros and ones."""
         assert batch.entropy is not None
         entropies = batch.entropy[batch.mask]
-        keep = ceil(self.quantile * len(entropies))
-        if keep == 0:
+        count = ceil(self.quantile * len(entropies))
+        if count == 0:
             return [Phase.of(batch, 0.0)]
-        cut = entropies.kthvalue(len(entropies) - keep + 1).values
+        cut = entropies.kthvalue(len(entropies) - count + 1).values
         return [Phase.of(batch, batch.entropy >= cut)]

@@ -1,4 +1,4 @@
-"""GRPO as it is."""
+"""Plain GRPO."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from poise.regulators.base import MOST_PHASES, Regulator
 
 @dataclass(frozen=True)
 class Identity(Regulator):
-    """``w = 1``: every token pulls as GRPO lets it.
+    """``w = 1``: plain GRPO.
 
-    **Ours:** ``passes``, which repeats the whole update. Lopti takes twice as many optimizer steps as GRPO on the same
-    rollouts; ``passes=2`` takes as many, on all tokens.
+    **Ours:** ``passes`` repeats the whole update. Lopti takes twice as many optimizer steps as GRPO on the same
+    rollouts; ``passes=2`` takes as many steps as Lopti, on all tokens.
     """
 
     scope = "token"
@@ -31,6 +31,6 @@ class Identity(Regulator):
         return self.passes
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """Ones, ``passes`` times."""
+        """``passes`` phases of ones."""
         names = ["all"] if self.passes == 1 else [f"pass{i + 1}" for i in range(self.passes)]
         return [Phase.of(batch, name=name) for name in names]

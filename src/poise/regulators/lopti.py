@@ -14,11 +14,11 @@ class Lopti(Regulator):
     """Lopti: update first on the tokens with ``p < η`` (``threshold``), then on the others.
 
     Paper: arXiv 2505.12929. As in the authors' code, each phase is a complete pass of optimizer steps over the rollout
-    batch; the other side's KL and entropy terms are masked with its policy term; old log-probabilities are not
-    recomputed; the loss is divided by the count of all response tokens in both phases, so that they add up to GRPO.
+    batch; a phase masks the KL and entropy terms of the other tokens with their policy terms; old log-probabilities
+    are not recomputed; both phases divide the loss by the count of all response tokens, so that they add up to GRPO.
     ``threshold=0.4`` is their K&K setting (0.5 together with AR). ``order="high-first"`` is their ablation, worse than
-    GRPO. A threshold of 0, or above 1, puts all tokens into one phase: GRPO exactly, since a phase without tokens runs
-    no optimizer step. Mind that Lopti takes twice the optimizer steps of GRPO: compare with ``Identity(passes=2)`` and
+    GRPO. A threshold of 0, or above 1, puts all tokens into one phase: GRPO exactly, since a phase without tokens takes
+    no optimizer step. Lopti takes twice the optimizer steps of GRPO: compare with ``Identity(passes=2)`` and
     ``RandomSplit``.
     """
 
@@ -36,7 +36,7 @@ class Lopti(Regulator):
         return 2
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """Always two, "low" and "high", even where one of them has no token."""
+        """Always two phases, "low" and "high", even if one of them has no token."""
         low = batch.mask & (batch.prob < self.threshold)
         high = batch.mask & ~low
         phases = [Phase.of(batch, low, low, name="low"), Phase.of(batch, high, high, name="high")]

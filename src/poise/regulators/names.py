@@ -40,29 +40,29 @@ TABLE: dict[str, type[Regulator]] = {
 
 
 def get(name: str, *args: Any, **settings: Any) -> Regulator:
-    """The regulator of that name, or behind that dotted path: ``get("ar", alpha=0.2)``, ``get("mine.py_module.Mine")``.
+    """Build a regulator from its name or dotted path: ``get("ar", alpha=0.2)``, ``get("mypackage.module.Mine")``.
 
-    A dotted path (``package.module.Name`` or ``package.module:Name``) leads to a subclass of ``Regulator``, or to a
-    function or class that is marked with ``@poise.regulator``. Importing it runs its module: see ``_lib.user_code``.
+    A dotted path (``package.module.Name`` or ``package.module:Name``) names a subclass of ``Regulator``, or a function
+    or class marked with ``@poise.regulator``. Importing it runs its module: see ``_lib.user_code``.
     """
     if not args and not settings and any(sign in name for sign in "(|"):
         return parse(name)
-    maker = TABLE.get(name) or _load(name)
-    if isinstance(maker, Regulator):
+    target = TABLE.get(name) or _load(name)
+    if isinstance(target, Regulator):
         _check_settings(name, settings, [])
-        return maker
-    if inspect.isclass(maker):
-        return _build(name, maker, args, settings)
+        return target
+    if inspect.isclass(target):
+        return _build(name, target, args, settings)
     if args:
         raise TypeError(f"{name}: settings of a function are given by name")
-    _check_settings(name, settings, list(inspect.signature(maker).parameters)[1:])
-    return Function(maker, tuple(settings.items()))
+    _check_settings(name, settings, list(inspect.signature(target).parameters)[1:])
+    return Function(target, tuple(settings.items()))
 
 
 def parse(text: str | Callable[[TokenBatch], Any]) -> Regulator:
-    """A regulator from its text form: ``"ar(alpha=0.3) | lopti(threshold=0.5)"``. Values are Python literals.
+    """Build a regulator from its text form: ``"ar(alpha=0.3) | lopti(threshold=0.5)"``. Values are Python literals.
 
-    What is a regulator or a callable already is taken as it is.
+    A regulator is returned unchanged; another callable is wrapped in ``Function``.
     """
     if not isinstance(text, str):
         return as_regulator(text)
@@ -71,10 +71,10 @@ def parse(text: str | Callable[[TokenBatch], Any]) -> Regulator:
 
 
 def text(regulator: Regulator) -> str:
-    """The text form of a regulator, such that ``parse(text(r)) == r``. Settings at their default are left out."""
+    """The text form of a regulator, such that ``parse(text(r)) == r``. Default settings are left out."""
     if isinstance(regulator, Compose):
         return " | ".join(text(part) for part in regulator.parts)
-    known = {kind: name for name, kind in TABLE.items()}
+    names = {kind: name for name, kind in TABLE.items()}
     target: Any = regulator.function if isinstance(regulator, Function) else regulator
     if is_dataclass(target):
         kind: Any = type(target)
@@ -83,7 +83,7 @@ def text(regulator: Regulator) -> str:
         kind, values = target, list(regulator.settings)
     else:
         raise ValueError(f"{regulator!r} has no text form: it is neither a dataclass nor a function with a name")
-    name = known.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
+    name = names.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
     if "<" in name:
         raise ValueError(f"{name} has no text form: it is not defined at the top of a module")
     return name + (f"({', '.join(f'{k}={v!r}' for k, v in values)})" if values else "")
@@ -95,15 +95,15 @@ def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any
     if len(args) > len(allowed):
         raise TypeError(f"{name} takes at most {len(allowed)} settings ({', '.join(allowed)}), got {len(args)}")
     try:
-        made = kind(*args, **settings)
+        instance = kind(*args, **settings)
     except (ValueError, TypeError):
         raise
     except Exception as error:  # a user's class may raise anything
         raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
-    if isinstance(made, Regulator):
-        return made
-    if callable(made):
-        return Function(made)
+    if isinstance(instance, Regulator):
+        return instance
+    if callable(instance):
+        return Function(instance)
     raise TypeError(f"{name} is not a regulator: it is not callable")
 
 
@@ -122,7 +122,7 @@ def _check_settings(name: str, settings: dict[str, Any], allowed: list[str]) -> 
 
 
 def _split(text: str) -> list[str]:
-    """Split at the bars that stand outside brackets and quotes."""
+    """Split at the bars outside brackets and quotes."""
     parts, depth, quote, start = [], 0, "", 0
     for i, char in enumerate(text):
         if quote:

@@ -1,4 +1,4 @@
-"""NTHR: spare the tokens of wrong answers whose punishment would pull the right answers down."""
+"""NTHR: spare tokens of incorrect responses whose penalty would lower the likelihood of the correct ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from poise.batch import Phase, TokenBatch
 from poise.influence import Scores, group_scores
 from poise.regulators.base import Regulator
 
-TOKENS = 1 << 15
-BLOCK = 1 << 27  # elements of the largest temporary on a GPU: little beside an update, and few launches
+TOKENS = 1 << 15  # padded tokens per forward pass of hidden states
+BLOCK = 1 << 27  # elements of the largest temporary on a GPU: small beside an update, large enough for few launches
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class NTHR(Regulator):
 
     **Ours**, since the paper leaves it open: a correct response is scored against the *other* correct ones
     (``self_inclusive=True`` for all of them), so that a group with a single correct response is left alone; scores are
-    sums over the tokens of the correct responses, s̄⁺ a mean over the tokens of response i. These matter: with
-    positives and negatives drawn alike, the exclusive τ flags about half of the wrong tokens, the inclusive one 7 to
-    30 %. Watch ``reg/…/flagged_share``. Groups with no correct or no incorrect response are left alone. π is the
-    distribution that sampling used: give the batch a ``poise.Head`` with its temperature and soft-capping.
+    sums over the tokens of the correct responses, s̄⁺ a mean over the tokens of response i. These choices matter: with
+    correct and incorrect tokens from one distribution, the exclusive τ flags about half of the incorrect tokens, the
+    inclusive one 7 to 30 %. Watch ``reg/…/flagged_share``. Groups with no correct or no incorrect response are left
+    alone. π is the distribution that sampling used: give the batch a ``poise.Head`` with its temperature and
+    soft-capping.
     """
 
     beta: float = 1.0
@@ -48,43 +49,43 @@ class NTHR(Regulator):
             check_range("nthr", "eta", self.eta, 0.0, 1e6)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase; KL untouched. Reports the share of wrong tokens flagged, and of groups that could be scored.
+        """One phase; KL untouched. Reports the share of incorrect tokens flagged, and of groups scored.
 
-        ``tokens["nthr"]`` of the phase holds s⁻ for the tokens of incorrect responses, NaN where there is none.
+        ``tokens["nthr"]`` of the phase has s⁻ for the tokens of incorrect responses, NaN elsewhere.
         """
         assert batch.correct is not None
-        # A GPU is waited for here, where hidden states are made (see below), and at the end; not in every group.
+        # The host waits for a GPU here, once per forward pass of hidden states, and at the end; never per group.
         correct, lengths = torch.stack([batch.correct.long(), batch.lengths]).tolist()
         groups = batch.group_members()
-        scored = [group for rows in groups if (group := self._group(rows, correct, lengths))]
+        scored = [group for rows in groups if (group := self._scorable(rows, correct, lengths))]
         weight = torch.ones_like(batch.mask, dtype=batch.dtype)
-        found = torch.full_like(weight, torch.nan)
-        n_flagged = self._weigh(batch, scored, weight, found) if scored else 0
+        score = torch.full_like(weight, torch.nan)
+        n_flagged = self._fill(batch, scored, weight, score) if scored else 0
         wrong_tokens = sum(length for length, is_correct in zip(lengths, correct, strict=True) if not is_correct)
         metrics = {"flagged_share": n_flagged / max(wrong_tokens, 1), "scored_share": len(scored) / max(len(groups), 1)}
-        return [Phase.of(batch, weight, metrics=metrics, tokens={"nthr": found})]
+        return [Phase.of(batch, weight, metrics=metrics, tokens={"nthr": score})]
 
-    def _weigh(self, batch: TokenBatch, groups: list[_Group], weight: Tensor, found: Tensor) -> int:
-        """Fill in the weights and the scores of the groups' wrong tokens; how many are flagged."""
+    def _fill(self, batch: TokenBatch, groups: list[_Group], weight: Tensor, score: Tensor) -> int:
+        """Write weights and scores of the groups' incorrect tokens in place; return the number of flagged tokens."""
         device = weight.device
         (negative, positive), row, column = _scores(batch, groups, self.self_inclusive)
         right, wrong = [len(group.right) for group in groups], [group.sizes[-1] for group in groups]
         threshold = self.beta * torch.segment_reduce(positive, "min", lengths=send(right, device), unsafe=True)
         eta = [2 * abs(0.5 - group.share) if self.eta is None else self.eta for group in groups]
         owner = torch.repeat_interleave(send(wrong, device), output_size=len(row))
-        hit = negative > threshold[owner]
-        weight[row, column] = torch.where(hit, send(torch.tensor(eta, dtype=weight.dtype), device)[owner], 1)
-        found[row, column] = negative.to(found.dtype)
+        flagged = negative > threshold[owner]
+        weight[row, column] = torch.where(flagged, send(torch.tensor(eta, dtype=weight.dtype), device)[owner], 1)
+        score[row, column] = negative.to(score.dtype)
         finite = negative.isfinite().all() & positive.isfinite().all()
-        n_flagged, all_finite = torch.stack([hit.sum(), finite]).tolist()
+        n_flagged, all_finite = torch.stack([flagged.sum(), finite]).tolist()
         if not all_finite:
             parts = zip(groups, negative.split(wrong), positive.split(right), strict=True)
             rows = next(group.rows for group, *both in parts if not torch.cat(both).isfinite().all())
             raise ValueError(f"NTHR: the scores of the group of rows {rows} are not finite: look at hidden and head")
         return int(n_flagged)
 
-    def _group(self, rows: list[int], correct: list[int], lengths: list[int]) -> _Group | None:
-        """A group's responses that have tokens, if they can be scored."""
+    def _scorable(self, rows: list[int], correct: list[int], lengths: list[int]) -> _Group | None:
+        """The group of these rows without its empty responses; None if it cannot be scored."""
         right = [row for row in rows if correct[row] and lengths[row]]
         wrong = [row for row in rows if not correct[row] and lengths[row]]
         if not wrong or len(right) < (1 if self.self_inclusive else 2):
@@ -95,14 +96,14 @@ class NTHR(Regulator):
 
 class _Group(NamedTuple):
     rows: list[int]
-    right: list[int]
-    wrong: list[int]
+    right: list[int]  # rows of correct responses
+    wrong: list[int]  # rows of incorrect responses
     sizes: list[int]  # tokens of each correct response, then of all incorrect ones
-    share: float  # of correct responses
+    share: float  # p̂: share of correct responses
 
 
 def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> tuple[Scores, Tensor, Tensor]:
-    """The groups' scores, and where the wrong tokens are: their rows and columns."""
+    """The groups' scores, and the rows and columns of their incorrect tokens."""
     assert batch.head is not None
     assert batch.targets is not None
     device = batch.mask.device
@@ -110,18 +111,18 @@ def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> tu
     which, column = batch.mask[order].nonzero(as_tuple=True)
     row = order[which]
     parts, wrong, end, last = [], [], 0, 0
-    for some in _batches(groups, batch.mask.shape[1]):
-        begin, end = end, end + sum(sum(group.sizes) for group in some)
-        first, last = last, last + sum(len(group.right + group.wrong) for group in some)
+    for batch_groups in _batches(groups, batch.mask.shape[1]):
+        begin, end = end, end + sum(sum(group.sizes) for group in batch_groups)
+        first, last = last, last + sum(len(group.right + group.wrong) for group in batch_groups)
         tokens = slice(begin, end)
         hidden = batch.hidden_of(order[first:last])[which[tokens] - first, column[tokens]]
         parts.append(
             group_scores(
-                batch.head, hidden, batch.targets[row[tokens], column[tokens]], [group.sizes for group in some],
+                batch.head, hidden, batch.targets[row[tokens], column[tokens]], [group.sizes for group in batch_groups],
                 self_inclusive=self_inclusive, block=BLOCK if hidden.is_cuda else None,
             )
         )  # fmt: skip
-        for group in some:
+        for group in batch_groups:
             begin += sum(group.sizes)
             wrong.append(slice(begin - group.sizes[-1], begin))
     negative, positive = (torch.cat(values) for values in zip(*parts, strict=True))
@@ -129,7 +130,7 @@ def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> tu
 
 
 def _batches(groups: list[_Group], longest: int) -> list[list[_Group]]:
-    """Groups whose hidden states are made together: TOKENS places at most, or a single group."""
+    """Cut the groups into batches for one forward pass each: at most TOKENS padded tokens, or a single group."""
     batches: list[list[_Group]] = []
     room = 0
     for group in groups:

@@ -1,4 +1,4 @@
-"""Two phases chosen by lot: a control."""
+"""Two random phases: a control for Lopti."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from poise.regulators.base import Regulator, random_order, scatter
 
 @dataclass(frozen=True)
 class RandomSplit(Regulator):
-    """Two phases as Lopti's, but the first holds a random ``share`` of the tokens, whatever their probability.
+    """Two phases like Lopti's, but the first has a random ``share`` of the tokens, whatever their probability.
 
-    **Ours:** a control for Lopti. Is it more than two steps on parts of the batch? Set ``share`` to that of Lopti's low
-    phase in the run it is compared with (``reg/low/weight_mean``).
+    **Ours:** a control for Lopti: is its effect only that of two steps on parts of the batch? Set ``share`` to that of
+    Lopti's low phase in the run that you compare with (``reg/low/weight_mean``).
     """
 
     share: float = 0.25
@@ -29,7 +29,7 @@ class RandomSplit(Regulator):
         return 2
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """Exactly ``round(share · N)`` of the N tokens first, then the others."""
+        """First exactly ``round(share · N)`` of the N tokens, then the others."""
         count = int(batch.mask.sum())
         first = scatter(batch, random_order(batch, count, self.seed, "random-split")[: round(self.share * count)])
         return [

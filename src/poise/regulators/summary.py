@@ -1,4 +1,4 @@
-"""What a regulator did to a batch, as numbers to log."""
+"""Metrics of a regulator's phases, for the log."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def summary(phases: Sequence[Phase], batch: TokenBatch, intervals: Sequence[floa
     """The ``reg/…`` metrics of any regulator's phases. Per phase, over all response tokens of the batch:
 
     - ``weight_mean``, ``kl_weight_mean``;
-    - ``zero_share``: share of the tokens whose policy term takes no part;
-    - ``effective_tokens``: ``(Σw)² / Σw²``, how many equally weighted tokens would carry as much;
-    - ``weight_p0.25-0.50`` and so on: the mean weight by interval of the token's probability; the last interval is
-      closed, and one without tokens is left out;
-    - whatever the regulator reports itself, such as NTHR's ``flagged_share``.
+    - ``zero_share``: share of the tokens whose policy weight is 0;
+    - ``effective_tokens``: ``(Σw)² / Σw²``, the effective sample size;
+    - ``weight_p0.25-0.50`` and so on: the mean weight by interval of token probability; the last interval is
+      closed, and an interval without tokens is left out;
+    - the regulator's own metrics, such as NTHR's ``flagged_share``.
 
-    Over all phases, ``reg/pull_p0.25-0.50`` and so on: the interval's share of ``Σ w·|A|·(1 − p)``, which is how hard
-    tokens pull at the logits of what was sampled.
+    Over all phases, ``reg/pull_p0.25-0.50`` and so on: the interval's share of ``Σ w·|A|·(1 − p)``, the size of
+    the gradient at the sampled tokens' logits.
     """
     prob = batch.prob[batch.mask]
     pull = torch.stack([phase.policy[batch.mask] for phase in phases]).sum(0)
@@ -39,15 +39,15 @@ def summary(phases: Sequence[Phase], batch: TokenBatch, intervals: Sequence[floa
     for phase in phases:
         weight, kl = phase.policy[batch.mask], phase.kl[batch.mask]
         total = max(len(weight), 1)
-        row = {
+        statistics = {
             "weight_mean": weight.sum() / total,
             "kl_weight_mean": kl.sum() / total,
             "zero_share": (weight == 0).sum() / total,
             "effective_tokens": weight.sum().square() / weight.square().sum().clamp(min=torch.finfo(weight.dtype).tiny),
         }
-        row |= {name: (weight * inside).sum() / inside.sum() for name, inside in members}
-        names += [f"reg/{phase.name}/{name}" for name in row]
-        values += [value.double() for value in row.values()]
+        statistics |= {name: (weight * inside).sum() / inside.sum() for name, inside in members}
+        names += [f"reg/{phase.name}/{name}" for name in statistics]
+        values += [value.double() for value in statistics.values()]
     numbers = dict(zip(names, torch.stack(values).tolist(), strict=True))
     reported = {f"reg/{phase.name}/{name}": value for phase in phases for name, value in phase.metrics.items()}
     return {name: value for name, value in numbers.items() if value == value} | reported

@@ -17,9 +17,9 @@ class TokenRegulation(Regulator):
 
     Paper: arXiv 2511.00066 (later called GRPO-SG). Neither code nor the values of the constants are public. **Ours:**
     every default, chosen so that the weight rises with p, spans [L, U] over p in [0, 1] and averages near 1 on real
-    rollouts (docs/papers.md has the measurement); p is the old policy's, so that the weight is a constant of the
-    update. ``direction="falling"`` is the paper's reverse ablation, taken as the weight of 1 − p.
-    ``kl_weighted=False`` leaves the KL term alone, for engines that cannot weight it.
+    rollouts (measured in docs/papers.md); p is the old policy's, so that the weight is a constant of the update.
+    ``direction="falling"`` is the paper's reverse ablation, taken as the weight of 1 − p. ``kl_weighted=False`` leaves
+    the KL term alone, for frameworks that cannot weight it.
     """
 
     scope = "token"
@@ -40,7 +40,7 @@ class TokenRegulation(Regulator):
         check_choice("tr-grpo", "direction", self.direction, ("rising", "falling"))
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase, in which the KL carries the same weight."""
+        """One phase; the KL term has the same weight unless ``kl_weighted`` is False."""
         prob = batch.prob if self.direction == "rising" else 1 - batch.prob
         weight = (self.alpha * (torch.sigmoid(prob / self.tau) - self.mu)).clamp(self.low, self.high)
         return [Phase.of(batch, weight, weight if self.kl_weighted else 1.0)]

@@ -1,4 +1,4 @@
-"""The shortest way in: weights for a loop that already has its own loss."""
+"""``token_weights``: the weights alone, for a loop that has its own loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def token_weights(regulator: str | Regulator, **batch: Any) -> Tensor:
     >>> weights = poise.token_weights("ar(alpha=0.2)", old_logp=old_logp, advantages=advantages, mask=mask)
     >>> advantages = advantages[:, None] * weights
 
-    Weights are not negative, so weighting the advantage is weighting the clipped policy term, whatever its clip. The
-    weights of KL and entropy terms (TR-GRPO has some) are in ``Phase.kl``, by way of the regulator itself.
+    Weights are not negative, so weighting the advantage weights the clipped policy term, whatever its clip. For the
+    weights of the KL and entropy terms (TR-GRPO) call the regulator and read ``Phase.kl``.
     """
     for name in batch:
         if name not in TokenBatch.__dataclass_fields__:
-            known = "settings go into the text form, as in 'ar(alpha=0.2)'"
-            raise TypeError(unknown("field of TokenBatch", name, TokenBatch.__dataclass_fields__) + f"; {known}")
+            hint = "settings go into the text form, as in 'ar(alpha=0.2)'"
+            raise TypeError(unknown("field of TokenBatch", name, TokenBatch.__dataclass_fields__) + f"; {hint}")
     phases = parse(regulator)(TokenBatch(**batch))
     if len(phases) > 1:
         names = ", ".join(phase.name for phase in phases)
