@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from measure import Way, environment, in_turns, median, spread, write
-from regulators import peak_memory
 from torch import Tensor
 
 from poise import Head, TokenBatch
 from poise import regulators as registry
 from poise.influence import Form, Scores, cheaper_form, scores
+from regulators import peak_memory
 
 RIGHT = WRONG = 4  # responses of a group
 Tokens = tuple[Tensor, Tensor]

@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to the hub; read w
 
 @pytest.fixture(scope="module")
 def browser():
-    from runs import chromium
+    from support.run_folders import chromium
 
     path = chromium()
     from playwright.sync_api import sync_playwright
@@ -42,9 +42,8 @@ def page(browser):
 @pytest.fixture
 def served(tmp_path):
     """A run folder and the address of its watch server."""
-    from runs import make_run
-
     from poise.reports.html import serve
+    from support.run_folders import make_run
 
     folder = make_run(tmp_path / "run", steps=(1,))
     server = serve([folder.path])

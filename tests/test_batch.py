@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers import fields_of, random_batch
 
 from poise import Head, Phase, TokenBatch, regulators
+from support.batches import fields_of, random_batch
 
 
 def simple(**changes):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers import fields_of, random_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import TokenBatch, regulators
 from poise.diagnostics import likelihood_displacement
+from support.batches import fields_of, random_batch
 
 DRAWN = {"random-split", "clip-cov"}  # drawn per place in the batch: another order draws other tokens
 

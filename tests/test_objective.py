@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import fields_of, random_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from poise.objective import (
     policy_loss,
     surrogate,
 )
+from support.batches import fields_of, random_batch
 
 FULL = {"kl_coef": 0.1, "entropy_coef": 0.05, "max_length": 16}
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from trainer_runs import SMALL, command, make, parameters, run
 
 from poise import config as configs
 from poise import regulators, tasks, trainer
@@ -17,6 +16,7 @@ from poise.config.schema import LoraConfig
 from poise.models.policy import ModelError, load_policy
 from poise.runs.folder import CheckpointError, RunFolder
 from poise.trainer import Trainer, TrainError
+from support.small_runs import SMALL, command, make, parameters, run
 
 
 def test_reward_goes_up(tmp_path):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from heads import HEADS, error, fused, gradients, plain, problem
 from torch import Tensor
 
 from poise import Head, Phase, TokenBatch, objective, regulators
 from poise.head import policy_loss, token_logp
 from poise.objective import AGGREGATIONS, KL_ESTIMATORS, Settings
+from support.heads import HEADS, error, fused, gradients, plain, problem
 
 
 def moved(batch: TokenBatch, dtype: torch.dtype | None = None) -> TokenBatch:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers import random_batch
 
 from poise import Head, TokenBatch, regulators
 from poise.influence import elementwise as influence_steps
 from poise.influence import scores
 from poise.influence.elementwise import Rows
+from support.batches import random_batch
 
 DEVICE = "cuda"
 influence_kernels = pytest.importorskip("poise.influence.kernels", reason="no Triton")

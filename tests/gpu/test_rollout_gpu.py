@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from scipy_free import chi_square
-from tiny_models import HEADS as MODEL_HEADS
-from tiny_models import LEARNED, VOCABULARY, head_alone, learned, prompts, sample, tiny
 
 from poise.engines.choose import choose
 from poise.engines.forecast import announce
@@ -17,6 +14,9 @@ from poise.models.attention import over_slots
 from poise.models.policy import ModelError
 from poise.rollout.sampling import Sampling, uniform
 from poise.rollout.types import Request
+from support.chi_square import chi_square
+from support.tiny_models import HEADS as MODEL_HEADS
+from support.tiny_models import LEARNED, VOCABULARY, head_alone, learned, prompts, sample, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-import trajectories
+
+from support import trajectories
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
 

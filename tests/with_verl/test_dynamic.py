@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-import verl_cpu
-from test_trainer import close, gradients
 from verl.workers.engine.fsdp import transformer_impl
-from verl_cpu import assembled, rollouts, shipped, step, trainer
+
+from support import verl_cpu
+from support.verl_cpu import assembled, rollouts, shipped, step, trainer
+from support.verl_runs import close, gradients
 
 DYNAMIC = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 226}
 FIXED = {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 2}

@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
-import verl_cpu
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+from support import verl_cpu
 
 PAGE = (verl_cpu.SCALE.parents[1] / "docs/verl.md").read_text()
 LOSS, TRAINER = (OmegaConf.create(block) for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", PAGE))

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 import verl
-import verl_cpu
 from hydra.errors import InstantiationException
-from test_loss import actor, run
 from verl.workers.config import PolicyLossConfig
 
 from poise import Phase, regulator, regulators
@@ -16,6 +14,8 @@ from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.verl import RegulatedPolicyLoss
 from poise.integrations.verl_checks import check_config
 from poise.integrations.verl_trainer import RegulatedTrainer
+from support import verl_cpu
+from support.verl_runs import actor, run
 
 KL = {"actor_rollout_ref.actor.use_kl_loss": True}
 BONUS = {"actor_rollout_ref.actor.entropy_coeff": 0.1}
@@ -82,7 +82,7 @@ def mine(batch):
         ("lopti", "vanilla", r"has 2 phases.*trainer_mode=poise_sync \+trainer.v1.poise_sync.regulator=\"'lopti'\""),
         ("ar | entropy", "vanilla", "has TopEntropy in it"),
         ("nthr", "vanilla", "has NTHR in it"),
-        ("test_refusals.mine", "vanilla", "has Function in it"),
+        (f"{__name__}.mine", "vanilla", "has Function in it"),
         ("tr-grpo", "vanilla", r"tr-grpo\(kl_weighted=False\)"),
         ("ar", "geo_mean", "try 'vanilla'"),
         ("ar", "poise", "one of verl's"),

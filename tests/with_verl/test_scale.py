@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import verl_cpu
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -17,6 +16,7 @@ from poise.integrations.demands import probe
 from poise.integrations.verl import RegulatedPolicyLoss
 from poise.integrations.verl_checks import check_config
 from poise.integrations.verl_trainer import RegulatedTrainer
+from support import verl_cpu
 
 SCALE = Path(__file__).parents[2] / "examples/scale"
 sys.path.insert(0, str(SCALE))

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 import transfer_queue as tq
-import verl_cpu
 from verl.single_controller.base.decorator import _split_args_kwargs_data_proto
 from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
-from verl_cpu import HOT, fields, prepare, rollouts, step, trainer
 
 from poise import TokenBatch, objective, regulators
 from poise.integrations import verl_trainer
 from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.verl_checks import LENGTH_FREE, MASKABLE
+from support import verl_cpu
+from support.verl_cpu import HOT, fields, prepare, rollouts, step, trainer
+from support.verl_runs import close, gradients
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/scale"))
 
@@ -36,16 +37,6 @@ METHODS = [
 def _queue():
     with verl_cpu.queue():
         yield
-
-
-def close(ours, theirs, tolerance=1e-5):
-    assert theirs.norm() > 0
-    return (ours - theirs).norm() <= tolerance * theirs.norm()
-
-
-def gradients(built):
-    """The gradient of each mini-batch, in the order of the optimizer steps."""
-    return built.actor_rollout_wg.engine.gradients
 
 
 def by_hand(built, batch):

@@ -4,12 +4,12 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from test_engine import MEMORY, STARTED, small
 
 from poise.config.schema import load
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 from poise.trainer import Trainer
+from support.vllm_engines import MEMORY, STARTED, small
 
 
 class Vowels:

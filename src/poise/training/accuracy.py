@@ -68,7 +68,7 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
     Few problems tell little about φ, and where success is rare, one problem decides it. So φ is estimated with four
     more problems of the greatest variance counted in. Why not something narrower: with 30 problems of which a few are
     solved (mean .05) the t interval holds the truth in 86 % of all trials, and with 20 problems of 16 samples Wilson's
-    at the effective number does in 88 %; this one in 96 %, and it is about a tenth wider (tests/test_statistics.py).
+    at the effective number does in 88 %; this one in 96 %, and it is about a tenth wider (test_accuracy.py).
 
     What no problem of the sample shows, it cannot know: where 3 of 100 problems are always solved and the others
     almost never (1 %), 30 problems of 16 samples often hold none of the three, look alike, and the interval is too

@@ -1,0 +1,141 @@
+"""Scores that are begun while responses are still being sampled."""
+
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from poise.algorithms.sampler import Sampler
+from poise.engines.hf import CachedEngine
+from poise.engines.native.engine import NativeEngine
+from poise.tasks import Problem, Score, SingleTurn, TaskError, draw
+from poise.tasks.base import RewardError, judge
+from support.tiny_models import prompts, tiny
+
+SEVEN = Problem("7", "", "", {})
+
+
+class Lengths:
+    """The reward is the number of tokens; it is known in which thread, and when, a response was scored."""
+
+    name = "lengths"
+
+    def __init__(self, concurrent):
+        self.concurrent, self.threads = concurrent, []
+        self.first = threading.Event()
+
+    def score(self, problem, text):
+        self.threads.append(threading.current_thread())
+        self.first.set()
+        return Score(float(len(text.split())), correct=problem.id == text.split()[0])
+
+
+def policy():
+    made = tiny("llama")
+    made.decode = lambda tokens: " ".join(map(str, tokens))
+    return made
+
+
+def sample(task, engine, count=6, group=2, **settings):
+    model = policy()
+    asked = [Problem(str(i), str(i), "", {}) for i in range(count) for _ in range(group)]
+    encoded = prompts(count)
+    model.encode = lambda messages: encoded[int(messages[0]["content"])]
+    sampler = Sampler(model, engine(model, **settings), task, max_tokens=40)
+    samples = sampler.play(asked, seed=0)
+    assert [sample.text for sample in samples] == [" ".join(map(str, s.tokens.tolist())) for s in samples]
+    assert [sample.score.reward for sample in samples] == [len(sample.tokens) for sample in samples]
+    assert [sample.prompt for sample in samples] == [encoded[int(problem.id)] for problem in asked]
+    return samples
+
+
+@pytest.mark.parametrize("engine", [NativeEngine, CachedEngine])
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_every_response_is_scored_once_and_in_its_place(engine, concurrent):
+    task = Lengths(concurrent)
+    sample(task, engine, batch=4)
+    assert len(task.threads) == 12
+    elsewhere = sum(thread is not threading.main_thread() for thread in task.threads)
+    assert elsewhere == (12 if concurrent else 0)
+
+
+def test_scoring_begins_before_sampling_ends(monkeypatch):
+    from poise.engines.native.scheduler import Queue
+
+    task, seen, admit = Lengths(True), [], Queue._admit
+
+    def look(self):
+        if any(self.counts):
+            seen.append(task.first.wait(10))  # with others still to be sampled
+        admit(self)
+
+    monkeypatch.setattr(Queue, "_admit", look)
+    sample(task, NativeEngine, count=8, group=2, batch=2)
+    assert seen[:3].count(True) >= 1
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_a_verifier_that_fails_is_heard(concurrent):
+    task = Lengths(concurrent)
+    task.score = lambda *_: 1 / 0
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        sample(task, NativeEngine)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), 1e31, -1e300])
+def test_a_reward_that_float32_cannot_average_is_refused(reward):
+    task = Lengths(concurrent=False)
+    task.score = lambda *_: Score(reward, False)
+    refusal = rf"is {re.escape(str(reward))} \(problem 7\): rewards must be finite, and between -1e\+30"
+    with pytest.raises(RewardError, match=refusal):
+        judge(task, SEVEN, SingleTurn(task, SEVEN))
+
+
+@pytest.mark.parametrize(
+    ("score", "refusal"),
+    [
+        (None, "must be a poise.tasks.Score"),
+        (1.0, "must be a poise.tasks.Score"),
+        (Score(None, False), "reward must be a number, got None"),
+        (Score("1", False), "reward must be a number, got '1'"),
+        (Score(torch.ones(2), False), "reward must be a number"),
+        (Score(1.0, None), "correct must be True or False, got None"),
+        (Score(1.0, "no"), "correct must be True or False, got 'no'"),
+        (Score(1.0, torch.ones(2)), "ambiguous"),
+        (Score(1.0, True, None), "parts must be a dict"),
+        (Score(1.0, True, {"format": "x"}), r"parts\['format'\] must be a number"),
+        (Score(1.0, True, {}, [1]), "answer must be text or None"),
+    ],
+)
+def test_a_score_of_other_types_is_refused(score, refusal):
+    task = Lengths(concurrent=False)
+    task.score = lambda *_: score
+    with pytest.raises(RewardError, match=rf"the score of task 'lengths' \(problem 7\): .*{refusal}"):
+        judge(task, SEVEN, SingleTurn(task, SEVEN))
+
+
+@pytest.mark.parametrize("number", [np.float32(1), np.bool_(True), np.int64(1), torch.tensor(1.0), True, 1])
+def test_numbers_of_other_libraries_become_pythons_own(number):
+    task = Lengths(concurrent=False)
+    task.score = lambda *_: Score(number, number, {"format": number})
+    found = judge(task, SEVEN, SingleTurn(task, SEVEN))
+    assert found == Score(1.0, True, {"format": 1.0})
+    assert [type(value) for value in (found.reward, found.correct, found.parts["format"])] == [float, bool, float]
+
+
+def test_problems_that_end_or_have_no_text_are_refused():
+    class Few(Lengths):
+        prompt = "question"
+
+        def problems(self, *_):
+            return iter([Problem("7", self.prompt, "1", {})])
+
+    task = Few(concurrent=False)
+    assert len(draw(task, "train", 0, 1)) == 1
+    with pytest.raises(TaskError, match=r"'lengths' has 1 problems of split train, and 2 are asked for"):
+        draw(task, "train", 0, 2)
+    task.prompt = 3
+    with pytest.raises(TaskError, match=r"prompt of problem 7 must be text, got 3"):
+        draw(task, "train", 0, 1)

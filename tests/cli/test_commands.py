@@ -1,0 +1,295 @@
+"""The command line as people use it, and the mistakes they make."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+import yaml
+
+from poise import config as configs
+from poise import trainer
+from poise.models.policy import load_policy
+from poise.runs.folder import RunFolder
+from poise.runs.lock import owned
+from poise.trainer import TrainError
+from support.command_line import SMALL, fails, poise
+
+
+def test_help_shows_examples():
+    assert "poise train --resume run=" in poise("train", "--help").output
+    assert "poise eval embedded" in poise("eval", "--help").output
+    for command in ("train", "eval", "warmstart", "tasks"):
+        assert command in poise("--help").output
+
+
+def test_dry_run_prints_the_resolved_config(tmp_path):
+    shown = yaml.safe_load(poise("train", "--dry-run", "regulator=ar", "regulator.alpha=0.3", "seed=7").output)
+    assert shown["regulator"] == "ar(alpha=0.3)"
+    assert shown["seed"] == 7
+    assert shown["model"] == "embedded"  # plain `poise train` is the demo
+    own = tmp_path / "mine.yaml"
+    own.write_text("base: lopti\nsteps: 3\n")
+    assert yaml.safe_load(poise("train", own, "--dry-run").output)["regulator"].startswith("lopti")
+
+
+def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
+    run = tmp_path / "run"
+    shown = poise("train", "demo", *SMALL, f"run={run}").output
+    assert "before" in shown
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["before"]["n"] == summary["after"]["n"] == 2
+    out = tmp_path / "eval.json"
+    shown = poise(
+        "eval", run, "--people", "2", "--n", "2", "--problems", "3", "--max-tokens", "48", "--json", out
+    ).output
+    assert "pass@2" in shown
+    assert "maj@2" in shown
+    assert json.loads(out.read_text())["n"] == 3
+
+
+def test_a_lora_run_can_be_measured_and_trained_on(tmp_path):
+    run = tmp_path / "run"
+    poise("train", "demo", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-3", "prompts=6", "group=4")
+    measured = ["--people", "2", "--n", "1", "--problems", "2", "--max-tokens", "48"]
+    assert "avg@1" in poise("eval", run, *measured).output
+    assert poise("train", "demo", *SMALL, f"run={tmp_path / 'next'}", f"model={run}").exit_code == 0
+    merged, base = load_policy(str(run), device="cpu"), load_policy("embedded", device="cpu")
+    changed = [n for n, p in merged.model.named_parameters() if not p.equal(dict(base.model.named_parameters())[n])]
+    assert changed
+    assert all("proj" in name for name in changed)
+
+
+def test_a_run_that_never_began_leaves_its_folder_free(tmp_path):
+    run = f"run={tmp_path / 'run'}"
+    assert "there is no such folder" in fails("train", "demo", *SMALL, run, "model=/nonexistent/model")
+    assert poise("train", "demo", *SMALL, run).exit_code == 0
+    shown = poise("train", "--resume", run, "--quiet").output
+    assert "Traceback" not in shown
+    assert "already at step 1: nothing to train" in poise("train", "--resume", run).output
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "trained"
+    poise("train", "demo", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
+    return run
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_cannot_be_resumed_is_left_as_it_is(copy):
+    before = contents(copy)
+    assert "steps=1: the run in" in (shown := fails("train", "--resume", f"run={copy}", "steps=1"))
+    assert "is at step 2 already, and nothing was changed" in shown
+    for wrong in ("steps=0", "steps=two", "steps=", "steps=[1"):
+        assert "steps" in fails("train", "--resume", f"run={copy}", wrong)
+    other = configs.restore({**RunFolder(copy).config, "seed": 7})
+    with pytest.raises(TrainError, match="a resumed run keeps its settings; seed is another"):
+        trainer.train(other, resume=True, quiet=True)
+    assert contents(copy) == before
+    with owned(copy, make=False):
+        for again in (["--resume"], ["demo"]):
+            shown = fails("train", *again, f"run={copy}")
+            assert f"is in use: process {os.getpid()} on" in shown
+        assert contents(copy).items() >= before.items()
+    assert contents(copy) == before
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    for at in range(len(data) // 2, len(data) // 2 + 2000):
+        data[at] ^= 0x55
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_not_measured_nor_trained_on(copy, tmp_path):
+    newest, before = copy / "checkpoints" / "step-000002", copy / "checkpoints" / "step-000001"
+    measured = ["--people", "2", "--n", "1", "--problems", "1", "--max-tokens", "8"]
+    flip(newest / "model" / "model.safetensors")
+    why = "step-000002 cannot be used: model/model.safetensors is damaged: its SHA-256 is not the one written down"
+    for args in (
+        ["eval", copy, *measured],
+        ["eval", newest, *measured],
+        ["eval", newest / "model", *measured],
+        ["diagnose", copy, "--out", tmp_path / "figures"],
+        ["train", "demo", *SMALL, f"run={tmp_path / 'next'}", f"model={copy}"],
+    ):
+        assert why in " ".join(fails(*args).split()), args
+    assert not (tmp_path / "next").exists()
+    assert poise("eval", before, *measured).exit_code == 0
+    shutil.move(before, newest.with_name("step-000003"))
+    assert "it is of step 1, and was given another name" in fails("eval", copy, *measured)
+    (newest / "manifest.json").unlink()
+    assert "manifest.json is missing" in fails("eval", newest / "model", *measured)
+    plain = shutil.copytree(copy / "checkpoints" / "step-000003" / "model", tmp_path / "plain")
+    assert poise("eval", plain, *measured).exit_code == 0  # an ordinary model folder has no manifest
+
+
+def write(name, text):
+    return lambda run: (run / name).write_text(text)
+
+
+MISTAKES = {  # what was done to a run, and what --resume says
+    "config.json cannot be read as JSON: put the file back": write("config.json", '{"seed": '),
+    "config.json cannot be read as JSON": write("config.json", "[" * 100_000),
+    "config.json holds no settings": write("config.json", "[1]"),
+    "unknown key 'sed'": lambda run: edit(run, {"sed": 1}),
+    "seed = 'x'": lambda run: edit(run, {"seed": "x"}),
+    "a run with seed 0; this one has seed 5": lambda run: edit(run, {"seed": 5}),
+    "put back what was changed there": lambda run: edit(run, {"prompts": 3}),
+    "it has no config.json": lambda run: (run / "config.json").unlink(),
+    "metrics.jsonl, line 1: this is not": write("metrics.jsonl", '{"a": 1}\n{"step": 2}\n'),
+    "before.json cannot be read as JSON": write("before.json", ""),
+    "before.json does not hold the accuracy": write("before.json", '{"accuracy": 1, "table": {"greedy": 1}}'),
+    "before.json is missing": lambda run: (run / "before.json").unlink(),
+    "metrics up to step 2, but no checkpoint": lambda run: shutil.rmtree(run / "checkpoints"),
+    "holds what poise diagnose measured": write("diagnose.json", "{}"),
+    "Is a directory": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
+    "does not exist": shutil.rmtree,
+}
+
+
+def edit(run, changes):
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_around_a_run_folder_are_explained(copy, message):
+    MISTAKES[message](copy)
+    assert message in " ".join(fails("train", "--resume", f"run={copy}").split())
+
+
+def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    message = "tracker 'wandb' cannot be imported"
+    assert message in (shown := fails("train", "demo", *SMALL, f"run={tmp_path / 'run'}", "tracking=wandb"))
+    assert "pip install 'poise[wandb]'" in shown
+
+
+def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for place, message in {
+        tmp_path / "file": "is a file; choose another run=DIR",
+        tmp_path / "file" / "x": "Not a directory",
+        tmp_path / ("x" * 300): "File name too long",
+        trained: "is not empty; choose another run=DIR, or go on with the run in it: poise train --resume run=",
+        trained.parent: "is not empty; choose another run=DIR",
+        '"a\\0b"': "must not contain the character NUL",
+    }.items():
+        assert message in " ".join(fails("train", "demo", *SMALL, f"run={place}").split())
+    for place, message in {
+        tmp_path: "is a folder: name a file",
+        tmp_path / "pipe": "a pipe or a socket: name a file",
+        "/dev/null": "a device",
+        tmp_path / "file" / "x.html": "file is not a folder",
+    }.items():
+        assert message in fails("report", trained, "--out", place)
+        assert message in fails("eval", "embedded", "--problems", "1", "--n", "1", "--max-tokens", "8", "--json", place)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_more_steps_are_kept_for_the_next_resume(tmp_path):
+    run = f"run={tmp_path / 'run'}"
+    poise("train", "demo", *SMALL, run)
+    poise("train", "--resume", run, "steps=2", "--quiet")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
+
+
+def test_the_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert f"{tmp_path}/none: there is no such folder" in fails("eval", "~/none")
+    assert f"there is no run in {tmp_path}/none" in fails("report", "~/none")
+    assert f"there is no run in {tmp_path}/none" in fails("tokens", "~/none")
+    assert f"there is no run in {tmp_path}/none" in fails("train", "--resume", "run=~/none")
+    assert f"{tmp_path}/none" in fails("diagnose", "~/none")
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file is a file" in fails("warmstart", "~/file")
+    assert f"{tmp_path}/file is a file" in fails("diagnose", "embedded", "--out=~/file")
+    assert f"run: {tmp_path}/x" in poise("train", "--dry-run", "run=~/x").output
+    assert not (tmp_path / "~").exists()
+
+
+def test_tasks():
+    assert poise("tasks").output.startswith("kk")
+    shown = poise("tasks", "show", "kk", "--people", "4", "--seed", "0").output
+    assert "<think>" in shown
+    assert "reward=3.0" in shown
+    assert shown == poise("tasks", "show", "kk", "--people", "4", "--seed", "0").output
+
+
+def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
+    settings = ["steps=3", "batch=4", "width=32", "layers=1", "heads=2", "vocabulary=400", "people=2"]
+    for name in ("a", "b"):
+        assert poise("warmstart", tmp_path / name, *settings, "--device", "cpu").exit_code == 0
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
+    assert weights[0] == weights[1]
+    policy = load_policy(str(tmp_path / "a"), device="cpu")
+    assert policy.decode(policy.tokenizer("Ada is a knight.")["input_ids"]) == "Ada is a knight."
+    assert yaml.safe_load((tmp_path / "a" / "warmstart.yaml").read_text())["task_settings"]["people"] == 2
+    assert "is not empty" in fails("warmstart", tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "stepz=3"], "did you mean 'steps'"),
+        (["train", "optim.learning_rate=3"], "allowed in optim: betas, grad_clip, lr"),
+        (["train", "group=1"], "group"),
+        (["train", "gpro"], "did you mean 'grpo'"),
+        (["train", "no/such/file.yaml"], "no/such/file.yaml"),
+        (["train", "demo", "grpo"], "one recipe at a time"),
+        (["train", "regulator=lopty"], "did you mean 'lopti'"),
+        (["train", "task.name=kkk"], "did you mean 'kk'"),
+        (["train", "task.peple=3"], "did you mean 'task.people'"),
+        (["train", "--resume"], "run=DIR"),
+        (["train", "--resume", "run=/nonexistent"], "there is no run in"),
+        (["train", "--resume", "run=x", "seed=2"], "cannot be changed"),
+        (["eval", "/nonexistent/model"], "there is no such folder"),
+        (["eval", "nobody/nothing"], "neither a folder here nor a model that could be fetched"),
+        (["train", "tracking=wandbb"], "did you mean 'wandb'"),
+        (["train", "device=cuda", "run=/proc/nowhere/x"], "nowhere"),
+        (["eval", "embedded", "--task", "kq"], "did you mean 'kk'"),
+        (["eval", "embedded", "peple=3"], "did you mean 'people'"),
+        (["tasks", "show", "kk", "--people", "99"], "people"),
+        (["tasks", "show", "kk", "--split", "tset"], "did you mean 'test'"),
+        (["warmstart", "x", "stepz=3"], "did you mean 'steps'"),
+        (["warmstart", "x", "steps=[1"], "cannot read the value"),
+        (["tasks", "show", "kk", "people=[1"], "cannot read the value"),
+        (["tasks", "show", "kk", "people=!!int x"], "cannot read the value"),
+        (["warmstart", "x", "steps=many"], "warmstart: steps must be a number, got 'many'"),
+        (["warmstart", "x", "steps=1.5"], "warmstart: steps must be a whole number, got 1.5"),
+        (["warmstart", "x", "width=30", "heads=4"], "width = 30 must be a multiple of heads = 4"),
+        (["warmstart", "x", "--device", "gpu"], "must be auto, or a device of torch"),
+        (["eval", "embedded", "--device", "gpu"], "must be auto, or a device of torch"),
+        (["eval", "embedded", "people=[3"], "cannot read the value"),
+        (["eval", "embedded", "people"], "write key=value"),
+        (["eval", "embedded", "--n", "99999999999"], "must be at most 2147483647"),
+        (["train", "steps=1e999999"], "steps = inf: must be a finite number"),
+        (["train", "a." * 9999 + "a=1"], "the key has 10000 levels, more than 20"),
+        (["train", "regulator=subprocess.Popen('true')"], "is not a regulator"),
+        (["train", "regulator=ar(alpha=" + "(" * 999 + ")"], "cannot read"),
+    ],
+)
+def test_mistakes_are_explained(args, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert message in " ".join(fails(*args).split())
+
+
+def test_a_mistyped_run_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "metrics.jsonl").touch()
+    assert "runs/dmo: there is no such folder; runs there: demo" in fails("eval", "runs/dmo")

@@ -1,0 +1,107 @@
+"""The command lines that the documents show, run one after the other as a reader would, made small."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from poise.cli.app import app
+from poise.models.policy import load_policy
+
+ROOT = Path(__file__).parents[2]
+TINY = ["task.people=2", "rollout.max_tokens=48", "device=cpu"]
+SIZES = {  # put at the end of a command, where it wins
+    "train": [
+        *TINY,
+        "steps=1",
+        "prompts=4",
+        "group=4",
+        "model=embedded",
+        "optim.lr=2e-4",
+        "evaluation.problems=1",
+        "evaluation.samples=1",
+    ],
+    "eval": ["--people", "2", "--n", "2", "--problems", "2", "--max-tokens", "48"],
+    "diagnose": ["--batches", "1", "prompts=1", "group=4", *TINY],
+    "warmstart": ["steps=3", "batch=4", "width=32", "layers=1", "heads=2", "vocabulary=400", "people=2"],
+}
+MINE = """
+from dataclasses import dataclass
+from poise import Phase, Regulator
+
+@dataclass(frozen=True)
+class Mine(Regulator):
+    power: float = 0.5
+
+    def phases(self, batch):
+        return [Phase.of(batch, batch.prob**self.power)]
+"""
+
+
+def commands(page):
+    """The words of each `poise` command in the page's shell blocks, comments left out."""
+    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```", page.read_text())
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if re.match(r"(PYTHONPATH=\. )?poise ", line)]
+
+
+def run(*words):
+    done = CliRunner().invoke(app, list(words))
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, f"{' '.join(words)}: {done.output}"
+    return done.output
+
+
+def weights(model):
+    return torch.cat([weight.detach().flatten() for weight in load_policy(model, device="cpu").model.parameters()])
+
+
+def run_small(words):
+    """A command of a page, in its smallest size; what it trains must have moved."""
+    verb = words[0]
+    if "--watch" in words:  # serves until it is stopped: test_report.py
+        return
+    if "--resume" in words:
+        assert "already at step 1" in run(*words)
+        run(*words, "steps=2")
+    else:
+        run(*words, *SIZES.get(verb, []))
+    if verb == "train":
+        (folder,) = [word.removeprefix("run=") for word in words if word.startswith("run=")]
+        assert not torch.equal(weights(folder), weights("embedded"))
+
+
+def own_commands():
+    """Pages with commands of this repository alone: those for verl, vLLM and several GPUs are tested with these."""
+    found = {page: commands(page) for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+    return {page: lines for page, lines in found.items() if lines and page.name not in ("scale.md", "verl.md")}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Ten steps of the demo: the run that pages speak of without making it."""
+    folder = tmp_path_factory.mktemp("made") / "demo"
+    run("train", "demo", *SIZES["train"], "steps=10", "prompts=1", f"run={folder}", "--quiet")
+    assert not torch.equal(weights(str(folder)), weights("embedded"))
+    return folder
+
+
+@pytest.mark.parametrize("page", own_commands(), ids=lambda page: page.name)
+def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, demo):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mymodule.py").write_text(MINE)
+    for name in ("demo", "grpo", "ar"):
+        shutil.copytree(demo, Path("runs") / name)
+    for line in own_commands()[page]:
+        words = [word for word in line if word not in ("PYTHONPATH=.", "poise")]
+        words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+        if "rollout.engine=vllm" in words:  # trained in with_vllm
+            run(*words, "--dry-run")
+        else:
+            run_small(words)

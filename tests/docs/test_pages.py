@@ -1,0 +1,115 @@
+"""What the documents show must run, and what they name must exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from poise import TokenBatch, regulators
+from support.pages import ROOT, snippets
+
+
+def run_snippets(page):
+    """All of a page's, in order, each on top of those before it; the names that are left."""
+    found = snippets(page)
+    assert found
+    namespace = {"__name__": "snippets"}
+    for code in found:
+        exec(compile(code, str(page), "exec"), namespace)
+    return namespace
+
+
+def test_the_readme_regulates():
+    left = run_snippets(ROOT / "README.md")
+    kept = torch.tensor([[True, True, True], [True, True, False]])
+    ar = 0.2 * left["old_logp"].exp() + 0.8
+    torch.testing.assert_close(left["advantages"], torch.where(kept, ar, 0.0) * torch.tensor([[1.0], [-1.0]]))
+
+
+def test_the_regulator_of_contributing_learns():
+    mine = run_snippets(ROOT / "CONTRIBUTING.md")["SquareRoot"]()
+    batch = TokenBatch(torch.tensor([[-1.0, -4.0]]), torch.ones(1, 2), torch.ones(1))
+    torch.testing.assert_close(mine(batch)[0].policy, torch.tensor([[-0.5, -2.0]]).exp())
+    sys.path.insert(0, str(ROOT / "examples"))
+    from minimal_loop import train
+
+    history = train(mine, steps=40)
+    assert history[0] < 0.3
+    assert min(history[-3:]) > 0.6
+
+
+def test_the_diagnosis_of_the_dominance_page():
+    left = run_snippets(ROOT / "docs/dominance.md")
+    shares = left["found"]["regulators"]["grpo"]["share"]
+    assert sum(shares) == pytest.approx(1, abs=1e-4)
+    assert left["tokens"]["change"].abs().max() > 0  # a step was taken
+    torch.testing.assert_close(left["forward"]().detach(), left["batch"].old_logp)  # and undone
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/papers.md"], ids=lambda page: page.name)
+def test_every_regulator_is_in_the_tables(page):
+    named = set(re.findall(r"(?m)^\| `([\w-]+)` \|", page.read_text()))
+    assert named == set(regulators.TABLE)
+
+
+def test_links_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_make_targets_of_the_readme_exist():
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
+    assert set(re.findall(r"`?make ([a-z-]+)", (ROOT / "README.md").read_text())) <= targets
+
+
+def test_import_adds_nothing_heavy_to_torch():
+    code = (
+        "import torch, sys; before = set(sys.modules); import poise; "
+        "print(*{m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["poise"]
+
+
+@pytest.mark.parametrize("method", ["grpo", "ar(alpha=0.3) | lopti(threshold=0.5)", "nthr"])
+def test_the_minimal_loop_learns(method, capsys):
+    sys.path.insert(0, str(ROOT / "examples"))
+    from minimal_loop import train
+
+    history = train(method, steps=40)
+    assert history[0] < 0.3
+    assert min(history[-3:]) > 0.6
+    assert "reward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("same", ["lopti(threshold=0)", "lopti(threshold=2)", "ar(alpha=0)"])
+def test_settings_that_are_grpo_train_exactly_as_grpo(same):
+    """A phase without tokens takes no optimizer step: with Adam's momentum it would show at once."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from minimal_loop import train
+
+    assert train(same, steps=8) == train("grpo", steps=8)
+
+
+def test_the_minimal_loop_is_minimal():
+    assert len((ROOT / "examples/minimal_loop.py").read_text().splitlines()) < 100
+
+
+def test_the_minimal_loop_runs_as_a_script():
+    """With the command that it shows itself; and with a mistake."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    (shown,) = re.findall(r"(?m)^python (examples/.*)$", (ROOT / "examples/minimal_loop.py").read_text())
+    command = [sys.executable, *shlex.split(shown)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True, cwd=ROOT)
+    rewards = [float(number) for number in re.findall(r"reward (\S+)", done.stdout)]
+    assert len(rewards) == 6
+    assert rewards[-1] > 0.9  # chance: 0.13
+    command = [sys.executable, str(ROOT / "examples/minimal_loop.py"), "lopty"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 1
+    assert "did you mean 'lopti'" in done.stderr

@@ -1,0 +1,151 @@
+"""Lengths that do not fit the model are refused before anything is computed, with the numbers and the remedy."""
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from poise import config
+from poise.algorithms.sampler import Sampler
+from poise.engines.forecast import announce, free_bytes, token_bytes
+from poise.engines.hf import CachedEngine
+from poise.engines.limits import positions
+from poise.engines.native.engine import NativeEngine
+from poise.models.policy import ModelError, load_policy
+from poise.reports.diagnose import diagnose
+from poise.runs.folder import RunFolder
+from poise.tasks import Problem, Score
+from poise.trainer import Trainer, TrainError, train
+from poise.training.evaluate import evaluate
+from support.tiny_models import COMMON, LEARNED, Policy, Words, learned, sample, tiny
+
+ENGINES = [CachedEngine, NativeEngine]
+
+
+class Told:
+    """A task that says one thing."""
+
+    name = "told"
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+    def problems(self, split, seed):
+        return (Problem(f"told/{split}/{seed}/{i}", self.prompt, "1", {}) for i in range(1 << 30))
+
+    def score(self, *_):
+        return Score(0.0, False, {}, "")
+
+
+def rotary(**rope):
+    settings = {**COMMON, "max_position_embeddings": 64}
+    return Policy(transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, rope_parameters=rope)), Words())
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (lambda: tiny("llama"), 256),
+        (lambda: learned("gpt2", 40), 40),
+        (lambda: learned("opt", 40), 40),
+        (lambda: rotary(rope_type="default", rope_theta=1e4), 64),
+        (lambda: rotary(rope_type="linear", rope_theta=1e4, factor=4.0), 256),
+        (lambda: rotary(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32), 128),
+    ],
+)
+def test_how_many_positions_a_model_has(policy, expected):
+    assert positions(policy()) == expected
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("policy", [*LEARNED, "llama"])
+def test_an_engine_goes_up_to_the_last_position_and_not_beyond(policy, engine):
+    held = learned(policy, 32) if policy in LEARNED else rotary(rope_type="default", rope_theta=1e4)
+    most = positions(held)
+    settings = {"temperature": 1.0, "seed": 0}
+    out = sample(engine(held), [[7] * 12], 2, max_tokens=most - 12, **settings)
+    assert out.tokens.shape[1] <= most - 12
+    with pytest.raises(ModelError, match=rf"{most} positions .*12 tokens.* set max_tokens to {most - 12} or less"):
+        sample(engine(held), [[7] * 12], 2, max_tokens=most - 11, **settings)
+    with pytest.raises(ModelError, match="shorten the prompt"):
+        sample(engine(held), [[7] * 70], 2, max_tokens=1, **settings)
+
+
+def test_training_is_refused_before_the_run(tmp_path):
+    run = tmp_path / "run"
+    asked = config.load("demo", [f"run={run}", "rollout.max_tokens=600", "device=cpu"])
+    with pytest.raises(ModelError, match=r"1024 positions.*rollout\.max_prompt=512.*max_tokens=600 need 1112"):
+        train(asked, quiet=True)
+    assert not run.exists()
+
+
+def test_diagnosing_is_refused_before_the_run(tmp_path):
+    asked = config.load("demo", ["rollout.max_tokens=600", "device=cpu"])
+    with pytest.raises(ModelError, match=r"rollout\.max_prompt=512"):
+        diagnose(asked, RunFolder.create(str(tmp_path / "run"), {}), say=pytest.fail)
+
+
+def test_evaluation_names_the_problem_that_is_too_long():
+    policy = load_policy("embedded", device="cpu")
+    engine = NativeEngine(policy)
+    with pytest.raises(ModelError, match=r"told/test/0/0 with 1\d\d\d tokens .*1024|1024 .*told/test/0/0"):
+        evaluate(Sampler(policy, engine, Told("knight " * 1500), max_tokens=10), problems=2, samples=1)
+    sampler = Sampler(policy, engine, Told("knight " * 50), max_tokens=10, max_prompt=20)
+    with pytest.raises(ModelError, match=r"told/test/0/0 has \d+ tokens, more than rollout\.max_prompt=20"):
+        evaluate(sampler, problems=2, samples=1)
+
+
+def test_poise_eval_says_it_without_a_traceback():
+    from poise.cli.app import app
+
+    done = CliRunner().invoke(app, ["eval", "embedded", "--people", "2", "--problems", "1", "--max-tokens", "1020"])
+    assert done.exit_code == 1
+    assert "1024 positions" in done.output
+    assert "set max_tokens to" in done.output
+
+
+def test_a_problem_with_a_control_token_that_cannot_be_text_is_refused_by_name():
+    policy = load_policy("embedded", device="cpu")
+    policy.tokenizer.chat_template = policy.tokenizer.chat_template.replace(
+        "message.content", "message.content | upper"
+    )
+    with pytest.raises(ModelError, match=r"problem told/test/0/0: .*control token"):
+        evaluate(Sampler(policy, NativeEngine(policy), Told("a <|end|>"), max_tokens=4), problems=1, samples=1)
+
+
+def test_a_held_out_problem_that_is_too_long_stops_training(tmp_path):
+    with pytest.raises(TrainError, match=r"more than rollout\.max_prompt=9"):
+        train(config.load("demo", [f"run={tmp_path / 'run'}", "rollout.max_prompt=9", "device=cpu"]), quiet=True)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_what_a_token_takes(self, engine):
+        assert token_bytes(engine(tiny("llama"))) == 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
+
+    def test_free_memory_is_known_here(self):
+        free = free_bytes(torch.device("cpu"))
+        assert free is None or 0 < free < 1 << 50
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_much_is_announced_with_the_figure_and_little_is_not(self, engine, monkeypatch):
+        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 8 << 30)
+        said = []
+        asked = {"max_prompt": 24, "max_tokens": 1000}
+        announce(engine(tiny("llama")), said.append, responses=4 << 10, **asked)  # 1.5 GiB
+        announce(engine(tiny("llama"), batch=4), said.append, responses=1 << 20, **asked)
+        assert not said
+        announce(engine(tiny("llama")), said.append, responses=1 << 14, **asked)
+        (note,) = said
+        assert "6.0 GiB if all of 16384 responses" in note
+        assert "8.0 GiB are free" in note
+        assert "rollout.max_tokens=1000" in note
+
+    def test_an_engine_with_memory_of_its_own_is_left_alone(self):
+        announce(object(), pytest.fail, responses=1 << 40, max_prompt=1, max_tokens=1)
+
+    def test_training_says_it_before_the_run(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 1 << 20)
+        asked = config.load("demo", [f"run={tmp_path / 'run'}", "device=cpu"])
+        held = Trainer(asked, RunFolder.create(asked.run, asked.model_dump(mode="json")), quiet=True)
+        assert any("GiB are free" in note for note in held.notes)

@@ -1,0 +1,161 @@
+"""The configurations of docs/scale.md, read by those who will read them: accelerate and TRL. For verl: with_verl."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
+
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+
+from poise import regulators
+from poise.integrations.demands import CannotRegulateError, probe
+from poise.integrations.trl_checks import check_config, period
+from poise.models.policy import EMBEDDED
+
+SCALE = Path(__file__).parents[2] / "examples/scale"
+sys.path.insert(0, str(SCALE))
+
+import trl_kk  # noqa: E402
+
+
+@pytest.mark.parametrize("path", sorted(SCALE.glob("accelerate-*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_it(path):
+    found = load_config_from_file(str(path))  # refuses keys that it does not know
+    given = yaml.safe_load(path.read_text())
+    assert found.num_processes == 8 * found.num_machines
+    assert found.distributed_type.value == given["distributed_type"]
+    assert found.to_dict().items() >= {k: v for k, v in given.items() if k != "distributed_type"}.items()
+    options = {action.dest for action in launch_command_parser()._actions}
+    assert set(given.get("fsdp_config", {})) <= options
+
+
+def parsed(*args):
+    config = ["--config", str(SCALE / "trl-8gpu.yaml"), "--use_cpu", "true"]  # bf16 is refused where there is no GPU
+    return trl_kk.parser().parse_args_and_config([*config, *args])
+
+
+def test_trl_reads_it_and_the_regulator_can_be_had():
+    own, args, model = parsed()
+    given = yaml.safe_load((SCALE / "trl-8gpu.yaml").read_text())
+    assert model.model_name_or_path == given["model_name_or_path"]
+    assert {name: getattr(args, name) for name in ("epsilon_high", "delta", "num_iterations", "vllm_mode")} == {
+        name: given[name] for name in ("epsilon_high", "delta", "num_iterations", "vllm_mode")
+    }
+    check_config(args, probe(regulators.parse(own.regulator)), own.regulator)
+    assert period(args) == 4
+    # 8 GPUs: the batch of the papers, 64 prompts with 8 responses each
+    assert 8 * args.per_device_train_batch_size * args.steps_per_generation == 64 * args.num_generations
+    assert own.problems * 5 // 64 * period(args) == args.max_steps
+    with pytest.raises(CannotRegulateError, match="num_iterations=2"):
+        check_config(parsed("--num_iterations", "1")[1], probe(regulators.parse(own.regulator)), own.regulator)
+
+
+def launches():
+    """The `accelerate launch` commands of docs/scale.md, as words."""
+    text = (SCALE.parents[1] / "docs/scale.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"(?m)^accelerate launch (.*)$", text)
+    return [shlex.split(line.replace("machine_rank N", "machine_rank 3")) for line in lines]
+
+
+@pytest.mark.parametrize("words", launches(), ids=lambda words: Path(words[1]).stem)
+def test_the_commands_of_the_page(words, monkeypatch):
+    """Read by accelerate and TRL; poise has nothing against them, and 512 responses are a generation batch."""
+    monkeypatch.chdir(SCALE.parents[1])
+    command = launch_command_parser().parse_args(words)
+    processes = yaml.safe_load(Path(command.config_file).read_text())["num_processes"]
+    own, args, _ = trl_kk.parser().parse_args_and_config([*command.training_script_args, "--use_cpu", "true"])
+    check_config(args, probe(regulators.parse(own.regulator)), own.regulator)
+    assert processes * args.per_device_train_batch_size * args.steps_per_generation == 64 * args.num_generations
+    assert own.problems * 5 // 64 * period(args) == args.max_steps  # five epochs
+
+
+def test_the_configurations_that_pages_name_are_there():
+    pages = [*(SCALE.parents[1] / "docs").glob("*.md"), *SCALE.iterdir()]
+    named = {name for page in pages if page.is_file() for name in re.findall(r"--config-name (\S+)", page.read_text())}
+    assert len(named) == 3
+    assert all((SCALE / f"{name}.yaml").exists() for name in named)
+
+
+def test_the_page_installs_a_vllm_that_trl_takes():
+    (needed,) = [line for line in metadata.requires("trl") if re.match(r"vllm[<>=].*extra == .vllm.", line)]
+    assert set(re.findall(r"=(0\.\d+)", needed)) == {"0.22", "0.31"}
+    page = (SCALE.parents[1] / "docs/scale.md").read_text()
+    assert "'trl[vllm]'`: TRL 1.16 takes vLLM 0.22 to 0.31" in page
+
+
+SMALL = {
+    "model_name_or_path": EMBEDDED, "people": "2-2", "problems": 8, "max_steps": 4, "use_vllm": False, "bf16": False,
+    "use_cpu": True, "per_device_train_batch_size": 8, "num_generations": 8, "temperature": 1.0, "learning_rate": 1e-4,
+    "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_completion_length": 48, "save_steps": 4,
+    "gradient_checkpointing": False,
+}  # fmt: skip
+
+
+def small(folder, **more):
+    """The configuration as it is, made small enough for a CPU and the embedded model."""
+    given = SMALL | {"output_dir": folder} | more
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return ["--config", str(SCALE / "trl-8gpu.yaml"), *words]
+
+
+def test_the_script_trains(tmp_path):
+    """As a script; the model that it saves has moved, and not by rounding."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCALE / "trl_kk.py"), *small(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "reg/low/weight_mean" in done.stdout
+    before, after = (load_file(folder / "model.safetensors") for folder in (Path(EMBEDDED), tmp_path / "checkpoint-4"))
+    assert before.keys() == after.keys()
+    assert max((after[name] - before[name].float()).abs().max() for name in before) > 1e-4
+
+
+def built(*args, **more):
+    return trl_kk.build(*trl_kk.parser().parse_args_and_config(small(*args, **more)))
+
+
+def test_the_script_trains_adapters_alone(tmp_path):
+    trainer = built(tmp_path, use_peft=True, lora_r=4, lora_dropout=0.0)
+    assert trainer.model.peft_config["default"].r == 4
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, weight in trainer.model.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    assert (tmp_path / "checkpoint-4/adapter_model.safetensors").exists()
+
+
+def test_the_script_hands_on_how_to_load_the_model(tmp_path):
+    trainer = built(tmp_path, dtype="bfloat16", attn_implementation="eager")
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.model.config._attn_implementation == "eager"
+    _, args, model = trl_kk.parser().parse_args_and_config(small(tmp_path, load_in_4bit=True, model_revision="v2"))
+    given = trl_kk.loading(args, model)
+    assert given["quantization_config"].load_in_4bit
+    assert args.model_init_kwargs["revision"] == "v2"
+
+
+def test_the_script_resumes(tmp_path, monkeypatch):
+    """What the first run has logged, its times included, is in the second one's history."""
+    short = {"steps_per_generation": 1, "max_steps": 2, "save_steps": 2, "logging_steps": 1}
+    built(tmp_path, **short).train()
+    again = small(tmp_path, **short | {"max_steps": 4, "resume_from_checkpoint": tmp_path / "checkpoint-2"})
+    monkeypatch.setattr(sys, "argv", ["trl_kk.py", *again])
+    trl_kk.main()
+    first, second = (
+        json.loads((tmp_path / f"checkpoint-{step}/trainer_state.json").read_text())["log_history"] for step in (2, 4)
+    )
+    assert [row["step"] for row in second] == [1, 2, 3, 4]
+    assert second[:2] == first

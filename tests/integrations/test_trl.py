@@ -1,0 +1,363 @@
+"""Poise inside TRL, with the real TRL on the embedded model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+trl = pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
+peft = pytest.importorskip("peft")
+
+from poise import TokenBatch, objective, regulators  # noqa: E402
+from poise.head import Head  # noqa: E402
+from poise.integrations import trl_checks  # noqa: E402
+from poise.integrations.demands import CannotRegulateError, probe  # noqa: E402
+from poise.integrations.trl import KEPT, WEIGHTS, RegulatedGRPOTrainer  # noqa: E402
+from support import processes, trl_runs  # noqa: E402
+from support.processes import close  # noqa: E402
+from support.trl_runs import DATA, build, rollouts, weights  # noqa: E402
+
+STOCK = trl.GRPOTrainer
+PLAIN = ["grpo", "grpo(passes=2)"]
+METHODS = [
+    *PLAIN,
+    *sorted(regulators.TABLE.keys() - {"grpo", "constant"}),
+    "constant(weight=0.5)",
+    "ar(alpha=0.3) | lopti(threshold=0.5)",
+    "nthr | lopti",
+]
+HOT = 3.0  # as hot as it takes for the embedded model to hesitate: probabilities from 0 to 1
+VARIED = {"temperature": HOT, "more": {"rollout_func": trl_runs.ragged}}
+HOLED = VARIED | {"more": {"rollout_func": trl_runs.holed}}
+TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+
+
+def phases_of(method):
+    return len(probe(regulators.parse(method)).phases)
+
+
+def gradient(trainer, loss):
+    trainer.model.zero_grad()
+    loss.backward()
+    return torch.cat(
+        [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in trainer.model.parameters()]
+    )
+
+
+# --- TRL is left as it is
+
+
+@pytest.mark.parametrize(("steps", "dropout"), [(8, None), (3, 0.3)])
+def test_grpo_is_stock_trl_bit_for_bit(steps, dropout, tmp_path):
+    settings = {"max_steps": steps, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    if dropout:
+        settings["more"] = {"peft_config": peft.LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear")}
+    stock = build(tmp_path, kind=STOCK, **settings)
+    before = weights(stock)
+    stock.train()
+    ours = build(tmp_path, "grpo", **settings)  # after that run: making a trainer seeds torch
+    ours.train()
+    assert not torch.equal(before, weights(stock))
+    assert torch.equal(weights(ours), weights(stock))
+    for row, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        own = {name for name in row if name.startswith("reg/")}
+        assert own or "train_runtime" in row
+        assert {k: v for k, v in row.items() if k not in TIMES | own} == {
+            k: v for k, v in theirs.items() if k not in TIMES
+        }
+
+
+def test_evaluation_is_stock_trl(tmp_path):
+    found = []
+    for kind, regulator in ((STOCK, None), (RegulatedGRPOTrainer, "lopti")):
+        trainer = build(tmp_path, regulator, kind=kind, num_iterations=2, more={"eval_dataset": DATA.select(range(4))})
+        found.append({k: v for k, v in trainer.evaluate().items() if "time" not in k and "per_second" not in k})
+    assert found[0] == found[1]
+    assert "eval_reward" in found[0]
+
+
+def test_inputs_are_not_mutated(tmp_path):
+    trainer = build(tmp_path, "lopti", num_iterations=2, beta=0.1)
+    inputs = rollouts(trainer)
+    before = {name: value.clone() for name, value in inputs.items()}
+    trainer._compute_loss(trainer.model, inputs)
+    assert inputs.keys() == before.keys()
+    assert all(torch.equal(inputs[name], before[name]) for name in before)
+
+
+# --- the update is the regulator's
+
+
+def by_hand(trainer, inputs):
+    """The same batch from plain transformers calls: log-probabilities with gradients, entropies, hidden states."""
+    length = inputs["completion_ids"].shape[1]
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    out = trainer.model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    logp = (out.logits[:, -length - 1 : -1] / HOT).log_softmax(-1)
+    chosen = logp.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+    return chosen, -(logp.exp() * logp).sum(-1), out.hidden_states[-1][:, -length - 1 : -1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_gradient_is_that_of_poise(method, tmp_path):
+    trainer = build(
+        tmp_path, method, correct="spread", num_iterations=max(phases_of(method), 2), epsilon=0.1, epsilon_high=0.2,
+        **VARIED,
+    )  # fmt: skip
+    state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    inputs = rollouts(trainer, count=3)
+    moved = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(state)
+    with torch.no_grad():
+        old_logp, entropy, hidden = by_hand(trainer, inputs)
+    trainer.model.load_state_dict(moved)
+    theirs = inputs["old_per_token_logps"]  # to the bit, since methods that draw lots are seeded with it
+    assert torch.allclose(old_logp[inputs["completion_mask"] == 1], theirs[inputs["completion_mask"] == 1], atol=1e-4)
+    batch = TokenBatch(
+        theirs, inputs["completion_mask"], inputs["advantages"], groups=torch.arange(12) // 4, entropy=entropy,
+        correct=torch.arange(12) % 2 == 1, hidden=hidden, head=Head(state["lm_head.weight"], temperature=HOT),
+        targets=inputs["completion_ids"],
+    )  # fmt: skip
+    settings = objective.Settings(clip_low=0.1, clip_high=0.2, dual_clip=None)
+    phases = regulators.parse(method)(batch)
+    if method in PLAIN:
+        assert not {WEIGHTS, KEPT} & inputs.keys()  # the batch is as TRL made it
+    else:
+        assert len(phases) == inputs[WEIGHTS].shape[1]
+        assert not (inputs[WEIGHTS] == inputs["completion_mask"][:, None]).all()
+    for number, phase in enumerate(phases):
+        logp, _, _ = by_hand(trainer, inputs)
+        loss, metrics = objective.policy_loss(logp, batch, phase, settings, normalizer=batch.mask.sum())
+        expected = gradient(trainer, loss)
+        assert metrics["optim/drift"] > 1e-4  # the ratio is live
+        trainer._step = number
+        ours = trainer._compute_loss(trainer.model, inputs)
+        assert torch.isclose(ours, loss, rtol=1e-5, atol=1e-6)
+        assert close(gradient(trainer, ours), expected)
+
+
+def test_old_log_probabilities_are_computed_where_trl_has_none(tmp_path):
+    trainer = build(tmp_path, "ar(alpha=0.5)", **VARIED)
+    moved = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    inputs = rollouts(trainer)
+    assert "old_per_token_logps" not in inputs  # so that TRL's loss is as it was
+    trainer.model.load_state_dict(moved)
+    with torch.no_grad():
+        prob = by_hand(trainer, inputs)[0].exp()
+    expected = (0.5 + 0.5 * prob) * inputs["completion_mask"]
+    assert torch.allclose(inputs[WEIGHTS][:, 0], expected, atol=1e-5)
+    assert expected.std() > 0.1
+
+
+def test_the_samplers_and_the_references_log_probabilities_reach_the_regulator(tmp_path):
+    def with_logp(prompts, trainer):
+        made = trl_runs.ragged(prompts, trainer)
+        values = [[-0.5 - 0.01 * place for place in range(len(ids))] for ids in made["completion_ids"]]
+        values[0][1] = float("nan")  # as vLLM has it now and then
+        return {**made, "logprobs": values}
+
+    seen = []
+
+    def mine(batch):
+        seen.append(batch)
+        return regulators.parse("ar")(batch)
+
+    mine.needs = {"sampler_logp", "ref_logp"}
+    trainer = build(tmp_path, mine, beta=0.1, temperature=HOT, more={"rollout_func": with_logp})
+    rollouts(trainer)
+    batch = seen[-1]  # the first was made up
+    expected = (-0.5 - 0.01 * torch.arange(batch.mask.shape[1])).expand(batch.mask.shape).clone()
+    expected[0, 1] = batch.old_logp[0, 1]
+    assert torch.allclose(batch.sampler_logp[batch.mask], expected[batch.mask])
+    assert torch.allclose(batch.ref_logp[batch.mask], batch.old_logp[batch.mask], atol=1e-4)  # it has not moved yet
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "beta"),
+    [(loss_type, 0.0) for loss_type in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo")]
+    + [(loss_type, 0.3) for loss_type in trl_checks.MASKABLE],
+)
+def test_the_phases_of_lopti_add_up_to_trl(loss_type, beta, tmp_path):
+    trainer = build(tmp_path, "lopti", num_iterations=2, loss_type=loss_type, beta=beta, **HOLED)
+    inputs = rollouts(trainer)
+    assert 0 < inputs["tool_mask"].float().mean() < 1
+    assert (KEPT in inputs) == (beta != 0)
+    full = STOCK._compute_loss(trainer, trainer.model, inputs)
+    expected = gradient(trainer, full)
+    if beta:
+        assert trainer._metrics["train"]["kl"][-1] > 0
+    total, parts = 0.0, []
+    for trainer._step in range(2):
+        loss = trainer._compute_loss(trainer.model, inputs)
+        parts.append(gradient(trainer, loss))
+        total = total + loss.detach()
+    assert min(part.norm() for part in parts) > 1e-3 * expected.norm()
+    assert torch.isclose(total, full.detach(), rtol=1e-5, atol=1e-6)
+    assert close(sum(parts), expected)
+
+
+def test_gradient_accumulation_changes_nothing(tmp_path):
+    found = []
+    for rows in (8, 4, 2):
+        trainer = build(
+            tmp_path, "ar | lopti(threshold=0.9)", num_iterations=2, beta=0.1, reward=trl_runs.parity, optim="sgd",
+            learning_rate=0.1, per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows,
+            more={"rollout_func": trl_runs.injected},
+        )  # fmt: skip
+        before = weights(trainer)
+        trainer.train()
+        found.append(weights(trainer) - before)
+    assert close(found[1], found[0], 1e-4)
+    assert close(found[2], found[0], 1e-4)
+
+
+def test_lora(tmp_path):
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = build(
+        tmp_path, "nthr | lopti(threshold=0.9)", correct="spread", num_iterations=2, beta=0.1, temperature=0.9,
+        more={"peft_config": adapter},
+    )  # fmt: skip
+    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    for name, value in trainer.model.named_parameters():
+        assert torch.equal(value, before[name]) == ("lora" not in name)
+    assert 0 < trainer.state.log_history[0]["reg/low/weight_mean"] < 1
+    assert "reg/high/flagged_share" in trainer.state.log_history[0]
+
+
+# --- phases and TRL's loop
+
+
+class Watched(RegulatedGRPOTrainer):
+    """Writes down when rollouts are made, and which phase follows."""
+
+    def _generate_and_score_completions(self, inputs):
+        self.seen = [*getattr(self, "seen", []), "rollouts" if self.model.training else "evaluation"]
+        return super()._generate_and_score_completions(inputs)
+
+    def _compute_loss(self, model, inputs):
+        if self.model.training:
+            self.seen.append(self._phase())
+        return super()._compute_loss(model, inputs)
+
+
+def test_evaluation_between_phases_leaves_them_alone(tmp_path):
+    trainer = build(
+        tmp_path, "lopti", kind=Watched, num_iterations=2, eval_strategy="steps", eval_steps=1,
+        per_device_train_batch_size=4, more={"eval_dataset": DATA.select(range(2))},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.seen == ["rollouts", 0, "evaluation", 1, "evaluation"] * 2
+
+
+def test_fresh_rollouts_begin_in_the_first_phase_also_after_resume(tmp_path):
+    settings = {
+        "regulator": "lopti", "kind": Watched, "num_iterations": 2, "steps_per_generation": 2, "max_steps": 8,
+        "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 4,
+    }  # fmt: skip
+    trainer = build(tmp_path, **settings)
+    trainer.train()
+    assert trainer.seen == ["rollouts", 0, 0, 1, 1] * 2
+    whole = weights(trainer)
+
+    again = build(tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.seen == ["rollouts", 0, 0, 1, 1]
+    assert torch.allclose(weights(again), whole, atol=1e-6)
+
+    again._step = 3  # as a run leaves it that was stopped
+    again.seen = []
+    again.train()
+    assert again.seen == ["rollouts", 0, 0, 1, 1] * 2
+
+    broken = shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-6")
+    state = json.loads((broken / "trainer_state.json").read_text())
+    (broken / "trainer_state.json").write_text(json.dumps(state | {"global_step": 6}))
+    with pytest.raises(CannotRegulateError, match=r"between the phases of lopti.*Resume from checkpoint-4"):
+        build(tmp_path, **settings).train(resume_from_checkpoint=str(broken))
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+def test_a_phase_without_a_token_does_not_move_the_model(threshold, tmp_path):
+    """Adam has momentum and weight decay: a step without a gradient would show."""
+    stock = build(tmp_path, kind=STOCK, max_steps=4, per_device_train_batch_size=4)
+    before = weights(stock)
+    stock.train()
+    ours = build(
+        tmp_path, f"lopti(threshold={threshold})", num_iterations=2, max_steps=8, per_device_train_batch_size=4
+    )
+    ours.train()
+    assert close(weights(ours) - before, weights(stock) - before, 1e-4)
+    idle = [row["reg/idle_steps"] for row in ours.state.log_history[:-1]]
+    assert idle == ([1.0, 0.0] if threshold == 0 else [0.0, 1.0]) * 4
+
+
+def test_rollouts_without_a_spread_do_not_move_the_model(tmp_path):
+    def same(completions, **_):
+        return [1.0 for _ in completions]
+
+    trainer = build(tmp_path, "lopti", reward=same, num_iterations=2, per_device_train_batch_size=4, max_steps=2)
+    before = weights(trainer)
+    trainer.train()
+    assert torch.equal(weights(trainer), before)
+    assert [row["reg/idle_steps"] for row in trainer.state.log_history[:-1]] == [1.0, 1.0]
+
+
+def test_two_processes_train_as_one(tmp_path):
+    alone = trl_runs.train_together(tmp_path, processes=1)
+    processes.launch(trl_runs.__file__, tmp_path)
+    together = torch.load(tmp_path / "result.pt")
+    for method, (change, logged) in alone.items():
+        assert min(logged[0][f"reg/{phase}/weight_mean"] for phase in ("low", "high")) > 0.05
+        assert close(together[method][0], change, 1e-4)
+        if not method.startswith("nthr"):  # whose figures are an average over processes
+            for row, other in zip(logged, together[method][1], strict=True):
+                assert row == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.parametrize(("auxiliary", "still"), [(False, True), (True, False)])
+def test_an_auxiliary_loss_moves_the_model_where_no_token_does(auxiliary, still, tmp_path, monkeypatch):
+    trainer = build(tmp_path, "grpo(passes=2)", num_iterations=2)
+    trainer.aux_loss_enabled = auxiliary
+    inputs = rollouts(trainer)
+    monkeypatch.setattr(STOCK, "_compute_loss", lambda *_: torch.zeros(()))
+    trainer._compute_loss(trainer.model, inputs | {"advantages": torch.zeros(8)})
+    assert (int(trainer._poise.moving[0]) == 0) is still
+
+
+class Second:
+    """The second of two processes, of which the first has the same rows: an accelerator that notes what is sent."""
+
+    num_processes, process_index = 2, 1
+
+    def __init__(self, accelerator):
+        self.accelerator, self.sizes, self.sent = accelerator, [], []
+
+    def __getattr__(self, name):
+        return getattr(self.accelerator, name)
+
+    def pad_across_processes(self, values, dim):
+        self.sizes.append(dim)
+        return values
+
+    def gather(self, values):
+        self.sent.append(values)
+        return torch.cat([values, values])
+
+
+@pytest.mark.parametrize(("method", "bytes_a_place", "gathers"), [("ar", 12, 3), ("entropy", 16, 4)])
+def test_what_is_gathered_is_what_the_page_says(method, bytes_a_place, gathers, tmp_path):
+    """docs/scale.md. A place is one of the padded batch; sizes are gathered for all but the advantages."""
+    trainer = build(tmp_path, method, **VARIED)
+    output = trainer._generate_and_score_completions([DATA[0]] * 8)
+    trainer._poise.rewards = trainer._poise.rewards.repeat(2, 1)
+    trainer.accelerator = Second(trainer.accelerator)
+    batch, rows = trainer._token_batch(output)
+    assert rows == slice(8, 16)
+    assert len(batch.mask) == 16
+    sent = trainer.accelerator.sent
+    assert (len(sent), len(trainer.accelerator.sizes)) == (gathers, gathers - 1)
+    places = output["completion_mask"].numel()
+    assert sum(values.nbytes for values in sent) == bytes_a_place * places + 4 * 8  # and the advantages

@@ -1,0 +1,235 @@
+"""``poise diagnose``, ``poise report`` and ``poise tokens``, as a person calls them."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from poise import config, regulators
+from poise.algorithms.sampler import Sampler
+from poise.batch import Phase
+from poise.cli.app import app
+from poise.diagnostics import ForwardLoop, Intervals
+from poise.diagnostics.loop import gradient_of
+from poise.engines.hf import CachedEngine
+from poise.models.master_weights import Masters
+from poise.models.policy import load_policy
+from poise.reports.diagnose import PolicyLoop, diagnose, sample
+from poise.reports.terminal import SHADES, extremes, shaded
+from poise.runs.folder import RunFolder
+from support.run_folders import WORDS, make_run, response
+
+SMALL = ["prompts=3", "group=4", "rollout.max_tokens=60"]
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("command", ["diagnose", "report", "tokens"])
+def test_help_shows_examples(command):
+    assert command in call("--help").output
+    assert f"poise {command} " in call(command, "--help").output
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    policy = load_policy("embedded", device="cpu")
+    policy.masters = Masters(policy.model)
+    settings = config.load("demo", SMALL)
+    return (
+        policy,
+        settings,
+        sample(
+            Sampler(policy, CachedEngine(policy), settings.task.build(), max_tokens=settings.rollout.max_tokens),
+            settings,
+            seed=2,
+        ),
+    )
+
+
+def test_the_trainers_gradient_is_that_of_the_objective(embedded):
+    policy, settings, sampled = embedded
+    loop = PolicyLoop(policy, settings, sampled)
+    plain = ForwardLoop(sampled.batch, loop.parameters, lambda: policy.score(sampled.rollouts)[0], loop.settings)
+    mask = Intervals().masks(sampled.batch)[0]
+    assert mask.any()
+    for phase in (Phase.of(sampled.batch), Phase.of(sampled.batch, mask), *regulators.parse("tr-grpo")(sampled.batch)):
+        for ours, expected in zip(gradient_of(loop, phase), gradient_of(plain, phase), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(loop.logp(), plain.logp(), rtol=0, atol=1e-4)
+
+
+def test_diagnose_says_what_it_found_and_leaves_the_model_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = load_policy("embedded", device="cpu").model.state_dict()
+    arguments = ("--regulator", "grpo", "--regulator", "lopti", "--regulator", "nthr", "--batches", 2, "--warmup", 1)
+    done = call("diagnose", "embedded", "--task", "kk", *arguments, "--intervals", "0.5,0.9", *SMALL)
+    assert done.exit_code == 0, done.output
+    folder = RunFolder.open("runs/diagnose-embedded", resume=False)
+    found = folder.read_json("diagnose.json")
+    assert found["intervals"] == ["0–0.5", "0.5–0.9", "0.9–1"]
+    assert "Tokens with p in 0–0.5 are" in done.output
+    assert [sentence in done.output for sentence in found["verdict"]] == [True] * len(found["verdict"])
+    for each in (found["mean"], *found["batches"]):
+        assert sum(each["token_share"]) == pytest.approx(1)
+        for pulls in each["regulators"].values():
+            assert sum(pulls["share"]) == pytest.approx(1, abs=1e-4)
+            assert pulls["residual"] < 1e-4
+            assert len(pulls["influence"]) == 4
+    arrays, _ = folder.tokens(1)
+    assert {"size", "nthr", "change"} <= arrays.keys()
+    p = arrays["logp"].exp()
+    assert (arrays["size"] >= 1 - p - 1e-5).all()
+    assert (arrays["size"] <= 2**0.5 * (1 - p) + 1e-5).all()
+    assert "diagnose-embedded" in (folder.path / "report.html").read_text()
+    after = load_policy("embedded", device="cpu").model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    again = call("diagnose", "embedded")
+    assert again.exit_code == 1
+    assert "is not empty" in again.output + again.stderr
+
+
+def test_the_weights_in_memory_are_left_alone_too(tmp_path, embedded, monkeypatch):
+    policy, settings, _ = embedded
+    monkeypatch.setattr("poise.reports.diagnose.load_policy", lambda *_, **__: policy)
+    before = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
+    diagnose(settings, folder, methods=["grpo"], batches=1, warmup=1)
+    assert all(torch.equal(value, before[name]) for name, value in policy.model.state_dict().items())
+
+
+def test_steps_have_no_momentum_and_do_not_shrink_with_the_warm_up(tmp_path, embedded, monkeypatch):
+    """Else a second phase would carry the first one's tokens, and every step a factor that nobody asked for."""
+    policy, settings, _ = embedded
+    monkeypatch.setattr("poise.reports.diagnose.load_policy", lambda *_, **__: policy)
+
+    def moments(loop, _, optimizer, **__):
+        parameter = loop.parameters[0]
+        before = parameter.detach().clone()
+        parameter.grad = torch.randn_like(parameter, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        state, group = optimizer.state[parameter], optimizer.param_groups[0]
+        scale = (state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"])).sqrt() + group["eps"]
+        expected = before * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * parameter.grad / scale
+        torch.testing.assert_close(parameter.detach(), expected)
+        assert state["step"] == 3
+        with torch.no_grad():
+            parameter.copy_(before)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("poise.reports.diagnose.dominance", moments)
+    folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
+    with pytest.raises(KeyboardInterrupt):
+        diagnose(settings, folder, methods=["grpo"], batches=1, warmup=2)
+
+
+def test_a_diagnosis_that_was_stopped_leaves_nothing_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def stopped(*_):
+        assert list((tmp_path / "out/tokens").iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("poise.reports.diagnose.combine", stopped)
+    arguments = ("--regulator", "grpo", "--batches", 1, "--out", "out", *SMALL)
+    assert call("diagnose", "embedded", *arguments).exit_code == 130
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    settings = config.load("demo", SMALL).model_dump(mode="json")
+    RunFolder.create(tmp_path / "early", settings)  # stopped before its first checkpoint
+    damaged = make_run(tmp_path / "damaged")
+    damaged.tokens_path(2).write_bytes(b"half")
+    (tmp_path / "damaged/rollouts/step-000001.jsonl.gz").write_bytes(b"\x1f\x8b")
+    for arguments, said in (
+        (("diagnose", "embedded", "--out", "file"), "file is a file"),
+        (("diagnose", "early"), "early has no checkpoint yet"),
+        (("report", "damaged", "--out", "early"), "--out early is a folder"),
+        (("report", "damaged"), "damaged"),
+        (("tokens", "damaged", "--step", 2), "a file of the run is damaged"),
+    ):
+        done = call(*arguments)
+        assert done.exit_code == 1, done.output
+        assert said in done.output + done.stderr
+    assert call("report", "early").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--intervals", "0.5,0.2"], "rise from 0 to 1"),
+        (["--regulator", "lopty"], "did you mean 'lopti'"),
+        (["--task", "kx"], "kx"),
+        (["promps=3"], "promps"),
+    ],
+)
+def test_diagnose_says_what_is_wrong(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    done = call("diagnose", "embedded", *arguments)
+    assert done.exit_code == 1
+    assert said in done.output + done.stderr
+    assert not (tmp_path / "runs/diagnose-embedded/config.json").exists()
+
+
+def test_reports_of_one_run_and_of_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        make_run(tmp_path / name)
+    assert call("report", "one").exit_code == 0
+    page = (tmp_path / "one/report.html").read_text()
+    assert page.count('<script type="text/plain"') == 12
+    assert call("report", "one", "two").exit_code == 0
+    assert (tmp_path / "report.html").read_text().count('<script type="text/plain"') == 24
+    missing = call("report", "nowhere")
+    assert missing.exit_code == 1
+    assert "there is no run in nowhere" in missing.output + missing.stderr
+
+
+def test_tokens_in_the_terminal(tmp_path):
+    hostile = {**WORDS, 0: "\x1b[2J\x07[bold]"}
+    folder = make_run(
+        tmp_path / "run", steps=(1, 3), texts=hostile, records=[response(1, 0, prompt="\x1b]0;x\x07 ask")] * 2
+    )
+    done = call("tokens", folder.path, "--step", 1, "--by", "gradient", "--response", 1)
+    assert done.exit_code == 0, done.output
+    assert "step 1, response 1" in done.output
+    assert "\x1b[2J" not in done.output
+    assert "\x07" not in done.output
+    assert "\\x1b]0;x\\x07 ask" in done.output
+    for wrong, said in (
+        (("--step", 2), "recorded are 1, 3"),
+        (("--by", "wait"), "did you mean 'weight'"),
+        (("--by", "change"), "weight"),
+        (("--response", 9), "2 responses"),
+    ):
+        failed = call("tokens", folder.path, *wrong)
+        assert failed.exit_code == 1
+        assert said in failed.output + failed.stderr
+
+
+def test_shades_are_as_strong_as_the_values_are_far():
+    tokens = {
+        "id": torch.tensor([0, 1, 2]), "logp": torch.tensor([0.0, -0.5, -3.0]), "entropy": torch.rand(3),
+        "advantage": torch.tensor([2.0, 2.0, 2.0]), "weight/low": torch.tensor([1.0, 0.5, 2.0]),
+        "nthr": torch.tensor([torch.nan, 1.0, -1.0]),
+    }  # fmt: skip
+    texts = {0: "a", 1: "b", 2: "c"}
+    assert SHADES["gradient"][0](tokens).tolist() == pytest.approx([0, 1 - 0.60653066, 4 * (1 - 0.04978707)])
+
+    def spans(by):
+        return {span.start: span.style.bgcolor.triplet for span in shaded(tokens, texts, by).spans if span.style}
+
+    weight = spans("weight")
+    assert weight.keys() == {1, 2}  # 1 is not shaded
+    assert weight[1].blue > weight[1].red  # below 1: cool
+    assert weight[2].red > weight[2].blue
+    probability = spans("probability")
+    assert probability[2].blue < probability[1].blue
+    assert spans("nthr").keys() == {1, 2}
+    assert [row["place"] for row in extremes(tokens, texts, "gradient", 2)] == [3, 2]
+    assert json.dumps(extremes(tokens, texts, "weight", 3))

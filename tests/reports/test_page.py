@@ -1,0 +1,358 @@
+"""The report, driven in a real browser."""
+
+import json
+import re
+import struct
+import zlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poise import regulators
+from poise.diagnostics import Intervals, dominance
+from poise.reports.html import write_report
+from poise.reports.html.data import Source
+from poise.reports.html.page import in_html
+from poise.reports.verdict import combine, verdict
+from support.run_folders import HOSTILE, WORDS, add_step, look, make_run, next_frame, response, see
+from support.softmax_table import Table
+
+# The data
+
+
+@given(st.text())
+def test_any_text_is_inert_in_the_page(text):
+    written = in_html({text: [text]})
+    assert not set(written) & set(b"<>&\x00")
+    assert written.isascii()
+    assert json.loads(written) == {text: [text]}
+
+
+def test_blocks_hold_the_exact_values(tmp_path):
+    folder = make_run(tmp_path / "run")
+    source = Source([folder.path])
+    index = source.index()
+    run = index["runs"][0]
+    assert len(index["rows"]) == 12
+    kept, _ = folder.tokens(2)
+    block = zlib.decompress(source.block((0, 2, 3)))
+    size = struct.unpack_from("<I", block)[0]
+    assert block[4 : 4 + size].decode() == "alpha beta answer2x3"
+    at = 4 + -(-size // 4) * 4
+    for name in run["fields"]:
+        values = torch.tensor(struct.unpack_from(f"<4{'i' if name == 'id' else 'f'}", block, at))
+        expected = kept[name][12:16]
+        if name == "id":
+            assert [run["words"][i] for i in values.tolist()] == [WORDS[i] for i in expected.tolist()]
+        else:
+            assert torch.equal(values.nan_to_num(9), expected.nan_to_num(9)), name
+        at += 16
+    assert at == len(block)
+    with pytest.raises(KeyError):
+        source.block((0, 2, 99))
+
+
+def test_a_step_that_a_resumed_run_wrote_anew_is_read_anew(tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,))
+    source = Source([folder.path])
+    before = source.index()["rows"][0], source.block((0, 1, 0))
+    add_step(folder, 1, records=[response(1, 0, reward=-9.0, text="another")])
+    rows = source.index()["rows"]
+    assert len(rows) == 1
+    assert rows[0] != before[0]
+    assert source.block((0, 1, 0)) != before[1]
+
+
+# The page
+
+
+def test_hovering_a_token_shows_its_exact_values(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,))
+    look(page, tmp_path, folder)
+    kept, _ = folder.tokens(1)
+    page.click("#row-2")
+    see(page, ".pane p", "response 2")
+    page.hover(".tokens span[data-i='1']")
+    shown = page.inner_text("#tip")
+    assert f"{kept['logp'][9].exp().item():.6f}"[:7] in shown
+    assert f"{kept['entropy'][9].item():.5f}"[:6] in shown
+    assert "2 of 4" in shown
+    page.hover("h1")
+    assert page.is_hidden("#tip")
+
+
+def test_the_shading_switch_shades_by_what_it_says(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,))
+    look(page, tmp_path, folder)
+    kept, _ = folder.tokens(1)
+    page.wait_for_selector(".tokens span")
+
+    def strengths():
+        alphas = page.eval_on_selector_all(".tokens span", "all => all.map(s => getComputedStyle(s).backgroundColor)")
+        return [float(m[1]) if (m := re.search(r", ([\d.]+)\)$", colour)) else 1.0 for colour in alphas]
+
+    p = kept["logp"][:4].exp()
+    assert strengths() == pytest.approx((0.62 * (1 - p)).tolist(), abs=0.01)
+    page.select_option("#shade", "weight")
+    weight = (kept["weight/low"] + kept["weight/high"])[:4] - 1
+    see(page, ".ends", "weight")
+    assert strengths() == pytest.approx((0.62 * weight.abs() / weight.abs().max()).tolist(), abs=0.01)
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("s")
+    see(page, ".ends", "advantage")
+    assert page.eval_on_selector("#shade", "s => s.value") == "advantage"
+    for name in ("gradient", "nthr", "entropy"):
+        page.select_option("#shade", name)
+        see(page, ".ends", f"{name}:")
+
+
+def test_filters_filter(page, tmp_path):
+    look(page, tmp_path, make_run(tmp_path / "run", steps=(1, 2)))
+    page.wait_for_selector(".item")
+    see(page, "#count", "12 of 12 responses", whole=True)
+    for name, value, left in (("step", "2", 6), ("difficulty", "3", 2), ("correct", "true", 1)):
+        page.select_option(f"#f-{name}", value)
+        see(page, "#count", f"{left} of 12 responses", whole=True)
+    for name in ("step", "difficulty", "correct"):
+        page.select_option(f"#f-{name}", "")
+    page.fill("#f-from", "0")
+    see(page, "#count", "6 of 12 responses", whole=True)
+    page.fill("#f-from", "")
+    page.fill("#search", "ANSWER2x5")
+    see(page, "#count", "1 of 12 responses", whole=True)
+    see(page, ".pane p", "response 5 ")
+    page.fill("#search", "question 1")
+    see(page, "#count", "4 of 12 responses", whole=True)
+    page.fill("#search", "nowhere to be found")
+    see(page, "#count", "0 of 12 responses", whole=True)
+
+
+def test_keys_move(page, tmp_path):
+    look(page, tmp_path, make_run(tmp_path / "run", steps=(1,)))
+    page.wait_for_selector(".tokens span")
+    for key, expected in (("j", 1), ("j", 2), ("k", 1)):
+        page.keyboard.press(key)
+        see(page, ".pane p", f"response {expected} ")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert "2 of 4" in page.inner_text("#tip")
+    page.keyboard.press("ArrowLeft")
+    assert "1 of 4" in page.inner_text("#tip")
+    page.keyboard.press("c")
+    page.keyboard.press("j")
+    page.wait_for_selector(".pane:nth-child(2)")
+
+
+def test_two_runs_side_by_side(page, tmp_path):
+    one = make_run(tmp_path / "one", steps=(1,))
+    two = make_run(tmp_path / "two", steps=(1, 2, 3), config={"regulator": "ar"})
+    look(page, tmp_path, one, two, tab="settings")
+    assert re.search(r'regulator\s+"grpo"\s+"ar"', page.inner_text("h2:has-text('What differs') + div"))
+    assert "optim.lr" not in page.inner_text("h2:has-text('What differs') + div")
+    page.click("nav button:has-text('responses')")
+    page.click("#pin")
+    page.wait_for_selector(".pane:nth-child(2)")
+    assert page.inner_text(".pane:first-child p").startswith("one · step 1 · response 0")
+    assert page.inner_text(".pane:last-child p").startswith("two · step 1 · response 0")
+    page.select_option("#f-run", "1")
+    see(page, "#count", "18 of 24 responses", whole=True)
+
+
+def test_curves_show_values_and_zoom_together(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=range(1, 21))
+    look(page, tmp_path, folder, tab="curves")
+    charts = page.query_selector_all("svg")
+    assert len(charts) == 4
+    box = charts[0].bounding_box()
+    x = box["x"] + box["width"] * (40 + 282 * 9 / 19) / 330
+    page.mouse.move(x, box["y"] + 60)
+    legends = [legend.inner_text() for legend in page.query_selector_all(".legend")]
+    assert legends[0] == "mean 1 at 10"
+    assert "50 at 10" in legends[2]
+    page.mouse.down()
+    page.mouse.move(x + box["width"] * 0.3, box["y"] + 60)
+    page.mouse.up()
+    axes = [
+        [t.text_content() for t in chart.query_selector_all("text[y='160']")]
+        for chart in page.query_selector_all("svg")
+    ]
+    assert all("20" not in steps and "12" in steps for steps in axes)
+    page.click("#unzoom")
+    assert page.query_selector("svg text[y='160']:last-of-type").text_content() == "20"
+
+
+def test_the_figures_of_diagnose(page, tmp_path):
+    table = Table(rows=20)
+    methods = {name: regulators.parse(name) for name in ("grpo", "ar(alpha=0.5)")}
+    optimizer = torch.optim.SGD([table.logits], lr=0.1)
+    found = dominance(table.loop(), methods, optimizer)[0]
+    mean, error = combine([found, found])
+    folder = make_run(tmp_path / "run")
+    (folder.path / "diagnose").mkdir()
+    names = Intervals().names
+    written = {"intervals": names, "mean": mean, "error": error, "verdict": verdict(mean, error, names)}
+    suspect = {"score": 2.5, "p": 0.125, "text": HOSTILE, "before": "so", "step": 1, "row": 0}
+    folder.write_json("diagnose/diagnose.json", {**written, "settings": {"batches": 2}, "suspects": [suspect]})
+    look(page, tmp_path, folder, tab="dominance")
+    assert written["verdict"][0] in page.inner_text(".verdict")
+    cards = {card.query_selector("h3").inner_text(): card for card in page.query_selector_all(".card")}
+    assert len([name for name in cards if re.match(r"\([a-f]\)", name)]) == 8  # (a) and (d) have two
+    moved = [row["moved"] for row in mean["regulators"]["grpo"]["influence"]]
+    cells = [text.text_content() for text in cards["Cross-influence"].query_selector_all("text.value")]
+    assert [float(cell) for cell in cells] == pytest.approx([v for row in moved for v in row], rel=1e-2)
+    cards["(d) Gradient norm"].query_selector_all(".bar-mark")[0].hover()
+    assert f"{mean['regulators']['grpo']['norm'][0]:.4g}" in page.inner_text("#tip")
+    page.select_option("article select", "ar(alpha=0.5)")
+    first = page.text_content(".card:has(h3:text-is('Cross-influence')) svg")
+    page.select_option("article select", "grpo")
+    assert page.text_content(".card:has(h3:text-is('Cross-influence')) svg") != first
+    assert page.text_content("td code").startswith("<script>")
+    assert page.evaluate("window.hacked") is None
+
+
+def test_a_curve_that_differs_only_by_rounding_is_drawn(page, tmp_path):
+    folder = make_run(tmp_path / "run")
+    for step, value in ((3, 0.3), (4, 0.1 + 0.2), (5, 0.3)):
+        folder.log(step, {"rollout/entropy": value})
+    look(page, tmp_path, folder, tab="curves")
+    assert page.locator("svg[aria-label='entropy'] path").count() == 1
+
+
+def test_zooming_to_steps_that_a_curve_does_not_have_draws_nothing_of_it(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=range(1, 21))
+    folder.log(21, {"rollout/entropy": 1.0})
+    look(page, tmp_path, folder, tab="curves")
+    assert page.locator("svg circle").count() == 1
+    box = page.query_selector("svg").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60)
+    page.mouse.up()
+    assert page.locator("svg circle").count() == 0
+
+
+def test_responses_without_tokens_or_scores(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=(1,), records=[response(1, 0), response(1, 1)])
+    arrays, _ = folder.tokens(1)
+    count = 4
+    kept = {name: values[:count] for name, values in arrays.items()} | {"nthr": torch.full((count,), torch.nan)}
+    folder.save_tokens(1, kept | {"start": torch.tensor([0, 0, count], dtype=torch.int32)}, WORDS)
+    look(page, tmp_path, folder)
+    see(page, ".pane p", "response 0 · 0 tokens")
+    page.select_option("#shade", "nthr")
+    page.click("#row-1")
+    see(page, ".pane p", "response 1 ")
+    assert "Infinity" not in page.inner_text(".ends")
+
+
+def test_leaving_while_a_response_is_being_read(page, tmp_path):
+    look(page, tmp_path, make_run(tmp_path / "run", steps=(1,)))
+    page.wait_for_selector(".tokens span")
+    page.evaluate(
+        """async () => {
+          document.querySelector("#row-2").click();
+          document.querySelector("nav button").click();
+          await viewer.show(); // reads the same response, and ends after it
+        }"""
+    )
+    assert page.locator("#unzoom").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_themes_and_phones(browser, tmp_path, scheme):
+    path = write_report([make_run(tmp_path / "run").path], tmp_path / "report.html")
+    phone = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    phone.goto(path.as_uri() + "#responses")
+    phone.wait_for_selector(".tokens span")
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    assert phone.evaluate("document.documentElement.dataset.theme") == scheme
+    assert contrast(phone, "body") > 7
+    assert contrast(phone, ".muted") > 4.5
+    for tone in ("warm", "cool"):  # the strongest shade, as over a card
+        phone.evaluate(
+            "tone => { const mark = document.createElement('mark'); mark.id = tone; document.body.append(mark);"
+            "mark.style.color = 'var(--ink)';"
+            "mark.style.background = `color-mix(in srgb, rgb(var(--${tone})) 75%, var(--card))` }",
+            tone,
+        )
+        assert contrast(phone, f"#{tone}", behind=f"#{tone}") > 4.5
+    phone.click("#theme")
+    assert phone.evaluate("document.documentElement.dataset.theme") != scheme
+    phone.close()
+
+
+def contrast(page, selector, behind="body"):
+    """WCAG's ratio between an element's text and what is behind it."""
+    colours = page.evaluate(
+        "all => all.map(([selector, name]) => getComputedStyle(document.querySelector(selector))[name])",
+        [[selector, "color"], [behind, "backgroundColor"]],
+    )
+
+    def light(colour):
+        whole = 1 if colour.startswith("color(") else 255
+        parts = [float(v) / whole for v in re.findall(r"[\d.]+", colour)[:3]]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted(map(light, colours), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+# Many responses
+
+
+def test_ten_thousand_responses_do_not_freeze_the_page(page, tmp_path):
+    """Every response of benchmarks/report.py's page, with fewer tokens; the full one is measured there."""
+    folder = make_run(tmp_path / "run", steps=range(1, 11), responses=1000, length=20)
+    page.add_init_script(
+        "window.slow = []; new PerformanceObserver(l => slow.push(...l.getEntries().map(e => e.duration)))"
+        ".observe({ entryTypes: ['longtask'] })"
+    )
+    look(page, tmp_path, folder)
+    page.wait_for_selector(".tokens span")
+    see(page, "#count", "10,000 of 10,000 responses", whole=True)
+    assert len(page.query_selector_all(".item")) < 60
+    page.evaluate("window.slow.length = 0")
+    for top in range(0, 460_000, 46_000):
+        page.eval_on_selector("#list", f"l => l.scrollTop = {top}")
+        page.wait_for_selector(f"#row-{top // 46}", state="attached")
+    page.click(f"#row-{46_000 * 9 // 46 + 1}")
+    see(page, ".pane p", "step 10")
+    assert max(page.evaluate("window.slow"), default=0) < 1000
+
+
+# Watching
+
+
+def test_watching_refreshes(page, served):
+    folder, url = served
+    page.goto(f"{url}/#responses")
+    page.wait_for_selector(".tokens span")
+    see(page, "#count", "6 of 6 responses", whole=True)
+    page.click("#row-3")
+    add_step(folder, 2)
+    see(page, "#count", "12 of 12 responses", whole=True)
+    assert page.inner_text("#live") == "live · step 2"
+    assert "response 3" in page.inner_text(".pane")  # what one looks at stays
+    page.click("nav button:has-text('curves')")
+    add_step(folder, 3)
+    see(page, ".legend", "mean 0.3", whole=True)
+    assert all(asked.startswith(url) for asked in page.asked)
+
+
+def test_a_refresh_does_not_scroll(page, served):
+    folder, url = served
+    add_step(folder, 2, responses=100)
+    page.goto(f"{url}/#responses")
+    see(page, "#count", "106 of 106 responses", whole=True)
+    page.set_viewport_size({"width": 900, "height": 300})
+    page.evaluate("document.getElementById('list').scrollTop = 2000; window.scrollTo(0, 150)")
+    add_step(folder, 3)
+    see(page, "#count", "112 of 112 responses", whole=True)
+    page.wait_for_selector("#row-43", state="attached")
+    next_frame(page)
+    assert page.evaluate("[document.getElementById('list').scrollTop, window.scrollY]") == [2000, 150]
+    assert page.locator("#row-43").count() == 1

@@ -1,0 +1,12 @@
+"""The Python that a page shows."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def snippets(page):
+    text = page.read_text()
+    return [re.sub(r"(?m)^ {3}", "", code) if indent else code
+            for indent, code in re.findall(r"(?ms)^( {3})?```python\n(.*?)^ *```", text)]  # fmt: skip

@@ -1,0 +1,91 @@
+"""Twenty updates on the same responses, by the fast path and by the plain one: losses, and where the weights end."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+
+from poise import TokenBatch, advantages, objective, regulators
+from poise.engines.hf import CachedEngine
+from poise.models.master_weights import Masters
+from poise.models.policy import Policy, load_policy
+from poise.objective import Settings
+from poise.rollout.types import Rollouts
+from poise.tasks.knights_knaves import KnightsKnaves
+from poise.training.update import update
+from support.tiny_models import sample
+
+SETTINGS = Settings(kl_coef=0.001)
+STEPS = 20
+
+
+def sampled(device: str) -> list[tuple[Rollouts, TokenBatch]]:
+    """What twenty steps of the embedded model before training would see, advantages made up so that all move it."""
+    policy = load_policy("embedded", device=device, dtype="float32")
+    engine, task, made = CachedEngine(policy), KnightsKnaves(), []
+    for step in range(STEPS):
+        prompts = [policy.encode(problem.prompt) for problem in islice(task.problems("train", step), 3)]
+        rollouts = sample(engine, prompts, 4, max_tokens=48, temperature=1.0, seed=step)
+        groups = torch.arange(3, device=device).repeat_interleave(4)
+        rewards = torch.randn(12, generator=torch.Generator().manual_seed(step)).to(device)
+        batch = TokenBatch(
+            rollouts.logp, rollouts.mask, advantages.group_zscore(rewards, groups), groups=groups,
+            ref_logp=rollouts.logp, entropy=rollouts.entropy, targets=rollouts.tokens,
+        )  # fmt: skip
+        made.append((rollouts, batch))
+    return made
+
+
+def start(device: str, dtype: torch.dtype, *, compiled: bool = False) -> tuple[Policy, Any]:
+    policy = load_policy("embedded", device=device, dtype="float32")
+    policy = Policy(policy.model.to(dtype), policy.tokenizer, compiled=compiled)
+    policy.masters = Masters(policy.model)
+    optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=1e-4)
+    policy.masters.serve(optimizer)
+    return policy, optimizer
+
+
+def fast(
+    made: list[tuple[Rollouts, TokenBatch]],
+    device: str,
+    dtype: torch.dtype,
+    *,
+    micro_tokens: int = 1_000_000,
+    **how: Any,
+) -> tuple[list[float], torch.Tensor]:
+    """Packed, fused: losses, and how far the weights have come."""
+    policy, optimizer = start(device, dtype, **how)
+    before, losses = weights(policy), []
+    for rollouts, batch in made:
+        metrics = update(
+            policy, optimizer, rollouts, batch, regulators.parse("lopti")(batch), SETTINGS, micro_tokens=micro_tokens
+        )
+        losses.append(metrics["optim/loss"])
+    return losses, weights(policy) - before
+
+
+def plain(made: list[tuple[Rollouts, TokenBatch]], device: str, dtype: torch.dtype) -> tuple[list[float], torch.Tensor]:
+    """Padded, all logits at once, ``objective.policy_loss``, the whole batch in one pass."""
+    policy, optimizer = start(device, dtype)
+    before, losses = weights(policy), []
+    for rollouts, batch in made:
+        step = []
+        for phase in regulators.parse("lopti")(batch):
+            optimizer.zero_grad()
+            states = policy._states(rollouts)
+            logits = policy.head()(states).to(torch.promote_types(dtype, torch.float32))
+            logp = logits.log_softmax(-1).gather(-1, rollouts.tokens[..., None])[..., 0]
+            norm = objective.normalizer(batch, SETTINGS)
+            loss, _ = objective.policy_loss(logp, batch, phase, SETTINGS, normalizer=norm)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.masters.parameters.values(), 1.0)
+            optimizer.step()
+            step.append(loss.item())
+        losses.append(sum(step) / len(step))
+    return losses, weights(policy) - before
+
+
+def weights(policy: Policy) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in policy.masters.parameters.values()])

@@ -1,0 +1,31 @@
+"""vLLM on small random weights."""
+
+import torch
+import transformers
+
+from poise.engines.vllm import VllmEngine
+from poise.models.policy import EMBEDDED, Policy
+
+MEMORY = 0.02
+STARTED = []  # a vLLM that is collected takes what all of a process share with it
+
+
+def start(policy, **settings):
+    STARTED.append(VllmEngine(policy, memory=MEMORY, **settings))
+    return STARTED[-1]
+
+
+def small(tied=True, seed=0):
+    """The embedded model's tokenizer on random weights: vLLM's attention on a CPU has no heads of 40."""
+    torch.manual_seed(seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)  # far from uniform
+    return Policy(model, tokenizer)

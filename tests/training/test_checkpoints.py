@@ -1,0 +1,267 @@
+"""Checkpoints: what a kill, a full disk or a flipped bit leaves behind."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from safetensors import SafetensorError
+
+from poise.runs.folder import CheckpointError, RunFolder
+from support.checkpoint_files import flip, names, read, write
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFolder.create(tmp_path / "run", {"seed": 3})
+
+
+def test_the_newest_are_kept(run):
+    assert run.load_checkpoint(read) is None
+    for step in (5, 10, 15):
+        assert run.save_checkpoint(step, write(step)) == run.path / "checkpoints" / f"step-{step:06d}"
+    assert run.checkpoints() == [10, 15]
+    assert run.load_checkpoint(read) == (15, 15)
+    run.save_checkpoint(15, write(99))  # saved twice: the later one counts
+    assert run.load_checkpoint(read) == (15, 99)
+    assert names(run.path / "checkpoints") == ["step-000010", "step-000015"]
+    only = RunFolder(run.path, keep=1)
+    only.save_checkpoint(1_000_000, write(7))
+    assert only.checkpoints() == [1_000_000]
+    with pytest.raises(ValueError, match=r"manifest.json is written here last"):
+        run.save_checkpoint(1_000_001, lambda folder: (folder / "manifest.json").touch())
+    assert names(run.path / "checkpoints") == ["step-1000000"]
+
+
+def manifest(text):
+    return lambda folder: (folder / "manifest.json").write_text(text)
+
+
+DAMAGE = {
+    "SHA-256": flip,
+    "state.json is missing": lambda folder: (folder / "state.json").unlink(),
+    "instead of": lambda folder: (folder / "state.json").write_text("20000"),
+    "manifest.json is missing": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest.json is damaged": manifest("[1]"),
+    "json is damaged": manifest("[" * 100_000),
+    "is damaged": manifest('{"files": {"model/model.safetensors": {"size": Infinity, "sha256": ""}}}'),
+    "manifest.json does not name model/model.safetensors": manifest('{"files": {}}'),
+}
+
+
+@pytest.mark.parametrize("why", DAMAGE)
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(run, why, capsys):
+    run.save_checkpoint(10, write(10))
+    DAMAGE[why](run.save_checkpoint(20, write(20)))
+    said = []
+    assert run.load_checkpoint(read, say=said.append) == (10, 10)
+    assert len(said) == 1
+    assert "step-000020 cannot be read" in said[0]
+    assert why in said[0]
+    assert "going on from the checkpoint of step 10" in said[0]
+    assert run.load_checkpoint(read) == (10, 10)
+    assert capsys.readouterr().err.strip() == said[0]
+    DAMAGE[why](run.path / "checkpoints" / "step-000010")
+    with pytest.raises(CheckpointError, match=r"(?s)step-000020 .*step-000010 .*begin again in another run=DIR"):
+        run.load_checkpoint(read, say=said.append)
+
+
+def test_what_a_manifest_says_is_shown_as_text(run, capsys):
+    run.save_checkpoint(10, write(10))
+    manifest(r'{"files": {}, "step": "\u001b[31m"}')(run.save_checkpoint(20, write(20, weights=False)))
+    assert run.load_checkpoint(read) == (10, 10)
+    assert r"it is of step \x1b[31m" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_read_cannot_make_sense_of_counts_as_damaged(run):
+    run.save_checkpoint(10, write(10))
+    run.save_checkpoint(20, lambda folder: (folder / "other").touch())
+    said = []
+    assert run.load_checkpoint(read, say=said.append) == (10, 10)
+    assert "No such file" in said[0]
+
+
+def test_a_checkpoint_of_another_step_or_run_is_not_taken(run, tmp_path):
+    run.save_checkpoint(10, write(10))
+    run.save_checkpoint(20, write(20))
+    checkpoints = run.path / "checkpoints"
+    others = {
+        "it is of step 20, and was given another name": RunFolder(run.path),
+        "a run with seed 4; this one has seed 3": RunFolder.create(tmp_path / "seed", {"seed": 4}),
+        "other settings than config.json has": RunFolder.create(tmp_path / "lr", {"seed": 3, "optim": {"lr": 1}}),
+    }
+    for why, other in others.items():
+        if other.path != run.path:
+            other.save_checkpoint(30, write(30))
+        shutil.copytree(other.newest(), checkpoints / "step-000030")
+        said = []
+        assert run.load_checkpoint(read, say=said.append) == (20, 20)
+        assert why in said[0]
+        shutil.rmtree(checkpoints / "step-000030")
+    run.write_config({"seed": 3, "run": "moved", "steps": 7})  # these may change
+    assert RunFolder.open(run.path).load_checkpoint(read) == (20, 20)
+    manifest = json.loads((run.newest() / "manifest.json").read_text())
+    assert (manifest["step"], manifest["seed"]) == (20, 3)
+    (run.newest() / "manifest.json").write_text(json.dumps({"files": manifest["files"]}))  # as they once were
+    assert run.load_checkpoint(read) == (20, 20)
+
+
+def test_a_kill_while_a_checkpoint_is_removed_leaves_none_that_is_torn(run, monkeypatch):
+    run.save_checkpoint(10, write(10))
+
+    def killed(path, **_):
+        if path.exists():
+            (path / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    run.save_checkpoint(20, write(20))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.save_checkpoint(30, write(30))
+    assert names(run.path / "checkpoints") == [".tmp-removed-step-000010", "step-000020", "step-000030"]
+    RunFolder.open(run.path)
+    assert names(run.path / "checkpoints") == ["step-000020", "step-000030"]
+
+
+def fail(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["write", "fsync", "replace", "mkdir", "safetensors", "tokenizers"])
+def test_a_full_disk(run, monkeypatch, where):
+    run.save_checkpoint(10, write(10))
+    filling = write(20)
+    with monkeypatch.context() as patch:
+        if where == "write":
+            filling = fail
+        elif where == "safetensors":
+
+            def filling(_):
+                raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        elif where == "tokenizers":
+
+            def filling(_):
+                raise Exception("No space left on device (os error 28)")
+
+        elif where == "mkdir":
+            patch.setattr("pathlib.Path.mkdir", fail)
+        else:
+            patch.setattr(os, where, fail)
+        with pytest.raises(CheckpointError) as caught:
+            run.save_checkpoint(20, filling)
+    for part in ("step 20", "No space left", "step 10 is intact", "free some space, then poise train --resume run="):
+        assert part in str(caught.value)
+    assert names(run.path / "checkpoints") == ["step-000010"]
+    assert run.load_checkpoint(read) == (10, 10)
+    run.save_checkpoint(20, write(20))
+    assert run.load_checkpoint(read) == (20, 20)
+
+
+def test_a_full_disk_at_the_last_rename_of_a_second_save_puts_the_first_back(run, monkeypatch):
+    run.save_checkpoint(10, write(10))
+    replace = os.replace
+
+    def once(source, target):
+        if str(source).endswith(".tmp-step-000010"):
+            fail()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", once)
+    with pytest.raises(CheckpointError, match="there is no earlier one"):
+        run.save_checkpoint(10, write(11))
+    assert run.load_checkpoint(read) == (10, 10)
+
+
+def test_other_errors_pass_through_and_leave_nothing(run):
+    def filling(folder):
+        (folder / "half").touch()
+        raise KeyError("a bug of ours")
+
+    with pytest.raises(KeyError):
+        run.save_checkpoint(10, filling)
+    assert names(run.path / "checkpoints") == []
+
+
+def test_denied_is_not_called_a_full_disk(run):
+    def filling(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(CheckpointError, match=r"Permission denied; there is no earlier one\. put that right, then"):
+        run.save_checkpoint(10, filling)
+
+
+def test_pruning_never_drops_the_one_just_written(run):
+    for step in (10, 20, 30):
+        run.save_checkpoint(step, write(step))
+    run.save_checkpoint(15, write(15))  # resumed before two damaged ones, and not rewound
+    assert 15 in run.checkpoints()
+
+
+# Kills. One process forks many that save without pause, and kills each after a while that differs.
+KILLS = textwrap.dedent("""
+    import json, os, random, signal, sys, time
+    from pathlib import Path
+    from poise.runs.folder import RunFolder
+
+    def write(step):
+        def fill(folder):
+            for i in range(4):
+                time.sleep(0.001)
+                with (folder / f"part-{i}").open("w") as file:
+                    file.write(str(step)); file.flush(); time.sleep(0.001); file.write(" " * 5000)
+        return fill
+
+    def read(folder):
+        values = {int((folder / f"part-{i}").read_text()) for i in range(4)}
+        assert values == {int(folder.name[-6:])}, values
+        return values
+
+    run = RunFolder.create(sys.argv[1], {})
+    random.seed(0)
+    result = {"kills": 0, "halves": 0, "steps": [0], "said": []}
+    until = time.monotonic() + 2
+    span = 0.08
+    while result["kills"] < 12 or result["steps"][-1] <= 5 or (result["kills"] < 60 and time.monotonic() < until):
+        start = result["steps"][-1]
+        child = os.fork()
+        if not child:
+            step = start
+            while True:
+                step += 1
+                run.log(step, {"a": 1.0})
+                run.save_checkpoint(step, write(step))
+        time.sleep(random.uniform(0.0, span))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        result["kills"] += 1
+        result["halves"] += any(p.name.startswith(".") for p in Path(sys.argv[1], "checkpoints").glob("*"))
+        run = RunFolder.open(sys.argv[1])
+        loaded = run.load_checkpoint(read, say=result["said"].append)
+        step = loaded[0] if loaded else 0
+        assert step >= start, (step, start)
+        span = 0.08 if step > start else 1.5 * span  # a slow disk gets more time
+        run.rewind(step)
+        assert [m["step"] for m in run.metrics()] == list(range(1, step + 1))
+        assert not list(Path(sys.argv[1]).rglob(".*"))
+        result["steps"].append(step)
+    print(json.dumps(result))
+""")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(tmp_path / "run")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["kills"] >= 10
+    assert result["halves"] >= 3  # some kills did hit the writing
+    assert result["steps"][-1] > 5
+    assert result["said"] == []  # what a kill leaves is never a checkpoint in place that cannot be read

@@ -1,0 +1,23 @@
+"""A small version of benchmarks/kills.py: the full one, a hundred runs, is in docs/reliability.md."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kills.py"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+def test_runs_that_were_killed_end_like_one_that_was_not(tmp_path):
+    out = tmp_path / "kills.json"
+    done = subprocess.run([sys.executable, SCRIPT, "--runs", "6", "--out", out], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["kills"] >= 6
+    assert found["differences"] == []
+    assert found["identical_ends"] == 6
+    assert found["unreadable_checkpoints"] == 0

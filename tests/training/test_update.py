@@ -1,0 +1,180 @@
+"""The update: what is run through the model, in how many passes, and what happens when memory runs out."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poise import Phase, TokenBatch
+from poise.models.memory import OutOfMemoryError
+from poise.models.scoring import score_all
+from poise.objective import Settings
+from poise.training.update import mini_batches, update
+from support.tiny_models import exact, prompts, responses, tiny
+
+SHAPE = [[7, 1, 12, 3], [1, 1], [20, 2, 5], [4, 4, 4, 4, 4], [9]]
+
+
+def make(name="llama", **fields):
+    """A policy in float64, plain gradient descent, and a batch with old log-probabilities near the policy's."""
+    policy = exact(tiny(name))
+    rollouts = responses(prompts(len(SHAPE)), SHAPE)
+    g = torch.Generator().manual_seed(0)
+    old = policy.score(rollouts)[0].detach().double() + 0.1 * torch.randn(rollouts.mask.shape, generator=g)
+    advantages = torch.randn(len(rollouts.prompts), generator=g, dtype=torch.float64)
+    batch = TokenBatch(**{"old_logp": old, "mask": rollouts.mask, "advantages": advantages} | fields)
+    return policy, torch.optim.SGD(policy.model.parameters(), lr=1.0), rollouts, batch
+
+
+def after(made, **settings):
+    policy, _, _, batch = made
+    metrics = update(*made, [Phase.of(batch)], Settings(), grad_clip=1e9, **settings)
+    return metrics, {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+
+
+def assert_same(first, second, bound=1e-5):  # the head is scored in float32
+    assert first[0] == pytest.approx(second[0], rel=bound, abs=1e-7)
+    for name, value in first[1].items():
+        assert (value - second[1][name]).norm() <= bound * second[1][name].norm(), name
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # packed and padded
+def test_the_size_of_a_pass_changes_nothing(name):
+    start = dict(make(name)[0].model.named_parameters())
+    whole = after(make(name))
+    assert any((value - start[n]).norm() > 1e-3 * value.norm() for n, value in whole[1].items())
+    for tokens in (1, 30, 60):
+        assert_same(after(make(name), micro_tokens=tokens), whole)
+    policy, _, rollouts, _ = make(name)
+    torch.testing.assert_close(score_all(policy, rollouts, 1.0, 30), score_all(policy, rollouts, 1.0, 10**6))
+
+
+def passes(policy):
+    """The lengths of all packed sequences that are run through the model from now on."""
+    seen = []
+    policy.trunk.register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return seen
+
+
+def test_only_responses_with_a_gradient_are_run():
+    advantages = torch.zeros(len([n for own in SHAPE for n in own]), dtype=torch.float64)
+    advantages[[0, 3, 8]] = torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64)  # 7 and 3 tokens of one group; 5
+    made = make(advantages=advantages)
+    seen = passes(made[0])
+    asked = prompts(len(SHAPE))
+    assert after(made)[0]["optim/steps"] == 1
+    assert seen == [len(asked[0]) + 6 + 2 + len(asked[2]) + 4]
+
+
+@given(count=st.integers(1, 300), size=st.integers(0, 320), seed=st.integers(0, 99))
+def test_mini_batches_are_of_one_size(count, size, seed):
+    minis = mini_batches(count, size, seed)
+    sizes = [len(mini) for mini in minis]
+    assert sorted(row for mini in minis for row in mini) == list(range(count))
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= (size or count)
+    assert len(minis) == (-(-count // size) if size else 1)
+    if 0 < size < count and count % size == 0:  # as they have always been cut
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        assert minis == [part.tolist() for part in order.split(size)]
+
+
+def test_mini_batches_cover_everything_and_an_idle_one_takes_no_step():
+    made = make()
+    seen = passes(made[0])
+    assert after(made, mini_batch=4)[0]["optim/steps"] == 4
+    assert len(seen) == 4
+    made = make(advantages=torch.zeros(15, dtype=torch.float64))
+    seen = passes(made[0])
+    metrics = update(*made, [Phase.of(made[3])], Settings())
+    assert metrics == {"optim/steps": 0.0}
+    assert seen == []
+
+
+class TestOutOfMemory:
+    """A policy whose memory holds so many tokens; twice that where layers are computed again."""
+
+    def limit(self, policy, tokens):
+        seen = []
+
+        def check(_module, _args, kwargs):
+            size = kwargs["input_ids"].numel()
+            seen.append(size)
+            if size > tokens * (2 if policy.checkpointing else 1):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+        policy.trunk.register_forward_pre_hook(check, with_kwargs=True)
+        return seen
+
+    def test_layers_are_computed_twice_first(self):
+        whole = after(make())
+        made = make()
+        seen = self.limit(made[0], 80)
+        assert_same(after(made), whole)
+        assert made[0].checkpointing
+        assert made[0].most_tokens is None
+        assert len(seen) == 2
+
+    def test_then_passes_become_smaller_and_stay_so(self):
+        whole = after(make())
+        made = make()
+        seen = self.limit(made[0], 30)
+        assert_same(after(made), whole)
+        assert made[0].checkpointing
+        assert made[0].most_tokens < 100
+        failed = sum(size > 60 for size in seen)
+        assert failed >= 2
+        after(made)
+        assert sum(size > 60 for size in seen) == failed
+
+    def test_large_passes_become_smaller_before_that(self, monkeypatch):
+        monkeypatch.setattr("poise.training.update.BUSY_TOKENS", 60)
+        whole = after(make(), micro_tokens=10**6)
+        made = make()
+        self.limit(made[0], 80)
+        assert_same(after(made, micro_tokens=10**6), whole)
+        assert not made[0].checkpointing
+        assert made[0].most_tokens
+
+    def test_gradients_of_the_failed_attempt_are_dropped(self):
+        whole = after(make(), micro_tokens=40)
+        made = make()
+        sizes = []
+
+        def third(_module, _args, kwargs):
+            sizes.append(kwargs["input_ids"].numel())
+            if len(sizes) == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        made[0].trunk.register_forward_pre_hook(third, with_kwargs=True)
+        assert_same(after(made, micro_tokens=40), whole)
+
+    def test_a_model_that_is_run_padded_goes_straight_to_smaller_passes(self):
+        whole = after(make("gemma2"))
+        made = make("gemma2")
+        self.limit(made[0], 60)
+        assert_same(after(made), whole)
+        assert not made[0].checkpointing
+        assert made[0].most_tokens
+
+    def test_where_nothing_helps_it_says_what_does(self):
+        made = make()
+        before = {n: p.detach().clone() for n, p in made[0].model.named_parameters()}
+        self.limit(made[0], 3)
+        with pytest.raises(OutOfMemoryError, match=r"single response.*lower rollout\.max_tokens"):
+            after(made)
+        for name, value in made[0].model.named_parameters():
+            assert torch.equal(value, before[name])
+            assert value.grad is None
+
+    def test_in_the_optimizer(self):
+        made = make()
+
+        def full():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        made[1].step = full
+        with pytest.raises(OutOfMemoryError, match=r"in the optimizer's step.*lora"):
+            after(made)
