@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import count
 from random import Random
 from typing import ClassVar
 
 from poise._lib.errors import check_choice, check_range
-from poise.tasks.base import Problem, Score, Split, check_split
+from poise._lib.files import expand
+from poise.tasks.base import Problem, Score, Split, TaskError, check_split
 from poise.tasks.knights_knaves.generator import check_settings, draw, tell
 from poise.tasks.knights_knaves.meaning import split_of
 from poise.tasks.knights_knaves.puzzle import Puzzle
+from poise.tasks.knights_knaves.reader import read
+from poise.tasks.knights_knaves.statements import solve
 from poise.tasks.knights_knaves.verifier import TAGS, score
 from poise.tasks.knights_knaves.wording import NAMES
 from poise.tasks.knights_knaves.worked import STYLES, worked
@@ -23,18 +26,20 @@ INSTRUCTION = (
     "<think>your reasoning</think><answer>(1) NAME is a knight (2) NAME is a knave ...</answer>"
 )
 _PATIENCE = 20_000  # draws in a row that belong to the other split
+_GENERATED = ("depth", "phrasing", "names")  # settings of puzzles that are generated
 
 
 @dataclass(frozen=True)
 class KnightsKnaves:
-    """Knights & Knaves: logic puzzles without end, split into train and test by their meaning.
+    """Knights & Knaves: logic puzzles without end, or those of a file, split into train and test by their meaning.
 
-    ``people`` is a number, several, or a range such as ``"3-7"``; the numbers take turns. ``style``, ``noise`` and
-    ``wording`` are those of the demonstrations (see ``worked``). With ``open_think`` the prompt itself ends with
-    ``<think>``, which responses and demonstrations then lack.
+    ``people`` is a number, several, or a range such as ``"3-7"``, which is the default; the numbers take turns. With
+    ``file`` the puzzles are those of a file in the public format (``.jsonl``, ``.jsonl.gz``, ``.parquet``), all of them
+    unless ``people`` says which. ``style``, ``noise`` and ``wording`` are those of the demonstrations (see ``worked``).
+    With ``open_think`` the prompt itself ends with ``<think>``, which responses and demonstrations then lack.
     """
 
-    people: int | str | Sequence[int] = (3, 4, 5, 6, 7)
+    people: int | str | Sequence[int] | None = None
     depth: int = 1
     instruction: str = INSTRUCTION
     open_think: bool = False
@@ -43,15 +48,23 @@ class KnightsKnaves:
     style: str = "sentences"
     noise: float = 0.0
     wording: float = 0.0
+    file: str | None = None
+
+    # Only where the puzzles are those of a file: the order of a split's puzzles in one epoch.
+    epoch: Callable[[Split, int, int], Sequence[Problem]] = field(init=False, repr=False, compare=False)
+    puzzles: dict[str, list[Puzzle]] = field(init=False, repr=False, compare=False)  # of the file, by split
 
     name: ClassVar[str] = "kk"
     concurrent: ClassVar[bool] = True  # may be asked for scores from another thread
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "people", _counts(self.people))
+        if self.file is None:
+            object.__setattr__(self, "people", _counts("3-7" if self.people is None else self.people))
+        else:
+            self._read_file()
         if not isinstance(self.names, str):
             object.__setattr__(self, "names", tuple(self.names))
-        for people in self.counts:
+        for people in self.counts if self.file is None else ():
             check_settings(people, self.depth, self.names, self.phrasing)
         check_choice("KnightsKnaves", "style", self.style, STYLES)
         check_range("KnightsKnaves", "noise", self.noise, 0.0, 1.0)
@@ -60,16 +73,21 @@ class KnightsKnaves:
     @property
     def counts(self) -> tuple[int, ...]:
         """The numbers of people, however they were given."""
-        return _counts(self.people)
+        return _counts(self.people or ())
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Problems of one split; no meaning is in both."""
+        """Problems of one split; no meaning is in both. Those of a file come again, in another order."""
         check_split(split)
+        if self.file is not None:
+            for number in count():
+                yield from self.epoch(split, seed, number)
         rng = Random(f"problems {seed}")
-        ending = "\n" + TAGS[0] if self.open_think else ""
         for turn in count():
             people = self.counts[turn % len(self.counts)]
-            yield self._puzzle(people, split, rng).problem(self.instruction, ending)
+            yield self._problem(self._puzzle(people, split, rng))
+
+    def _problem(self, puzzle: Puzzle) -> Problem:
+        return puzzle.problem(self.instruction, "\n" + TAGS[0] if self.open_think else "")
 
     def _puzzle(self, people: int, split: Split, rng: Random) -> Puzzle:
         for _ in range(_PATIENCE):
@@ -78,6 +96,33 @@ class KnightsKnaves:
             if split_of(statements) == split:
                 return tell(statements, solution, seed, depth=self.depth, names=self.names, phrasing=self.phrasing)
         raise RuntimeError(f"KnightsKnaves: no {split} puzzle with {people} people among {_PATIENCE} draws")
+
+    def _read_file(self) -> None:
+        for name in _GENERATED:
+            if getattr(self, name) != next(own.default for own in fields(self) if own.name == name):
+                raise ValueError(f"KnightsKnaves: {name} is of generated puzzles, and these come from file {self.file}")
+        wanted = None if self.people is None else _counts(self.people)
+        puzzles = [puzzle for puzzle in _read(str(self.file)) if wanted is None or puzzle.people in wanted]
+        if not puzzles:
+            whom = "" if wanted is None else f" with {', '.join(map(str, wanted))} people"
+            raise ValueError(f"KnightsKnaves: file {self.file} has no puzzle{whom}")
+        parts: dict[str, list[Puzzle]] = {"train": [], "test": []}
+        for puzzle in puzzles:
+            parts[split_of(puzzle.statements)].append(puzzle)
+        object.__setattr__(self, "people", tuple(sorted({puzzle.people for puzzle in puzzles})))
+        object.__setattr__(self, "puzzles", parts)
+        object.__setattr__(self, "epoch", self._epoch)
+
+    def _epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
+        check_split(split)
+        order = list(self.puzzles[split])
+        if not order:
+            raise TaskError(
+                f"KnightsKnaves: file {self.file} has no {split} puzzle: about a tenth of all meanings are for "
+                "testing, and the others for training; take a file with more puzzles"
+            )
+        Random(f"epoch {seed} {number}").shuffle(order)
+        return [self._problem(puzzle) for puzzle in order]
 
     def score(self, problem: Problem, text: str) -> Score:
         """Format ±1 and answer +2, −1.5 or −2: see ``verifier``."""
@@ -88,6 +133,18 @@ class KnightsKnaves:
         noise = self.noise if noise is None else noise
         text = worked(Puzzle.of(problem), style=self.style, noise=noise, seed=seed, wording=self.wording)
         return text.removeprefix(TAGS[0]) if self.open_think else text
+
+
+def _read(file: str) -> list[Puzzle]:
+    """The puzzles of a file, each with one solution, which is the one it says."""
+    try:
+        puzzles = read(expand(file))
+    except (OSError, EOFError, ImportError) as error:
+        raise ValueError(f"KnightsKnaves: file {file} cannot be read: {error}") from None
+    for puzzle in puzzles:
+        if solve(puzzle.statements) != [list(puzzle.solution)]:
+            raise ValueError(f"KnightsKnaves: file {file}: {puzzle.id} has another solution than it says, or several")
+    return puzzles
 
 
 def _counts(people: int | str | Sequence[int]) -> tuple[int, ...]:
