@@ -1,5 +1,6 @@
 """What the documents show must run, and what they name must exist."""
 
+import ast
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from poise import TokenBatch, regulators
+from poise.config.schema import Config
 from support.pages import ROOT, snippets
 
 
@@ -60,6 +62,52 @@ def test_links_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def names_of_the_package():
+    """The dotted name of every module of poise, and of what each module and class defines or imports."""
+    known = set()
+    for path in (ROOT / "src/poise").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        tree = ast.parse(path.read_text())
+        known |= {module} | {f"{module}.{name}" for name in members(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                known |= {f"{module}.{node.name}.{name}" for name in members(node)}
+    return known
+
+
+def members(owner):
+    for node in owner.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign):
+            yield ast.unparse(node.target)
+        elif isinstance(node, ast.Assign):
+            yield from map(ast.unparse, node.targets)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_the_files_and_names_of_a_page_exist(page):
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text()))
+    paths = {span for span in spans if re.fullmatch(r"[\w/]+\.py", span)}
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for folder in ("src", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert paths
+    assert not [path for path in paths if not any(file.endswith(f"/{path}") for file in files)]
+    files_of_a_run = r".*\.(py|md|txt|toml|yaml|json|safetensors|html|css)"
+    dotted = [re.match(r"[A-Za-z_]\w*(\.\w+)+(?=[(: ]|$)", span) for span in spans]
+    names = {found[0] for found in dotted if found and not re.fullmatch(files_of_a_run, found[0])}
+    settings = {f"{group}.{key}" for group, field in Config.model_fields.items()
+                for key in getattr(field.annotation, "model_fields", ())}  # fmt: skip
+    known = [f".{name}" for name in names_of_the_package() | settings]
+    assert names
+    assert not [name for name in names if not any(each.endswith(f".{name}") for each in known)]
 
 
 def test_make_targets_of_the_readme_exist():
