@@ -24,11 +24,13 @@ from poise.tasks.base import (
     explained,
     judge,
 )
+from poise.tasks.countdown import Countdown
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.knights_knaves import KnightsKnaves
 
 TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
+    "countdown": Countdown,
     "frozenlake": FrozenLake,
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 from poise.tasks.base import Message, Problem, Score
+from poise.tasks.replies import spoken
 
 Place = tuple[int, int]  # row, column
 DIRECTIONS: dict[str, Place] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -23,8 +24,7 @@ def moves_in(reply: str, most: int = 1) -> list[str]:
     >>> moves_in("Up is a hole, so I go left.")
     ['left']
     """
-    said = reply[reply.rfind("</think>") + 1 :]
-    return list(deque((match[0].lower() for match in _MOVE.finditer(said)), maxlen=most))
+    return list(deque((match[0].lower() for match in _MOVE.finditer(spoken(reply))), maxlen=most))
 
 
 def shortest(
