@@ -1,0 +1,175 @@
+"""Several rewards, called together on a batch of completions, and what comes of it: one verdict per completion."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from poise._lib.errors import check_range, short
+from poise.rewards import answers, worker
+from poise.rewards.base import RewardError, TrainerState, Verdict, text_of
+from poise.rewards.names import Spec, find
+
+Named = str | Callable[..., Any]
+
+
+class Rewards:
+    """Rewards with TRL's signature, with weights: ``Rewards(["math", "my_rewards.py:brief"], weights=[1, 0.2])``.
+
+    Code that is named by its path runs in a process of its own and is cut off after ``timeout`` seconds; with ``quick``
+    it runs in this process, and nothing can cut it off. Python callables and the built-in rewards run in this process.
+    """
+
+    def __init__(
+        self,
+        specs: Named | Sequence[Named],
+        weights: Sequence[float] | None = None,
+        timeout: float = 30.0,
+        quick: bool = False,
+    ):
+        listed = [specs] if isinstance(specs, str) or callable(specs) else list(specs)
+        if not listed:
+            raise ValueError("give at least one reward")
+        check_range("rewards", "timeout", timeout, 0.01)
+        self.weights = [1.0] * len(listed) if weights is None else [_weight(weight) for weight in weights]
+        if len(self.weights) != len(listed):
+            raise ValueError(
+                f"there are {len(listed)} rewards and {len(self.weights)} weights; give one weight per reward"
+            )
+        self.timeout, self.quick = timeout, quick
+        self.specs = [find(each) for each in listed]
+        self.names = _unique([_name(spec) for spec in self.specs])
+        self._metrics: dict[str, list[float]] = {}
+        self._lock = threading.Lock()
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        ids: Sequence[str],
+        state: TrainerState | None = None,
+        environments: Sequence[Any] | None = None,
+    ) -> list[Verdict]:
+        """One verdict per completion. ``columns`` are the data's, a value per row; ``ids`` name rows in messages."""
+        count = len(completions)
+        batch: dict[str, Any] = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            **columns,
+        }
+        for name, values in [*batch.items(), ("ids", ids), ("environments", environments or completions)]:
+            if len(values) != count:
+                raise ValueError(f"{name} has {len(values)} rows for {count} completions")
+        if not count:
+            return []
+        with self._lock:
+            outcomes = [
+                _InProcess(name, spec).values(batch, list(ids), state or TrainerState(), environments)
+                for name, spec in zip(self.names, self.specs, strict=True)
+            ]
+            for outcome in outcomes:
+                for metric, value in outcome.log.metrics:
+                    self._metrics.setdefault(metric, []).append(value)
+        return [self._verdict(row, text_of(completions[row]), outcomes, ids[row]) for row in range(count)]
+
+    def take_metrics(self) -> dict[str, float]:
+        """What rewards have reported with ``log_metric`` since the last call: the mean per name."""
+        with self._lock:
+            taken, self._metrics = self._metrics, {}
+        return {name: sum(values) / len(values) for name, values in taken.items()}
+
+    def close(self) -> None:
+        """End the worker processes. They also end with this process, however it ends."""
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _verdict(self, row: int, text: str, outcomes: Sequence[_Outcome], row_id: str) -> Verdict:  # noqa: ARG002
+        failed = next((outcome.failed[row] for outcome in outcomes if row in outcome.failed), None)
+        values = [None if failed else outcome.values[row] for outcome in outcomes]
+        applying = [(i, value) for i, value in enumerate(values) if value is not None]
+        first = applying[0] if applying else None
+        return Verdict(
+            reward=float(sum(self.weights[i] * value for i, value in applying)),
+            parts={self.names[i]: value for i, value in applying},
+            correct=first is not None and first[1] >= getattr(self.specs[first[0]].reward, "correct_at", 1.0),
+            answer=_answer(self.specs[first[0] if first else 0].reward, text),
+            failed=failed,
+            applies=bool(applying) or failed is not None,
+            extra={column: values[row] for outcome in outcomes for column, values in outcome.log.extra.items()},
+        )
+
+
+class _Outcome:
+    """What one reward said about a batch."""
+
+    def __init__(self, values: list[float | None], log: worker.Log, failed: dict[int, str] | None = None):
+        self.values, self.log, self.failed = values, log, failed or {}
+
+
+class _InProcess:
+    """A reward that runs in this process."""
+
+    def __init__(self, name: str, spec: Spec):
+        self.name, self.reward = name, spec.reward
+
+    def values(
+        self, batch: Mapping[str, Any], ids: list[str], state: TrainerState, environments: Sequence[Any] | None
+    ) -> _Outcome:
+        def attempt(rows: Sequence[int]) -> _Outcome:
+            log = worker.Log(len(rows))
+            arguments: dict[str, Any] = {name: [values[row] for row in rows] for name, values in batch.items()}
+            arguments |= {"trainer_state": state, "log_extra": log.log_extra, "log_metric": log.log_metric}
+            if environments is not None:
+                arguments["environments"] = [environments[row] for row in rows]
+            return _Outcome(worker.call(self.reward, arguments, len(rows)), log)
+
+        try:
+            return attempt(range(len(ids)))
+        except worker.WrongError as error:
+            if error.raised:
+                for row in range(len(ids)):
+                    try:
+                        attempt([row])
+                    except worker.WrongError as alone:
+                        raise wrong(self.name, ids[row], alone.text) from error
+            raise wrong(self.name, None if error.row is None else ids[error.row], error.text) from error
+
+
+def wrong(name: str, row_id: str | None, text: str) -> RewardError:
+    """The error for a reward that did not do what is asked of it."""
+    where = "" if row_id is None else f" (row {row_id})"
+    return RewardError(f"reward {name!r} {text}{where}")
+
+
+def _answer(reward: Callable[..., Any], text: str) -> str | None:
+    read = getattr(reward, "answer", None)
+    answer = read(text) if callable(read) else answers.stated(text)
+    return None if answer is None else str(answer)
+
+
+def _weight(weight: Any) -> float:
+    check_range("rewards", "a weight", weight)
+    if not math.isfinite(weight):
+        raise ValueError(f"rewards: weights must be finite, got {short(weight)}")
+    return float(weight)
+
+
+def _name(spec: Spec) -> str:
+    reward = spec.reward
+    while hasattr(reward, "func") and not hasattr(reward, "__name__"):  # functools.partial
+        reward = reward.func
+    return str(getattr(reward, "__name__", type(reward).__name__))
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names that occur again get a number: two files may have a ``reward_func`` each."""
+    return [name if (n := names[:i].count(name)) == 0 else f"{name}_{n + 1}" for i, name in enumerate(names)]

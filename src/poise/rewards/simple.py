@@ -1,0 +1,237 @@
+"""The small rewards: exact, choice, number, regex, format, overlong. ``maths.py`` has the large one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from poise._lib.errors import check_range, short
+from poise.rewards import answers, formulas
+from poise.rewards.base import gold_of, text_of
+
+
+class Compares:
+    """A reward of 1.0 for the right answer and 0.0 for any other; None where the data has no answer."""
+
+    __name__: ClassVar[str]
+    column: str | None
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
+        """One value per completion."""
+        golds = gold_of(self.__name__, columns, self.column, len(completions))
+        texts = [text_of(completion) for completion in completions]
+        return [self._value(text, gold) if gold else None for text, gold in zip(texts, golds, strict=True)]
+
+    def answer(self, text: str) -> str | None:
+        """What the reply says, in a form in which equal answers are equal texts."""
+        raise NotImplementedError
+
+    def gold(self, text: str) -> str | None:
+        """The right answer in the form that ``answer`` has."""
+        return self.answer(answers.gold(text))
+
+    def _value(self, text: str, golds: list[str]) -> float:
+        said = self.answer(text)
+        return float(said is not None and any(said == self.gold(gold) for gold in golds))
+
+
+@dataclass(frozen=True)
+class Exact(Compares):
+    """The answer is the gold text, blanks apart. A reply that states no answer is taken as a whole."""
+
+    ignore_case: bool = False
+    column: str | None = None
+    __name__ = "exact"
+
+    def answer(self, text: str) -> str | None:
+        """The stated answer, or the whole reply, with single blanks."""
+        said = answers.stated(text)
+        return self._spelling(answers.tidy(answers.conclusion(text)) if said is None else said)
+
+    def gold(self, text: str) -> str | None:
+        """The gold text in the same spelling."""
+        return self._spelling(answers.gold(text))
+
+    def _spelling(self, text: str) -> str | None:
+        text = " ".join(text.split())
+        return (text.casefold() if self.ignore_case else text) or None
+
+
+@dataclass(frozen=True)
+class Choice(Compares):
+    """The answer is a letter: ``B``, ``(B)``, ``B. Paris``, ``option B``. A gold number counts from 0, as in MMLU."""
+
+    letters: str = "ABCDE"
+    column: str | None = None
+    __name__ = "choice"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.letters, str) and self.letters.isalpha() and self.letters.isupper()):
+            raise ValueError(f"choice: letters must be capital letters such as 'ABCD', got {short(self.letters)}")
+
+    def answer(self, text: str) -> str | None:
+        """The stated letter, or the one that the reply begins with."""
+        said = answers.stated(text)
+        return self._letter(answers.conclusion(text) if said is None else said)
+
+    def gold(self, text: str) -> str | None:
+        """The letter of the gold column."""
+        text = text.strip()
+        if text.isdecimal() and len(text) < 3 and int(text) < len(self.letters):
+            return self.letters[int(text)]
+        return self._letter(answers.gold(text))
+
+    def _letter(self, text: str) -> str | None:
+        text = text.replace("\\text", " ").strip(" \t\r\n*_`\"'$({[")[:200]
+        found = re.match(
+            rf"(?:(?:option|choice|answer)\s{{0,4}}:?\s{{0,4}})?[({{[*]{{0,4}}([{self.letters}])(?![\w'’])",
+            text,
+            re.IGNORECASE,
+        )
+        if not found or (found[1].islower() and len(text) > 3):  # "a dog" is no choice
+            return None
+        return found[1].upper() if not re.match(r"\s+[a-z]", text[found.end() :]) else None
+
+
+@dataclass(frozen=True)
+class Number(Compares):
+    """The answer is the gold number, exactly, or within ``tolerance`` times its size.
+
+    With ``last_number`` a reply that states no answer is taken at its last number, as is usual for GSM8K.
+    """
+
+    tolerance: float = 0.0
+    last_number: bool = True
+    column: str | None = None
+    __name__ = "number"
+
+    def __post_init__(self) -> None:
+        check_range("number", "tolerance", self.tolerance, 0, 1)
+
+    def answer(self, text: str) -> str | None:
+        """The value as an exact fraction."""
+        value = self._read(text)
+        return None if value is None else formulas.canonical(value)
+
+    def gold(self, text: str) -> str | None:
+        """The gold value as an exact fraction."""
+        value = _number_in(answers.gold(text))
+        return None if value is None else formulas.canonical(value)
+
+    def _read(self, text: str) -> Fraction | None:
+        said = answers.stated(text)
+        if said is not None:
+            return _number_in(said)
+        last = answers.last_number(answers.conclusion(text)) if self.last_number else None
+        return None if last is None else formulas.number(last)
+
+    def _value(self, text: str, golds: list[str]) -> float:
+        value = self._read(text)
+        right = [_number_in(answers.gold(gold)) for gold in golds]
+        if value is None:
+            return 0.0
+        room = Fraction(self.tolerance)
+        return float(any(gold is not None and abs(value - gold) <= room * abs(gold) for gold in right))
+
+
+def _number_in(text: str) -> Fraction | None:
+    """The number that the text is; else the only one in it ("about 5 of them"). None where there are several."""
+    if len(text) > formulas.LONGEST:
+        return None
+    text = formulas.clean(text).rpartition("=")[2]
+    value = formulas.number(text)
+    if value is not None:
+        return value
+    found = answers.numbers(text)
+    scaled = formulas.SCALES & set(re.findall("[a-z]+", text.lower()))  # "5 million" is not 5
+    return formulas.number(found[0]) if len(found) == 1 and not scaled else None
+
+
+@dataclass(frozen=True)
+class Regex:
+    """1.0 where ``pattern`` occurs in the reply, else 0.0. It is searched for in the whole reply, thoughts included."""
+
+    pattern: str = ""
+    ignore_case: bool = False
+    __name__ = "regex"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not self.pattern:
+            raise ValueError("regex: give the pattern to look for: regex(pattern='…')")
+        try:
+            re.compile(self.pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"regex: pattern {short(self.pattern)} is not a regular expression: {error}") from None
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
+        """One value per completion."""
+        pattern = re.compile(self.pattern, re.IGNORECASE if self.ignore_case else 0)
+        return [float(bool(pattern.search(text_of(completion)))) for completion in completions]
+
+
+@dataclass(frozen=True)
+class Format:
+    """1.0 where the reply is ``<think>…</think><answer>…</answer>`` and nothing else but blanks.
+
+    Each tag of ``tags`` occurs once, in this order. ``rest``: text may follow the last. ``opened``: the prompt has
+    opened the first tag already, as some chat templates do, so that the reply begins within it.
+    """
+
+    tags: tuple[str, ...] = ("think", "answer")
+    rest: bool = False
+    opened: bool = False
+    __name__ = "format"
+
+    def __post_init__(self) -> None:
+        tags = (self.tags,) if isinstance(self.tags, str) else tuple(self.tags)
+        if not tags or not all(isinstance(tag, str) and re.fullmatch(r"\w[\w-]*", tag) for tag in tags):
+            raise ValueError(f"format: tags must be names such as ('think', 'answer'), got {short(self.tags)}")
+        object.__setattr__(self, "tags", tags)
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
+        """One value per completion."""
+        return [float(self._holds(text_of(completion))) for completion in completions]
+
+    def _holds(self, text: str) -> bool:
+        text = f"<{self.tags[0]}>{text}" if self.opened else text
+        if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in self.tags):
+            return False
+        for tag in self.tags:
+            text = text.lstrip()
+            end = text.find(f"</{tag}>")
+            if (
+                not text.startswith(f"<{tag}>")
+                or end < 0
+                or any(f"<{other}>" in text[:end] for other in self.tags if other != tag)
+            ):
+                return False
+            text = text[end + len(tag) + 3 :]
+        return self.rest or not text.strip()
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """DAPO's soft length penalty: 0 up to ``max_tokens − buffer`` tokens, then down to −1 at ``max_tokens``.
+
+    Paper: arXiv 2503.14476, equation 13 (L_max is ``max_tokens``, L_cache is ``buffer``).
+    """
+
+    max_tokens: int = 0
+    buffer: int = 0
+    __name__ = "overlong"
+
+    def __post_init__(self) -> None:
+        check_range("overlong", "max_tokens", self.max_tokens, 1)
+        check_range("overlong", "buffer", self.buffer, 0, self.max_tokens)
+
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float | None]:  # noqa: ARG002
+        """One value per completion."""
+        return [self._penalty(len(ids)) for ids in completion_ids]
+
+    def _penalty(self, length: int) -> float:
+        free = self.max_tokens - self.buffer
+        if length <= free:
+            return 0.0
+        return -1.0 if length > self.max_tokens else (free - length) / self.buffer

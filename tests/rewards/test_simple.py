@@ -1,0 +1,264 @@
+"""The small rewards, and where in a reply its answer is found."""
+
+import json
+import time
+
+import pytest
+
+from poise import rewards
+from poise.rewards import answers, formulas
+
+
+def chat(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def one(spec, text, gold=None, ids=()):
+    columns = {} if gold is None else {"answer": [gold]}
+    return rewards.get(spec)(prompts=["?"], completions=[text], completion_ids=[list(ids)], **columns)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\boxed{1} or \boxed{2}", "2"),  # the last box counts: a reply cannot hedge
+        (r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
+        (r"\boxed 5 and more", "5"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{5", None),  # cut off
+        (r"\boxedness", None),
+        ("<answer> 42 </answer>", "42"),
+        (r"<answer>It is \boxed{3}.</answer>", "3"),
+        ("<answer>1</answer><answer>2</answer>", "2"),
+        ("48+24 = 72\n#### 72", "72"),
+        ("The answer is **1,234**.", "1,234"),
+        ("The final answer is: $x+1$. I hope it is correct.", "x+1"),
+        ("Answer: B", "B"),
+        ("The answer is 4. No, the answer is 5. Done.", "5"),
+        (r"<think>\boxed{1}</think> \boxed{2}", "2"),
+        (r"<think>\boxed{1}</think> no box here", None),
+        (r"<think>\boxed{1} and on and on", None),
+        ("no statement, only 42", None),
+        ("", None),
+    ],
+)
+def test_the_stated_answer(text, answer):
+    assert answers.stated(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("2+2 = <<2+2=4>>4\n#### 1,234", "1,234"),
+        (r"Thus $x = \boxed{\dfrac{3}{4}}$, as claimed.", r"\dfrac{3}{4}"),
+        ("204", "204"),
+        (" Paris ", "Paris"),
+        ("#### Notes\nfirst\nsecond", "#### Notes\nfirst\nsecond"),
+    ],
+)
+def test_the_gold_answer(text, answer):
+    assert answers.gold(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", "42"),
+        ("-7", "-7"),
+        ("−7", "-7"),
+        ("1,234", "1234"),
+        ("1{,}234", "1234"),
+        (r"1,\!234", "1234"),
+        ("1234.50", "2469/2"),
+        (".5", "1/2"),
+        ("5.", "5"),
+        ("1/3", "1/3"),
+        (r"\frac{1}{3}", "1/3"),
+        (r"-\dfrac13", "-1/3"),
+        (r"\frac{-1}{3}", "-1/3"),
+        (r"3\frac{1}{2}", "7/2"),
+        ("3 1/2", "7/2"),
+        ("3½", "7/2"),
+        ("1.5e3", "1500"),
+        (r"1.5 \times 10^{3}", "1500"),
+        (r"\$18.00", "18"),
+        ("$18", "18"),
+        ("18 dollars", "18"),
+        (r"5\text{ cm}^2", "5"),
+        (r"5 \mathrm{ km/h}", "5"),
+        ("60 miles per hour", "60"),
+        (r"45^\circ", "45"),
+        (r"45^{\circ}", "45"),
+        ("10%", "10"),
+        (r"10\%", "10"),
+        ("5 million", None),
+        ("5 or 6", None),
+        ("5 pi", None),
+        ("2x", None),
+        ("5 pm", None),
+        ("1/0", None),
+        ("12,34", None),
+        ("1e99999999", None),
+        ("9" * 600, None),
+        ("٣", None),
+    ],
+)
+def test_plain_numbers_are_read_exactly(text, value):
+    found = formulas.number(formulas.clean(text))
+    assert (None if found is None else formulas.canonical(found)) == value
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "gold", "value"),
+    [
+        ("exact", "Paris", "Paris", 1.0),
+        ("exact", "The answer is  Paris.", "Paris", 1.0),
+        ("exact", "paris", "Paris", 0.0),
+        ("exact(ignore_case=True)", "paris", "Paris", 1.0),
+        ("exact", "", "Paris", 0.0),
+        ("exact", "London", ["Paris", "London"], 1.0),  # a list: any of them
+        ("exact", "Paris", None, None),
+        ("choice", "B", "B", 1.0),
+        ("choice", "(b)", "B", 1.0),
+        ("choice", "The answer is (C) because …", "C", 1.0),
+        ("choice", "D. Paris", "D", 1.0),
+        ("choice", r"\boxed{\text{A}}", "A", 1.0),
+        ("choice", "option E", "E", 1.0),
+        ("choice", "B", 1, 1.0),  # MMLU counts from 0
+        ("choice", "B", "(B) Paris", 1.0),
+        ("choice", "A dog barked", "A", 0.0),
+        ("choice", "a dog", "A", 0.0),
+        ("choice", "Between us: B", "B", 0.0),
+        ("choice", "F", "F", 0.0),
+        ("number", "It is 5, so \\boxed{1,234}", "1234", 1.0),
+        ("number", "first 5, then 7", "7", 1.0),  # the last number, on purpose
+        ("number(last_number=False)", "first 5, then 7", "7", 0.0),
+        ("number", "The answer is 18 dollars a day.", "#### 18", 1.0),
+        ("number", "The answer is 5 or 6", "6", 0.0),  # two numbers are no answer
+        ("number", "The answer is 5 million", "5", 0.0),
+        ("number", "x = 5", "5", 1.0),
+        ("number", "0.333", "1/3", 0.0),
+        ("number(tolerance=0.01)", "0.333", "1/3", 1.0),
+        ("number", "10%", "10", 1.0),
+        ("number", "10%", "0.1", 0.0),
+        ("number", "none", "3", 0.0),
+    ],
+)
+def test_values(spec, text, gold, value):
+    columns = {"prompts": ["?"], "completion_ids": [[]], "answer": [gold]}
+    assert rewards.get(spec)(completions=[text], **columns) == [value]
+    assert rewards.get(spec)(completions=[chat(text)], **columns) == [value]
+
+
+def test_regex():
+    assert one(r"regex(pattern='\\bfour\\b')", "it is four.") == 1.0
+    assert one(r"regex(pattern='\\bfour\\b')", "it is fourteen.") == 0.0
+    assert one("regex(pattern='FOUR', ignore_case=True)", "it is four.") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "value"),
+    [
+        ("format", "<think>a</think>\n<answer>b</answer>\n", 1.0),
+        ("format", "<think>a</think><answer>b</answer> c", 0.0),
+        ("format", "hm <think>a</think><answer>b</answer>", 0.0),
+        ("format", "<answer>b</answer><think>a</think>", 0.0),
+        ("format", "<think>a<answer>b</think></answer>", 0.0),
+        ("format", "<think>a</think><think>a</think><answer>b</answer>", 0.0),
+        ("format", "<think>a</think>b", 0.0),
+        ("format(tags=('think',), rest=True)", "<think>a</think>b", 1.0),
+        ("format(tags='think')", "<think>a</think>", 1.0),
+        ("format(opened=True)", "a</think><answer>b</answer>", 1.0),
+        ("format(opened=True)", "<think>a</think><answer>b</answer>", 0.0),
+        ("format(tags=('plan', 'code'))", "<plan>1</plan> <code>2</code>", 1.0),
+    ],
+)
+def test_format(spec, text, value):
+    assert one(spec, text) == value
+
+
+@pytest.mark.parametrize(("length", "value"), [(0, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (101, -1.0)])
+def test_overlong_is_dapos(length, value):
+    assert one("overlong(max_tokens=100, buffer=20)", "", ids=range(length)) == value
+
+
+def test_the_last_reply_of_a_dialogue_counts():
+    dialogue = [
+        {"role": "assistant", "content": "\\boxed{1}", "tool_calls": []},
+        {"role": "tool", "content": "\\boxed{2}"},
+        {"role": "assistant", "content": [{"type": "text", "text": "\\boxed{3}"}]},
+        {"role": "tool", "content": "\\boxed{4}"},
+    ]
+    assert rewards.text_of(dialogue) == "\\boxed{3}"
+    assert rewards.text_of([{"role": "assistant", "content": None}]) == ""
+    assert rewards.text_of([]) == ""
+
+
+@pytest.mark.parametrize("column", ["answer", "solution", "ground_truth"])
+def test_gold_columns(column):
+    assert rewards.get("number")(completions=["3"], **{column: ["3"]}) == [1.0]
+
+
+def test_a_gold_column_by_name_and_one_that_is_missing():
+    assert rewards.get("number(column='target')")(completions=["3"], target=["3"], answer=["4"]) == [1.0]
+    with pytest.raises(rewards.RewardError, match=r"lacks any of the columns answer, solution.*number\(column='…'\)"):
+        rewards.get("number")(completions=["3"], other=["3"])
+    with pytest.raises(rewards.RewardError, match="lacks column 'target'"):
+        rewards.get("number(column='target')")(completions=["3"], answer=["3"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("maths", "unknown reward 'maths'"),
+        ("nubmer", "did you mean 'number'"),
+        ("exact(pattern='x')", "unknown setting of exact 'pattern'"),
+        ("exact(True)", "by name"),
+        ("regex", r"regex\(pattern='…'\)"),
+        ("regex(pattern='(')", "not a regular expression"),
+        ("number(tolerance=2)", "tolerance must be between 0 and 1"),
+        ("overlong", "max_tokens must be between 1"),
+        ("overlong(max_tokens=5, buffer=9)", "buffer must be between 0 and 5"),
+        ("choice(letters='ab')", "letters must be capital"),
+        ("format(tags=())", "tags must be names"),
+        ("exact(", "cannot read"),
+        ("", "cannot read"),
+        ("no_such_module.reward", "no_such_module"),
+        ("json.dumps_", "dumps"),
+    ],
+)
+def test_mistakes_are_answered(spec, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        rewards.get(spec)
+
+
+GARBAGE = {
+    "boxes": "\\boxed{" * 140_000,
+    "braces": "\\boxed{" + "{" * 500_000 + "}" * 500_001,
+    "digits": "9" * 1_000_000,
+    "commas": ",123" * 250_000,
+    "numbers": "1 " * 500_000,
+    "phrases": "the answer is " * 70_000,
+    "hashes": "#### " * 200_000,
+    "tags": "<answer>" * 60_000 + "</answer>" * 60_000,
+    "thoughts": "<think>" * 140_000,
+    "blanks": "answer" + " " * 1_000_000 + "is 5",
+    "texts": "\\boxed{" + "\\text{a}" * 100_000 + "}",
+    "signs": "\\boxed{" + "\u202e\0−" * 300_000 + "}",
+    "stars": "answer is " + "*" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_a_megabyte_of_garbage_is_scored_at_once(name):
+    start = time.monotonic()
+    for spec in ("exact", "choice", "number", "format", "regex(pattern='§')"):
+        assert one(spec, GARBAGE[name], "42") == 0.0
+    assert time.monotonic() - start < 60  # a hang, not a speed
+
+
+def test_answers_are_one_text_per_value():
+    number = rewards.get("number")
+    assert {number.answer(text) for text in ("0.5", r"\boxed{\frac{1}{2}}", "1/2", "answer: .50")} == {"1/2"}
+    assert json.dumps(rewards.get("choice").answer("(b)")) == '"B"'
