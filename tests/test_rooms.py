@@ -10,6 +10,7 @@ ROOMS = [  # from the ground up; what stands in one line may import each other
     ("_lib",),
     ("lm_head", "batch", "objective", "advantages"),
     ("head", "influence", "regulators", "diagnostics"),
+    ("rewards",),
     ("tasks",),
     ("rollout",),
     ("runs",),

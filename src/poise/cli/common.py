@@ -42,14 +42,14 @@ def explained() -> Iterator[None]:
     from poise.models.policy import ModelError
     from poise.runs.folder import CheckpointError, DamagedError
     from poise.runs.trackers import TrackerError
-    from poise.tasks import TaskError
+    from poise.tasks import RewardError, TaskError
     from poise.trainer import TrainError
 
     try:
         yield
     except (ConfigError, ModelError, CheckpointError, DamagedError, OSError) as error:
         fail(error)
-    except (TaskError, TrainError, TrackerError, UserCodeError) as error:
+    except (TaskError, RewardError, TrainError, TrackerError, UserCodeError) as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -10,7 +10,7 @@ GOLD_COLUMNS = ("answer", "solution", "ground_truth")  # looked for in this orde
 
 
 class RewardError(RuntimeError):
-    """A reward that raised, or returned something that is not one finite number (or None) per completion."""
+    """A reward or verifier that raised, or whose values are not finite numbers, one (or None) per completion."""
 
 
 class Reward(Protocol):

@@ -7,13 +7,13 @@ from inspect import signature
 from typing import Any
 
 from poise._lib.errors import unknown
+from poise.rewards.base import RewardError
 from poise.tasks.base import (
     SPLITS,
     Demonstrates,
     Episode,
     Message,
     Problem,
-    RewardError,
     Score,
     SingleTurn,
     Split,

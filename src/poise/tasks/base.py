@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from poise._lib.errors import check_choice, short
+from poise.rewards.base import RewardError
 
 Split = Literal["train", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -91,10 +92,6 @@ class TaskError(RuntimeError):
     """A task that does not do what ``Task`` asks of it."""
 
 
-class RewardError(TaskError):
-    """A verifier that raised, or whose score is not made of finite numbers and a verdict."""
-
-
 def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
     """The first ``count`` problems, or an error that says what is wrong with them."""
     found = list(islice(task.problems(split, seed), count))
@@ -145,6 +142,8 @@ def explained(task: Task, problem: Problem) -> Iterator[None]:
     """Errors of the task's own code become one that names the task and the problem."""
     try:
         yield
+    except RewardError:  # says it all already
+        raise
     except Exception as error:
         raise RewardError(
             f"the reward of task {task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
