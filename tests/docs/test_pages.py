@@ -89,20 +89,38 @@ def members(owner):
             yield from (alias.asname or alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_the_files_and_names_of_a_page_exist(page):
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text()))
-    paths = {span for span in spans if re.fullmatch(r"[\w/]+\.py", span)}
+def code_spans(page):
+    """What a page sets `like this`, outside its code blocks."""
+    return [
+        " ".join(span.split())
+        for span in re.findall(r"`([^`]+)`", re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text()))
+    ]
+
+
+def test_files_that_pages_name_exist():
     files = [
         f"/{path.relative_to(ROOT)}"
-        for folder in ("src", "tests", "benchmarks")
-        for path in (ROOT / folder).rglob("*.py")
+        for top in ("src", "tests", "benchmarks", "examples")
+        for path in (ROOT / top).rglob("*")
     ]
-    assert paths
-    assert not [path for path in paths if not any(file.endswith(f"/{path}") for file in files)]
-    files_of_a_run = r".*\.(py|md|txt|toml|yaml|json|safetensors|html|css)"
-    dotted = [re.match(r"[A-Za-z_]\w*(\.\w+)+(?=[(: ]|$)", span) for span in spans]
-    names = {found[0] for found in dotted if found and not re.fullmatch(files_of_a_run, found[0])}
+    pages = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+    named = {
+        (page.name, span)
+        for page in [*pages, *ROOT.glob("docs/**/*.md")]
+        for span in code_spans(page)
+        if re.fullmatch(r"[\w/-]+\.py|(src|tests|benchmarks|examples)/[\w./-]+", span)
+    }
+    assert ("ARCHITECTURE.md", "models/packing.py") in named
+    assert not [
+        (page, path) for page, path in named if not any(file.endswith(f"/{path.rstrip('/')}") for file in files)
+    ]
+
+
+@pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_names_of_the_code_exist(page):
+    dotted = [re.match(r"[A-Za-z_]\w*(\.\w+)+(?=[(: ]|$)", span) for span in code_spans(page)]
+    a_file = r".*\.(py|md|txt|toml|yaml|json|safetensors|html|css)"
+    names = {found[0] for found in dotted if found and not re.fullmatch(a_file, found[0])}
     settings = {f"{group}.{key}" for group, field in Config.model_fields.items()
                 for key in getattr(field.annotation, "model_fields", ())}  # fmt: skip
     known = [f".{name}" for name in names_of_the_package() | settings]
