@@ -29,8 +29,8 @@ from poise.models.scoring import score_all
 from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
-from poise.tasks import draw
-from poise.training.batches import stack, token_batch
+from poise.tasks import training_problems
+from poise.training.batches import stack, token_batch, with_verdict
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.training.interrupts import Stopper
@@ -154,9 +154,12 @@ class Trainer:
         config, clock, seed = self.config, self.clock, _seed(self.config.seed, step)
         clock.restart()
         with clock("problems"):
-            problems = draw(self.sampler.task, "train", seed, config.prompts)
+            problems = training_problems(
+                self.sampler.task, seed=config.seed, step=step, step_seed=seed, count=config.prompts
+            )
         with _refusals():
             samples, memory = self.algorithm.collect(problems, self.sampler, seed, self.memory)
+            samples, failed = with_verdict(samples)
         with clock("regulate"):
             rollouts, batch = self._batch(samples)
             with blamed(config.regulator):
@@ -172,7 +175,7 @@ class Trainer:
             optimized = self._update(step, rollouts, batch, phases, seed)
         self.memory = memory
         sampled = rollout_metrics(rollouts, batch, self.settings.importance_cap)
-        metrics = {**reward_metrics(samples, batch), **sampled, **optimized}
+        metrics = {**reward_metrics(samples, batch), **failed, **sampled, **optimized}
         return metrics | regulators.summary(phases, batch) | clock.metrics(int(rollouts.mask.sum()))
 
     # Its parts

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from poise._lib.user_code import mark
-from poise.tasks import Problem, Score
+from poise.tasks import Message, Problem, Score
 
 if TYPE_CHECKING:
     from poise.algorithms.sampler import Sampler
@@ -38,6 +38,7 @@ class Sample:
     entropy: Tensor | None = None  # (n,) float32
     sampler_logp: Tensor | None = None  # (n,) float32, from an engine whose arithmetic is not the policy's
     advantage: float | None = None  # given, instead of normalised in the group
+    messages: list[Message] = field(default_factory=list)  # the replies, and what the environment said in between
 
 
 def algorithm(thing: F) -> F:

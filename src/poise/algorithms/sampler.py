@@ -17,7 +17,19 @@ from poise.models.policy import ModelError, Policy, first_line
 from poise.models.prompts import PromptError
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Engine, Request, Rollouts
-from poise.tasks import Episode, Message, Problem, Score, Task, begin, explained, judge
+from poise.tasks import (
+    Attempt,
+    Episode,
+    Message,
+    Problem,
+    Score,
+    ScoresTogether,
+    Task,
+    begin,
+    explained,
+    judge,
+    judge_all,
+)
 
 MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
 
@@ -66,12 +78,27 @@ class Sampler:
                 with self.clock("score"):
                     replies.finish(rollouts)
             turn += 1
-            live = [i for i in live if not games[i].ended(turn >= MAX_TURNS)]
+            if turn >= MAX_TURNS:
+                for game in playing:
+                    game.over = True
+            with self.clock("score"):
+                self._score([game for game in playing if game.over])
+            live = [i for i in live if not games[i].over]
         return [game.sample() for game in games]
 
     def greedy(self) -> Sampler:
         """The same, always taking the most likely token."""
         return replace(self, sampling=Sampling(temperature=0.0))
+
+    def _score(self, games: Sequence[_Game]) -> None:
+        """Games that are over get their score, where they have none yet."""
+        waiting = [game for game in games if game.score is None]
+        if waiting and isinstance(self.task, ScoresTogether):
+            scores = judge_all(self.task, [game.attempt() for game in waiting])
+        else:
+            scores = [judge(game.task, game.problem, game.episode) for game in waiting]
+        for game, score in zip(waiting, scores, strict=True):
+            game.score = score
 
     def _start(self, problems: Sequence[Problem]) -> list[_Game]:
         """Episodes at their first prompt; equal openings are encoded once."""
@@ -83,7 +110,7 @@ class Sampler:
             key = repr(messages)
             if key not in known:
                 known[key] = self._encode(problem, messages)
-            games.append(_Game(self.policy, self.task, problem, episode, messages, known[key]))
+            games.append(_Game(self.policy, self.task, problem, episode, messages, len(messages), known[key]))
         return games
 
     def _encode(self, problem: Problem, messages: list[Message]) -> list[int]:
@@ -126,11 +153,13 @@ class _Game:
     task: Task
     problem: Problem
     episode: Episode
-    messages: list[Message]
+    messages: list[Message]  # the dialogue so far
+    opening: int  # how many of them the episode started with
     prompt: list[int]
     turns: list[_Turn] = field(default_factory=list)
     replies: list[str] = field(default_factory=list)
     score: Score | None = None
+    over: bool = False
     finished: bool = True
 
     def ids(self) -> list[int]:
@@ -142,19 +171,18 @@ class _Game:
         self.turns.append(turn)
         self.replies.append(reply)
         self.finished &= finished
-        self.score = score
+        self.score, self.over = score, not said
+        self.messages = [*self.messages, {"role": "assistant", "content": reply}]
         if said:
-            before = [*self.messages, {"role": "assistant", "content": reply}]
-            ids = torch.tensor(self.policy.encode_next(before, said, int(turn.tokens[-1])))
+            ids = torch.tensor(self.policy.encode_next(self.messages, said, int(turn.tokens[-1])))
             nothing = torch.zeros(len(ids))
             self.turns.append(_Turn(ids, False, nothing, nothing))
-            self.messages = [*before, *said]
+            self.messages = [*self.messages, *said]
 
-    def ended(self, out_of_turns: bool) -> bool:
-        """Whether there is a score; without another turn the episode is scored as it stands."""
-        if self.score is None and out_of_turns:
-            self.score = judge(self.task, self.problem, self.episode)
-        return self.score is not None
+    def attempt(self) -> Attempt:
+        """The episode as reward functions see it."""
+        prompt, completion = self.messages[: self.opening], self.messages[self.opening :]
+        return Attempt(self.problem, self.episode, prompt, completion, self.ids()[len(self.prompt) :])
 
     def sample(self) -> Sample:
         """The row to train on, up to the model's last token."""
@@ -172,6 +200,7 @@ class _Game:
             self.finished,
             logp=_join([turn.logp for turn in turns]),
             entropy=_join([turn.entropy for turn in turns]),
+            messages=self.messages[self.opening :],
             sampler_logp=_join(of_sampler) if given else None,
         )
 
@@ -224,4 +253,5 @@ class _Replies:
         game, text = self.games[i], self.policy.decode(tokens)
         with explained(game.task, game.problem):
             said = game.episode.step(text)
-        return text, said, None if said else judge(game.task, game.problem, game.episode)
+        together = isinstance(game.task, ScoresTogether)  # then all that have ended are scored in one call
+        return text, said, None if said or together else judge(game.task, game.problem, game.episode)

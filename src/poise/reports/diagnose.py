@@ -25,7 +25,7 @@ from poise.reports.verdict import combine, verdict
 from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.tasks import Task, draw
-from poise.training.batches import stack, token_batch
+from poise.training.batches import stack, token_batch, with_verdict
 from poise.training.records import environment, response_records, token_arrays
 from poise.training.setup import build_sampler
 from poise.training.update import accumulate, clip
@@ -143,7 +143,7 @@ def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
     """
     drawn = 1_000_003 * (config.seed + 1) + seed
     problems = draw(sampler.task, "train", drawn, config.prompts)
-    samples, _ = config.build_algorithm().collect(problems, sampler, drawn)
+    samples, _ = with_verdict(config.build_algorithm().collect(problems, sampler, drawn)[0])
     temperature, micro_tokens = config.rollout.temperature, config.optim.micro_tokens
     rollouts = replace(stack(samples, sampler.policy, temperature, micro_tokens), sampler_logp=None)
     batch = token_batch(

@@ -10,11 +10,14 @@ from poise._lib.errors import unknown
 from poise.rewards.base import RewardError
 from poise.tasks.base import (
     SPLITS,
+    Attempt,
     Demonstrates,
     Episode,
+    Finite,
     Message,
     Problem,
     Score,
+    ScoresTogether,
     SingleTurn,
     Split,
     Task,
@@ -23,6 +26,8 @@ from poise.tasks.base import (
     draw,
     explained,
     judge,
+    judge_all,
+    training_problems,
 )
 from poise.tasks.countdown import Countdown
 from poise.tasks.frozenlake import FrozenLake
@@ -37,12 +42,15 @@ TASKS: dict[str, Callable[..., Any]] = {
 __all__ = [
     "SPLITS",
     "TASKS",
+    "Attempt",
     "Demonstrates",
     "Episode",
+    "Finite",
     "Message",
     "Problem",
     "RewardError",
     "Score",
+    "ScoresTogether",
     "SingleTurn",
     "Split",
     "Task",
@@ -52,8 +60,10 @@ __all__ = [
     "explained",
     "get",
     "judge",
+    "judge_all",
     "names",
     "settings_of",
+    "training_problems",
 ]
 
 

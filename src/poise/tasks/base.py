@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -38,6 +38,7 @@ class Score:
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)  # what the reward is the sum of
     answer: str | None = None
+    failed: str | None = None  # why there is no verdict, in words; the attempt then takes no part in training
 
 
 Message = dict[str, str]  # {"role": …, "content": …}, as chat templates take them
@@ -59,10 +60,22 @@ class Episode(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """An episode that has ended, as reward functions see it."""
+
+    problem: Problem
+    episode: Episode
+    prompt: list[Message]  # what the model was shown first
+    completion: list[Message]  # its replies, and what the environment said in between
+    completion_ids: list[int]  # the tokens of the completion
+
+
 class Task(Protocol):
     """The least a task must offer. One with ``concurrent = True`` is asked for scores while sampling goes on.
 
-    A task of several turns has ``episode(problem) -> Episode`` in place of ``score``.
+    A task of several turns has ``episode(problem) -> Episode`` in place of ``score``. A task that scores many attempts
+    in one call has ``score_all`` (see ``ScoresTogether``), and a task with an end has ``epoch`` (see ``Finite``).
     """
 
     @property
@@ -88,25 +101,72 @@ class Demonstrates(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoresTogether(Protocol):
+    """A task that scores all attempts that have ended in one call, because its reward functions take batches."""
+
+    def score_all(self, attempts: Sequence[Attempt]) -> Sequence[Score]:
+        """A score for each attempt, in their order."""
+        ...
+
+
+@runtime_checkable
+class Finite(Protocol):
+    """A task with a fixed set of problems."""
+
+    def epoch(self, split: Split, seed: int, number: int) -> Sequence[Problem]:
+        """All problems of a split in the order of one epoch. The same arguments give the same order."""
+        ...
+
+
 class TaskError(RuntimeError):
     """A task that does not do what ``Task`` asks of it."""
 
 
 def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
-    """The first ``count`` problems, or an error that says what is wrong with them."""
-    found = list(islice(task.problems(split, seed), count))
-    if len(found) < count:
+    """The first ``count`` problems, or an error that says what is wrong with them.
+
+    A finite task may have fewer: then all it has.
+    """
+    if isinstance(task, Finite):
+        found = list(task.epoch(split, seed, 0)[:count])
+        if not found:
+            raise TaskError(f"task {task.name!r} has no problem of split {split}")
+    else:
+        found = list(islice(task.problems(split, seed), count))
+    if len(found) < count and not isinstance(task, Finite):
         raise TaskError(
             f"task {task.name!r} has {len(found)} problems of split {split}, and {count} are asked for: problems must "
             "not end; begin again with the first, shuffled by the seed"
         )
-    for problem in found:
+    _check_texts(task, found)
+    return found
+
+
+def training_problems(task: Task, *, seed: int, step: int, step_seed: int, count: int) -> list[Problem]:
+    """The problems of a training step: fresh ones, or the next ``count`` of a finite set, epoch after epoch.
+
+    ``seed`` is the run's, ``step_seed`` the step's own. The result depends on the arguments alone, so that a resumed
+    run goes on in the middle of an epoch.
+    """
+    if not isinstance(task, Finite):
+        return draw(task, "train", step_seed, count)
+    size = len(task.epoch("train", seed, 0))
+    if not size:
+        raise TaskError(f"task {task.name!r} has no problem of split train")
+    places = range((step - 1) * count, step * count)
+    found = [task.epoch("train", seed, place // size)[place % size] for place in places]
+    _check_texts(task, found)
+    return found
+
+
+def _check_texts(task: Task, problems: Sequence[Problem]) -> None:
+    for problem in problems:
         texts = {name: getattr(problem, name, None) for name in ("prompt", "difficulty")}
         for name, text in texts.items():
             if not isinstance(text, str):
                 what = f"{name} of problem {getattr(problem, 'id', problem)}"
                 raise TaskError(f"task {task.name!r}: {what} must be text, got {short(text)}")
-    return found
 
 
 @dataclass
@@ -154,8 +214,21 @@ def judge(task: Task, problem: Problem, episode: Episode) -> Score:
     """``episode.score`` in plain Python numbers, with an error that says on which problem it went wrong."""
     with explained(task, problem):
         score = episode.score()
+    return _checked(task, problem, score)
+
+
+def judge_all(task: Any, attempts: Sequence[Attempt]) -> list[Score]:
+    """``task.score_all`` with the checks of ``judge``."""
+    with explained(task, attempts[0].problem):
+        scores = list(task.score_all(attempts))
+    if len(scores) != len(attempts):
+        raise RewardError(f"task {task.name!r} gave {len(scores)} scores for {len(attempts)} attempts")
+    return [_checked(task, attempt.problem, score) for attempt, score in zip(attempts, scores, strict=True)]
+
+
+def _checked(task: Task, problem: Problem, given: Any) -> Score:
     try:
-        score = _plain(score)
+        score = _plain(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RewardError(f"the score of task {task.name!r} (problem {problem.id}): {error}") from error
     if not abs(score.reward) <= LARGEST_REWARD:
@@ -176,8 +249,11 @@ def _plain(score: Any) -> Score:
         raise TypeError(f"parts must be a dict of numbers, got {short(score.parts)}")
     if not isinstance(score.answer, Hashable):
         raise TypeError(f"answer must be text or None, got {short(score.answer)}")
+    if score.failed is not None and not isinstance(score.failed, str):
+        raise TypeError(f"failed must say why in words, or be None, got {short(score.failed)}")
     parts = {str(name): _number(f"parts[{name!r}]", value) for name, value in score.parts.items()}
-    return Score(_number("reward", score.reward), bool(score.correct), parts, score.answer)
+    correct = bool(score.correct) and score.failed is None
+    return Score(_number("reward", score.reward), correct, parts, score.answer, score.failed)
 
 
 def _number(name: str, value: Any) -> float:

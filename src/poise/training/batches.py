@@ -18,13 +18,31 @@ from poise.batch import TokenBatch
 from poise.models.policy import Policy
 from poise.models.scoring import score_all
 from poise.rollout.types import Rollouts
+from poise.tasks import TaskError
 
+MOST_FAILED = 0.05  # of a step's attempts may end without a verdict
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group-zscore": advantages.group_zscore,
     "group-centered": advantages.group_centered,
     "leave-one-out": advantages.leave_one_out,
     "reinforce-pp": lambda rewards, _: advantages.reinforce_pp(rewards),
 }
+
+
+def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
+    """The samples to train on, and as a metric how many have no verdict and take no part.
+
+    A reward that hangs now and then must not end a run, but one that often does would bend what the run learns.
+    """
+    failures = [sample for sample in samples if sample.score.failed is not None]
+    if len(failures) > max(1, MOST_FAILED * len(samples)):
+        first = failures[0]
+        raise TaskError(
+            f"{len(failures)} of {len(samples)} attempts got no verdict, more than {MOST_FAILED:.0%}; the first one: "
+            f"{first.score.failed} (problem {first.problem.id})"
+        )
+    judged = [sample for sample in samples if sample.score.failed is None]
+    return judged, {"reward/failed": float(len(failures))} if failures else {}
 
 
 def stack(samples: Sequence[Sample], policy: Policy, temperature: float, micro_tokens: int | None = None) -> Rollouts:

@@ -27,6 +27,7 @@ class Evaluation:
     reward: float  # mean over the samples
     cut_off: int  # samples that the limit of tokens ended
     greedy_cut_off: int
+    failed: int = 0  # samples without a verdict; they count as wrong
 
     def summary(self) -> dict[str, Any]:
         """For ``summary.json``. ``accuracy`` is avg@k as sampled; ``greedy`` beside it tells mere sharpening apart."""
@@ -47,6 +48,7 @@ class Evaluation:
             "temperature": self.temperature,
             "cut_off": self.cut_off,
             "greedy_cut_off": self.greedy_cut_off,
+            **({"failed": self.failed} if self.failed else {}),
             "table": table,
         }
 
@@ -85,6 +87,7 @@ def evaluate(
     The same seed gives the same problems and the same random numbers, so that two policies are compared on equal terms.
     """
     asked = draw(sampler.task, "test", seed, problems)
+    problems = len(asked)  # a finite task may have fewer
     drawn: list[Sample] = []
     best: list[Sample] = []
     for at in range(0, problems, CHUNK):
@@ -103,6 +106,7 @@ def evaluate(
         sum(sample.score.reward for sample in drawn) / len(drawn),
         sum(not sample.finished for sample in drawn),
         sum(not sample.finished for sample in best),
+        sum(sample.score.failed is not None for sample in drawn),
     )
 
 

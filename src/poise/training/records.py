@@ -30,6 +30,7 @@ def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str,
             "correct": sample.score.correct,
             "parts": dict(sample.score.parts),
             "finished": sample.finished,
+            **({"messages": sample.messages} if len(sample.messages) > 1 else {}),
         }
 
 
