@@ -21,6 +21,7 @@ from poise.models.loading import add_adapter, progress_bars
 from poise.models.master_weights import Masters
 from poise.models.packing import Packed, layout
 from poise.models.prompts import encode, encode_next
+from poise.models.tool_prompts import Tools
 from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder, verify_model
 from poise.tasks import Message
@@ -87,13 +88,15 @@ class Policy:
         master = self.masters.of(self._output.weight) if self.masters else None  # type: ignore[arg-type]
         return Head.of(self._output, self._config, temperature, master)
 
-    def encode(self, messages: str | Sequence[Message]) -> list[int]:
+    def encode(self, messages: str | Sequence[Message], tools: Tools = ()) -> list[int]:
         """Messages as the model wants to see them: through its chat template where it has one."""
-        return encode(self.tokenizer, messages, self.end_tokens)
+        return encode(self.tokenizer, messages, self.end_tokens, tools)
 
-    def encode_next(self, before: Sequence[Message], said: Sequence[Message], last: int | None) -> list[int]:
+    def encode_next(
+        self, before: Sequence[Message], said: Sequence[Message], last: int | None, tools: Tools = ()
+    ) -> list[int]:
         """What follows the model's reply, the last message of ``before``; ``last`` is the reply's last token."""
-        return encode_next(self.tokenizer, before, said, last, self.end_tokens)
+        return encode_next(self.tokenizer, before, said, last, self.end_tokens, tools)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response, without the token that ended it."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from poise.models.tool_prompts import Tools, announce, known_roles, template_arguments
 from poise.tasks import Message
 
 PLACE = "PlaceOfContent{}."  # no template knows it, and none has a reason to change it
@@ -20,14 +21,19 @@ class PromptError(ValueError):
     """A text that cannot be encoded as what it is."""
 
 
-def encode(tokenizer: Any, messages: str | Sequence[Message], ends: Collection[int] = ()) -> list[int]:
+def encode(
+    tokenizer: Any, messages: str | Sequence[Message], ends: Collection[int] = (), tools: Tools = ()
+) -> list[int]:
     """The ids of messages, up to where the model's turn begins. A bare text is a user's message.
 
-    ``ends`` are tokens that end a response. Without a control token in any message these are the ids of
+    ``ends`` are tokens that end a response. ``tools`` are shown to the model by its chat template, or, where that knows
+    none, as text in the first message. Without a control token in any message these are the ids of
     ``apply_chat_template``. With one, the template's control tokens stand for themselves, and all between them is
     encoded as plain text. Without a chat template the messages follow each other, a line each.
     """
-    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    messages = announce(tokenizer, known_roles(tokenizer, messages), tools)
+    more = template_arguments(tokenizer, tools)
     controls = _controls(tokenizer, ends)
     found = sorted(token for token in controls if any(token in message["content"] for message in messages))
     if not tokenizer.chat_template:
@@ -36,30 +42,37 @@ def encode(tokenizer: Any, messages: str | Sequence[Message], ends: Collection[i
             _check(found, set(ends).isdisjoint(plain(tokenizer, text)))
         return list(tokenizer(text, split_special_tokens=bool(found))["input_ids"])
     if not found:
-        return list(_render(tokenizer, messages, tokenize=True))
-    ids, harmless = _encode(tokenizer, _pieces(tokenizer, messages), controls, ends)
+        return list(_render(tokenizer, messages, more, tokenize=True))
+    ids, harmless = _encode(tokenizer, _pieces(tokenizer, messages, more), controls, ends)
     # Where a tokenizer treats the beginning of a text in its own way, the parts are not the whole.
     neutral = [{**message, "content": _without(found, message["content"])} for message in messages]
-    parts, _ = _encode(tokenizer, _pieces(tokenizer, neutral), controls, ends)
-    _check(found, harmless and parts == list(_render(tokenizer, neutral, tokenize=True)))
+    parts, _ = _encode(tokenizer, _pieces(tokenizer, neutral, more), controls, ends)
+    _check(found, harmless and parts == list(_render(tokenizer, neutral, more, tokenize=True)))
     return ids
 
 
 def encode_next(
-    tokenizer: Any, before: Sequence[Message], said: Sequence[Message], last: int | None, ends: Collection[int] = ()
+    tokenizer: Any,
+    before: Sequence[Message],
+    said: Sequence[Message],
+    last: int | None,
+    ends: Collection[int] = (),
+    tools: Tools = (),
 ) -> list[int]:
     """The ids of what follows the model's reply: the end of its turn, the messages ``said``, the start of the next.
 
     ``before`` are the messages so far, the reply last. ``last`` is the reply's last token: where it is the one with
-    which the template ends a turn, it is not repeated.
+    which the template ends a turn, it is not repeated. What was said before the reply does not matter, and a template
+    may change it (Qwen3's drops the reasoning of earlier replies): neutral text takes its place.
     """
+    said = known_roles(tokenizer, said)
     if not tokenizer.chat_template:
         return plain(tokenizer, "".join(f"\n{message['content']}" for message in said) + "\n")
-    *earlier, reply = before
-    pieces = _pieces(tokenizer, [*earlier, {**reply, "content": "x"}, *said])
+    earlier = [{**message, "content": "x"} for message in known_roles(tokenizer, before)]
+    pieces = _pieces(tokenizer, [*earlier, *said], template_arguments(tokenizer, tools))
     contents = [at for at, (_, is_content) in enumerate(pieces) if is_content]
     controls = _controls(tokenizer, ends)
-    ids, harmless = _encode(tokenizer, pieces[contents[len(earlier)] + 1 :], controls, ends)
+    ids, harmless = _encode(tokenizer, pieces[contents[len(earlier) - 1] + 1 :], controls, ends)
     _check(sorted(token for token in controls if any(token in message["content"] for message in said)), harmless)
     return ids[1:] if ids and ids[0] == last else ids
 
@@ -89,18 +102,19 @@ def _controls(tokenizer: Any, ends: Collection[int]) -> dict[str, int]:
     return {token.content: i for i, token in added if token.content and (token.special or i in ends)}
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], *, tokenize: bool) -> Any:
+def _render(tokenizer: Any, messages: Sequence[Message], more: dict[str, Any], *, tokenize: bool) -> Any:
     """The dialogue up to where the model's turn begins: ids, or text."""
     if not tokenize:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **more)
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **more)["input_ids"]
 
 
-def _pieces(tokenizer: Any, messages: Sequence[Message]) -> Pieces:
+def _pieces(tokenizer: Any, messages: Sequence[Message], more: dict[str, Any]) -> Pieces:
     """The dialogue cut up into the template's own text and what the messages say."""
     places = [PLACE.format(number) for number in range(len(messages))]
-    around = _render(tokenizer, [{**m, "content": p} for m, p in zip(messages, places, strict=True)], tokenize=False)
-    whole = _render(tokenizer, messages, tokenize=False)
+    framed = [{**message, "content": place} for message, place in zip(messages, places, strict=True)]
+    around = _render(tokenizer, framed, more, tokenize=False)
+    whole = _render(tokenizer, messages, more, tokenize=False)
     frame = re.split("(" + "|".join(map(re.escape, places)) + ")", around)
     pieces: Pieces = [(frame[0], False)]
     at = len(frame[0])

@@ -1,0 +1,72 @@
+"""Tools in a prompt: through the chat template where it knows them, else as text, as Hermes' models write it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from poise.tasks import Message
+
+Tools = Sequence[dict[str, Any]]  # JSON schemas
+
+INSTRUCTION = (
+    "You can call these tools, described by JSON schemas:\n{}\nTo call one, write its name and its arguments as JSON "
+    'between tags:\n<tool_call>\n{{"name": "NAME", "arguments": {{…}}}}\n</tool_call>'
+)
+_PROBE = "ResultOfProbe."
+_KNOWN: dict[str, bool] = {}  # by template
+
+
+def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
+    """What the chat template is given beside the messages."""
+    return {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
+
+
+def announce(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> list[Message]:
+    """The opening messages with the tools in the first one, where the chat template does not show them itself."""
+    if not tools or knows_tools(tokenizer):
+        return list(messages)
+    first, *others = messages
+    told = INSTRUCTION.format("\n".join(json.dumps(tool["function"]) for tool in tools))
+    parts = (first["content"], told) if first["role"] == "system" else (told, first["content"])
+    return [{**first, "content": "\n\n".join(parts)}, *others]
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Whether the chat template shows schemas and renders a tool's result after a reply. It is tried, once."""
+    template = str(tokenizer.chat_template)
+    if template not in _KNOWN:
+        _KNOWN[template] = "tools" in template and _renders(tokenizer)
+    return _KNOWN[template]
+
+
+def _renders(tokenizer: Any) -> bool:
+    parameters = {"type": "object", "properties": {"text": {"type": "string", "description": "Any."}}}
+    tool = {"type": "function", "function": {"name": _PROBE, "description": "Try.", "parameters": parameters}}
+    dialogue = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "x"},
+        {"role": "tool", "name": _PROBE, "content": _PROBE},
+    ]
+    try:
+        text = tokenizer.apply_chat_template(dialogue, tools=[tool], tokenize=False)
+    except Exception:  # a chat template is a program of the model's, and may raise anything
+        return False
+    return str(text).count(_PROBE) >= 2
+
+
+def known_roles(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """The messages with tools' results as the user's, where the template lacks that role; those to one reply as one,
+    because templates want the roles to alternate."""
+    if all(message["role"] != "tool" for message in messages) or knows_tools(tokenizer):
+        return list(messages)
+    found: list[Message] = []
+    for is_tool, run in groupby(messages, lambda message: message["role"] == "tool"):
+        if is_tool:
+            results = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in run)
+            found.append({"role": "user", "content": "\n".join(results)})
+        else:
+            found += run
+    return found
