@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ class Trial:
     def __init__(self, place: Path, seed: int) -> None:
         self.place, self.draw, self.shared = place, random.Random(seed), Shared()
         self.model = place / "model"
-        small = warmstart.Warmstart(steps=1, batch=1, width=16, layers=1, heads=1, vocabulary=400, workers=0)
+        small = replace(warmstart.embedded(), steps=1, batch=1, width=16, layers=1, heads=1, vocabulary=400)
         assert in_child(lambda: warmstart.train(small, self.model, device="cpu"), place / "said") == 0
         began = time.monotonic()
         assert self.go(place / "whole") == 0, (place / "said").read_text()

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def measure(out: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         model = place / "model"
-        small = warmstart.Warmstart(steps=1, batch=1, width=16, layers=1, heads=1, vocabulary=400, workers=0)
+        small = replace(warmstart.embedded(), steps=1, batch=1, width=16, layers=1, heads=1, vocabulary=400)
         assert in_child(lambda: warmstart.train(small, model, device="cpu"), place / "said") == 0
         result = {
             "full_disk": by_disk(place, model, 12),

@@ -26,10 +26,10 @@ def warmstart(
     """
     from poise.config.documents import split_overrides
     from poise.runs.console import Console
-    from poise.training.warm_start import Warmstart
+    from poise.training.warm_start import embedded
     from poise.training.warm_start import train as run
 
-    settings = Warmstart()
+    settings = embedded()
     own = {f.name for f in fields(settings)} - {"task_settings"}
     with explained():
         given, _ = split_overrides(args or [])

@@ -96,7 +96,7 @@ def accumulate(
     norm = normalizer(batch.rows(send(mini, batch.mask.device)), settings)
     backward = partial(_backward, policy, rollouts, batch, phase, moving, settings, norm, temperature)
     tokens = micro_tokens or default_micro_tokens(policy.device)
-    return _in_memory(policy, parameters, rollouts, running, tokens, backward)
+    return within_memory(policy, parameters, rollouts, running, tokens, backward)
 
 
 def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:
@@ -133,7 +133,7 @@ def _backward(
     return metrics
 
 
-def _in_memory(
+def within_memory(
     policy: Policy,
     parameters: Sequence[Tensor],
     rollouts: Rollouts,

@@ -1,15 +1,15 @@
-"""A tiny model that can almost do a task: supervised training on worked solutions with misreadings in them.
+"""A small model that can almost do a task: supervised training on worked solutions, with misreadings in them.
 
 This is how the embedded model is made. The demonstrations are noisy on purpose: a policy that imitates them solves
 part of the problems and has something left for reinforcement learning to improve. Everything is fixed by the seed and
-the settings; each batch is made from the seed and its number, so that the count of worker processes does not matter.
+the settings. Passes are packed and logits never whole, as in the trainer's update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,19 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from poise import tasks
 from poise._lib.errors import check_range
-from poise.models.policy import Policy, resolve_device
-from poise.models.prompts import plain
-from poise.tasks import Demonstrates, Task
+from poise.head import token_logp
+from poise.models.compilation import can_compile
+from poise.models.master_weights import Masters
+from poise.models.policy import EMBEDDED, Policy, load_policy, resolve_device
+from poise.models.scoring import default_micro_tokens
+from poise.rollout.types import Rollouts
+from poise.tasks import Problem, Task
+from poise.training.demonstrations import Demonstrations, Row, as_rollouts, check_shows, dialogue
+from poise.training.update import HEAD_MEMORY, within_memory
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|end|>"}
@@ -35,12 +41,19 @@ TEMPLATE = (
 )
 
 
+NEW_MODEL = ("width", "layers", "heads", "vocabulary")  # settings of a model that is made here
+
+
 @dataclass(frozen=True)
 class Warmstart:
-    """Settings. The defaults are those that made the embedded model."""
+    """Settings. ``embedded`` has those that made the embedded model.
 
-    task: str = "kk"
-    task_settings: dict[str, Any] = field(default_factory=lambda: {"people": "2-3", "style": "compact", "noise": 0.2})
+    ``model`` is a folder, a run or a hub id to start from; without one a new tokenizer and model are made.
+    """
+
+    task: str  # one that has worked solutions
+    task_settings: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
     width: int = 160
     layers: int = 4
     heads: int = 4
@@ -50,6 +63,7 @@ class Warmstart:
     lr: float = 2e-3
     seed: int = 0
     workers: int = 0
+    compile: bool | None = None  # None: on CUDA, where it can
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "vocabulary", "steps", "batch", "seed", "workers"):
@@ -60,10 +74,21 @@ class Warmstart:
         check_range("warmstart", "lr", self.lr, 1e-12, 1e3)
         if self.width % self.heads:
             raise ValueError(f"warmstart: width = {self.width} must be a multiple of heads = {self.heads}")
+        if self.model is not None:
+            for own in fields(self):
+                if own.name in NEW_MODEL and getattr(self, own.name) != own.default:
+                    raise ValueError(f"warmstart: {own.name} is of a new model, and this starts from {self.model}")
 
     def build_task(self) -> Task:
         """The task with these settings."""
-        return tasks.get(self.task, **self.task_settings)
+        task = tasks.get(self.task, **self.task_settings)
+        check_shows(task)
+        return task
+
+
+def embedded() -> Warmstart:
+    """The settings that made the embedded model, as they were saved with it."""
+    return Warmstart(**yaml.safe_load((EMBEDDED / "warmstart.yaml").read_text()))
 
 
 def build_tokenizer(task: Task, vocabulary: int, seed: int = 0, problems: int = 5000) -> Any:
@@ -91,9 +116,9 @@ def build_tokenizer(task: Task, vocabulary: int, seed: int = 0, problems: int = 
     return made
 
 
-def _texts(task: Task, problem: tasks.Problem) -> list[str]:
-    assert isinstance(task, Demonstrates)
-    return [problem.prompt, task.demonstration(problem)]
+def _texts(task: Task, problem: Problem) -> list[str]:
+    turns = dialogue(task, problem, seed=0)
+    return [text for said, reply in turns for text in (*(message["content"] for message in said), reply)]
 
 
 def _untag(text: str) -> list[str]:
@@ -125,65 +150,79 @@ def build_model(settings: Warmstart, tokenizer: Any) -> Any:
         return LlamaForCausalLM(config)
 
 
-class Demonstrations(Dataset[tuple[Tensor, Tensor]]):
-    """Batch number i: token ids (B, L) and labels, −100 where nothing is to be learned (prompt and padding)."""
-
-    def __init__(self, settings: Warmstart, policy_encode: Callable[[str], list[int]], tokenizer: Any) -> None:
-        self.settings, self.encode, self.tokenizer = settings, policy_encode, tokenizer
-        self.task = settings.build_task()
-
-    def __len__(self) -> int:
-        return self.settings.steps
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        assert isinstance(self.task, Demonstrates)
-        ids, labels = [], []
-        seed = self.settings.seed * 1_000_003 + index
-        for number, problem in enumerate(islice(self.task.problems("train", seed + 1), self.settings.batch)):
-            prompt = self.encode(problem.prompt)
-            answer = self.task.demonstration(problem, seed=seed * 10_007 + number)
-            response = [*plain(self.tokenizer, answer), self.tokenizer.eos_token_id]
-            ids.append(torch.tensor(prompt + response))
-            labels.append(torch.tensor([-100] * len(prompt) + response))
-        pad = torch.nn.utils.rnn.pad_sequence
-        return pad(ids, batch_first=True, padding_value=0), pad(labels, batch_first=True, padding_value=-100)
-
-
 def train(
     settings: Warmstart, out: Path, *, device: str = "auto", say: Callable[[int, dict[str, float]], None] | None = None
 ) -> Policy:
-    """Make a tokenizer and a model, train it, and save both to ``out``, in half precision, with the settings."""
-    where = resolve_device(device)
+    """Train a model, new or that of ``settings.model``, and save it to ``out`` with its tokenizer and the settings.
+
+    A new model is saved in half precision, another in float32, as nobody knows what its weights need.
+    """
     task = settings.build_task()
-    tokenizer = build_tokenizer(task, settings.vocabulary, settings.seed)
-    model = build_model(settings, tokenizer).to(where)
-    policy = Policy(model, tokenizer)
+    policy = _policy(settings, task, device)
+    masters = policy.masters = Masters(policy.model)
+    parameters = list(masters.parameters.values())
+    optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
+    masters.serve(optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings.steps))
+    rows = Demonstrations(task, policy, batches=settings.steps, batch=settings.batch, seed=settings.seed)
     data = DataLoader(
-        Demonstrations(settings, policy.encode, tokenizer), batch_size=None, num_workers=settings.workers,
+        rows, batch_size=None, num_workers=settings.workers, collate_fn=_as_they_are,
         prefetch_factor=4 if settings.workers else None,
     )  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings.steps))
-    model.train()
-    for step, (ids, labels) in enumerate(data):
-        ids, labels = ids.to(where, non_blocking=True), labels.to(where, non_blocking=True)
-        with torch.autocast(where.type, torch.bfloat16, enabled=where.type == "cuda"):
-            # Padding is on the right, where causal attention never looks from a token that counts.
-            logits = model(input_ids=ids, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for step, batch in enumerate(data, 1):
+        loss = gradient(policy, parameters, as_rollouts(batch, policy.device))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
-        if say and (step % 100 == 99 or step + 1 == settings.steps):
-            say(step + 1, {"loss": loss.item()})
-    model.eval()
-    model.to(torch.float16)
+        if say and (step % 100 == 0 or step == settings.steps):
+            say(step, {"loss": loss.item()})
+    _save(policy, masters, settings, out)
+    return policy
+
+
+def gradient(
+    policy: Policy, parameters: Sequence[Tensor], rollouts: Rollouts, micro_tokens: int | None = None
+) -> Tensor:
+    """Leave the gradient of the mean cross-entropy of the rows' own tokens at ``parameters``; returns the mean."""
+    count = sum(own for _, own in rollouts.extents or ())
+
+    def backward(rows: list[int]) -> dict[str, Tensor]:
+        part = rollouts.rows(rows)
+        targets = part.tokens.flatten()[part.index]
+        memory = HEAD_MEMORY if targets.is_cuda else None
+        loss = -token_logp(policy.hidden(part), targets, policy.head(), memory=memory)[0].sum() / count
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    tokens = micro_tokens or default_micro_tokens(policy.device)
+    every = list(range(len(rollouts.prompts)))
+    return within_memory(policy, parameters, rollouts, every, tokens, backward)["loss"]
+
+
+def _policy(settings: Warmstart, task: Task, device: str) -> Policy:
+    """What is trained: bfloat16 on CUDA, float32 elsewhere."""
+    if settings.model is not None:
+        return load_policy(settings.model, device=device, compiled=settings.compile)
+    where = resolve_device(device)
+    tokenizer = build_tokenizer(task, settings.vocabulary, settings.seed)
+    model = build_model(settings, tokenizer).to(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
+    return Policy(model, tokenizer, compiled=can_compile(where) if settings.compile is None else settings.compile)
+
+
+def _as_they_are(rows: list[Row]) -> list[Row]:
+    """In place of torch's collation, which would look at every token."""
+    return rows
+
+
+def _save(policy: Policy, masters: Masters, settings: Warmstart, out: Path) -> None:
+    policy.model.to(torch.float32)
+    masters.publish()
+    policy.masters = None
+    if settings.model is None:
+        policy.model.to(torch.float16)
     policy.save(out)
     (out / "warmstart.yaml").write_text(yaml.safe_dump(asdict(settings), sort_keys=False))
-    model.to(torch.float32)
-    return policy
+    policy.model.to(torch.float32)
 
 
 def _rate(step: int, steps: int) -> float:

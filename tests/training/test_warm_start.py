@@ -1,0 +1,164 @@
+"""Warm start: packed passes have the plain loop's loss and gradient, for any task that shows how it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from poise import tasks
+from poise.models.policy import Policy, load_policy
+from poise.models.prompts import plain
+from poise.training.demonstrations import Demonstrations, as_rollouts, dialogue, encode_row
+from poise.training.warm_start import Warmstart, build_model, build_tokenizer, embedded, gradient, train
+
+SMALL = {"width": 32, "layers": 2, "heads": 2, "vocabulary": 420, "steps": 3, "batch": 6}
+LAKE = {"side": 3, "turns": 4}
+
+
+@pytest.fixture(scope="module")
+def policies() -> dict[str, Policy]:
+    """Tiny models in float64, each with a tokenizer of its task's texts."""
+    found = {}
+    for name, settings in (("kk", {"people": "2-3", "style": "compact", "noise": 0.2}), ("frozenlake", LAKE)):
+        small = Warmstart(task=name, task_settings=settings, **SMALL)
+        tokenizer = build_tokenizer(small.build_task(), small.vocabulary, problems=60)
+        found[name] = Policy(build_model(small, tokenizer).double(), tokenizer)
+    return found
+
+
+def plain_loss(policy: Policy, ids: list[list[int]], labels: list[list[int]]) -> torch.Tensor:
+    """As a loop without packing has it: padding on the right, the logits of every token."""
+    padded = pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
+    wanted = pad_sequence([torch.tensor(row) for row in labels], batch_first=True, padding_value=-100)
+    policy.base.set_attn_implementation("sdpa")
+    try:
+        logits = policy.model(input_ids=padded, use_cache=False).logits
+    finally:
+        policy.base.set_attn_implementation("poise")
+    return cross_entropy(logits[:, :-1].flatten(0, 1), wanted[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("micro_tokens", [None, 150])
+def test_loss_and_gradient_are_those_of_the_plain_loop(policies: dict[str, Policy], micro_tokens: int | None) -> None:
+    policy, task = policies["kk"], tasks.get("kk", people="2-3", style="compact", noise=0.2)
+    assert isinstance(task, tasks.Demonstrates)
+    rows = Demonstrations(task, policy, batches=3, batch=6, seed=4)[2]
+    seed = 4 * 1_000_003 + 2
+    ids, labels = [], []
+    for number, problem in enumerate(islice(task.problems("train", seed + 1), 6)):
+        prompt = policy.encode(problem.prompt)
+        written = task.demonstration(problem, seed=seed * 10_007 + number)
+        response = [*plain(policy.tokenizer, written), policy.tokenizer.eos_token_id]
+        ids.append(prompt + response)
+        labels.append([-100] * len(prompt) + response)
+    assert [row.prompt + row.tokens for row in rows] == ids
+
+    parameters = list(policy.model.parameters())
+    expected = plain_loss(policy, ids, labels)
+    gradients = torch.autograd.grad(expected, parameters)
+    found = gradient(policy, parameters, as_rollouts(rows, policy.device), micro_tokens)
+    assert found.item() == pytest.approx(expected.item(), abs=1e-10)
+    for parameter, right in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, right, atol=1e-10, rtol=1e-8)
+
+
+def test_in_several_turns_only_the_experts_tokens_are_learned(policies: dict[str, Policy]) -> None:
+    policy, task = policies["frozenlake"], tasks.get("frozenlake", **LAKE)
+    rows = Demonstrations(task, policy, batches=1, batch=5, seed=0)[0]
+    assert any(not all(row.own) for row in rows)
+    problem = next(iter(task.problems("train", 1)))
+    turns = list(dialogue(task, problem, 0))
+    written = [token for token, own in zip(rows[0].tokens, rows[0].own, strict=True) if own]
+    assert policy.tokenizer.decode(written).split("<|end|>")[:-1] == [reply for _, reply in turns]
+    messages = [m for said, reply in turns for m in (*said, {"role": "assistant", "content": reply})]
+    whole = policy.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert rows[0].prompt + rows[0].tokens == whole
+
+    labels = [
+        [-100] * len(row.prompt) + [t if own else -100 for t, own in zip(row.tokens, row.own, strict=True)]
+        for row in rows
+    ]
+    expected = plain_loss(policy, [row.prompt + row.tokens for row in rows], labels)
+    found = gradient(policy, list(policy.model.parameters()), as_rollouts(rows, policy.device))
+    assert found.item() == pytest.approx(expected.item(), abs=1e-10)
+
+
+def test_the_expert_of_a_game_wins_its_demonstrations() -> None:
+    task = tasks.get("frozenlake", **LAKE)
+    for problem in islice(task.problems("train", 0), 5):
+        episode = task.episode(problem)  # type: ignore[attr-defined]
+        episode.start()
+        for _, reply in dialogue(task, problem, 0):
+            episode.step(reply)
+        assert episode.score().correct
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("kk", {"people": 2, "wording": 1.0}), ("countdown", {"numbers": 3}), ("frozenlake", LAKE)]
+)
+def test_it_trains_and_goes_on_from_its_own_model(tmp_path: Path, name: str, settings: dict[str, object]) -> None:
+    said: list[tuple[int, dict[str, float]]] = []
+    train(Warmstart(name, settings, **SMALL), tmp_path / "first", device="cpu", say=lambda *told: said.append(told))
+    assert [step for step, _ in said] == [3]
+    kept = yaml.safe_load((tmp_path / "first" / "warmstart.yaml").read_text())
+    assert (kept["task"], kept["task_settings"]) == (name, settings)
+
+    again = Warmstart(name, settings, model=str(tmp_path / "first"), steps=1, batch=2)
+    trained = train(again, tmp_path / "second", device="cpu")
+    start, end = (load_policy(str(tmp_path / part), device="cpu") for part in ("first", "second"))
+    assert start.tokenizer.get_vocab() == end.tokenizer.get_vocab()
+    moved = [(a - b).abs().max().item() for a, b in zip(start.model.parameters(), end.model.parameters(), strict=True)]
+    assert 0 < max(moved) < 0.02  # two thousandths a weight, and no new model
+    torch.testing.assert_close(list(trained.model.parameters()), list(end.model.parameters()))
+
+
+def test_workers_do_not_change_the_rows(tmp_path: Path) -> None:
+    small = Warmstart("kk", {"people": 2}, **{**SMALL, "steps": 2})
+    models = []
+    for workers in (0, 2):
+        out = tmp_path / str(workers)
+        models.append(train(replace(small, workers=workers), out, device="cpu").model.state_dict())
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_an_example_encodes_as_the_template_says(policies: dict[str, Policy]) -> None:
+    policy = policies["kk"]
+    row = encode_row(policy, iter([([{"role": "user", "content": "hello"}], "knight")]))
+    assert row.own == [True] * len(row.tokens)
+    assert policy.tokenizer.decode(row.prompt + row.tokens) == "<|user|>hello<|assistant|>knight<|end|>"
+
+
+class Mute:
+    """A task that only scores."""
+
+    name = "mute"
+
+    def problems(self, split: str, seed: int) -> Iterator[tasks.Problem]:  # noqa: ARG002
+        yield tasks.Problem("1", "?", "1", {})
+
+    def score(self, problem: tasks.Problem, text: str) -> tasks.Score:  # noqa: ARG002
+        return tasks.Score(0.0, False)
+
+
+def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="width is of a new model"):
+        Warmstart("kk", model="embedded", width=32)
+    with pytest.raises(ValueError, match="must be a multiple of heads"):
+        Warmstart("kk", width=33)
+    monkeypatch.setitem(tasks.TASKS, "mute", Mute)
+    with pytest.raises(TypeError, match="needs demonstration"):
+        Warmstart("mute").build_task()
+
+
+def test_the_embedded_models_settings_are_those_kept_beside_it() -> None:
+    assert embedded().task_settings["style"] == "compact"
+    assert embedded().model is None
+    embedded().build_task()
