@@ -59,7 +59,7 @@ def describe_task(config: Config) -> str:
     given, task = config.task.settings, config.task.build()
     shown = {name: short(value) for name, value in given.items()}
     if is_dataclass(task):
-        values = {field.name: getattr(task, field.name) for field in fields(task)}
+        values = {field.name: getattr(task, field.name) for field in fields(task) if field.init}
         shown = {name: short(value) for name, value in values.items() if name in given or len(repr(value)) < 40}
     return config.task.name + (f" ({', '.join(f'{name}={value}' for name, value in shown.items())})" if shown else "")
 
