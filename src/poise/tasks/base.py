@@ -154,8 +154,9 @@ def training_problems(task: Task, *, seed: int, step: int, step_seed: int, count
     size = len(task.epoch("train", seed, 0))
     if not size:
         raise TaskError(f"task {task.name!r} has no problem of split train")
-    places = range((step - 1) * count, step * count)
-    found = [task.epoch("train", seed, place // size)[place % size] for place in places]
+    places = [divmod(place, size) for place in range((step - 1) * count, step * count)]
+    epochs = {number: task.epoch("train", seed, number) for number in {number for number, _ in places}}  # one call each
+    found = [epochs[number][place] for number, place in places]
     _check_texts(task, found)
     return found
 

@@ -52,7 +52,7 @@ class KnightsKnaves:
 
     # Only where the puzzles are those of a file: the order of a split's puzzles in one epoch.
     epoch: Callable[[Split, int, int], Sequence[Problem]] = field(init=False, repr=False, compare=False)
-    puzzles: dict[str, list[Puzzle]] = field(init=False, repr=False, compare=False)  # of the file, by split
+    of_file: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)  # by split
 
     name: ClassVar[str] = "kk"
     concurrent: ClassVar[bool] = True  # may be asked for scores from another thread
@@ -106,23 +106,23 @@ class KnightsKnaves:
         if not puzzles:
             whom = "" if wanted is None else f" with {', '.join(map(str, wanted))} people"
             raise ValueError(f"KnightsKnaves: file {self.file} has no puzzle{whom}")
-        parts: dict[str, list[Puzzle]] = {"train": [], "test": []}
+        parts: dict[str, list[Problem]] = {"train": [], "test": []}
         for puzzle in puzzles:
-            parts[split_of(puzzle.statements)].append(puzzle)
+            parts[split_of(puzzle.statements)].append(self._problem(puzzle))
         object.__setattr__(self, "people", tuple(sorted({puzzle.people for puzzle in puzzles})))
-        object.__setattr__(self, "puzzles", parts)
+        object.__setattr__(self, "of_file", parts)
         object.__setattr__(self, "epoch", self._epoch)
 
     def _epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
         check_split(split)
-        order = list(self.puzzles[split])
+        order = list(self.of_file[split])
         if not order:
             raise TaskError(
                 f"KnightsKnaves: file {self.file} has no {split} puzzle: about a tenth of all meanings are for "
                 "testing, and the others for training; take a file with more puzzles"
             )
         Random(f"epoch {seed} {number}").shuffle(order)
-        return [self._problem(puzzle) for puzzle in order]
+        return order
 
     def score(self, problem: Problem, text: str) -> Score:
         """Format ±1 and answer +2, −1.5 or −2: see ``verifier``."""
