@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from poise._lib import user_code as _user_code
@@ -26,10 +27,10 @@ TABLE: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A reward that was named: the object, and how another process finds it again (None: it cannot)."""
+    """A reward, and how another process finds it (``module`` is None: it cannot). ``foreign``: not poise's own."""
 
     reward: Callable[..., Any]
-    text: str
+    foreign: bool = False
     module: str | None = None
     name: str = ""
     args: list[Any] | None = None
@@ -54,7 +55,7 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
     if not isinstance(text, str):
         if not callable(text):
             raise TypeError(f"a reward is a name or a callable, got {short(text)}")
-        return Spec(worker.build(text, None, {}), getattr(text, "__name__", type(text).__name__))
+        return Spec(worker.build(text, None, {}))
     name, given, named = _read(text)
     brackets = bool(args or settings) or text.rstrip().endswith(")")
     given, named = [*given, *args], {**named, **settings}
@@ -63,7 +64,7 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
         _check_settings(name, named, list(inspect.signature(kind).parameters))
         if given:
             raise TypeError(f"{name}: give its settings by name, such as {name}(setting=value)")
-        return Spec(kind(**named), text, kind.__module__, kind.__qualname__, [], named)
+        return Spec(kind(**named), False, kind.__module__, kind.__qualname__, [], named)
     if not re.search(r"[.:]", name):
         raise ValueError(
             unknown("reward", name, TABLE)
@@ -76,7 +77,8 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
         reward = worker.build(found, call, named)
     except Exception as error:  # a user's class may raise anything
         raise ValueError(f"reward {text!r}: {type(error).__name__}: {error}") from error
-    return Spec(reward, text, module, inner, call, named)
+    module = str(Path(module).expanduser().resolve()) if module.endswith(".py") else module
+    return Spec(reward, True, module, inner, call, named)
 
 
 def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:

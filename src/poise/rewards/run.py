@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from poise._lib.errors import check_range, short
-from poise.rewards import answers, worker
-from poise.rewards.base import RewardError, TrainerState, Verdict, text_of
+from poise.rewards import answers
+from poise.rewards.base import TrainerState, Verdict, text_of
+from poise.rewards.calling import Batch, InProcess, InWorker, Outcome
 from poise.rewards.names import Spec, find
 
 Named = str | Callable[..., Any]
@@ -19,7 +21,7 @@ class Rewards:
     """Rewards with TRL's signature, with weights: ``Rewards(["math", "my_rewards.py:brief"], weights=[1, 0.2])``.
 
     Code that is named by its path runs in a process of its own and is cut off after ``timeout`` seconds; with ``quick``
-    it runs in this process, and nothing can cut it off. Python callables and the built-in rewards run in this process.
+    it runs in this process, and nothing can cut it off. Python callables and most built-in rewards run in this process.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Rewards:
         self.timeout, self.quick = timeout, quick
         self.specs = [find(each) for each in listed]
         self.names = _unique([_name(spec) for spec in self.specs])
+        self._callers = [self._caller(name, spec) for name, spec in zip(self.names, self.specs, strict=True)]
         self._metrics: dict[str, list[float]] = {}
         self._lock = threading.Lock()
 
@@ -55,27 +58,28 @@ class Rewards:
         environments: Sequence[Any] | None = None,
     ) -> list[Verdict]:
         """One verdict per completion. ``columns`` are the data's, a value per row; ``ids`` name rows in messages."""
-        count = len(completions)
-        batch: dict[str, Any] = {
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            **columns,
-        }
-        for name, values in [*batch.items(), ("ids", ids), ("environments", environments or completions)]:
-            if len(values) != count:
-                raise ValueError(f"{name} has {len(values)} rows for {count} completions")
-        if not count:
+        shared = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        batch = Batch(shared, list(ids), state or TrainerState(), environments)
+        if not batch.ids:
             return []
         with self._lock:
-            outcomes = [
-                _InProcess(name, spec).values(batch, list(ids), state or TrainerState(), environments)
-                for name, spec in zip(self.names, self.specs, strict=True)
-            ]
+            outcomes = self._outcomes(batch)
             for outcome in outcomes:
-                for metric, value in outcome.log.metrics:
+                for metric, value in outcome.metrics:
                     self._metrics.setdefault(metric, []).append(value)
-        return [self._verdict(row, text_of(completions[row]), outcomes, ids[row]) for row in range(count)]
+        return [self._verdict(row, text_of(completions[row]), outcomes) for row in range(len(batch.ids))]
+
+    def _outcomes(self, batch: Batch) -> list[Outcome]:
+        """What each reward says. Those in processes of their own run side by side."""
+        remote = [caller for caller in self._callers if isinstance(caller, InWorker)]
+        with ThreadPoolExecutor(max(1, len(remote))) as pool:
+            waiting = {caller.name: pool.submit(caller.values, batch) for caller in remote}
+            local = {each.name: each.values(batch) for each in self._callers if each.name not in waiting}
+            return [local[name] if name in local else waiting[name].result() for name in self.names]
+
+    def _caller(self, name: str, spec: Spec) -> InProcess | InWorker:
+        isolated = spec.foreign or getattr(spec.reward, "isolated", False)
+        return InWorker(name, spec, self.timeout) if isolated and not self.quick else InProcess(name, spec.reward)
 
     def take_metrics(self) -> dict[str, float]:
         """What rewards have reported with ``log_metric`` since the last call: the mean per name."""
@@ -85,6 +89,8 @@ class Rewards:
 
     def close(self) -> None:
         """End the worker processes. They also end with this process, however it ends."""
+        for caller in self._callers:
+            caller.close()
 
     def __enter__(self) -> Rewards:
         return self
@@ -92,7 +98,7 @@ class Rewards:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _verdict(self, row: int, text: str, outcomes: Sequence[_Outcome], row_id: str) -> Verdict:  # noqa: ARG002
+    def _verdict(self, row: int, text: str, outcomes: Sequence[Outcome]) -> Verdict:
         failed = next((outcome.failed[row] for outcome in outcomes if row in outcome.failed), None)
         values = [None if failed else outcome.values[row] for outcome in outcomes]
         applying = [(i, value) for i, value in enumerate(values) if value is not None]
@@ -104,50 +110,8 @@ class Rewards:
             answer=_answer(self.specs[first[0] if first else 0].reward, text),
             failed=failed,
             applies=bool(applying) or failed is not None,
-            extra={column: values[row] for outcome in outcomes for column, values in outcome.log.extra.items()},
+            extra={column: values[row] for outcome in outcomes for column, values in outcome.extra.items()},
         )
-
-
-class _Outcome:
-    """What one reward said about a batch."""
-
-    def __init__(self, values: list[float | None], log: worker.Log, failed: dict[int, str] | None = None):
-        self.values, self.log, self.failed = values, log, failed or {}
-
-
-class _InProcess:
-    """A reward that runs in this process."""
-
-    def __init__(self, name: str, spec: Spec):
-        self.name, self.reward = name, spec.reward
-
-    def values(
-        self, batch: Mapping[str, Any], ids: list[str], state: TrainerState, environments: Sequence[Any] | None
-    ) -> _Outcome:
-        def attempt(rows: Sequence[int]) -> _Outcome:
-            log = worker.Log(len(rows))
-            arguments: dict[str, Any] = {name: [values[row] for row in rows] for name, values in batch.items()}
-            arguments |= {"trainer_state": state, "log_extra": log.log_extra, "log_metric": log.log_metric}
-            if environments is not None:
-                arguments["environments"] = [environments[row] for row in rows]
-            return _Outcome(worker.call(self.reward, arguments, len(rows)), log)
-
-        try:
-            return attempt(range(len(ids)))
-        except worker.WrongError as error:
-            if error.raised:
-                for row in range(len(ids)):
-                    try:
-                        attempt([row])
-                    except worker.WrongError as alone:
-                        raise wrong(self.name, ids[row], alone.text) from error
-            raise wrong(self.name, None if error.row is None else ids[error.row], error.text) from error
-
-
-def wrong(name: str, row_id: str | None, text: str) -> RewardError:
-    """The error for a reward that did not do what is asked of it."""
-    where = "" if row_id is None else f" (row {row_id})"
-    return RewardError(f"reward {name!r} {text}{where}")
 
 
 def _answer(reward: Callable[..., Any], text: str) -> str | None:

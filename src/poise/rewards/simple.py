@@ -156,6 +156,7 @@ class Regex:
     pattern: str = ""
     ignore_case: bool = False
     __name__ = "regex"
+    isolated: ClassVar[bool] = True  # a pattern may take for ever on the wrong text
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:

@@ -6,11 +6,15 @@ requests from standard input and writes replies to standard output, each as JSON
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import importlib.util
 import inspect
 import json
 import math
+import os
+import select
+import signal
 import struct
 import sys
 import threading
@@ -18,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 HANDED = ("trainer_state", "log_extra", "log_metric", "environments")  # arguments that are no columns
@@ -124,20 +129,24 @@ def _place(error: BaseException) -> str:
 def resolve(module: str, name: str) -> Any:
     """The object of that name in a module, or in the file if ``module`` ends in ``.py``."""
     if module.endswith(".py"):
-        path = Path(module).resolve()
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        found: Any = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, found)
-        spec.loader.exec_module(found)
+        found: Any = _from_file(Path(module))
     else:
         found = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def _from_file(file: Path) -> Any:
+    sys.path += [str(file.parent)] * (str(file.parent) not in sys.path)  # it may import those beside it
+    name = f"{file.stem}_reward"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def build(found: Any, args: list[Any] | None, settings: dict[str, Any]) -> Callable[..., Any]:
@@ -168,11 +177,10 @@ class Log:
         self.metrics.append((str(name), float(value)))
 
 
-def write(stream: BinaryIO, message: Any) -> None:
-    """Send one message."""
-    data = json.dumps(message, default=str).encode()
-    stream.write(struct.pack(">I", len(data)) + data)
-    stream.flush()
+def pack(message: Any, default: Callable[[Any], Any] | None = None) -> bytes:
+    """A message as it travels: JSON behind its length. Raises ``TypeError`` for what JSON lacks."""
+    data = json.dumps(message, default=default).encode()
+    return struct.pack(">I", len(data)) + data
 
 
 def read(stream: BinaryIO) -> Any:
@@ -180,5 +188,72 @@ def read(stream: BinaryIO) -> Any:
     head = stream.read(4)
     if len(head) < 4:
         raise EOFError
-    data = stream.read(struct.unpack(">I", head)[0])
-    return json.loads(data)
+    return json.loads(stream.read(struct.unpack(">I", head)[0]))
+
+
+class Server:
+    """The worker's side: one reward, loaded once, and called as often as it is asked for."""
+
+    def __init__(self) -> None:
+        self.reward: Callable[..., Any] | None = None
+
+    def load(self, module: str, name: str, args: list[Any] | None, settings: dict[str, Any], path: list[str]) -> Any:
+        """Import and make the reward, with the parent's search path."""
+        sys.path[:] = path
+        try:
+            self.reward = build(resolve(module, name), args, settings)
+        except (Exception, SystemExit) as error:
+            return {"wrong": f"{type(error).__name__}: {error}{_place(error)}"}
+        return {}
+
+    def call(self, count: int, arguments: dict[str, Any], state: dict[str, Any]) -> Any:
+        """Call it on a batch."""
+        assert self.reward is not None
+        log = Log(count)
+        handed = {"trainer_state": SimpleNamespace(**state), "log_extra": log.log_extra, "log_metric": log.log_metric}
+        try:
+            values = call(self.reward, {**arguments, **handed}, count)
+        except WrongError as error:
+            return {"wrong": error.text, "row": error.row, "raised": error.raised}
+        return {"values": values, "extra": log.extra, "metrics": log.metrics}
+
+
+def die_with(parent: int) -> None:
+    """Let the system kill this process and its children when the last one that holds the pipe's other end is gone.
+
+    A thread could watch the pipe, but no Python runs while a product of huge numbers is computed. So the system sends
+    the signal where it can (Linux). ``prctl`` would not do: it looks at the thread that started us, which may end.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(parent, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([parent], [], [], 0)[0]:  # gone already
+            os._exit(1)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    os.read(parent, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    """Answer requests until there are no more. What the reward prints goes to standard error."""
+    die_with(int(sys.argv[1]))
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    server = Server()
+    while True:
+        try:
+            request = read(requests)
+        except EOFError:
+            return
+        replies.write(pack(getattr(server, request.pop("do"))(**request), default=str))
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

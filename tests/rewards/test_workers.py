@@ -1,0 +1,259 @@
+"""Rewards in processes of their own: what hangs, dies or prints there, and that nothing is left running."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from poise._lib import user_code
+from poise.rewards import RewardError, Rewards, TrainerState
+from poise.rewards.processes import LostError, Process
+
+MODULE = """
+import asyncio, os, sys, time
+calls = 0
+
+def length(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+def chatty(completions, **kwargs):
+    print("to stdout"); print("to stderr", file=sys.stderr)
+    os.write(1, b"straight to the descriptor\\n")
+    assert sys.stdin.read() == ""
+    return [0.0] * len(completions)
+
+async def later(completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [None if "none" in text else 1.0 for text in completions]
+
+def pids(completions, **kwargs):
+    return [os.getpid()] * len(completions)
+
+def counting(completions, **kwargs):
+    global calls
+    calls += 1
+    return [calls] * len(completions)
+
+def moody(completions, **kwargs):
+    for text in completions:
+        if "sleep" in text: time.sleep(1000)
+        if "spin" in text: 9 ** 9 ** 9 ** 9
+        if "die" in text: os._exit(3)
+        if "segfault" in text: os.kill(os.getpid(), 11)
+        if "raise" in text: raise ValueError("no idea")
+        if "exit" in text: sys.exit("bye")
+        if "child" in text:
+            import subprocess
+            subprocess.Popen(["sleep", "1000"]); time.sleep(1000)
+    return [0.5] * len(completions)
+
+def slow(completions, **kwargs):
+    time.sleep(0.2 * len(completions))
+    return [1.0] * len(completions)
+
+def talks(completions, log_extra, log_metric, trainer_state, level, **kwargs):
+    log_extra("upper", [text.upper() for text in completions])
+    log_metric("step", trainer_state.global_step)
+    return [float(each) for each in level]
+
+def nan(completions, **kwargs):
+    return [float("nan") if "bad" in text else 0.0 for text in completions]
+
+class Scaled:
+    def __init__(self, scale=2.0): self.scale = scale
+    def __call__(self, completions, **kwargs): return [self.scale] * len(completions)
+
+def make(value):
+    return lambda completions, **kwargs: [value] * len(completions)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(user_code, "FOLDERS", [str(tmp_path)])
+    (tmp_path / "moody_rewards.py").write_text(MODULE)
+    yield
+    sys.modules.pop("moody_rewards", None)
+
+
+def score(names, texts, timeout=30.0, quick=False, **columns):
+    specs = [f"moody_rewards.{name}" for name in names.split()]
+    with Rewards(specs, timeout=timeout, quick=quick) as rewards:
+        ids = [f"q{i}" for i in range(len(texts))]
+        return rewards.score(["?"] * len(texts), texts, [[]] * len(texts), columns, ids)
+
+
+def test_the_same_values_as_in_this_process():
+    texts = ["a", "bb", "none \ud800 \0 \u202e", "x" * 300_000]
+    for names in ("length later Scaled Scaled(scale=3) make(value=0.5)", "chatty"):
+        assert score(names, texts) == score(names, texts, quick=names != "chatty")
+
+
+def test_one_process_per_reward_which_stays():
+    texts = ["a"] * 3
+    with Rewards(["moody_rewards.pids", "moody_rewards.counting"]) as rewards:
+        first, second = (rewards.score(["?"] * 3, texts, [[]] * 3, {}, ["1", "2", "3"]) for _ in range(2))
+    assert first[0].parts["pids"] == second[0].parts["pids"] != os.getpid()
+    assert [first[0].parts["counting"], second[0].parts["counting"]] == [1, 2]
+
+
+def test_a_reward_that_never_runs_starts_no_process():
+    rewards = Rewards(["moody_rewards.length", "regex(pattern='x')"])
+    assert all(caller._process is None for caller in rewards._callers)
+
+
+@pytest.mark.parametrize("how", ["sleep", "spin", "die", "segfault", "child"])
+def test_a_row_that_hangs_fails_and_the_others_keep_their_values(how):
+    texts = ["fine"] * 19 + [how]
+    verdicts = score("moody length", texts, timeout=1.0)
+    assert [v.reward for v in verdicts[:19]] == [4.5] * 19
+    assert all(v.failed is None for v in verdicts[:19])
+    said = {"die": "exit code 3", "segfault": "SIGSEGV"}.get(how, "took longer than 1 seconds")
+    assert verdicts[19].failed.startswith("reward 'moody' ")
+    assert said in verdicts[19].failed
+    assert verdicts[19].failed.endswith("(row q19)")
+    assert verdicts[19].reward == 0.0
+    assert not verdicts[19].correct
+    assert verdicts[19].applies
+
+
+def test_many_rows_that_hang_stop_early():
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"'moody' has no value for 3 of the first 3 rows \(of 40\).*row q2"):
+        score("moody", ["die"] * 40)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_slow_batch_is_called_row_by_row_and_said():
+    with pytest.warns(RuntimeWarning, match="'slow' took longer than 1 seconds on 10 rows together"):
+        assert [v.reward for v in score("slow", ["a"] * 10, timeout=1.0)] == [1.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "message"),
+    [
+        ("moody", ["a", "raise"], r"'moody' raised ValueError: no idea \(.*moody_rewards.py, line \d+\) \(row q1\)"),
+        ("moody", ["a", "exit"], r"'moody' raised SystemExit: bye.*\(row q1\)"),
+        ("nan", ["a", "bad"], r"'nan' returned nan; a finite number.*\(row q1\)"),
+        ("talks", ["a"], r"'talks' needs level, and is called with prompts"),
+    ],
+)
+def test_what_is_wrong_is_said_as_in_this_process(name, texts, message):
+    for quick in (False, True):
+        with pytest.raises(RewardError, match=message):
+            score(name, texts, quick=quick)
+
+
+def test_what_is_logged_comes_back():
+    with Rewards("moody_rewards.talks") as rewards:
+        columns = {"level": [1, 2]}
+        verdicts = rewards.score(["?"] * 2, ["a", "b"], [[], []], columns, ["1", "2"], TrainerState(global_step=5))
+        assert [v.extra for v in verdicts] == [{"upper": "A"}, {"upper": "B"}]
+        assert rewards.take_metrics() == {"step": 5.0}
+
+
+def test_columns_that_cannot_travel():
+    with pytest.raises(RewardError, match=r"column 'level' has .*bytes|column 'level' has b'x'.*reward_quick=true"):
+        score("talks", ["a"], level=[b"x"])
+
+
+def test_a_pattern_that_takes_for_ever():
+    texts = ["fine"] * 19 + ["a" * 40 + "!"]
+    with Rewards("regex(pattern='(a+)+$')", timeout=1.0) as rewards:
+        verdicts = rewards.score(["?"] * 20, texts, [[]] * 20, {}, [f"q{i}" for i in range(20)])
+    assert [v.failed is None for v in verdicts] == [True] * 19 + [False]
+
+
+def gone(pid):
+    """Whether the process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it is still there"
+        time.sleep(0.02)
+
+
+def children():
+    """The processes that this one has started and that run."""
+    found = subprocess.run(["ps", "-o", "pid=,stat=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    rows = [line.split() for line in found.stdout.splitlines()]
+    return {int(pid) for pid, state, *_ in rows if not state.startswith("Z")}
+
+
+def test_nothing_is_left_after_close_and_without_it():
+    before = children()
+    score("length moody", ["a"])
+    rewards = Rewards("moody_rewards.length")
+    rewards.score(["?"], ["a"], [[]], {}, ["1"])
+    del rewards
+    wait_until(lambda: all(gone(pid) for pid in children() - before))
+
+
+PARENT = """
+import os, sys, threading
+sys.path.append({folder!r})
+from poise.rewards import Rewards
+rewards = Rewards(["moody_rewards.pids", "moody_rewards.moody"])
+rewards.score(["?"], ["a"], [[]], {{}}, ["1"])
+pids = [caller._process.pid for caller in rewards._callers]
+print(*pids, flush=True)
+if {text!r}:
+    rewards.score(["?"], [{text!r}], [[]], {{}}, ["1"])
+"""
+
+
+@pytest.mark.parametrize("text", ["", "sleep", "spin", "child"])
+def test_nothing_is_left_when_the_parent_ends_or_is_killed(tmp_path, text):
+    code = PARENT.format(folder=str(tmp_path), text=text)
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    if text:
+        time.sleep(0.5)  # let the call begin
+        group = subprocess.run(["ps", "-o", "pid=", "-s", str(pids[1])], capture_output=True, text=True).stdout.split()
+        pids += [int(pid) for pid in group]
+        parent.send_signal(signal.SIGKILL)
+    parent.wait(60)
+    parent.stdout.close()
+    wait_until(lambda: all(gone(pid) for pid in pids))
+
+
+def test_a_thread_that_started_a_worker_may_end():
+    from concurrent.futures import ThreadPoolExecutor
+
+    with Rewards("moody_rewards.pids") as rewards:
+        found = set()
+        for _ in range(3):
+            with ThreadPoolExecutor(1) as pool:
+                found.add(pool.submit(rewards.score, ["?"], ["a"], [[]], {}, ["1"]).result()[0].reward)
+    assert len(found) == 1
+
+
+def test_a_worker_that_is_stopped_does_not_block_the_sender():
+    process = Process()
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(LostError, match="took longer"):
+        process.ask({"do": "call", "arguments": {"completions": ["x" * 1_000_000]}, "count": 1, "state": {}}, 0.5)
+    assert gone(process.pid)
+
+
+def test_the_worker_imports_neither_poise_nor_torch(tmp_path):
+    (tmp_path / "look.py").write_text(
+        "import sys\ndef look(completions, **_):\n    return [float(m in sys.modules) for m in ('poise', 'torch')]\n"
+    )
+    with Rewards("look.look") as rewards:
+        verdicts = rewards.score(["?"] * 2, ["a"] * 2, [[]] * 2, {}, ["1", "2"])
+    sys.modules.pop("look", None)
+    assert [v.reward for v in verdicts] == [0.0, 0.0]
