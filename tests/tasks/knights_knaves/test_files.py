@@ -69,6 +69,15 @@ def test_an_epoch_is_an_order_that_seed_and_number_fix(file: str) -> None:
     assert list(islice(task.problems("train", 3), len(first) + 5)) == [*first, *second[:5]]
 
 
+def test_training_walks_through_the_epochs(file: str) -> None:
+    task = from_file(file)
+    size = len(task.epoch("train", 3, 0))
+    steps = [tasks.training_problems(task, seed=3, step=step, step_seed=0, count=50) for step in (1, 2, 3, 4)]
+    walked = [problem for found in steps for problem in found]
+    assert walked == [*task.epoch("train", 3, 0), *task.epoch("train", 3, 1)][:200]
+    assert 50 < size < 200  # some step crosses the end of an epoch
+
+
 def test_people_choose_among_the_files_puzzles(file: str, puzzles: list[Puzzle]) -> None:
     task = from_file(file, people="3-7")
     found = [problem for split in ("train", "test") for problem in task.epoch(split, 0, 0)]
@@ -118,6 +127,6 @@ def test_mistakes_are_named(tmp_path: Path, file: str, puzzles: list[Puzzle]) ->
     with pytest.raises(ValueError, match="depth is of generated puzzles"):
         from_file(file, depth=2)
     one = from_file(written(tmp_path / "one.jsonl", [good]))
-    absent = "test" if one.puzzles["train"] else "train"
+    absent = "test" if one.of_file["train"] else "train"
     with pytest.raises(tasks.TaskError, match=f"no {absent} puzzle"):
         next(one.problems(absent, 0))  # type: ignore[arg-type]
