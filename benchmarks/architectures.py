@@ -294,28 +294,31 @@ def limited(seconds: int) -> Iterator[None]:
 
 INTRODUCTION = """# Models
 
-poise trains any causal language model of transformers that passes its trials at load. This page lists
-what happens to each of them in transformers {version}: {count} classes and variants, as tiny models with
-random weights. `benchmarks/architectures.py` tries them and writes this page. In each, windows have 8
-tokens and sequences are longer than that; log-probabilities and gradients of responses that are read
-together, and log-probabilities of responses that are sampled together by each engine, are compared with
-those of each response by itself in a plain forward pass. The largest difference allowed is {bound:g}
-(float32); among those accepted, the largest found was {worst:.1g}.
+poise trains any causal language model of transformers that passes its trials at load. This page
+lists what happens to each of them in transformers {version}: {count} classes and variants, tried as
+tiny models with random weights. `benchmarks/architectures.py` tries them and writes this page. In
+each model, windows have 8 tokens and sequences are longer than that. The script compares the
+log-probabilities and gradients of responses that are read together, and the log-probabilities of
+responses that each engine samples together, with those of each response alone in a plain forward
+pass. It allows a difference of at most {bound:g} (float32); among the accepted models, the largest
+difference was {worst:.1g}.
 
-- **Packed**: responses are laid end to end without padding, each prompt once. **Padded**: the model needs
-  something that the packed attention does not know (a soft-cap, ALiBi, attention sinks, a window that only
-  its mask knows), so prompts and responses are padded. That is slower and takes more memory.
-- **Native engine**: sampling through poise's own keys and values. **transformers' cache**: the fallback,
-  which is slower; poise says so when it takes it.
-- **Rotary embeddings that change with length** (`longrope` in Phi-3, 3.5 and 4; `dynamic`): transformers
-  takes the frequencies of the longest sequence in a pass, so that a response would depend on its
-  neighbours. poise fixes them at load for `rollout.max_prompt + rollout.max_tokens`, as vLLM does for its
-  longest sequence. Up to the model's original length that is exactly what transformers does; beyond it,
-  shorter sequences are computed with the frequencies of long ones too. `load_policy(..., longest=)` sets
-  the length; longer sequences are refused.
-- **Windows** are shortened to 3 tokens while the trials at load run, so that a window that one path would
-  ignore shows in a few tokens.
-- A model folder that lacks weights, or has NaN or infinite ones, is refused with their names.
+- **Packed**: responses lie end to end without padding, and each prompt is read once. **Padded**:
+  the model needs something that the packed attention does not support (a soft-cap, ALiBi, attention
+  sinks, a window that only its mask knows), so prompts and responses are padded. That is slower and
+  takes more memory.
+- **Native engine**: poise samples with its own KV cache. **transformers' cache**: the slower
+  fallback; poise logs it when it falls back.
+- **Rotary embeddings that change with length** (`longrope` in Phi-3, 3.5 and 4; `dynamic`):
+  transformers uses the frequencies of the longest sequence in a pass, so a response would depend on
+  its neighbours. poise fixes them at load for `rollout.max_prompt + rollout.max_tokens`, as vLLM
+  does for its longest sequence. Up to the model's original length that is exactly what transformers
+  does; beyond it, shorter sequences get the frequencies of long ones too. `load_policy(...,
+  longest=)` sets the length; longer sequences are refused.
+- **Windows** are shortened to 3 tokens during the trials at load, so that a path that ignores a
+  window fails within a few tokens.
+- A model folder that lacks weights, or has NaN or infinite ones, is refused; the message names
+  them.
 """
 
 
