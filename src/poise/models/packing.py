@@ -1,8 +1,13 @@
-"""Responses laid end to end without padding, each prompt once: which go into one pass, and how they lie in it.
+"""Packed sequences: responses end to end without padding, each prompt once.
 
-A *segment* is a run of packed tokens that attends to itself, causally, and before that to a *prefix*: the prompt that
-several responses share. So a prompt with one response is one segment together with it; a prompt with several is a
-segment by itself, and the prefix of its responses'.
+``pack`` chooses the responses of one forward pass; ``layout`` arranges their tokens.
+
+A *segment* is a run of packed tokens. Its tokens attend causally to each other, and to the whole *prefix* if it has
+one: the prompt that several responses share. A prompt with a single response forms one segment with it. A prompt with
+several responses is a segment of its own, and the prefix of each response's segment.
+
+Shapes: B responses, T response tokens (padded), P distinct prompts, I pieces (a piece is a prompt or a response),
+L packed tokens, S segments, K keys, N response tokens of all rows.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,113 +25,117 @@ from poise.rollout.types import Rollouts
 
 
 def pack(rollouts: Rollouts, rows: Sequence[int], tokens: int) -> list[list[int]]:
-    """The given rows in bins of at most ``tokens`` tokens, by first-fit decreasing; a single response may take more.
+    """Distribute rows over bins of at most ``tokens`` tokens, first-fit decreasing. One long response may exceed it.
 
-    A prompt counts once for all its responses in a bin. Groups stay together unless one is too large by itself.
+    A prompt counts once per bin. A group stays in one bin unless it is too large for it.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         groups.setdefault(tuple(rollouts.prompts[row]), []).append(row)
     lengths = rollouts.lengths
-    items: list[tuple[int, list[int]]] = []
-    for prompt, own in groups.items():
-        parts = first_fit([lengths[row] for row in own], tokens - len(prompt))
-        items += [(len(prompt) + sum(lengths[own[i]] for i in part), [own[i] for i in part]) for part in parts]
+    items: list[tuple[int, list[int]]] = []  # cost, rows
+    for prompt, members in groups.items():
+        parts = first_fit([lengths[row] for row in members], tokens - len(prompt))
+        items += [(len(prompt) + sum(lengths[members[i]] for i in part), [members[i] for i in part]) for part in parts]
     bins = first_fit([cost for cost, _ in items], tokens)
     return [[row for i in part for row in items[i][1]] for part in bins]
 
 
 def first_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Item numbers in bins: from the largest item down, each into the first bin with room, in a new one otherwise."""
+    """Item numbers in bins: largest item first, each into the first bin with room, else into a new bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        place = next((i for i, left in enumerate(room) if costs[item] <= left), len(bins))
-        if place == len(bins):
+        number = next((i for i, left in enumerate(room) if costs[item] <= left), len(bins))
+        if number == len(bins):
             bins.append([])
             room.append(capacity)
-        bins[place].append(item)
-        room[place] -= costs[item]
+        bins[number].append(item)
+        room[number] -= costs[item]
     return [sorted(part) for part in bins]
 
 
 @dataclass(eq=False)
 class Packed:
-    """One bin: L packed tokens, and what each attends to. Index tensors are on the device of the tokens."""
+    """One forward pass: the packed tokens, and what each attends to. Index tensors are on the tokens' device."""
 
     ids: Tensor  # (1, L)
     positions: Tensor  # (1, L) of each token in its own sequence
-    places: Tensor  # (n,) the packed token that predicts each response token, in row order
-    keys: Tensor | None  # (K,) packed tokens that are the segments' keys, one after another; None: all, as they lie
-    starts_q: Tensor  # (S + 1,) int32: where the segments' queries begin and end
-    starts_k: Tensor  # (S + 1,) int32: likewise their keys
+    places: Tensor  # (N,) index of the packed token that predicts each response token, in row order
+    keys: Tensor | None  # (K,) packed tokens that serve as keys, segment after segment; None: all tokens, in order
+    starts_q: Tensor  # (S + 1,) int32: boundaries of the segments' queries
+    starts_k: Tensor  # (S + 1,) int32: boundaries of the segments' keys
     longest_q: int
     longest_k: int
     segments: Segments
 
     @cached_property
     def padded(self) -> Padded:
-        """The same segments as rectangles, for attention that knows no variable lengths."""
+        """The segments as rectangles, for attention without variable lengths."""
         return Padded(self.segments, self.ids.device)
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """(S,) each, on the host. The queries of all segments, one after another, are the packed tokens."""
+    """(S,) each, on the host. Segments follow each other without gaps: together they are the packed tokens."""
 
     start: Tensor
     length: Tensor
-    prefix: Tensor  # the number of the segment that is attended to first, or −1
-    prefix_length: Tensor  # 0 where there is none
+    prefix: Tensor  # number of the segment that is the prefix, or −1
+    prefix_length: Tensor  # 0 without a prefix
 
 
 def layout(rollouts: Rollouts) -> Packed:
-    """Pack all rows into one sequence: each prompt, and behind it the responses to it, without their last tokens.
+    """Pack all rows into one sequence: each prompt, followed by its responses without their last tokens.
 
-    Everything is worked out on the host from the lengths, and goes to the device in two transfers.
+    A response's last token predicts nothing, so it is not run. Rows 0 and 1 share the prompt ``a b c`` and answer
+    ``x y z`` and ``u v``; row 2 answers ``r s t`` to ``p q``:
+
+        packed token    0  1  2 | 3  4 | 5 | 6  7  8  9     L = 10
+        ids             a  b  c | x  y | u | p  q  r  s
+        positions       0  1  2 | 3  4 | 3 | 0  1  2  3     a response continues its prompt
+        segment         0  0  0 | 1  1 | 2 | 3  3  3  3     S = 4; row 2 is one segment with its prompt
+        prefix             -    |   0  | 0 |     -
+        predicts              x | y  z | v |    r  s  t
+                              u                             one prompt token predicts the first token of both rows
+
+        places          2 3 4 | 2 5 | 7 8 9                 predictors of x y z | u v | r s t
+        keys            0 1 2 | 0 1 2 3 4 | 0 1 2 5 | 6 7 8 9
+        starts_q        0 3 5 6 10
+        starts_k        0 3 8 12 16
+
+    The host computes everything from the lengths, and sends it to the device in two transfers.
     """
-    numbers: dict[tuple[int, ...], int] = {}
-    prompt_of = torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt in rollouts.prompts])
-    width = rollouts.mask.shape[1]
-    prompt, response = torch.tensor([len(p) for p in numbers]), torch.tensor(rollouts.lengths)
-    if int(prompt.min()) == 0:
+    prompt_numbers: dict[tuple[int, ...], int] = {}
+    prompt_B = torch.tensor([prompt_numbers.setdefault(tuple(p), len(prompt_numbers)) for p in rollouts.prompts])
+    prompt_length_P = torch.tensor([len(prompt) for prompt in prompt_numbers])
+    response_length_B = torch.tensor(rollouts.lengths)
+    if int(prompt_length_P.min()) == 0:
         raise ValueError("layout: an empty prompt predicts nothing")
-    alone = torch.bincount(prompt_of) == 1
+    pieces = _pieces(prompt_B, prompt_length_P, response_length_B)
+    segments = _segments(pieces, prompt_length_P, single_P=torch.bincount(prompt_B) == 1)
+    keys_K, starts_q, starts_k = _keys(segments)
 
-    # Pieces in packed order: a prompt (row −1), then its responses.
-    order = prompt_of.argsort(stable=True)
-    group = torch.cat([torch.arange(len(numbers)), prompt_of[order]])
-    row = torch.cat([torch.full((len(numbers),), -1), order])
-    behind = group.argsort(stable=True)
-    group, row = group[behind], row[behind]
-    is_prompt = row < 0
-    length = torch.where(is_prompt, prompt[group], (response - 1).clamp(min=0)[row])
-    start = length.cumsum(0) - length
-    prompt_start = start[is_prompt]
-    response_start = torch.empty_like(response)
-    response_start[row[~is_prompt]] = start[~is_prompt]
+    # The token ids come from one flat tensor: the text of all prompts, then the (B, T) responses.
+    prompt_text = torch.tensor([token for prompt in prompt_numbers for token in prompt])
+    prompt_first_P = prompt_length_P.cumsum(0) - prompt_length_P
+    row_first_I = pieces.row * rollouts.mask.shape[1] + len(prompt_text)
+    first_I = torch.where(pieces.is_prompt, prompt_first_P[pieces.prompt], row_first_I)
+    piece_L, offset_L = ragged(pieces.length)
+    source_L = first_I[piece_L] + offset_L
+    position_L = torch.where(pieces.is_prompt, 0, prompt_length_P[pieces.prompt])[piece_L] + offset_L
+    place_N = _places(pieces, prompt_B, prompt_length_P, response_length_B)
 
-    piece, offset = ragged(length)
-    prompt_text = torch.tensor([token for p in numbers for token in p])
-    first = torch.where(is_prompt, (prompt.cumsum(0) - prompt)[group], row * width + len(prompt_text))
-    source = first[piece] + offset
-    position = torch.where(is_prompt, 0, prompt[group])[piece] + offset
-    owner, number = ragged(response)
-    last_of_prompt = (prompt_start + prompt - 1)[prompt_of]
-    place = torch.where(number == 0, last_of_prompt[owner], response_start[owner] + number - 1)
-
-    segments = _segments(group, is_prompt, alone, start, length, prompt)
-    keys, starts_q, starts_k = _keys(segments)
     device = rollouts.tokens.device
-    indices = [prompt_text, source, position, place, keys]
+    indices = [prompt_text, source_L, position_L, place_N, keys_K]
     starts = torch.stack([starts_q, starts_k]).to(torch.int32)
-    text, source, position, place, keys = send(torch.cat(indices), device).split([len(x) for x in indices])
+    prompt_text, source_L, position_L, place_N, keys_K = send(torch.cat(indices), device).split(list(map(len, indices)))
     device_starts = send(starts, device)
     return Packed(
-        ids=torch.cat([text, rollouts.tokens.flatten()])[source][None],
-        positions=position[None],
-        places=place,
-        keys=keys if len(keys) else None,
+        ids=torch.cat([prompt_text, rollouts.tokens.flatten()])[source_L][None],
+        positions=position_L[None],
+        places=place_N,
+        keys=keys_K if len(keys_K) else None,
         starts_q=device_starts[0],
         starts_k=device_starts[1],
         longest_q=int(starts[0].diff().max()),
@@ -135,106 +145,140 @@ def layout(rollouts: Rollouts) -> Packed:
 
 
 def layout_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Packed:
-    """Pack different prompts by themselves; ``places`` are their last tokens."""
+    """Pack distinct prompts without responses; ``places`` are their last tokens."""
     one = torch.ones((len(prompts), 1), dtype=torch.bool, device=device)
     zero = torch.zeros_like(one, dtype=torch.long)
-    alone = Rollouts(
+    first_tokens = Rollouts(
         [list(prompt) for prompt in prompts], zero, one, zero, zero, one[:, 0], extents=[(1, 1)] * len(prompts)
     )
-    return layout(alone)
+    return layout(first_tokens)
 
 
 def ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows of the given lengths, end to end: the row of each entry, and its number in it."""
+    """For rows of these lengths, end to end: the row of each entry, and the entry's number in its row."""
     owner = torch.repeat_interleave(lengths)
     return owner, torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
 
 
-def _segments(
-    group: Tensor, is_prompt: Tensor, alone: Tensor, start: Tensor, length: Tensor, prompt: Tensor
-) -> Segments:
-    """The pieces that have queries; a prompt's only response is one segment with it."""
-    own = is_prompt & alone[group]  # such a prompt's response is the very next piece
-    whole = length.clone()
-    whole[own] += length[own.roll(1)]
-    kept = is_prompt | (~alone[group] & (length > 0))
-    number = kept.cumsum(0) - 1
-    prefix = torch.where(is_prompt, -1, number[is_prompt][group])
-    prefix_length = torch.where(is_prompt, 0, prompt[group])
-    return Segments(*(x[kept] for x in (start, whole, prefix, prefix_length)))
+class _Pieces(NamedTuple):
+    """(I,) each, in packed order: a prompt, its responses, the next prompt, …"""
+
+    prompt: Tensor  # number of the prompt
+    row: Tensor  # row of the response; −1 for a prompt
+    is_prompt: Tensor
+    start: Tensor
+    length: Tensor  # a response's last token is not run
+
+
+def _pieces(prompt_B: Tensor, prompt_length_P: Tensor, response_length_B: Tensor) -> _Pieces:
+    count = len(prompt_length_P)
+    rows = prompt_B.argsort(stable=True)
+    prompt_I = torch.cat([torch.arange(count), prompt_B[rows]])
+    row_I = torch.cat([torch.full((count,), -1), rows])
+    order = prompt_I.argsort(stable=True)  # stable: a prompt comes before its responses
+    prompt_I, row_I = prompt_I[order], row_I[order]
+    is_prompt_I = row_I < 0
+    length_I = torch.where(is_prompt_I, prompt_length_P[prompt_I], (response_length_B - 1).clamp(min=0)[row_I])
+    return _Pieces(prompt_I, row_I, is_prompt_I, length_I.cumsum(0) - length_I, length_I)
+
+
+def _places(pieces: _Pieces, prompt_B: Tensor, prompt_length_P: Tensor, response_length_B: Tensor) -> Tensor:
+    """(N,) the packed token before each response token: the prompt's last one, or the response token before it."""
+    prompt_start_P = pieces.start[pieces.is_prompt]
+    response_start_B = torch.empty_like(response_length_B)
+    response_start_B[pieces.row[~pieces.is_prompt]] = pieces.start[~pieces.is_prompt]
+    prompt_last_B = (prompt_start_P + prompt_length_P - 1)[prompt_B]
+    row_N, number_N = ragged(response_length_B)
+    return torch.where(number_N == 0, prompt_last_B[row_N], response_start_B[row_N] + number_N - 1)
+
+
+def _segments(pieces: _Pieces, prompt_length_P: Tensor, single_P: Tensor) -> Segments:
+    """One segment per piece that has tokens; ``single_P`` prompts form one segment with their only response."""
+    single_I = single_P[pieces.prompt]
+    with_response_I = pieces.is_prompt & single_I  # the response is the next piece
+    length_I = pieces.length.clone()
+    length_I[with_response_I] += pieces.length[with_response_I.roll(1)]
+    is_segment_I = pieces.is_prompt | (~single_I & (pieces.length > 0))
+    number_I = is_segment_I.cumsum(0) - 1
+    prefix_I = torch.where(pieces.is_prompt, -1, number_I[pieces.is_prompt][pieces.prompt])
+    prefix_length_I = torch.where(pieces.is_prompt, 0, prompt_length_P[pieces.prompt])
+    return Segments(*(x[is_segment_I] for x in (pieces.start, length_I, prefix_I, prefix_length_I)))
 
 
 def _keys(segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
-    """The packed tokens that are keys (none listed where they are all tokens, once), and both cumulative lengths."""
-    both = segments.prefix_length + segments.length
-    starts_q, starts_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (segments.length, both))
+    """The packed tokens that are keys (empty: all tokens in order), and the boundaries of queries and of keys."""
+    key_count_S = segments.prefix_length + segments.length
+    starts_q, starts_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (segments.length, key_count_S))
     if not segments.prefix_length.any():
         return torch.empty(0, dtype=torch.long), starts_q, starts_k
-    owner, number = ragged(both)
-    before = segments.prefix_length[owner]
-    prefix_start = segments.start[segments.prefix.clamp(min=0)][owner]
-    keys = torch.where(number < before, prefix_start + number, segments.start[owner] + number - before)
-    return keys, starts_q, starts_k
+    segment_K, number_K = ragged(key_count_S)
+    prefix_length_K = segments.prefix_length[segment_K]
+    prefix_start_K = segments.start[segments.prefix.clamp(min=0)][segment_K]
+    own_K = segments.start[segment_K] + number_K - prefix_length_K
+    return torch.where(number_K < prefix_length_K, prefix_start_K + number_K, own_K), starts_q, starts_k
 
 
 class Padded:
-    """The segments as rectangles: those of like length together, padded on the right.
+    """The segments as rectangles: segments of similar length together, padded on the right.
 
-    Causality keeps padded keys out of sight of every real query, so only prefixes of different lengths need masking.
-    The first rectangle holds the segments that are prefixes, where there are any.
+    Causal attention hides padded keys from every real query, so only prefixes of different lengths need a mask. If
+    there are prefixes, the first rectangle has them. A *slot* is a position in the rectangles, one after another.
     """
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
-        row_of = torch.full_like(segments.start, -1)
-        is_prefix = torch.zeros_like(row_of, dtype=torch.bool)
-        is_prefix[segments.prefix[segments.prefix >= 0]] = True
-        parts = [is_prefix.nonzero()[:, 0]] if is_prefix.any() else []
-        for kind in (~is_prefix & (segments.prefix < 0), segments.prefix >= 0):
-            parts += _alike(kind.nonzero()[:, 0], segments.length)
+        row_S = torch.full_like(segments.start, -1)  # of a segment in its rectangle
+        is_prefix_S = torch.zeros_like(row_S, dtype=torch.bool)
+        is_prefix_S[segments.prefix[segments.prefix >= 0]] = True
+        parts = [is_prefix_S.nonzero()[:, 0]] if is_prefix_S.any() else []
+        for members in (~is_prefix_S & (segments.prefix < 0), segments.prefix >= 0):
+            parts += _by_length(members.nonzero()[:, 0], segments.length)
         self.rectangles: list[Rectangle] = []
-        index, slots, begin = [], torch.empty(int(segments.length.sum()), dtype=torch.long), 0
+        index, slot_L, begin = [], torch.empty(int(segments.length.sum()), dtype=torch.long), 0
         for part in parts:
             start, length = segments.start[part], segments.length[part]
             column = torch.arange(int(length.max()))
-            packed = start[:, None] + torch.minimum(column, length[:, None] - 1)
-            real = column < length[:, None]
-            slots[packed[real]] = begin + real.flatten().nonzero()[:, 0]
-            index.append(packed.flatten())
-            begin += packed.numel()
-            row_of[part] = torch.arange(len(part))
+            token = start[:, None] + torch.minimum(column, length[:, None] - 1)  # (rows, width)
+            is_real = column < length[:, None]
+            slot_L[token[is_real]] = begin + is_real.flatten().nonzero()[:, 0]
+            index.append(token.flatten())
+            begin += token.numel()
+            row_S[part] = torch.arange(len(part))
             prefix, longest = segments.prefix_length[part], int(segments.prefix_length[part].max())
-            rows = row_of[segments.prefix[part]] if longest else prefix
+            rows = row_S[segments.prefix[part]] if longest else prefix
             self.rectangles.append(Rectangle(len(part), len(column), send(rows, device), send(prefix, device), longest))
-        self.index = send(torch.cat(index), device)  # the packed token in each slot; some token in padding
-        self.slots = send(slots, device)  # (L,) the slot of each packed token
+        self.index = send(torch.cat(index), device)  # (slots,) the packed token in each slot; any token in padding
+        self.slots = send(slot_L, device)  # (L,) the slot of each packed token
 
 
-def _alike(part: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Segments by length, in parts within which it differs by a third at most: little padding, few calls."""
+def _by_length(part: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Segments sorted by length and cut where it falls below two thirds of the longest: little padding, few calls."""
     order = part[lengths[part].argsort(descending=True, stable=True)]
     parts: list[list[int]] = []
-    widest = 0
+    longest = 0
     for segment, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        if not parts or 3 * length < 2 * widest:
+        if not parts or 3 * length < 2 * longest:
             parts.append([])
-            widest = length
+            longest = length
         parts[-1].append(segment)
     return [torch.tensor(segments) for segments in parts]
 
 
 @dataclass(eq=False)
 class Rectangle:
-    """Segments of like length."""
+    """Segments of similar length, padded to ``width``."""
 
     rows: int
     width: int
-    prefix: Tensor  # (rows,) the row of the prefix in the first rectangle
-    prefix_length: Tensor  # (rows,); all 0 where there is none
+    prefix: Tensor  # (rows,) row of the prefix in the first rectangle
+    prefix_length: Tensor  # (rows,) all 0 without prefixes
     longest_prefix: int
     masks: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores, made once for all layers; None: plain causal."""
+        """(rows or 1, 1, width, longest_prefix + width) added to attention scores, shared by all layers.
+
+        None: plain causal attention.
+        """
         if (window, dtype) not in self.masks:
             self.masks[window, dtype] = self._mask(window, dtype)
         return self.masks[window, dtype]
@@ -245,11 +289,11 @@ class Rectangle:
         column = torch.arange(self.width, device=self.prefix.device)
         key = torch.arange(self.longest_prefix, device=self.prefix.device)
         length = self.prefix_length[:, None, None]
-        back = (column[:, None] - column)[None]
-        own = back >= 0
+        distance = (column[:, None] - column)[None]
+        own = distance >= 0
         before = (key < length).expand(-1, self.width, -1)
         if window is not None:
-            own = own & (back < window)
+            own = own & (distance < window)
             before = before & (length + column[:, None] - key < window)
         allowed = torch.cat([before, own.expand(self.rows, -1, -1)], 2) if self.longest_prefix else own
         bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
