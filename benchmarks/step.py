@@ -232,7 +232,11 @@ def compare(config: Config, warm_up: int, micro: int, endless: bool) -> list[dic
         callbacks=[turns],
     )
     theirs.remove_callback(transformers.PrinterCallback)
-    assert next(theirs.model.parameters()).dtype == next(iter(ours.masters.parameters.values())).dtype == torch.float32
+    assert (
+        next(theirs.model.parameters()).dtype
+        == next(iter(ours.master_weights.parameters.values())).dtype
+        == torch.float32
+    )
     turns.theirs = theirs
     if endless:
         theirs.eos_token_ids = [NEVER]

@@ -30,7 +30,7 @@ from measure import environment, extra_memory, in_turns, median, spread, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from poise import TokenBatch, regulators
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from poise.models.policy import EMBEDDED, Policy
 from poise.objective import Settings
 from poise.rollout.types import Rollouts
@@ -89,9 +89,9 @@ class Ours:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
         self.policy = Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=compiled)
-        self.policy.masters = Masters(self.policy.model)
-        self.optimizer = torch.optim.AdamW(self.policy.masters.parameters.values(), lr=1e-6, fused=True)
-        self.policy.masters.serve(self.optimizer)
+        self.policy.master_weights = MasterWeights(self.policy.model)
+        self.optimizer = torch.optim.AdamW(self.policy.master_weights.parameters.values(), lr=1e-6, fused=True)
+        self.policy.master_weights.serve(self.optimizer)
         self.micro_tokens = micro_tokens
 
     def prepare(self, rollouts: Rollouts, regulator: str = "grpo") -> Callable[[], object]:

@@ -224,11 +224,11 @@ class TestMistakes:
     def test_a_gradient_that_is_not_finite_stops_before_the_step(self, tmp_path):
         config = make(tmp_path)
         held = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
-        before = {n: p.detach().clone() for n, p in held.masters.parameters.items()}
-        next(iter(held.masters.parameters.values())).register_hook(lambda g: g * torch.nan)
+        before = {n: p.detach().clone() for n, p in held.master_weights.parameters.items()}
+        next(iter(held.master_weights.parameters.values())).register_hook(lambda g: g * torch.nan)
         with pytest.raises(TrainError, match=r"lower optim\.lr"):
             held.run()
-        for name, value in held.masters.parameters.items():
+        for name, value in held.master_weights.parameters.items():
             assert torch.equal(value, before[name])
 
     def test_an_unreadable_checkpoint_gives_way_to_the_one_before(self, tmp_path, capsys):

@@ -22,7 +22,7 @@ from poise.batch import Phase, TokenBatch
 from poise.config.documents import merge
 from poise.config.schema import Config
 from poise.engines.limits import check_settings
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from poise.models.memory import OutOfMemoryError
 from poise.models.policy import ModelError, Policy, load_policy
 from poise.models.scoring import score_all
@@ -95,15 +95,17 @@ class Trainer:
         test = config.evaluation
         responses = max(config.prompts * config.group, at_once(test.problems, test.samples))
         self.sampler = build_sampler(config, self.policy, self.notes.append, responses=responses, clock=self.clock)
-        self.masters = self.policy.masters = Masters(self.policy.model)
+        self.master_weights = self.policy.master_weights = MasterWeights(self.policy.model)
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
-            self.masters.parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay,
+            self.master_weights.parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay,
             fused=True,
         )  # fmt: skip
-        self.masters.serve(self.optimizer)
+        self.master_weights.serve(self.optimizer)
         self.reference = self._load_reference() if config.objective.kl_coef else None
-        self.checkpoints = Checkpoints(folder, self.policy, self.masters, self.optimizer, config.checkpoint_every)
+        self.checkpoints = Checkpoints(
+            folder, self.policy, self.master_weights, self.optimizer, config.checkpoint_every
+        )
         self.memory: Memory | None = None
 
     # The loop

@@ -12,7 +12,7 @@ from poise import Phase, algorithms, objective
 from poise.algorithms import Grpo, Sample
 from poise.algorithms.sampler import Sampler
 from poise.engines.native.engine import NativeEngine
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Rollouts
@@ -153,7 +153,7 @@ def double_policy():
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).double().eval()
     policy = Policy(model, tokenizer)
-    policy.masters = Masters(model)
+    policy.master_weights = MasterWeights(model)
     return policy
 
 
@@ -201,7 +201,7 @@ def test_the_gradient_is_that_of_a_plain_loop(algorithm):
         assert batch.groups.tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 4, 5]
         assert batch.advantages[-3:].tolist() == [0.5] * 3
         assert (rollouts.logp[-3:][rollouts.mask[-3:]] < 0).all()  # the policy has scored them
-    parameters = list(policy.masters.parameters.values())
+    parameters = list(policy.master_weights.parameters.values())
     settings = objective.Settings(importance_cap=None)
     assert accumulate(policy, parameters, rollouts, batch, Phase.of(batch), settings, micro_tokens=60)
     expected = plain_gradient(policy, samples, batch.advantages.tolist(), parameters)

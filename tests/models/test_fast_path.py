@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from support import trajectories
 
 
@@ -29,7 +29,7 @@ def layer(dtype):
 
 def test_masters_take_steps_that_bfloat16_would_lose():
     model = layer(torch.bfloat16)
-    masters = Masters(model)
+    masters = MasterWeights(model)
     start, optimizer = model.weight.detach().clone(), torch.optim.SGD(masters.parameters.values(), lr=1e-5)
     for _ in range(1000):
         model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()  # the gradient is 1 everywhere
@@ -45,7 +45,7 @@ def test_masters_take_steps_that_bfloat16_would_lose():
 
 def test_masters_add_gradients_up_in_float32():
     model = layer(torch.bfloat16)
-    masters = Masters(model)
+    masters = MasterWeights(model)
     for size in (1.0, *[2**-9] * 64):
         (model(torch.ones(1, 8, dtype=torch.bfloat16)).sum() * size).backward()
     assert torch.equal(masters.parameters["weight"].grad, torch.full((8, 8), 1 + 64 * 2**-9))
@@ -53,7 +53,7 @@ def test_masters_add_gradients_up_in_float32():
 
 def test_float32_needs_no_masters_and_frozen_weights_get_none():
     model = torch.nn.Sequential(layer(torch.float32), layer(torch.bfloat16).requires_grad_(False))
-    masters = Masters(model)
+    masters = MasterWeights(model)
     assert list(masters.parameters) == ["0.weight"]
     assert masters.parameters["0.weight"] is model[0].weight
     assert masters.of(model[0].weight) is None
@@ -62,7 +62,7 @@ def test_float32_needs_no_masters_and_frozen_weights_get_none():
 
 def test_a_gradient_that_finds_no_memory_is_not_left_behind(monkeypatch):
     model = layer(torch.bfloat16)
-    masters = Masters(model)
+    masters = MasterWeights(model)
     ones = torch.ones(1, 8, dtype=torch.bfloat16)
 
     def full(*_):
@@ -79,7 +79,7 @@ def test_a_gradient_that_finds_no_memory_is_not_left_behind(monkeypatch):
 
 def test_masters_do_not_keep_a_model_alive():
     model = layer(torch.bfloat16)
-    masters = Masters(model)
+    masters = MasterWeights(model)
     model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
     alive = [weakref.ref(model), weakref.ref(masters), weakref.ref(masters.parameters["weight"])]
     del model, masters

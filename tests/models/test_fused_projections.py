@@ -7,7 +7,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import linear
 
 from poise.models.fused_projections import Joined, compiler, join_projections
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from support.tiny_models import VOCABULARY, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
@@ -61,7 +61,7 @@ def test_changes_in_place_are_seen_by_the_whole():
     policy = tiny("llama")
     policy.model.bfloat16()
     join_projections(policy.trunk)
-    masters = Masters(policy.model)
+    masters = MasterWeights(policy.model)
     with torch.no_grad():
         for master in masters.parameters.values():
             master.mul_(1.5)

@@ -53,6 +53,19 @@ class TestBins:
             assert cost <= budget or len(part) == 1
             assert layout(rollouts.rows(part)).ids.shape[1] == cost - len(part)  # no padding; last tokens stay out
 
+    def test_the_example_drawn_in_the_docstring(self):
+        a, b, c, p, q, x, y, z, u, v, r, s, t = range(13)
+        tokens, lengths = torch.tensor([[x, y, z], [u, v, 0], [r, s, t]]), torch.tensor([3, 2, 3])
+        mask, zero = torch.arange(3) < lengths[:, None], torch.zeros(3, 3)
+        packed = layout(Rollouts([[a, b, c], [a, b, c], [p, q]], tokens, mask, zero, zero, mask.any(1)))
+        assert packed.ids.tolist() == [[a, b, c, x, y, u, p, q, r, s]]
+        assert packed.positions.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2, 3]]
+        assert packed.places.tolist() == [2, 3, 4, 2, 5, 7, 8, 9]
+        assert packed.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9]
+        assert packed.starts_q.tolist() == [0, 3, 5, 6, 10]
+        assert packed.starts_k.tolist() == [0, 3, 8, 12, 16]
+        assert packed.segments.prefix.tolist() == [-1, 0, 0, -1]
+
     def test_a_group_stays_together_where_it_can(self):
         rollouts = responses(prompts(4), [[9, 9], [3, 3, 3], [9, 9], [3, 3, 3]])
         together = [{0, 1}, {2, 3, 4}, {5, 6}, {7, 8, 9}]

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from poise import Head, Phase, TokenBatch, objective
 from poise.head import loss as head_loss
 from poise.models import attention
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from poise.models.packing import layout
 from poise.objective import Settings
 from poise.training.update import update
@@ -171,7 +171,7 @@ class Gradient(torch.optim.SGD):
 
 def test_one_gradient_of_an_update_errs_as_the_plain_path_does():
     half, full = tiny("llama", dtype=HALF), exact(tiny("llama", dtype=HALF))
-    half.masters, ratios = Masters(half.model), []
+    half.master_weights, ratios = MasterWeights(half.model), []
     for seed in range(24):
         rollouts = some_responses(seed)
         with torch.no_grad():
@@ -179,16 +179,16 @@ def test_one_gradient_of_an_update_errs_as_the_plain_path_does():
         batch = TokenBatch(old.float(), rollouts.mask, drawn(seed + 100, 18), ref_logp=old.float())
         phase, norm = Phase.of(batch), objective.normalizer(batch, SETTINGS)
         kept = []
-        for policy, weights in ((full, full.model.parameters()), (half, half.masters.parameters.values())):
+        for policy, weights in ((full, full.model.parameters()), (half, half.master_weights.parameters.values())):
             optimizer = Gradient(weights, lr=1.0)
             update(policy, optimizer, rollouts, batch, [phase], SETTINGS, micro_tokens=150, grad_clip=1e30)
             kept.append(optimizer.kept)
         half.model.zero_grad()
-        for master in half.masters.parameters.values():
+        for master in half.master_weights.parameters.values():
             master.grad = None
-        logits = half.head()(half._states(rollouts)).float()
+        logits = half.head()(half.padded_states(rollouts)).float()
         logp = logits.log_softmax(-1).gather(-1, rollouts.tokens[..., None])[..., 0]
         objective.policy_loss(logp, batch, phase, SETTINGS, normalizer=norm)[0].backward()
-        padded = [master.grad.double() for master in half.masters.parameters.values()]
+        padded = [master.grad.double() for master in half.master_weights.parameters.values()]
         ratios.append(error(kept[1], kept[0]) / error(padded, kept[0]))
     assert typical(ratios) < 1.2

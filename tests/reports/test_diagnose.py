@@ -13,7 +13,7 @@ from poise.cli.app import app
 from poise.diagnostics import ForwardLoop, Intervals
 from poise.diagnostics.loop import gradient_of
 from poise.engines.hf import CachedEngine
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from poise.models.policy import load_policy
 from poise.reports.diagnose import PolicyLoop, diagnose, sample
 from poise.reports.terminal import SHADES, extremes, shaded
@@ -36,7 +36,7 @@ def test_help_shows_examples(command):
 @pytest.fixture(scope="module")
 def embedded():
     policy = load_policy("embedded", device="cpu")
-    policy.masters = Masters(policy.model)
+    policy.master_weights = MasterWeights(policy.model)
     settings = config.load("demo", SMALL)
     return (
         policy,

@@ -9,7 +9,7 @@ import torch
 
 from poise import TokenBatch, advantages, objective, regulators
 from poise.engines.hf import CachedEngine
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy
 from poise.objective import Settings
 from poise.rollout.types import Rollouts
@@ -41,9 +41,9 @@ def sampled(device: str) -> list[tuple[Rollouts, TokenBatch]]:
 def start(device: str, dtype: torch.dtype, *, compiled: bool = False) -> tuple[Policy, Any]:
     policy = load_policy("embedded", device=device, dtype="float32")
     policy = Policy(policy.model.to(dtype), policy.tokenizer, compiled=compiled)
-    policy.masters = Masters(policy.model)
-    optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=1e-4)
-    policy.masters.serve(optimizer)
+    policy.master_weights = MasterWeights(policy.model)
+    optimizer = torch.optim.AdamW(policy.master_weights.parameters.values(), lr=1e-4)
+    policy.master_weights.serve(optimizer)
     return policy, optimizer
 
 
@@ -74,13 +74,13 @@ def plain(made: list[tuple[Rollouts, TokenBatch]], device: str, dtype: torch.dty
         step = []
         for phase in regulators.parse("lopti")(batch):
             optimizer.zero_grad()
-            states = policy._states(rollouts)
+            states = policy.padded_states(rollouts)
             logits = policy.head()(states).to(torch.promote_types(dtype, torch.float32))
             logp = logits.log_softmax(-1).gather(-1, rollouts.tokens[..., None])[..., 0]
             norm = objective.normalizer(batch, SETTINGS)
             loss, _ = objective.policy_loss(logp, batch, phase, SETTINGS, normalizer=norm)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(policy.masters.parameters.values(), 1.0)
+            torch.nn.utils.clip_grad_norm_(policy.master_weights.parameters.values(), 1.0)
             optimizer.step()
             step.append(loss.item())
         losses.append(sum(step) / len(step))
@@ -88,4 +88,4 @@ def plain(made: list[tuple[Rollouts, TokenBatch]], device: str, dtype: torch.dty
 
 
 def weights(policy: Policy) -> torch.Tensor:
-    return torch.cat([p.detach().double().flatten() for p in policy.masters.parameters.values()])
+    return torch.cat([p.detach().double().flatten() for p in policy.master_weights.parameters.values()])

@@ -1,1 +1,1 @@
-"""Everything that touches transformers: loading, the policy, packed passes, attention, memory."""
+"""Everything that uses transformers: loading, the policy, packed passes, attention, memory."""

@@ -1,9 +1,12 @@
-"""Attention over packed sequences of different lengths, as one of transformers' attention functions.
+"""Attention over packed sequences of different lengths, registered with transformers as ``"poise"``.
 
-Registered as ``"poise"``. Without ``packing=`` it is transformers' own "sdpa", mask included. With it, a keyword that
-transformers' models hand down to their attention, the tokens are those of a ``Packed``: half precision on CUDA goes to
-the variable-length flash kernel that comes with torch; anything else is padded here, inside the attention alone. With
-``decoding=`` the keys and values are those of an engine (``rollout/slots.py``).
+transformers' models pass keywords of the forward call on to their attention function. Without ``packing=`` this one is
+transformers' own "sdpa", mask included. With ``packing=`` the tokens are those of a ``Packed``: half precision on CUDA
+runs torch's variable-length flash kernel; anything else is padded, inside the attention only. With ``decoding=`` an
+engine holds the keys and values (``engines/native/kv_cache.py``).
+
+Shapes: L packed tokens, S segments, n sequences in decoding, H query heads, G key heads (H is a multiple of G), D head
+width.
 """
 
 from __future__ import annotations
@@ -21,22 +24,22 @@ from transformers.masking_utils import sdpa_mask
 from poise.models.packing import Packed, Padded
 
 NAME = "poise"
-UNKNOWN = ("s_aux", "softcap", "head_mask", "position_bias", "cache")  # what would change the result, and is not done
+UNKNOWN = ("s_aux", "softcap", "head_mask", "position_bias", "cache")  # keywords that matter and are not supported
 _kernel = torch.ops.aten._flash_attention_forward
 LAYERS = {"full_attention", "sliding_attention"}
 
 
 class Decoding(Protocol):
-    """An engine's keys and values."""
+    """An engine's KV cache, as the attention function uses it."""
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Take the keys and values of packed tokens, (heads, L, D)."""
+        """Store the keys and values of packed tokens, (G, L, D)."""
         ...
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """Attention of one token per sequence, (n, heads, D), to all that went before it and to itself."""
+        """(n, H, D) attention of one new token per sequence to the cached ones and to itself."""
         ...
 
 
@@ -51,9 +54,10 @@ def attention(
     decoding: Decoding | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """(1, H, L, D) queries, keys and values to (1, L, H, D), as transformers calls it.
+    """transformers' interface: (1, H, L, D) queries and (1, G, L, D) keys and values to (1, L, H, D).
 
-    In decoding (n, H, 1, D) to (n, 1, H, D); while a prompt is read, packed, its keys are kept for that.
+    A decoding step maps (n, H, 1, D) to (n, 1, H, D). With both ``packing`` and ``decoding``, a packed pass over
+    prompts fills the engine's KV cache.
     """
     if decoding is not None:
         return _decode(module, query, key, value, packing, decoding, settings), None
@@ -63,7 +67,7 @@ def attention(
     return _over_segments(query, key, value, packing, settings.get("scaling"), settings.get("sliding_window")), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # what is kept where is no business of a compiled layer
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # KV bookkeeping stays outside the compiled graph
 def _decode(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, packing: Packed | None, decoding: Decoding,
     settings: dict[str, Any],
@@ -71,18 +75,18 @@ def _decode(
     _check(module, settings)
     layer, scale, window = int(module.layer_idx), settings.get("scaling"), settings.get("sliding_window")  # type: ignore[arg-type]
     if packing is None:
-        new: Tensor = decoding.attend(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, window)
-        return new.contiguous()[:, None]  # as transformers' own functions return it: JetMoE takes a view
+        step: Tensor = decoding.attend(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, window)
+        return step.contiguous()[:, None]  # contiguous, like transformers' own functions: JetMoE takes a view
     decoding.keep(layer, key[0], value[0])
     out: Tensor = _over_segments(query, key, value, packing, scale, window)
     return out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer calls it as it is, whatever the lengths
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # uncompiled, so that new lengths need no new compilation
 def _over_segments(
     query: Tensor, key: Tensor, value: Tensor, packing: Packed, scale: float | None, window: int | None
 ) -> Tensor:
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D) each
     return (_flash if _has_kernel(q, v) else _padded)(q, k, v, packing, scale, window).contiguous()[None]
 
 
@@ -91,10 +95,10 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def adopt(model: Any) -> bool:
-    """Give the model the attention that it needs, and say whether it may be run packed.
+    """Set the model's attention implementation, and return whether the model can be run packed.
 
-    What has to be known of a layer must reach the attention function: so it must for transformers' flash attention.
-    A soft-cap on attention scores is known to "eager" alone; "sdpa" would leave it out without a word.
+    It can if its layers pass on everything that the attention function needs, as transformers' flash attention demands
+    too. Only "eager" applies a soft-cap on attention scores; "sdpa" would silently ignore it.
     """
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
@@ -126,7 +130,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def flash_takes(like: Tensor, key: int, value: int) -> bool:
-    """Whether torch's flash kernel takes heads of these widths, where and in the precision that ``like`` is."""
+    """Whether torch's flash kernel supports heads of these widths on the device and in the dtype of ``like``."""
     half = like.dtype in (torch.bfloat16, torch.float16)
     return like.is_cuda and half and key == value and key % 8 == 0 and key <= 256 and _has_flash(like.device)
 
@@ -149,13 +153,13 @@ def over_slots(
     q: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor, used: Tensor, scale: float | None,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """(n, heads, D) queries, one per slot of (n, length, fewer heads, D) keys, of which the first ``used`` (n,) count.
+    """Attention of (n, H, D) queries, one per slot, over (n, length, G, D) keys; the first ``used`` (n,) keys count.
 
-    A query is that of the last key used. ``starts_q`` and ``starts_k`` are where queries and slots begin: 0, 1, … and
-    0, length, …; all three are int32.
+    Each query belongs to the last used key. ``starts_q`` and ``starts_k`` are the boundaries of queries (0, 1, …) and
+    of slots (0, length, …). All three are int32.
     """
     if _has_kernel(q, values):
-        # Neither causal nor bounded on the right, which would change nothing: without both, the kernel reads a key once
+        # Causality and a right bound would change nothing for the last key. Without both, the kernel reads a key once
         # for all query heads that share it.
         out: Tensor = _kernel(
             q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), starts_q, starts_k, 1, keys.shape[1], 0.0, False,
@@ -163,20 +167,20 @@ def over_slots(
             window_size_right=-1 if window is None else 0, seqused_k=used,
         )[0]  # fmt: skip
         return out
-    back = used[:, None] - 1 - torch.arange(keys.shape[1], device=q.device)
-    seen = back >= 0 if window is None else (back >= 0) & (back < window)
+    distance = used[:, None] - 1 - torch.arange(keys.shape[1], device=q.device)
+    allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     k, v = (repeat_kv(x.transpose(1, 2), q.shape[1] // x.shape[2]) for x in (keys, values))
-    return scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=seen[:, None, None], scale=scale)[:, :, 0]
+    return scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=allowed[:, None, None], scale=scale)[:, :, 0]
 
 
 def repeat(x: Tensor, index: Tensor) -> Tensor:
-    """Some rows of x, often several times, with gradients that are added up in float32."""
+    """``x[index]`` with repeated rows, whose gradients are summed in float32."""
     half = x.dtype in (torch.bfloat16, torch.float16)
     return _Repeat.apply(x, index) if half else x.index_select(0, index)  # type: ignore[no-untyped-call]
 
 
 class _Repeat(torch.autograd.Function):
-    """Rounding to half precision at every addition would show."""
+    """``index_select`` whose backward pass sums in float32: rounding every addition to half precision would show."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -191,35 +195,35 @@ class _Repeat(torch.autograd.Function):
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None, window: int | None) -> Tensor:
     padded = packing.padded
-    queries, keys, values = (_spread(x, padded) for x in (q, k, v))
+    queries, keys, values = (_to_rectangles(x, padded) for x in (q, k, v))
     outs = []
-    for shape, own_q, own_k, own_v in zip(padded.rectangles, queries, keys, values, strict=True):
-        if shape.longest_prefix:
+    for rectangle, own_q, own_k, own_v in zip(padded.rectangles, queries, keys, values, strict=True):
+        if rectangle.longest_prefix:
             own_k, own_v = (
-                torch.cat([repeat(first[:, : shape.longest_prefix], shape.prefix), own], 1)
-                for first, own in ((keys[0], own_k), (values[0], own_v))
+                torch.cat([repeat(prefixes[:, : rectangle.longest_prefix], rectangle.prefix), own], 1)
+                for prefixes, own in ((keys[0], own_k), (values[0], own_v))
             )
-        outs.append(_attend(own_q, own_k, own_v, shape.mask(window, q.dtype), scale))
+        outs.append(_attend(own_q, own_k, own_v, rectangle.mask(window, q.dtype), scale))
     return _Collect.apply(torch.cat(outs), padded.slots)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """(n, T, heads, D) queries and (n, K, fewer heads, D) keys and values to (n · T, heads, D)."""
+    """(rows, width, H, D) queries and (rows, prefix + width, G, D) keys and values to (rows · width, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=mask is None)
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _spread(x: Tensor, padded: Padded) -> list[Tensor]:
-    """(L, heads, D) as rectangles, (rows, width, heads, D) each."""
+def _to_rectangles(x: Tensor, padded: Padded) -> list[Tensor]:
+    """(L, heads, D) to one (rows, width, heads, D) per rectangle."""
     slots = _Spread.apply(x, padded.index, padded.slots)  # type: ignore[no-untyped-call]
-    parts = slots.split([shape.rows * shape.width for shape in padded.rectangles])
-    return [part.unflatten(0, (s.rows, s.width)) for part, s in zip(parts, padded.rectangles, strict=True)]
+    parts = slots.split([r.rows * r.width for r in padded.rectangles])
+    return [part.unflatten(0, (r.rows, r.width)) for part, r in zip(parts, padded.rectangles, strict=True)]
 
 
 class _Spread(torch.autograd.Function):
-    """Packed tokens into slots. Only real slots are ever looked at, so the gradient is a plain selection too."""
+    """Packed tokens to slots. Padding is never read, so the gradient is a selection too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, slots: Tensor) -> Tensor:
@@ -232,7 +236,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Packed tokens out of their slots; padding gets a gradient of 0."""
+    """Slots back to packed tokens; padding gets a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
@@ -241,6 +245,6 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        spread = grad.new_zeros((ctx.rows, *grad.shape[1:]))
-        spread[ctx.slots] = grad
-        return spread, None
+        slots_grad = grad.new_zeros((ctx.rows, *grad.shape[1:]))
+        slots_grad[ctx.slots] = grad
+        return slots_grad, None

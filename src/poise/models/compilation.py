@@ -1,7 +1,7 @@
-"""A model's layers through torch.compile, for the packed passes of the update and for decoding.
+"""torch.compile for a model's layers, in the packed passes of the update and in decoding.
 
-Layers of a transformer are alike, so one is compiled for all of them, which takes about fifteen seconds. Everybody else
-who calls a layer gets it as it was.
+The layers of a transformer are alike, so compiling one serves all; it takes about fifteen seconds. Any other call of a
+layer runs the uncompiled code.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from poise._lib import triton as _triton
 from poise.models.fused_projections import compiler, join_projections
 from poise.models.packing import Packed
 
-FEWEST_TOKENS = 1024  # in a pass: below, there is nothing to gain
+FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether it pays, and what torch.compile needs is there."""
+    """Whether torch.compile pays on this device and can run."""
     return device.type == "cuda" and _triton.available()
 
 
 def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:
     """Compile the trunk's layers for packed passes of any number of tokens, and for decoding of any number of rows.
 
-    The layer itself decides, by its ``packing`` and ``decoding`` keywords, whenever it is called: where layers are
-    computed again in the backward pass, that must be done as it was done the first time.
+    Each call of a layer chooses by its ``packing`` and ``decoding`` keywords. Gradient checkpointing calls the layer
+    again in the backward pass, and that call must choose the same code.
     """
     join_projections(trunk)
-    joint = compiler(backend)
-    for name in ("rotary_emb", "norm"):  # many small kernels each, if they are not
+    own_backend = compiler(backend)
+    for name in ("rotary_emb", "norm"):  # uncompiled, each is many small kernels
         if isinstance(getattr(trunk, name, None), nn.Module):
-            getattr(trunk, name).compile(dynamic=True, backend=joint)
+            getattr(trunk, name).compile(dynamic=True, backend=own_backend)
     layers = getattr(trunk, "layers", None)
     for layer in layers if isinstance(layers, nn.ModuleList) else ():
-        layer.forward = _dispatch(layer.forward, torch.compile(layer.forward, dynamic=True, backend=joint))
+        layer.forward = _dispatch(layer.forward, torch.compile(layer.forward, dynamic=True, backend=own_backend))
 
 
 def _dispatch(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def _dispatch(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callab
         if packing is None and decoding is None:
             return plain(*args, **kwargs)
         large = packing is None or packing.ids.shape[1] >= FEWEST_TOKENS
-        chosen = {"packing": packing, "decoding": decoding}
-        return (compiled if large else plain)(*args, **{k: v for k, v in chosen.items() if v is not None}, **kwargs)
+        keywords = {"packing": packing, "decoding": decoding}
+        return (compiled if large else plain)(*args, **{k: v for k, v in keywords.items() if v is not None}, **kwargs)
 
     return forward

@@ -1,9 +1,9 @@
 """Linear layers that read the same input, as one product in compiled code: queries, keys, values; gate and up.
 
-A decoding step of a small model is many short kernels, and their number is what it costs. The weights of such layers
-are laid side by side in memory, each still the module's own parameter, so that one product can take all of them. Only
-code that torch.compile traces without gradients does so: there each layer asks for the whole product and takes its
-part, and what is asked for several times is computed once. All else runs as it did.
+The cost of a small model's decoding step is the number of its kernels. This module places the weights of such layers
+side by side in memory, each still the module's own parameter, so that one matrix product covers them all. Only code
+that torch.compile traces without gradients uses it: there each layer computes the whole product and takes its slice,
+and ``compiler`` merges the equal products into one. All other code runs unchanged.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Joined(nn.Linear):
-    """One of several linear layers, whose weight is a part of ``whole``."""
+    """A linear layer whose weight is a slice of ``whole``, shared with its siblings."""
 
     whole: Tensor
     whole_bias: Tensor | None
     first: int
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """The layer's own output, however it is computed."""
+        """The layer's own output."""
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
             return linear(input, self.whole, self.whole_bias)[..., self.first : self.first + self.out_features]
         return super().forward(input)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """To another device or precision: weights no longer lie side by side there, and the layer is alone again."""
+        """Moving to another device or dtype separates the weights: become a plain linear layer again."""
         del self.whole, self.whole_bias, self.first
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return nn.Linear._apply(self, fn, recurse)  # type: ignore[no-any-return]
 
 
 def join_projections(trunk: nn.Module) -> None:
-    """Join what belongs together in all of the trunk's modules. Layers of any other kind, an adapter's, stay alone."""
+    """Join the projections of ``TOGETHER`` in every module. Other kinds of layers, such as LoRA's, stay as they are."""
     for module in list(trunk.modules()):
         for names in TOGETHER:
             layers = [getattr(module, name, None) for name in names]
@@ -63,7 +63,7 @@ def _join(layers: Sequence[nn.Linear]) -> None:
             layer.bias.data = bias[rows]
         layer.__class__ = Joined
         layer.first = first  # type: ignore[assignment]
-        # Not saved with the model: it is the parameters themselves, seen as one.
+        # Not saved with the model: these are views of the parameters.
         layer.register_buffer("whole", whole, persistent=False)
         layer.register_buffer("whole_bias", bias, persistent=False)
         first = rows.stop
@@ -71,16 +71,16 @@ def _join(layers: Sequence[nn.Linear]) -> None:
 
 @cache
 def compiler(backend: str) -> Callable[..., Any]:
-    """A backend of torch.compile that computes a product once where it is asked for several times.
+    """A torch.compile backend that computes equal linear products once.
 
-    Always the same for the same backend: what was compiled for one model serves the next of its kind.
+    Cached per backend, so that the compiled code of one model serves the next of its kind.
     """
 
     def compile_once(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        found: dict[Any, torch.fx.Node] = {}
+        products: dict[Any, torch.fx.Node] = {}
         for node in list(module.graph.nodes):
             if node.target is linear and not node.kwargs:
-                first = found.setdefault(node.args, node)
+                first = products.setdefault(node.args, node)
                 if first is not node:
                     node.replace_all_uses_with(first)
                     module.graph.erase_node(node)

@@ -1,29 +1,86 @@
-"""Parts of loading a model that need no policy."""
+"""Load a transformers model and its tokenizer: from the hub, a folder, a run, a checkpoint or a LoRA adapter.
+
+Only safetensors are read, and no code from a model's repository runs unless the caller allows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import nn
+
+from poise._lib.files import MANIFEST, expand, read_json
+from poise.models import trials
+from poise.runs.folder import RunFolder, verify_model
+
+EMBEDDED = Path(__file__).parents[1] / "assets" / "kk-tiny"
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or used. The message says what to do."""
+
+
+def load_model(
+    name: str, *, device: str = "auto", dtype: str = "auto", lora: Any = None, seed: int = 0, remote_code: bool = False
+) -> tuple[Any, Any]:
+    """The model, on its device and in evaluation mode, and its tokenizer. Settings are those of ``load_policy``."""
+    source = _resolve(name)
+    folder = Path(source)
+    verify_model(folder)
+    if (folder / "adapter_config.json").exists():
+        return _load_adapted(folder, device=device, dtype=dtype, remote_code=remote_code)
+    _check_folder(name, folder)
+    torch_device = resolve_device(device)
+    default = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
+    tokenizer = _load_tokenizer(name, source, remote_code)
+    model = _load_weights(name, source, default if dtype == "auto" else getattr(torch, dtype), remote_code)
+    if lora is not None:  # on the CPU, so that a seed gives the same adapter on every device
+        model = add_adapter(model, lora, seed)
+    model.to(torch_device)
+    model.eval()  # no dropout: sampling and update must use the same probabilities
+    return model, tokenizer
+
+
+def resolve_device(device: str = "auto") -> torch.device:
+    """The torch device of a setting; ``auto`` is CUDA if available, else the CPU."""
+    has_cuda = torch.cuda.is_available()
+    if device == "auto":
+        return torch.device("cuda" if has_cuda else "cpu")
+    if device.startswith("cuda") and not has_cuda:
+        raise ModelError(f"device {device}: this torch sees no CUDA device; use device=cpu, or auto")
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"device {device!r}: must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def add_adapter(model: Any, lora: Any, seed: int) -> Any:
-    """The model with a new LoRA adapter."""
+    """Wrap the model with a new LoRA adapter, initialised from ``seed``."""
     import peft
 
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets
     )
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch the generators of all GPUs too
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU's generator
         return peft.get_peft_model(model, settings)
 
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """transformers' own progress bars, only where they do not get in the way."""
+    """Show or hide transformers' progress bars inside the context."""
     from transformers.utils import logging
 
     before = logging.is_progress_bar_enabled()
@@ -34,3 +91,119 @@ def progress_bars(shown: bool) -> Iterator[None]:
     finally:
         if before:
             logging.enable_progress_bar()
+
+
+def _resolve(name: str) -> str:
+    """The model's folder or hub id. A run stands for the model of its newest checkpoint."""
+    if name == "embedded":
+        return str(EMBEDDED)
+    folder = expand(name) if name.startswith("~") else Path(name)
+    if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").exists() or (folder / "before.json").exists():
+        return str(RunFolder.open(folder, resume=False).newest() / "model")
+    if (folder / MANIFEST).exists() and (folder / "model").is_dir():  # a checkpoint
+        return str(folder / "model")
+    return str(folder) if name.startswith("~") else name
+
+
+def _check_folder(name: str, folder: Path) -> None:
+    """Refuse a path that is not a model's folder. Beside other runs, ``name`` is a mistyped run and not a hub id."""
+    runs = []
+    if not folder.exists() and folder.parent != Path():
+        runs = sorted(metrics.parent.name for metrics in folder.parent.glob("*/metrics.jsonl"))
+    if not folder.exists() and (name.startswith(("/", ".", "~")) or runs):
+        beside = f"; runs there: {', '.join(runs)}" if runs else ""
+        raise ModelError(f"{name}: there is no such folder{beside}")
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model")
+
+
+def _load_tokenizer(name: str, source: str, remote_code: bool) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=remote_code)
+    except Exception as error:  # transformers raises many types here
+        if Path(source).is_dir():
+            raise ModelError(
+                f"{name}: this folder has no tokenizer or no config.json that can be loaded ({first_line(error)}); "
+                "save a tokenizer into it with tokenizer.save_pretrained(folder)"
+            ) from error
+        raise ModelError(
+            f"{name}: neither a folder here nor a model that could be fetched ({first_line(error)})"
+        ) from error
+
+
+def _load_weights(name: str, source: str, dtype: torch.dtype, remote_code: bool) -> Any:
+    import transformers
+
+    common = {"trust_remote_code": remote_code}
+    try:
+        _check_attention(name, transformers.AutoConfig.from_pretrained(source, **common), remote_code)
+        with progress_bars(sys.stderr.isatty()):
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, use_safetensors=True, output_loading_info=True, **common
+            )
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # damaged or hostile files may raise anything
+        raise ModelError(f"{name}: the model cannot be loaded ({first_line(error)})") from error
+    _check_weights(name, model, report["missing_keys"])
+    return model
+
+
+def _check_attention(name: str, config: Any, remote_code: bool) -> None:
+    """Refuse an attention implementation named by a repository: transformers would download and run it."""
+    implementation = str(getattr(config, "_attn_implementation", None))
+    if "/" in implementation and not remote_code:
+        raise ModelError(
+            f"{name}: its config.json asks for attention from {implementation}, which is code of somebody else's: take "
+            "attn_implementation out of it, or, if you trust that code, set remote_code=true"
+        )
+
+
+def _check_weights(name: str, model: nn.Module, missing: Collection[str] = ()) -> None:
+    if defect := trials.weights_defect(model, missing):
+        raise ModelError(f"{name}: {defect}")
+
+
+def _load_adapted(folder: Path, *, device: str, dtype: str, remote_code: bool) -> tuple[Any, Any]:
+    """A LoRA adapter merged into its base model, and the base model's tokenizer."""
+    import peft
+
+    base = _base_model(folder)
+    if Path(base).name == EMBEDDED.name:  # the adapter may have been saved on another machine, with its path there
+        base = "embedded"
+    try:
+        model, tokenizer = load_model(base, device=device, dtype=dtype, remote_code=remote_code)
+    except RecursionError:
+        raise ModelError(f"{folder}: this adapter is one on top of itself (base_model_name_or_path)") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # _check_weights refuses them below
+            adapted = peft.PeftModel.from_pretrained(model, folder)
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            missing = peft.get_peft_model_state_dict(adapted).keys() - file.keys()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # peft raises many types here
+        raise ModelError(f"{folder}: the adapter cannot be loaded ({first_line(error)})") from error
+    _check_weights(str(folder), adapted, missing)
+    merged = adapted.merge_and_unload()
+    merged.requires_grad_(True)  # peft froze the base model
+    return merged.eval(), tokenizer
+
+
+def _base_model(folder: Path) -> str:
+    """The base model that an adapter names. Refuses what peft would unpickle, or import from elsewhere."""
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ModelError(f"{folder}: this adapter has no adapter_model.safetensors, and nothing else is loaded")
+    try:
+        config = read_json(folder / "adapter_config.json")
+        base = config["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str):
+        raise ModelError(f"{folder / 'adapter_config.json'} names no model (base_model_name_or_path): put back a copy")
+    if config.get("megatron_config"):  # peft would import the module that this names
+        raise ModelError(f"{folder / 'adapter_config.json'} asks for code of Megatron's, which poise does not load")
+    return base

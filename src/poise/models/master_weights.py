@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 
-class Masters:
-    """What the optimizer works on: half-precision parameters by their float32 masters, all others themselves.
+class MasterWeights:
+    """The optimizer's parameters: float32 masters of half-precision parameters, and all other parameters themselves.
 
-    In bfloat16 a weight cannot take a step smaller than 1/256 of itself, and gradients of several micro-batches would
-    be rounded at every addition. So gradients are added up, and steps taken, in float32; ``publish`` then rounds the
-    masters into the model, which has no other copy of its weights.
+    A bfloat16 weight cannot take a step smaller than 1/256 of itself, and summing gradients of several micro-batches in
+    bfloat16 would round at every addition. So gradients accumulate, and the optimizer steps, in float32. ``publish``
+    rounds the masters into the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,7 +29,7 @@ class Masters:
             self.parameters[name] = self._master_of.get(parameter, parameter)
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """The master of a parameter, if it has one."""
+        """The master of a parameter; None if the parameter is its own."""
         return self._master_of.get(parameter)  # type: ignore[call-overload,no-any-return]
 
     @torch.no_grad()
@@ -39,15 +39,15 @@ class Masters:
             torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Publish after every step of the optimizer from now on."""
+        """Publish after every step of this optimizer."""
         optimizer.register_step_post_hook(lambda *_: self.publish())
 
 
 def _collect(master: Tensor, parameter: Tensor) -> None:
-    """Move a gradient to the master, as soon as it is there.
+    """Move a parameter's gradient to its master as soon as it is computed.
 
-    It is taken off the parameter first: if there is no memory for what follows, nothing must be left behind. (A bound
-    method of Masters as a hook would keep the model alive for ever.)
+    The parameter's gradient is cleared first: if memory runs out here, none is left behind. This is a plain function
+    because a bound method of MasterWeights as a hook would keep the model alive for ever.
     """
     gradient, parameter.grad = parameter.grad, None
     if gradient is None:

@@ -1,4 +1,4 @@
-"""Less memory for an update, at the cost of time: layers computed twice, then fewer tokens per pass."""
+"""Gradient checkpointing for the update, and the error for when even that does not fit in memory."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 class OutOfMemoryError(RuntimeError):
-    """Not even a single response fits, with everything done to save memory."""
+    """Not even a single response fits, with every way to save memory in use."""
 
-    def __init__(self, doing: str) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__(
-            f"out of memory {doing}: lower rollout.max_tokens, train an adapter (lora.rank=16), or, unless it is that "
+            f"out of memory {where}: lower rollout.max_tokens, train an adapter (lora.rank=16), or, unless it is that "
             "already, set dtype=bfloat16"
         )
 
 
 def enable_checkpointing(trunk: Any) -> bool:
-    """Let the layers be computed again in the backward pass wherever ``checkpointed`` says so; False: they cannot."""
+    """Prepare the layers for ``checkpointed``. False: the model does not support gradient checkpointing."""
     layers = _layers(trunk)
     if not layers:
         return False
-    # Nothing is random in a layer here, so the state of the generators need not be kept.
+    # Layers draw no random numbers here, so generator states need not be saved.
     trunk.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
     )
-    trunk.disable_input_require_grads()  # only the other kind of checkpointing needs them
+    trunk.disable_input_require_grads()  # only reentrant checkpointing needs them
     for layer in layers:
         for name, value in vars(layer).items():
             if "dropout" in name and isinstance(value, float):
-                setattr(layer, name, 0.0)  # see below
+                setattr(layer, name, 0.0)  # ``checkpointed`` puts the layer into training mode
     return True
 
 
 @contextmanager
 def checkpointed(trunk: nn.Module, on: bool) -> Iterator[None]:
-    """Inside, layers keep nothing but their input.
+    """Inside, layers keep only their input and recompute the rest in the backward pass.
 
-    transformers does this in training mode only, which would also turn dropout on and the cache off. So the layers
-    themselves are put into training mode, for this one pass, and nothing inside them.
+    transformers checkpoints in training mode only, which would also turn dropout on and the KV cache off. So only the
+    layers' own flag is set, for this one pass, and not that of their submodules.
     """
     layers = _layers(trunk) if on and torch.is_grad_enabled() else []
     for layer in layers:

@@ -1,7 +1,7 @@
-"""Messages as token ids: through the chat template, and what a message says never as control tokens.
+"""Messages to token ids: through the chat template, and never with control tokens from a message's own text.
 
-A tokenizer turns ``<|im_end|>`` into the control token wherever it stands. In a problem's text that would end the
-user's turn, and let the text speak for the model: what a message says is text, whatever it says.
+A tokenizer turns ``<|im_end|>`` into a control token wherever it occurs. In a problem's text that would end the user's
+turn and let the text speak for the model. Here a message's content is always plain text.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from typing import Any
 from poise.models.tool_prompts import Tools, announce, known_roles, template_arguments
 from poise.tasks import Message
 
-PLACE = "PlaceOfContent{}."  # no template knows it, and none has a reason to change it
-Pieces = list[tuple[str, bool]]  # a rendered dialogue, cut up: text, and whether it is what a message says
+PLACEHOLDER = "PlaceOfContent{}."  # no template treats it specially
+Pieces = list[tuple[str, bool]]  # a rendered dialogue: text, and whether it is a message's content
 
 
 class PromptError(ValueError):
-    """A text that cannot be encoded as what it is."""
+    """A text that cannot be encoded as plain text."""
 
 
 def encode(
     tokenizer: Any, messages: str | Sequence[Message], ends: Collection[int] = (), tools: Tools = ()
 ) -> list[int]:
-    """The ids of messages, up to where the model's turn begins. A bare text is a user's message.
+    """The ids of a dialogue up to the start of the model's turn. A string is one user message.
 
-    ``ends`` are tokens that end a response. ``tools`` are shown to the model by its chat template, or, where that knows
-    none, as text in the first message. Without a control token in any message these are the ids of
-    ``apply_chat_template``. With one, the template's control tokens stand for themselves, and all between them is
-    encoded as plain text. Without a chat template the messages follow each other, a line each.
+    ``ends`` are the tokens that end a response. The chat template shows ``tools`` to the model; if it knows none, they
+    become text in the first message. If no message contains a control token, these are the ids of
+    ``apply_chat_template``. Otherwise only the template's own control tokens become control tokens, and the text
+    between them is encoded as plain text. Without a chat template the messages are joined by line breaks.
     """
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     messages = announce(tokenizer, known_roles(tokenizer, messages), tools)
-    more = template_arguments(tokenizer, tools)
+    arguments = template_arguments(tokenizer, tools)
     controls = _controls(tokenizer, ends)
-    found = sorted(token for token in controls if any(token in message["content"] for message in messages))
+    contained = sorted(token for token in controls if any(token in message["content"] for message in messages))
     if not tokenizer.chat_template:
         text = "\n".join(message["content"] for message in messages)
-        if found:
-            _check(found, set(ends).isdisjoint(plain(tokenizer, text)))
-        return list(tokenizer(text, split_special_tokens=bool(found))["input_ids"])
-    if not found:
-        return list(_render(tokenizer, messages, more, tokenize=True))
-    ids, harmless = _encode(tokenizer, _pieces(tokenizer, messages, more), controls, ends)
-    # Where a tokenizer treats the beginning of a text in its own way, the parts are not the whole.
-    neutral = [{**message, "content": _without(found, message["content"])} for message in messages]
-    parts, _ = _encode(tokenizer, _pieces(tokenizer, neutral, more), controls, ends)
-    _check(found, harmless and parts == list(_render(tokenizer, neutral, more, tokenize=True)))
+        if contained:
+            _check(contained, set(ends).isdisjoint(plain(tokenizer, text)))
+        return list(tokenizer(text, split_special_tokens=bool(contained))["input_ids"])
+    if not contained:
+        return list(_render(tokenizer, messages, arguments, tokenize=True))
+    ids, harmless = _encode(tokenizer, _pieces(tokenizer, messages, arguments), controls, ends)
+    # Some tokenizers treat the beginning of a text specially: then the encoded parts do not add up to the whole.
+    neutral = [{**message, "content": _without(contained, message["content"])} for message in messages]
+    parts, _ = _encode(tokenizer, _pieces(tokenizer, neutral, arguments), controls, ends)
+    _check(contained, harmless and parts == list(_render(tokenizer, neutral, arguments, tokenize=True)))
     return ids
 
 
@@ -59,11 +59,12 @@ def encode_next(
     ends: Collection[int] = (),
     tools: Tools = (),
 ) -> list[int]:
-    """The ids of what follows the model's reply: the end of its turn, the messages ``said``, the start of the next.
+    """The ids that follow the model's reply: the end of its turn, the new messages, the start of its next turn.
 
-    ``before`` are the messages so far, the reply last. ``last`` is the reply's last token: where it is the one with
-    which the template ends a turn, it is not repeated. What was said before the reply does not matter, and a template
-    may change it (Qwen3's drops the reasoning of earlier replies): neutral text takes its place.
+    ``before`` are the messages so far, the reply last; ``said`` are the new messages. ``last`` is the reply's last
+    token: if it is the token with which the template ends a turn, it is not repeated. The content of earlier messages
+    does not matter, and a template may change it (Qwen3's drops the reasoning of earlier replies), so neutral text
+    replaces it.
     """
     said = known_roles(tokenizer, said)
     if not tokenizer.chat_template:
@@ -78,15 +79,15 @@ def encode_next(
 
 
 def plain(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text by itself: no special token is read out of it, and none is added."""
+    """The ids of a plain text: special tokens are neither recognised in it nor added to it."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 
-def _check(found: Sequence[str], harmless: bool) -> None:
+def _check(contained: Sequence[str], harmless: bool) -> None:
     if not harmless:
         raise PromptError(
-            f"the text holds {', '.join(map(repr, found))}, a control token of the model, and this tokenizer and its "
-            "chat template do not let poise encode it as plain text: take it out of the problem's text"
+            f"the text holds {', '.join(map(repr, contained))}, a control token of the model, and this tokenizer and "
+            "its chat template do not let poise encode it as plain text: take it out of the problem's text"
         )
 
 
@@ -97,31 +98,33 @@ def _without(tokens: Sequence[str], text: str) -> str:
 
 
 def _controls(tokenizer: Any, ends: Collection[int]) -> dict[str, int]:
-    """The tokens that mean something to the model other than their text."""
+    """The control tokens: those that mean more to the model than their text."""
     added = tokenizer.added_tokens_decoder.items()
     return {token.content: i for i, token in added if token.content and (token.special or i in ends)}
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], more: dict[str, Any], *, tokenize: bool) -> Any:
-    """The dialogue up to where the model's turn begins: ids, or text."""
+def _render(tokenizer: Any, messages: Sequence[Message], arguments: dict[str, Any], *, tokenize: bool) -> Any:
+    """The dialogue up to the start of the model's turn, as ids or as text."""
     if not tokenize:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **more)
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **more)["input_ids"]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **arguments)[
+        "input_ids"
+    ]
 
 
-def _pieces(tokenizer: Any, messages: Sequence[Message], more: dict[str, Any]) -> Pieces:
-    """The dialogue cut up into the template's own text and what the messages say."""
-    places = [PLACE.format(number) for number in range(len(messages))]
+def _pieces(tokenizer: Any, messages: Sequence[Message], arguments: dict[str, Any]) -> Pieces:
+    """Split the dialogue into the template's own text and the contents of the messages."""
+    places = [PLACEHOLDER.format(number) for number in range(len(messages))]
     framed = [{**message, "content": place} for message, place in zip(messages, places, strict=True)]
-    around = _render(tokenizer, framed, more, tokenize=False)
-    whole = _render(tokenizer, messages, more, tokenize=False)
+    around = _render(tokenizer, framed, arguments, tokenize=False)
+    whole = _render(tokenizer, messages, arguments, tokenize=False)
     frame = re.split("(" + "|".join(map(re.escape, places)) + ")", around)
     pieces: Pieces = [(frame[0], False)]
     at = len(frame[0])
     exact = frame[1::2] == places and whole.startswith(frame[0])
     for message, behind in zip(messages, frame[2::2], strict=False):
-        said = message["content"]
-        forms = (said, said.strip(), said.lstrip(), said.rstrip())  # a template may cut spaces off
+        text = message["content"]
+        forms = (text, text.strip(), text.lstrip(), text.rstrip())  # a template may strip spaces
         content = next((form for form in forms if whole.startswith(form + behind, at)), None)
         if content is None:
             exact = False
@@ -137,25 +140,27 @@ def _pieces(tokenizer: Any, messages: Sequence[Message], more: dict[str, Any]) -
 
 
 def _encode(tokenizer: Any, pieces: Pieces, controls: dict[str, int], ends: Collection[int]) -> tuple[list[int], bool]:
-    """The ids, cut at the template's control tokens, where a tokenizer cuts first of all; and whether the text between
-    them is free of tokens that mean something here."""
+    """The ids, and whether the plain text between the control tokens encodes to none of them.
+
+    The text is cut at the template's control tokens, as a tokenizer does before anything else.
+    """
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     runs, cuts = _runs(pieces, controls)
     for number, cut in enumerate(cuts):
-        if added[cut].lstrip:  # such a token takes the space beside it
+        if added[cut].lstrip:  # this token absorbs the space beside it
             runs[number] = runs[number].rstrip()
         if added[cut].rstrip:
             runs[number + 1] = runs[number + 1].lstrip()
-    inside = [plain(tokenizer, run) if run else [] for run in runs]
-    ids = list(inside[0])
-    for cut, run in zip(cuts, inside[1:], strict=True):
+    encoded = [plain(tokenizer, run) if run else [] for run in runs]
+    ids = list(encoded[0])
+    for cut, run in zip(cuts, encoded[1:], strict=True):
         ids += [controls[cut], *run]
     risky = {*ends, *(controls[cut] for cut in cuts)}
-    return ids, all(risky.isdisjoint(run) for run in inside)
+    return ids, all(risky.isdisjoint(run) for run in encoded)
 
 
 def _runs(pieces: Pieces, controls: dict[str, int]) -> tuple[list[str], list[str]]:
-    """The text between control tokens that the template wrote, and these tokens."""
+    """The runs of text between the template's control tokens, and those tokens."""
     pattern = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
     runs, cuts = [""], []
     for text, is_content in pieces:

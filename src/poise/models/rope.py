@@ -1,10 +1,10 @@
-"""Rotary embeddings that change with the length of a sequence, held at one length for every sequence.
+"""Rotary embeddings whose frequencies depend on the sequence length, fixed at one length for every sequence.
 
-Two kinds do so in transformers: ``longrope`` (Phi-3, 3.5, 4) has other frequencies past its original length;
-``dynamic`` lowers its frequencies as a sequence grows. Both look at the longest sequence of the whole pass, so a
-response's log-probabilities would depend on its neighbours. And a cache keeps the keys that were rotated while the
-response was short, where the update rotates all of them as those of a long one. So poise fixes the frequencies once,
-at load: those that transformers takes for a sequence of ``longest`` tokens. vLLM does the same.
+transformers has two such kinds. ``longrope`` (Phi-3, 3.5, 4) switches frequencies past its original length; ``dynamic``
+lowers its frequencies as a sequence grows. Both use the longest sequence of the whole pass, so a response's
+log-probabilities would depend on its neighbours. Sampling and update would differ too: a KV cache keeps keys that were
+rotated while the response was short, but the update rotates all keys as those of a long one. So poise fixes the
+frequencies at load, to those that transformers uses for a sequence of ``longest`` tokens. vLLM does the same.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 
 
 def pin(model: nn.Module, longest: int | None = None) -> int | None:
-    """Fix the frequencies for sequences of up to ``longest`` tokens; by default, of up to the original length.
+    """Fix the frequencies for sequences of up to ``longest`` tokens, at least the original length.
 
-    Returns the most tokens that a sequence may have with these frequencies; None: they never depended on the length.
+    Returns the largest sequence length that they are valid for; None if they do not depend on the length.
     """
     limits = [_pin(module, longest) for module in model.modules()]
     return min((limit for limit in limits if limit is not None), default=None)
@@ -33,10 +33,10 @@ def _pin(module: nn.Module, longest: int | None) -> int | None:
         return None
     length = max(longest or 0, min(originals.values()))
     place = next((buffer for buffer in module.buffers()), torch.zeros(()))
-    module.unpinned_rope_type = module.rope_type = types  # a model may be pinned again, for another length
+    module.unpinned_rope_type = module.rope_type = types  # undo an earlier pin to another length
     for layer in originals:
         own: dict[str, Any] = {} if layer is None else {"layer_type": layer}
-        for last in (0, length - 1):  # the first takes back what an earlier and longer sequence has set
+        for last in (0, length - 1):  # position 0 resets the state that a longer sequence left
             module(place.new_zeros((1, 1, 1)), torch.tensor([[last]], device=place.device), **own)
     pinned = {layer: "pinned" if layer in originals else rope_type for layer, rope_type in by_layer.items()}
     module.rope_type = pinned if isinstance(types, dict) else "pinned"  # type: ignore[assignment]
@@ -48,7 +48,7 @@ def _varies(rope_type: object) -> bool:
 
 
 def _original(module: Any, layer: str | None) -> int:
-    """The length up to which the frequencies do not change."""
+    """The length below which the frequencies are constant."""
     settings = module.config.rope_parameters
     settings = settings if layer is None else settings[layer]
     if settings["rope_type"] == "longrope":
@@ -58,24 +58,24 @@ def _original(module: Any, layer: str | None) -> int:
 
 @torch.no_grad()
 def varying(model: nn.Module) -> str | None:
-    """The name of a rotary embedding that gives a position other angles beside a distant one, if there is one.
+    """The name of a rotary embedding whose angles change when a distant position joins the pass; None if there is none.
 
-    A position costs nothing, however distant, so lengths are tried here that no trial of the whole model could afford.
-    On a copy, since there may be a state; on the CPU, where a position outside of a table can be caught.
+    A distant position costs nothing here, so this tests lengths that a trial of the whole model could not afford. It
+    runs on a copy, because the module may have state, and on the CPU, where an index beyond a table raises an error.
     """
     for name, module in model.named_modules():
         if not any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
             continue
-        own = copy.deepcopy(module).cpu()
+        rotary = copy.deepcopy(module).cpu()
         types = getattr(module, "rope_type", None)
         for layer in types if isinstance(types, dict) else [None]:
             more = {} if layer is None else {"layer_type": layer}
             try:
                 x = torch.zeros((1, 1, 1))
-                near = own(x, torch.arange(4)[None], **more)
-                beside = own(x, torch.tensor([[0, 1, 2, 3, 1 << 24]]), **more)
+                near = rotary(x, torch.arange(4)[None], **more)
+                beside = rotary(x, torch.tensor([[0, 1, 2, 3, 1 << 24]]), **more)
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                continue  # not called with positions, or a table of few
+                continue  # it does not take positions, or has a short table
             if not all(torch.allclose(a, b[..., :4, :], atol=1e-5) for a, b in zip(near, beside, strict=True)):
                 return str(name)
     return None

@@ -1,4 +1,7 @@
-"""Log-probabilities of many responses, in packed passes without gradients."""
+"""Log-probabilities of a whole rollout batch, in packed passes without gradients.
+
+Shapes: B responses, T response tokens (padded).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from poise.models.packing import pack
 from poise.models.policy import Policy
 from poise.rollout.types import Rollouts
 
-BUSY_TOKENS = 16384  # in a pass: enough to keep a device busy
+BUSY_TOKENS = 16384  # tokens per pass that keep a device busy
 
 
 def default_micro_tokens(device: torch.device) -> int:
-    """Tokens per pass where nobody says: what keeps a device busy, and on CUDA its launches cheap."""
+    """Default tokens per pass: enough to keep the device busy; more on CUDA, where each launch has a cost."""
     return BUSY_TOKENS * 4 if device.type == "cuda" else BUSY_TOKENS
 
 
@@ -22,11 +25,11 @@ def default_micro_tokens(device: torch.device) -> int:
 def score_all(
     policy: Policy, rollouts: Rollouts, temperature: float, micro_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probabilities of all responses under the policy as it is, without gradients, and entropies."""
+    """(B, T) log-probabilities and entropies of all responses under the current policy."""
     micro_tokens = micro_tokens or default_micro_tokens(policy.device)
-    made = torch.zeros_like(rollouts.logp), torch.zeros_like(rollouts.logp)
-    for part in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
-        at = send(part, rollouts.logp.device)
-        for values, found in zip(made, policy.score(rollouts.rows(part), temperature), strict=True):
-            values[at] = found.to(values.dtype)
-    return made
+    logp_BT, entropy_BT = torch.zeros_like(rollouts.logp), torch.zeros_like(rollouts.logp)
+    for rows in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
+        ix = send(rows, rollouts.logp.device)
+        logp, entropy = policy.score(rollouts.rows(rows), temperature)
+        logp_BT[ix], entropy_BT[ix] = logp.to(logp_BT.dtype), entropy.to(entropy_BT.dtype)
+    return logp_BT, entropy_BT

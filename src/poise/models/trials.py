@@ -1,9 +1,9 @@
-"""What is tried of a model when it is loaded, so that nothing is trained wrongly later: weights, head and passes.
+"""Trials of a model at load, so that nothing is trained wrongly later: its weights, its head, its packed passes.
 
-Trials are short. A window of 4,096 tokens would not show in them, and a trial of 4,097 tokens would take a large model
-on a CPU minutes. So windows are shortened to a few tokens while a trial runs: in the configuration, from which
-transformers makes its masks, and in the attention modules, which hand them to attention functions. A model that heeds
-a window in one of the two places only is found out.
+Trials use a few tokens. A sliding window of 4,096 tokens would have no effect on them, and a trial of 4,097 tokens
+would take a large model minutes on a CPU. So sliding windows shrink to a few tokens while a trial runs, in both places
+where a model reads them: the configuration, from which transformers builds masks, and the attention modules, which pass
+them to attention functions. A model that uses only one of the two fails the trial.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size")
 SHORT = 3  # tokens in a shortened window
-LARGE_LOGIT = 300.0  # far above any cap in use, far below what float16 holds
+LARGE_LOGIT = 300.0  # far above any soft-cap in use, far below the range of float16
 
 
 @contextmanager
 def short_windows(model: nn.Module) -> Iterator[None]:
-    """Inside, no layer sees further back than a few tokens, where it has a window at all."""
+    """Inside, every sliding window is SHORT tokens; layers without one are unchanged."""
     modules = list(model.modules())
     configs = [part for module in modules if (part := getattr(module, "config", None)) is not None]
     configs += [part.get_text_config() for part in configs if hasattr(part, "get_text_config")]
@@ -48,14 +48,14 @@ def short_windows(model: nn.Module) -> Iterator[None]:
 
 
 def weights_defect(model: nn.Module, missing: Collection[str]) -> str | None:
-    """What is wrong with the weights, in words: a part is random, since the files lack it, or is not a number."""
+    """What is wrong with the weights: missing in the files, and so random, or not finite. None if nothing is."""
     if missing:
         return (
             f"the files have no weights for {_some(sorted(missing))}, which would be random; the folder is incomplete, "
             "or its config is of another model"
         )
-    wrong = [name for name, value in model.named_parameters() if not bool(torch.isfinite(value).all())]
-    return f"NaN or infinite weights in {_some(wrong)}; the files are damaged, or a run diverged" if wrong else None
+    damaged = [name for name, value in model.named_parameters() if not bool(torch.isfinite(value).all())]
+    return f"NaN or infinite weights in {_some(damaged)}; the files are damaged, or a run diverged" if damaged else None
 
 
 def _some(names: Sequence[str], shown: int = 3) -> str:
@@ -64,50 +64,51 @@ def _some(names: Sequence[str], shown: int = 3) -> str:
 
 @torch.no_grad()
 def head_fits(policy: Policy) -> bool:
-    """Whether ``head(trunk(x))`` is the model's own output, for the states as they are and for larger ones.
+    """Whether ``head(trunk(x))`` is the model's own output, for its hidden states and for enlarged ones.
 
-    A cap leaves small logits as they are, and those of a few tokens may all be small. Training makes them grow.
+    A soft-cap barely changes small logits, and those of a few tokens may all be small; training makes them grow. So
+    the trial also enlarges them.
     """
     ids = torch.arange(1, 5, device=policy.device)[None] % policy.head().vocabulary
     states = policy.trunk(input_ids=ids, use_cache=False).last_hidden_state
     ours, theirs = policy.head()(states[0]).float(), policy.model(input_ids=ids, use_cache=False).logits[0].float()
     if not _same_logits(ours, theirs, policy.head().weight.dtype):
         return False
-    seen: list[Tensor] = []
+    enlarged: list[Tensor] = []
     product = states[0] @ policy.head().weight.T.to(states.dtype)
     factor = LARGE_LOGIT / float(product.abs().max().clamp(min=0.5))
 
     def enlarge(_module: nn.Module, _inputs: object, output: Any) -> None:
         if hasattr(output, "last_hidden_state"):
             output.last_hidden_state = output.last_hidden_state * factor
-            seen.append(output.last_hidden_state[0])
+            enlarged.append(output.last_hidden_state[0])
 
     hook = policy.trunk.register_forward_hook(enlarge)
     try:
         theirs = policy.model(input_ids=ids, use_cache=False).logits[0].float()
     finally:
         hook.remove()
-    # A model may run its trunk in parts, past the hook (OPT): then this cannot be tried.
-    return not seen or _same_logits(policy.head()(seen[0]).float(), theirs, policy.head().weight.dtype)
+    # OPT runs its trunk in parts, past the hook: then there is nothing to compare.
+    return not enlarged or _same_logits(policy.head()(enlarged[0]).float(), theirs, policy.head().weight.dtype)
 
 
 def _same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    allowed = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-3
-    return torch.allclose(ours, theirs, rtol=allowed, atol=allowed * float(theirs.abs().max()))
+    tolerance = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-3
+    return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
 @torch.no_grad()
 def passes_agree(policy: Policy) -> bool:
-    """Whether responses that are read together have the states that each has by itself: nothing leaks.
+    """Whether responses in one pass get the same hidden states as each response alone: nothing leaks between them.
 
-    Two of them share a prompt; all are longer than the windows.
+    Two of the three responses share a prompt; all are longer than the shortened windows.
     """
     device, size = policy.device, policy.head().vocabulary
     prompts, lengths = [[1 % size, 2 % size]] * 2 + [[3 % size, 2 % size, 1 % size]], [6, 10, 8]
     ids = (torch.arange(1, 31, device=device) % size).view(3, 10)
     mask = torch.arange(10, device=device) < torch.tensor(lengths, device=device)[:, None]
-    none = torch.zeros(3, device=device)
-    tried = Rollouts(prompts, ids, mask, none, none, none)
+    zeros = torch.zeros(3, device=device)
+    rollouts = Rollouts(prompts, ids, mask, zeros, zeros, zeros)
     with short_windows(policy.base):
         alone = []
         for prompt, row, length in zip(prompts, ids, lengths, strict=True):
@@ -115,15 +116,15 @@ def passes_agree(policy: Policy) -> bool:
             states = policy.trunk(input_ids=text, use_cache=False).last_hidden_state
             alone.append(states[0, len(prompt) - 1 :].float())
         try:
-            together = policy.hidden(tried).float()
+            together = policy.hidden(rollouts).float()
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            return False  # what is handed down is not known, or not held
+            return False  # the model does not accept the keywords of a packed pass, or ignores them
     return close(together, torch.cat(alone), policy.head().weight.dtype)
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two ways to compute something agree as far as rounding in ``dtype`` lets them."""
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two results agree up to rounding in ``dtype``."""
     half = dtype in (torch.float16, torch.bfloat16)
-    return bool((found - expected).norm() <= (3e-2 if half else 1e-4) * expected.norm())
+    return bool((actual - expected).norm() <= (3e-2 if half else 1e-4) * expected.norm())

@@ -18,7 +18,7 @@ from poise.config.schema import Config
 from poise.diagnostics.dominance import dominance
 from poise.diagnostics.intervals import Intervals
 from poise.engines.limits import check_settings
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy
 from poise.models.scoring import score_all
 from poise.reports.verdict import combine, verdict
@@ -48,10 +48,10 @@ class PolicyLoop:
     """The trainer's own update, as the diagnostics see it."""
 
     def __init__(self, policy: Policy, config: Config, sampled: Sampled) -> None:
-        assert policy.masters is not None
+        assert policy.master_weights is not None
         self.policy, self.config, self.rollouts, self.batch = policy, config, sampled.rollouts, sampled.batch
         self.settings = config.objective.model_copy(update={"kl_coef": 0.0}).settings()
-        self.parameters: Sequence[Tensor] = list(policy.masters.parameters.values())
+        self.parameters: Sequence[Tensor] = list(policy.master_weights.parameters.values())
 
     def gradient(self, phase: Phase) -> None:
         """A mini-batch of all responses, unclipped."""
@@ -67,8 +67,8 @@ class PolicyLoop:
 
     def changed(self) -> None:
         """Half-precision copies follow."""
-        assert self.policy.masters is not None
-        self.policy.masters.publish()
+        assert self.policy.master_weights is not None
+        self.policy.master_weights.publish()
 
 
 def diagnose(
@@ -97,12 +97,12 @@ def diagnose(
         config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code,
         longest=config.rollout.longest,
     )  # fmt: skip
-    policy.masters = Masters(policy.model)
+    policy.master_weights = MasterWeights(policy.model)
     check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
     sampler = build_sampler(config, policy, say, responses=config.prompts * config.group, task=task)
     optim = config.optim
     betas = (0.0, optim.betas[1])
-    optimizer = torch.optim.AdamW(policy.masters.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.master_weights.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
     for number in range(warmup):
         say(f"warm-up batch {number + 1} of {warmup}: gathering the optimizer's second moments")
         loop = PolicyLoop(policy, config, sample(sampler, config, seed=-1 - number))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from poise.algorithms import Memory
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
 from poise.runs.folder import CheckpointError, RunFolder
 from poise.training.optimizer_state import optimizer_tensors, restore_optimizer
@@ -21,9 +21,15 @@ class Checkpoints:
     """The checkpoints of one run: every so many steps (0: only at the end), and whenever ``save`` is called."""
 
     def __init__(
-        self, folder: RunFolder, policy: Policy, masters: Masters, optimizer: torch.optim.Optimizer, every: int
+        self,
+        folder: RunFolder,
+        policy: Policy,
+        master_weights: MasterWeights,
+        optimizer: torch.optim.Optimizer,
+        every: int,
     ) -> None:
-        self.folder, self.policy, self.masters, self.optimizer, self.every = folder, policy, masters, optimizer, every
+        self.folder, self.every = folder, every
+        self.policy, self.master_weights, self.optimizer = policy, master_weights, optimizer
         self.saved = 0  # the step of the newest checkpoint
         self.logged = 0  # the newest step whose line is in metrics.jsonl
         self.weights_of: int | None = 0  # the step that the weights are of; None in the middle of an update
@@ -43,7 +49,7 @@ class Checkpoints:
         """Write the checkpoint of a step."""
 
         def write(path: Path) -> None:
-            parameters = self.masters.parameters
+            parameters = self.master_weights.parameters
             self.policy.save(path / "model")
             save_file({n: p.detach().contiguous() for n, p in parameters.items()}, path / "parameters.safetensors")
             save_file(optimizer_tensors(self.optimizer, parameters.items()), path / "optimizer.safetensors")
@@ -60,7 +66,7 @@ class Checkpoints:
 
     def restore(self) -> tuple[int, Memory | None]:
         """Load the newest readable checkpoint: its step, and the algorithm's memory; 0 where there is none."""
-        parameters, device = self.masters.parameters, str(self.policy.device)
+        parameters, device = self.master_weights.parameters, str(self.policy.device)
 
         def read(path: Path) -> Memory | None:
             found = load_file(path / "parameters.safetensors", device=device)
@@ -71,7 +77,7 @@ class Checkpoints:
             with torch.no_grad():
                 for name, value in found.items():
                     parameters[name].copy_(value)
-            self.masters.publish()
+            self.master_weights.publish()
             memory = path / "memory.json"
             return json.loads(memory.read_bytes()) if memory.exists() else None
 

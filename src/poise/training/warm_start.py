@@ -23,7 +23,7 @@ from poise import tasks
 from poise._lib.errors import check_range
 from poise.head import token_logp
 from poise.models.compilation import can_compile
-from poise.models.master_weights import Masters
+from poise.models.master_weights import MasterWeights
 from poise.models.policy import EMBEDDED, Policy, load_policy, resolve_device
 from poise.models.scoring import default_micro_tokens
 from poise.rollout.types import Rollouts
@@ -159,7 +159,7 @@ def train(
     """
     task = settings.build_task()
     policy = _policy(settings, task, device)
-    masters = policy.masters = Masters(policy.model)
+    masters = policy.master_weights = MasterWeights(policy.model)
     parameters = list(masters.parameters.values())
     optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
     masters.serve(optimizer)
@@ -214,10 +214,10 @@ def _as_they_are(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def _save(policy: Policy, masters: Masters, settings: Warmstart, out: Path) -> None:
+def _save(policy: Policy, masters: MasterWeights, settings: Warmstart, out: Path) -> None:
     policy.model.to(torch.float32)
     masters.publish()
-    policy.masters = None
+    policy.master_weights = None
     if settings.model is None:
         policy.model.to(torch.float16)
     policy.save(out)
