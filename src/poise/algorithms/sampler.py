@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from poise.algorithms.base import Sample
-from poise.engines.limits import check_positions
+from poise.engines.limits import check_positions, positions
 from poise.models.policy import ModelError, Policy, first_line
 from poise.models.prompts import PromptError
+from poise.models.tool_prompts import Tools
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Engine, Request, Rollouts
 from poise.tasks import (
@@ -32,6 +33,7 @@ from poise.tasks import (
 )
 
 MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
+NO_LIMIT = 1 << 62
 
 
 class Timer(Protocol):
@@ -56,6 +58,7 @@ class Sampler:
     sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
     max_tokens: int = 1024  # in a reply
     max_prompt: int | None = None  # in what an episode starts with; None: no limit
+    max_episode: int | None = None  # in all that follows, replies and what the environment says; None: no limit
     others: Mapping[str, Sampler] = field(default_factory=dict)
     clock: Timer = field(default=lambda _: nullcontext())
 
@@ -69,7 +72,7 @@ class Sampler:
         while live:
             playing = [games[i] for i in live]
             requests = [
-                Request(game.ids(), self.max_tokens, self.policy.end_tokens, number)
+                Request(game.ids(), min(self.max_tokens, game.room), self.policy.end_tokens, number)
                 for number, game in zip(live, playing, strict=True)
             ]
             with _Replies(self.policy, self.task, playing) as replies:
@@ -80,7 +83,7 @@ class Sampler:
             turn += 1
             if turn >= MAX_TURNS:
                 for game in playing:
-                    game.over = True
+                    game.cut_off()
             with self.clock("score"):
                 self._score([game for game in playing if game.over])
             live = [i for i in live if not games[i].over]
@@ -107,16 +110,25 @@ class Sampler:
         for problem in problems:
             episode = begin(self.task, problem)
             messages = episode.start()
-            key = repr(messages)
+            tools: Tools = episode.tools() if hasattr(episode, "tools") else ()
+            key = repr((messages, tools))
             if key not in known:
-                known[key] = self._encode(problem, messages)
-            games.append(_Game(self.policy, self.task, problem, episode, messages, len(messages), known[key]))
+                known[key] = self._encode(problem, messages, tools)
+            ids, opening = known[key], len(messages)
+            room = self._room(len(ids))
+            games.append(_Game(self.policy, self.task, problem, episode, messages, opening, ids, room, tools))
         return games
 
-    def _encode(self, problem: Problem, messages: list[Message]) -> list[int]:
+    def _room(self, prompt: int) -> int:
+        """How many tokens may follow a prompt of so many, in all turns together."""
+        most = [limit - prompt for limit in (positions(self.policy), self.policy.length_limit) if limit is not None]
+        # Where not even the first reply fits, the engine refuses it.
+        return min(max(self.max_tokens, min(most, default=NO_LIMIT)), self.max_episode or NO_LIMIT)
+
+    def _encode(self, problem: Problem, messages: list[Message], tools: Tools) -> list[int]:
         """A problem's prompt; one that cannot be encoded, or is too long, is refused by its name."""
         try:
-            ids = self.policy.encode(messages)
+            ids = self.policy.encode(messages, tools)
         except PromptError as error:
             raise ModelError(f"problem {problem.id}: {error}") from error
         except Exception as error:  # a chat template is a program of the model's, and may raise anything
@@ -156,6 +168,8 @@ class _Game:
     messages: list[Message]  # the dialogue so far
     opening: int  # how many of them the episode started with
     prompt: list[int]
+    room: int  # for tokens yet to come
+    tools: Tools = ()
     turns: list[_Turn] = field(default_factory=list)
     replies: list[str] = field(default_factory=list)
     score: Score | None = None
@@ -169,15 +183,25 @@ class _Game:
     def answered(self, turn: _Turn, finished: bool, reply: str, said: list[Message], score: Score | None) -> None:
         """The model has replied, and the environment has answered with ``said``, or with a score at the end."""
         self.turns.append(turn)
+        self.room -= len(turn.tokens)
         self.replies.append(reply)
         self.finished &= finished
         self.score, self.over = score, not said
         self.messages = [*self.messages, {"role": "assistant", "content": reply}]
         if said:
-            ids = torch.tensor(self.policy.encode_next(self.messages, said, int(turn.tokens[-1])))
+            ids = torch.tensor(self.policy.encode_next(self.messages, said, int(turn.tokens[-1]), self.tools))
+            self.room -= len(ids)
+            if self.room < 1:  # no token of a reply would fit behind it
+                self.cut_off()
+                return
             nothing = torch.zeros(len(ids))
             self.turns.append(_Turn(ids, False, nothing, nothing))
             self.messages = [*self.messages, *said]
+
+    def cut_off(self) -> None:
+        """An episode that goes on ends here, and is scored as it stands."""
+        self.finished &= self.over
+        self.over = True
 
     def attempt(self) -> Attempt:
         """The episode as reward functions see it."""

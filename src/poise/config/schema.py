@@ -123,7 +123,10 @@ class TaskConfig(_Group):
 class RolloutConfig(_Group):
     """How responses are sampled."""
 
-    max_tokens: Count = 1024  # longest response
+    max_tokens: Count = 1024  # longest response; of several turns: longest reply
+    # Longest episode of several turns: replies and what the environment says, without the prompt; null: no limit but
+    # the model's positions. An episode that reaches it is scored as it stands, and counts as cut off.
+    max_episode_tokens: Count | None = None
     temperature: Annotated[Real, Field(gt=0)] = 1.0
     batch: CountOrZero = 0  # sequences that are decoded together; 0: all of a step
     max_prompt: Count = 512  # longest prompt, in tokens
@@ -141,7 +144,16 @@ class RolloutConfig(_Group):
     @property
     def longest(self) -> int:
         """The most tokens that a prompt and its response may have together."""
-        return self.max_prompt + self.max_tokens
+        return self.max_prompt + max(self.max_tokens, self.max_episode_tokens or 0)
+
+    @model_validator(mode="after")
+    def _a_reply_fits_into_its_episode(self) -> Self:
+        if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_tokens:
+            raise ValueError(
+                f"max_episode_tokens = {self.max_episode_tokens} is less than max_tokens = {self.max_tokens}, the "
+                "longest reply: lower max_tokens, or raise max_episode_tokens"
+            )
+        return self
 
 
 class OptimConfig(_Group):

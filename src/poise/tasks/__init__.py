@@ -30,12 +30,14 @@ from poise.tasks.base import (
     training_problems,
 )
 from poise.tasks.countdown import Countdown
+from poise.tasks.environment import Environment
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.knights_knaves import KnightsKnaves
 
 TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
     "countdown": Countdown,
+    "environment": Environment,
     "frozenlake": FrozenLake,
 }
 

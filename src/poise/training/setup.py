@@ -32,5 +32,6 @@ def build_sampler(
     announce(engine, note, responses=responses, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     return Sampler(
-        policy, engine, task or config.task.build(), sampling, rollout.max_tokens, rollout.max_prompt, **more
-    )
+        policy, engine, task or config.task.build(), sampling, rollout.max_tokens, rollout.max_prompt,
+        rollout.max_episode_tokens, **more,
+    )  # fmt: skip

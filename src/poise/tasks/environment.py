@@ -1,0 +1,247 @@
+"""Environments in TRL's shape, as a task: what TRL's ``environment_factory`` takes runs unchanged.
+
+An environment has ``reset(**row) -> str | None``, whose text is appended to the prompt. Its other public methods are
+tools: the model calls them, and reads what they return. ``get_reward() -> float``, if there is one, is asked once at
+the end. A reply without a tool call ends the episode. As in TRL, a tool that raises is answered with its error.
+
+**Ours:** a malformed call is answered with an error text; ``reset`` or ``get_reward`` that raises, and any call that
+does not return in time, loses its episode only; where ``reset`` names a parameter ``seed`` that the row lacks, it gets
+the problem's number, so that all attempts at a problem are attempts at the same one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import Any, ClassVar
+
+from poise._lib import user_code as _user_code
+from poise._lib.errors import check_range, short
+from poise.rewards import Rewards
+from poise.tasks.base import Attempt, Message, Problem, Score, Split, TaskError, check_split
+from poise.tasks.streams import check_whole, draw_of_split
+from poise.tasks.tools import Schema, answer_all
+from poise.tasks.watched import HungError, Worker, settled
+
+EMPTY: list[Message] = [{"role": "user", "content": ""}]  # TRL's prompt where there is no data
+_NOT_TOOLS = ("reset", "get_reward")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment in the shape of TRL's ``environment_factory``: ``environment=my_env.py:Env``.
+
+    ``factory`` is a class or function, or where it is. ``reward`` names reward functions, which get ``environments=``;
+    the environment's own ``get_reward`` is added with weight 1. An attempt is correct if its reward reaches
+    ``correct_at``. ``turns`` is the most replies of an episode, ``timeout`` the seconds that one call may take.
+    """
+
+    factory: str | Callable[[], Any]
+    reward: str | Sequence[str] = ()
+    reward_weights: Sequence[float] | None = None
+    correct_at: float = 1.0
+    turns: int = 16
+    timeout: float = 30.0
+    _pool: _Pool = field(init=False, repr=False, compare=False)
+    _rewards: Rewards | None = field(init=False, repr=False, compare=False)
+
+    name: ClassVar[str] = "environment"
+    concurrent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_whole("environment", "turns", self.turns, 1, 64)
+        check_range("environment", "timeout", self.timeout, 0.001)
+        check_range("environment", "correct_at", self.correct_at)
+        factory = self.factory
+        if isinstance(factory, str):
+            factory = _user_code.load("environment", factory, object)
+        elif not callable(factory):
+            raise TypeError(f"environment: factory must be a class or function, got {short(factory)}")
+        named = [self.reward] if isinstance(self.reward, str) else list(self.reward)
+        object.__setattr__(self, "_rewards", Rewards(named, self.reward_weights, quick=True) if named else None)
+        object.__setattr__(self, "_pool", _Pool(factory, self.timeout))
+        if not named and not hasattr(self._pool.kind, "get_reward"):
+            raise ValueError(
+                f"environment: {self._pool.kind.__name__} has no get_reward, and no reward is given: nothing would "
+                "be learned; write that method, or name a reward function with reward="
+            )
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """Rows for ``reset``: without data there is only a number, of which one in ten is for testing."""
+        check_split(split)
+        rng = Random(f"environment {seed}")
+        for _ in count():
+            number = draw_of_split("environment", split, rng, _draw_number)
+            yield Problem(f"environment/{number}", "", "all", {"row": {"prompt": EMPTY}, "number": number})
+
+    def episode(self, problem: Problem) -> EnvironmentEpisode:
+        """One episode, with an environment of its own while it lasts."""
+        return EnvironmentEpisode(problem, self._pool, self.turns, self.correct_at)
+
+    def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
+        """The environment's reward, and those of the reward functions."""
+        scores = [attempt.episode.score() for attempt in attempts]
+        alive = [at for at, score in enumerate(scores) if score.failed is None]
+        if self._rewards is not None and alive:
+            chosen = [attempts[at] for at in alive]
+            rows = [attempt.problem.data["row"] for attempt in chosen]
+            names = {name for row in rows for name in row if name != "prompt"}
+            verdicts = self._rewards.score(
+                prompts=[attempt.prompt for attempt in chosen],
+                completions=[attempt.completion for attempt in chosen],
+                completion_ids=[attempt.completion_ids for attempt in chosen],
+                columns={name: [row.get(name) for row in rows] for name in sorted(names)},
+                ids=[attempt.problem.id for attempt in chosen],
+                environments=[attempt.episode.environment for attempt in chosen],  # type: ignore[attr-defined]
+            )
+            for at, verdict in zip(alive, verdicts, strict=True):
+                scores[at] = self._sum(scores[at], verdict)
+        for attempt in attempts:
+            attempt.episode.close()  # type: ignore[attr-defined]
+        return scores
+
+    def _sum(self, own: Score, verdict: Any) -> Score:
+        reward = own.reward + verdict.reward
+        right = reward >= self.correct_at
+        return Score(reward, right, {**own.parts, **verdict.parts}, verdict.answer, verdict.failed)
+
+
+def _draw_number(rng: Random) -> tuple[str, int]:
+    number = rng.getrandbits(31)
+    return f"environment {number}", number
+
+
+class _Pool:
+    """Environments that are used again and again, as in TRL: made when all others are in use."""
+
+    def __init__(self, factory: Callable[[], Any], timeout: float) -> None:
+        self.factory, self.timeout = factory, timeout
+        self.worker = Worker()
+        first = self._make()
+        self.free = [first]
+        self.kind = type(first)
+        if not callable(getattr(first, "reset", None)):
+            raise ValueError(f"environment: {self.kind.__name__} has no method reset")
+        self.tools = [
+            name
+            for name, _ in inspect.getmembers(self.kind, predicate=inspect.isfunction)
+            if name not in _NOT_TOOLS and not name.startswith("_")
+        ]
+        self.schemas = [_schema(first, name) for name in self.tools]
+        self.wants_seed = "seed" in inspect.signature(self.kind.reset).parameters
+
+    def take(self) -> Any:
+        """An environment that no other episode uses."""
+        try:
+            return self.free.pop()
+        except IndexError:
+            return self._make()
+
+    def run(self, function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        """A call into user code, within the time limit."""
+        return self.worker.run(self.timeout, function, *args, **settings)
+
+    def _make(self) -> Any:
+        try:
+            return self.run(self.factory)
+        except Exception as error:
+            raise ValueError(f"environment: making one failed: {type(error).__name__}: {error}") from error
+
+
+def _schema(environment: Any, name: str) -> Schema:
+    from transformers.utils import get_json_schema
+
+    try:
+        found: Schema = get_json_schema(getattr(environment, name))
+    except Exception as error:
+        raise ValueError(
+            f"environment: {type(environment).__name__}.{name} is public, so it is a tool, and a tool needs type hints "
+            f"and a docstring with an Args section: {error}; or begin its name with _"
+        ) from error
+    return found
+
+
+class EnvironmentEpisode:
+    """One episode in one environment."""
+
+    def __init__(self, problem: Problem, pool: _Pool, turns: int, correct_at: float) -> None:
+        self.problem, self.pool, self.turns, self.correct_at = problem, pool, turns, correct_at
+        self.environment: Any = None
+        self.replies = 0
+        self.failed: str | None = None
+        self.last_words = ""
+
+    def tools(self) -> list[Schema]:
+        """The schemas of the environment's methods."""
+        return self.pool.schemas
+
+    def start(self) -> list[Message]:
+        """The row's prompt, with what ``reset`` returns appended to its last message."""
+        row: Mapping[str, Any] = self.problem.data["row"]
+        prompt = row.get("prompt", EMPTY)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        more = {"seed": self.problem.data["number"]} if self.pool.wants_seed and "seed" not in row else {}
+        said = self._call("reset", **row, **more)
+        if self.failed is None and not isinstance(said, str | None):
+            raise TaskError(f"{self.pool.kind.__name__}.reset must return text or None, got {short(said)}")
+        last = {**messages[-1], "content": messages[-1]["content"] + (said or "")}
+        if self.failed is None and not last["content"]:
+            raise TaskError(
+                f"{self.pool.kind.__name__}.reset returned no text, and there is no prompt: the model would read "
+                "nothing; return the task from reset, or give data with a prompt"
+            )
+        return [*messages[:-1], last]
+
+    def step(self, reply: str) -> list[Message]:
+        """Call the tools that the reply asks for. Without one, or without another turn, the episode ends."""
+        self.replies += 1
+        if self.failed is not None:
+            return []
+        functions = {name: _settling(getattr(self.environment, name)) for name in self.pool.tools}
+        try:
+            said: list[Message] = self.pool.run(answer_all, reply, self.pool.schemas, functions, strict=False)
+        except HungError as error:
+            self.failed = f"a tool of {self.pool.kind.__name__} {error}"
+            return []
+        self.last_words = said[-1]["content"] if said else self.last_words
+        return said if self.replies < self.turns else []
+
+    def score(self) -> Score:
+        """What ``get_reward`` says; without that method 0, to which reward functions add."""
+        reward = 0.0
+        if self.failed is None and hasattr(self.pool.kind, "get_reward"):
+            reward = self._call("get_reward")
+            if reward is None and self.failed is None:
+                self.failed = f"{self.pool.kind.__name__}.get_reward returned None"
+        if self.failed is not None:
+            return Score(0.0, False, failed=self.failed)
+        return Score(reward, reward >= self.correct_at, {self.pool.kind.__name__: reward})
+
+    def feedback(self) -> str:
+        """What the environment said last."""
+        return f"The environment's last words: {self.last_words}" if self.last_words else "No tool was called."
+
+    def close(self) -> None:
+        """Give the environment back. One that has failed is not used again."""
+        if self.failed is None and self.environment is not None:
+            self.pool.free.append(self.environment)
+        self.environment = None
+
+    def _call(self, method: str, **settings: Any) -> Any:
+        """A method of the environment; where it fails, the episode is lost."""
+        try:
+            if self.environment is None:
+                self.environment = self.pool.take()
+            return self.pool.run(getattr(self.environment, method), **settings)
+        except Exception as error:
+            what = str(error) if isinstance(error, HungError) else f"raised {type(error).__name__}: {error}"
+            self.failed = f"{self.pool.kind.__name__}.{method} {what}"
+            return None
+
+
+def _settling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; where it is async, run to its end."""
+    return lambda **arguments: settled(method(**arguments))

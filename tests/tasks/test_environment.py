@@ -1,0 +1,208 @@
+"""Environments in TRL's shape: tools, rewards, mistakes of the model, and environments that raise or hang."""
+
+import json
+import threading
+import time
+from itertools import islice
+
+import pytest
+
+from poise.tasks import Attempt, TaskError, judge_all
+from poise.tasks.environment import Environment
+from poise.tasks.watched import HungError, Worker
+
+
+class Counter:
+    made = 0
+
+    def __init__(self):
+        Counter.made += 1
+        self._log = []
+
+    def reset(self, target: int = 7, **_) -> str:
+        self.total, self.target = 0, target
+        return f"Make the total {target}."
+
+    def add(self, number: int) -> str:
+        """Add to the total.
+
+        Args:
+            number: What to add.
+        """
+        if self.total >= self.target:
+            raise ValueError("Game over.")
+        self.total += number
+        return f"the total is now {self.total}"
+
+    async def look(self) -> int:
+        """Look at the total."""
+        return self.total
+
+    def _hidden(self):
+        """Not a tool."""
+
+    def get_reward(self) -> float:
+        return float(self.total == self.target)
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def play(task, replies, problem=None):
+    problem = problem or next(task.problems("train", 0))
+    episode = task.episode(problem)
+    said = [episode.start()]
+    for reply in replies:
+        said.append(episode.step(reply))
+        if not said[-1]:
+            break
+    (score,) = judge_all(task, [Attempt(problem, episode, said[0], [], [])])
+    return said, score
+
+
+def test_an_episode_calls_tools_until_a_reply_has_no_call():
+    task = Environment(Counter)
+    said, score = play(task, [call("add", number=3), call("add", number=4) + call("look"), "Done.", "More."])
+    assert said == [
+        [{"role": "user", "content": "Make the total 7."}],
+        [{"role": "tool", "name": "add", "content": "the total is now 3"}],
+        [
+            {"role": "tool", "name": "add", "content": "the total is now 7"},
+            {"role": "tool", "name": "look", "content": "7"},
+        ],
+        [],
+    ]
+    assert (score.reward, score.correct, dict(score.parts)) == (1.0, True, {"Counter": 1.0})
+    assert [tool["function"]["name"] for tool in task.episode(next(task.problems("train", 0))).tools()] == [
+        "add",
+        "look",
+    ]
+
+
+def test_mistakes_of_the_model_are_answered_with_errors():
+    replies = [call("ad", number=3), call("add", numbr=3), "<tool_call>?</tool_call>", call("add", number=9)]
+    said, score = play(Environment(Counter), [*replies, call("add", number=9), "Done."])
+    contents = [message["content"] for messages in said[1:] for message in messages]
+    assert "did you mean 'add'" in contents[0]
+    assert "unexpected keyword argument" in contents[1]
+    assert "not JSON" in contents[2]
+    assert contents[3] == "the total is now 9"
+    assert contents[4] == "{'error': 'Game over.'}"
+    assert score.failed is None
+    assert score.reward == 0
+
+
+def test_the_last_turn_counts_but_is_not_answered():
+    said, score = play(Environment(Counter, turns=2), [call("add", number=3), call("add", number=4), "never asked"])
+    assert [len(messages) for messages in said] == [1, 1, 0]
+    assert score.correct
+
+
+def test_environments_are_used_again():
+    task = Environment(Counter)
+    before = Counter.made
+    for _ in range(5):
+        play(task, ["Done."])
+    assert Counter.made == before
+
+
+def test_attempts_at_a_problem_get_its_number_as_seed_where_reset_asks_for_it():
+    class Seeded(Counter):
+        def reset(self, seed: int = 0, **row) -> str:
+            return f"{super().reset(target=seed)} {sorted(row)}"
+
+    task = Environment(Seeded)
+    problems = list(islice(task.problems("train", 0), 3))
+    starts = [task.episode(problem).start()[0]["content"] for problem in [*problems, *problems]]
+    assert starts[:3] == starts[3:]
+    assert len(set(starts)) == 3
+    assert starts[0].endswith("['prompt']")
+    test = {problem.id for problem in islice(task.problems("test", 0), 50)}
+    assert not test & {problem.id for problem in islice(task.problems("train", 0), 500)}
+
+
+def broken(method, how):
+    def fail(*_, **__):
+        return how()
+
+    return type("Broken", (Counter,), {method: fail})
+
+
+def raising():
+    raise OSError("no connection")
+
+
+def hanging():
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("method", ["reset", "get_reward"])
+@pytest.mark.parametrize(("how", "why"), [(raising, "OSError: no connection"), (hanging, "within 0.2 s")])
+def test_an_environment_that_raises_or_hangs_loses_its_episode_only(method, how, why):
+    task = Environment(broken(method, how), timeout=0.2)
+    said, score = play(task, [call("add", number=7), "Done."])
+    assert said[-1] == []
+    assert why in score.failed
+    assert f"Broken.{method}" in score.failed
+    assert (score.reward, score.correct) == (0.0, False)
+    task._pool.kind.reset, task._pool.kind.get_reward = Counter.reset, Counter.get_reward
+    assert play(task, [call("add", number=7), "Done."])[1].correct
+
+
+def test_a_tool_that_hangs_loses_its_episode_and_a_reward_gained_before_is_not_counted():
+    class Slow(Counter):
+        def wait(self) -> str:
+            """Wait."""
+            time.sleep(60)
+
+    task = Environment(Slow, timeout=0.2)
+    said, score = play(task, [call("add", number=7), call("wait"), "Done."])
+    assert said[-1] == []
+    assert "a tool of Slow did not return within 0.2 s" in score.failed
+    assert score.reward == 0
+    assert score.parts == {}
+
+
+def test_reward_functions_get_the_environments_and_are_added():
+    def totals(environments, completions, **_):
+        assert len(completions) == len(environments)
+        return [environment.total / 10 for environment in environments]
+
+    task = Environment(Counter, reward=[totals])
+    _, score = play(task, [call("add", number=7), "Done."])
+    assert score.reward == pytest.approx(1.7)
+    assert dict(score.parts) == {"Counter": 1.0, "totals": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (type("NoReset", (), {"get_reward": lambda _: 1.0}), "NoReset has no method reset"),
+        (type("NoReward", (), {"reset": lambda _: "Hi."}), "no get_reward, and no reward is given"),
+        (type("NoHints", (Counter,), {"jump": lambda _, far: far}), "NoHints.jump is public, so it is a tool"),
+        (lambda: 1 / 0, "making one failed: ZeroDivisionError"),
+        (3, "must be a class or function, got 3"),
+        ("nothing.here.Env", "there is no module"),
+    ],
+)
+def test_what_is_no_environment_is_refused(kind, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Environment(kind)
+
+
+def test_an_environment_that_shows_nothing_is_refused():
+    task = Environment(type("Silent", (Counter,), {"reset": lambda *_, **__: None}))
+    with pytest.raises(TaskError, match="the model would read nothing"):
+        task.episode(next(task.problems("train", 0))).start()
+
+
+def test_a_worker_keeps_its_thread_until_a_call_hangs():
+    worker = Worker()
+    first = worker.run(5, threading.get_ident)
+    assert worker.run(5, threading.get_ident) == first
+    with pytest.raises(HungError, match=r"within 0.05 s"):
+        worker.run(0.05, time.sleep, 30)
+    assert worker.run(5, threading.get_ident) != first
+    with pytest.raises(KeyError):
+        worker.run(5, {}.__getitem__, "x")
