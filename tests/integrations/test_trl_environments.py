@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 import transformers
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
@@ -12,9 +11,9 @@ from datasets import Dataset  # noqa: E402
 
 from poise.algorithms.sampler import Sampler  # noqa: E402
 from poise.models.policy import load_policy  # noqa: E402
-from poise.rollout.types import Rollouts  # noqa: E402
 from poise.tasks.environment import Environment  # noqa: E402
 from support import trl_runs  # noqa: E402
+from support.scripted import Scripted  # noqa: E402
 from support.trl_runs import config  # noqa: E402
 
 
@@ -81,7 +80,7 @@ def next_reply(text):
     return EPISODES[number][text.count("<|im_start|>assistant") - 1] + "<|im_end|>"
 
 
-class Scripted(trl.GRPOTrainer):
+class ScriptedTrainer(trl.GRPOTrainer):
     def _generate_single_turn(self, prompt_ids, *_, **__):
         replies = [next_reply(text) for text in self.processing_class.batch_decode(prompt_ids)]
         return self.processing_class(replies)["input_ids"], None
@@ -91,27 +90,10 @@ class Scripted(trl.GRPOTrainer):
         return self.rewards
 
 
-class Script:
-    """The same replies, as an engine of ours."""
-
-    def __init__(self, policy):
-        self.policy = policy
-
-    def sample(self, requests, sampling, seed, done=None):
-        del sampling, seed, done
-        prompts = [list(request.prompt) for request in requests]
-        replies = [next_reply(self.policy.tokenizer.decode(ids)) for ids in prompts]
-        rows = [torch.tensor(self.policy.tokenizer(reply)["input_ids"]) for reply in replies]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        zero = torch.zeros(tokens.shape)
-        return Rollouts(prompts, tokens, mask, zero, zero, torch.ones(len(rows), dtype=torch.bool))
-
-
 @pytest.mark.parametrize(("kind", "functions"), [(Rewarded, []), (Counter, [tens]), (Rewarded, [tens])])
 def test_an_environment_runs_unchanged_in_both_trainers(kind, functions, model, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": f"Episode {i}. Make the total 7."}]} for i in range(4)]
-    trainer = Scripted(
+    trainer = ScriptedTrainer(
         model, list(functions), config(tmp_path, max_completion_length=400, num_generations=2), Dataset.from_list(rows),
         environment_factory=kind,
     )  # fmt: skip
@@ -121,7 +103,8 @@ def test_an_environment_runs_unchanged_in_both_trainers(kind, functions, model, 
     policy = load_policy(model, device="cpu")
     task = Environment(kind, reward=functions)
     problems = [make_problem(task, row) for row in rows]
-    samples = Sampler(policy, Script(policy), task, max_tokens=100).play(problems, seed=0)
+    engine = Scripted(policy, lambda _number, _turn, prompt: next_reply(policy.tokenizer.decode(prompt)))
+    samples = Sampler(policy, engine, task, max_tokens=200).play(problems, seed=0)
     for number, sample in enumerate(samples):
         row = 2 * number  # TRL has two attempts at each
         theirs = output["prompt_ids"][row][output["prompt_mask"][row] == 1].tolist()
