@@ -1,6 +1,7 @@
 """Rewards for problems that have an answer, with TRL's signature; and yours, by ``file.py:name``. No torch here."""
 
 from poise.rewards.base import GOLD_COLUMNS, Reward, RewardError, TrainerState, Verdict, text_of
+from poise.rewards.maths import Math
 from poise.rewards.names import TABLE, get, names
 from poise.rewards.run import Rewards
 from poise.rewards.simple import Choice, Exact, Format, Number, Overlong, Regex
@@ -11,6 +12,7 @@ __all__ = [
     "Choice",
     "Exact",
     "Format",
+    "Math",
     "Number",
     "Overlong",
     "Regex",

@@ -6,16 +6,17 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from poise._lib.errors import short
 from poise.rewards import worker
 from poise.rewards.base import RewardError, TrainerState
-from poise.rewards.names import Spec
-from poise.rewards.processes import LostError, Process
+from poise.rewards.processes import LOADING, LostError, Process
+
+if TYPE_CHECKING:
+    from poise.rewards.names import Spec
 
 MOST_FAILED = 0.05  # of a batch's rows; with more, waiting for each would take hours
-LOADING = 300.0  # seconds that a worker may take to import the reward: it may need large libraries
 
 
 @dataclass

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from functools import lru_cache
 
 LONGEST = 500  # characters of an answer that are worth comparing
 _SIGNS = str.maketrans({
@@ -54,8 +55,11 @@ _NO_UNITS = SCALES | {
 _LARGEST_EXPONENT = 300
 
 
+@lru_cache(4096)  # the right answer is asked for again for every response of a group
 def clean(text: str) -> str:
     """The formula in the common spelling, with single blanks. The caller limits its length."""
+    if _NUMBER.fullmatch(text):
+        return text
     if not text.isascii():
         text = "".join(c for c in text.translate(_SIGNS) if unicodedata.category(c) not in ("Cf", "Cc", "Cs"))
     text = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "", text)
@@ -73,7 +77,7 @@ def _without_units(text: str) -> str:
     while head.endswith(("}", "}^2", "}^3")) and (last := _last_text(head)):
         if last[1].strip().lower() in _NO_UNITS:
             return text
-        head = head[: last.start()].rstrip()
+        head = head[: last.start()].rstrip(" /")
     unit = _UNIT.search(head[-120:])
     if unit:
         words = re.findall("[A-Za-z]+", unit[0])

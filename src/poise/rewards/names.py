@@ -13,12 +13,14 @@ from poise._lib import user_code as _user_code
 from poise._lib.calls import read_call
 from poise._lib.errors import short, unknown
 from poise.rewards import worker
+from poise.rewards.maths import Math
 from poise.rewards.simple import Choice, Exact, Format, Number, Overlong, Regex
 
 TABLE: dict[str, type] = {
     "exact": Exact,
     "choice": Choice,
     "number": Number,
+    "math": Math,
     "regex": Regex,
     "format": Format,
     "overlong": Overlong,

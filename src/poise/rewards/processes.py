@@ -16,6 +16,8 @@ from typing import Any
 
 from poise.rewards import worker
 
+LOADING = 300.0  # seconds that a worker may take to import what it needs
+
 
 class LostError(Exception):
     """A worker that did not answer in time, or that has ended. It is killed already."""
@@ -24,9 +26,9 @@ class LostError(Exception):
 class Process:
     """One worker. It dies with this object, and with this process, however that ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: str = "reward") -> None:
         watched, self._life = os.pipe()
-        command = [sys.executable, "-P", worker.__file__, str(watched)]
+        command = [sys.executable, "-P", worker.__file__, str(watched), service]
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(

@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import os
+import resource
 import select
 import signal
 import struct
@@ -239,20 +240,117 @@ def _watch(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def main() -> None:
-    """Answer requests until there are no more. What the reward prints goes to standard error."""
-    die_with(int(sys.argv[1]))
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    server = Server()
-    while True:
+class Pipes:
+    """Requests in, replies out. What the reward itself prints goes to standard error, and it has nothing to read."""
+
+    def __init__(self) -> None:
+        self.requests, self.replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)
+
+    def read(self) -> Any:
+        """The next request; None where there are no more."""
         try:
-            request = read(requests)
+            return read(self.requests)
         except EOFError:
-            return
-        replies.write(pack(getattr(server, request.pop("do"))(**request), default=str))
-        replies.flush()
+            return None
+
+    def write(self, reply: Any) -> None:
+        """Send a reply."""
+        self.replies.write(pack(reply, default=str))
+        self.replies.flush()
+
+
+def serve_reward(pipes: Pipes) -> None:
+    """Answer requests until there are no more."""
+    server = Server()
+    while (request := pipes.read()) is not None:
+        pipes.write(getattr(server, request.pop("do"))(**request))
+
+
+def serve_math(pipes: Pipes) -> None:
+    """Compare formulas with math-verify until there are no more. It is loaded once; the checks run in a fork.
+
+    A check that takes longer than its share of processor time is killed with the fork by the system, and another fork
+    takes its place in a few milliseconds. Time that others take on a busy machine does not count.
+    """
+    if (request := pipes.read()) is None:
+        return
+    sys.path[:] = request["path"]
+    try:
+        check = _math_check()
+    except Exception as error:
+        pipes.write({"wrong": f"{type(error).__name__}: {error}"})
+        return
+    pipes.write({})
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # parsers complain there about what models write
+    while True:
+        fork = os.fork()
+        if fork == 0:
+            _check_all(pipes, check)
+        code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+        if code in (0, -signal.SIGKILL, -signal.SIGTERM):  # no more requests, or killed by somebody else
+            sys.exit(abs(code))
+        pipes.write({"equal": None})
+
+
+def _check_all(pipes: Pipes, check: Callable[[str, str], bool]) -> None:
+    limit_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    while (request := pipes.read()) is not None:
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        try:
+            equal = check(request["gold"], request["answer"])
+        except MemoryError:
+            os._exit(1)
+        except Exception:
+            equal = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        pipes.write({"equal": equal})
+    os._exit(0)
+
+
+def limit_memory(size: int = 4 << 30) -> None:
+    """Let this process ask for no more than ``size`` bytes."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    if most == resource.RLIM_INFINITY or most > size:
+        resource.setrlimit(resource.RLIMIT_AS, (size, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _math_check() -> Callable[[str, str], bool]:
+    """A function of two formulas, warmed up: the first use of a part of sympy is slow."""
+    import logging
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.disable(logging.CRITICAL)
+    # Formulas alone: what math-verify reads as plain expressions, it evaluates as Python.
+    formulas = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+
+    def read(formula: str) -> Any:
+        boxed = f"\\boxed{{{formula}}}"
+        return parse(boxed, extraction_config=formulas, fallback_mode="no_fallback", parsing_timeout=None)
+
+    def check(gold: str, answer: str) -> bool:
+        return bool(verify(read(gold), read(answer), timeout_seconds=None, raise_on_error=True))
+
+    for gold, answer in WARM_UP:
+        check(gold, answer)
+    return check
+
+
+WARM_UP = (
+    (r"x^2+2x+1", r"(x+1)^2"), (r"\sqrt{12}", r"3\sqrt{2}"), (r"y=2x+1", r"y-2x=2"), (r"\sin^2{x}+\cos^2{x}", r"1"),
+    (r"(1,2)\cup(3,x)", r"[1,2]"), (r"\frac{\pi}{2}", r"1.5"), (r"\{1,\sqrt{2}\}", r"\{\sqrt{2},2\}"), (r"x>2", r"x<2"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"), (r"\log_2{3}", r"e^{2i}"),
+)  # fmt: skip
+
+
+def main() -> None:
+    """Serve what the command line asks for. It has the parent's pipe and the service."""
+    die_with(int(sys.argv[1]))
+    {"reward": serve_reward, "math": serve_math}[sys.argv[2]](Pipes())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+r"""Whether an answer is the right one, as far as that can be told without computer algebra.
+
+Decided here, on purpose:
+
+- Where the right answer is a plain number, the answer must be one too: ``2^{10}`` is no answer to "how much is 2^10".
+- Numbers are compared exactly: 0.333 is not 1/3. ``10%`` is 10, and not 0.1. Units are not compared.
+- Brackets count: ``(1,2)``, ``[1,2]`` and ``\{1,2\}`` are three things. A list without brackets is a set, in any order.
+- ``x = 5`` is 5 where the right answer names no variable, and 5 is ``x = 5`` where it does.
+- Words are compared without regard to case.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from poise.rewards.formulas import LONGEST, canonical, clean, number
+
+_OR = re.compile(r"\\text\s?\{\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|;")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]{3,}")
+_ENDLESS = re.compile(r"\^[{(\s]*-?\d{5}|\d[})\s]*\^[{(\s]*\d+[})\s]*\^|\d{4}\s*!|!\s*!")  # 9^{99999}, 9^{9^9}, 9999!
+_DEEPEST = 30  # brackets in brackets
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def equal(answer: str, gold: str) -> bool | None:
+    """Whether the two are the same; None where it takes computer algebra to tell."""
+    if len(answer) > LONGEST or len(gold) > LONGEST:
+        return bool(answer.split()) and answer.split() == gold.split()
+    answer, gold = clean(answer), clean(gold)
+    if _squeezed(answer) == _squeezed(gold):
+        return bool(answer)
+    return _compare(answer, gold) if answer else False
+
+
+def worth_checking(answer: str, gold: str) -> bool:
+    """Whether computer algebra has a chance: not where the answer nests too deep, or asks for numbers without end."""
+    if bool(_ENDLESS.search(answer)) and not _ENDLESS.search(gold):
+        return False
+    depth = deepest = 0
+    for char in answer:
+        depth += (char in _OPENING) - (char in _CLOSING)
+        deepest = max(deepest, depth)
+    return deepest <= _DEEPEST
+
+
+def spelling(answer: str) -> str:
+    """The answer in a form in which equal answers are, as a rule, equal texts."""
+    if len(answer) > LONGEST:
+        return " ".join(answer[: 4 * LONGEST].split())
+    answer = clean(answer)
+    opening, items, closing = _collection(answer)
+    values = [number(_right_side(item)) for item in items]
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return answer.casefold() if _WORDS.fullmatch(answer) else _squeezed(answer)
+    if len(numbers) == 1 and not opening:
+        return canonical(numbers[0])
+    ordered = sorted(numbers) if opening in ("", r"\{") else numbers
+    return opening + ",".join(canonical(value) for value in ordered) + closing
+
+
+def _compare(answer: str, gold: str) -> bool | None:
+    value = number(gold)
+    if value is not None:
+        return number(_right_side(answer)) == value
+    if _WORDS.fullmatch(gold):
+        return answer.casefold() == gold.casefold()
+    if _squeezed(answer).strip("()") == _squeezed(gold).strip("()") and len(gold.strip("() ")) == 1:
+        return True  # (B) is B
+    (opening, items, closing), right = _collection(answer), _collection(gold)
+    if len(items) > 1 or len(right[1]) > 1:
+        return _compare_items((opening, items, closing), right)
+    if _equals(gold) is None:
+        answer = _right_side(answer)
+    elif _equals(answer) is None:
+        gold = _right_side(gold)
+    else:
+        return None
+    value = number(gold)
+    return number(answer) == value if value is not None else (_squeezed(answer) == _squeezed(gold) or None)
+
+
+def _compare_items(answer: tuple[str, list[str], str], gold: tuple[str, list[str], str]) -> bool | None:
+    brackets = [(opening.strip("\\{"), closing.strip("\\}")) for opening, _, closing in (answer, gold)]
+    if brackets[0] != brackets[1]:
+        return False if len(answer[1]) > 1 and len(gold[1]) > 1 else None
+    values = [[number(_right_side(item)) for item in items] for items in (answer[1], gold[1])]
+    if None not in values[0] and None not in values[1]:
+        said, right = ([value for value in side if value is not None] for side in values)
+        return said == right if brackets[0] != ("", "") else _as_set(said) == _as_set(right)
+    if len(answer[1]) != len(gold[1]):
+        return False if brackets[0] != ("", "") else None
+    if brackets[0] == ("", ""):
+        same = sorted(map(_squeezed, answer[1])) == sorted(map(_squeezed, gold[1]))
+        return True if same else None
+    verdicts = [_squeezed(a) == _squeezed(g) or _compare(a, g) for a, g in zip(answer[1], gold[1], strict=True)]
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def _as_set(values: list[Fraction]) -> list[Fraction]:
+    return sorted(set(values))
+
+
+def _collection(text: str) -> tuple[str, list[str], str]:
+    """Its brackets and its items: one item, if it is no collection. Commas in 1,234 separate nothing."""
+    text = _OR.sub(",", text).strip()
+    if number(text) is not None:
+        return "", [text], ""
+    for start, ends in ((r"\{", (r"\}",)), ("(", (")", "]")), ("[", ("]", ")"))):
+        for end in ends:
+            inside = text[len(start) : len(text) - len(end)]
+            if text.startswith(start) and text.endswith(end) and len(_split(inside)) > 1 and _balanced(inside):
+                return start, _split(inside), end
+    return "", _split(text), ""
+
+
+def _split(text: str) -> list[str]:
+    """Cut at the commas that stand outside brackets."""
+    parts, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in _OPENING) - (char in _CLOSING)
+        if char == "," and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    parts.append(text[start:].strip())
+    return [part for part in parts if part] or [text]
+
+
+def _balanced(text: str) -> bool:
+    """Whether no bracket is closed that was opened outside."""
+    depth = 0
+    for char in text:
+        depth += (char in _OPENING) - (char in _CLOSING)
+        if depth < 0:
+            return False
+    return True
+
+
+def _right_side(text: str) -> str:
+    """What follows the last equals sign."""
+    sign = _equals(text)
+    return clean(text[sign + 1 :]) if sign is not None else text
+
+
+def _equals(text: str) -> int | None:
+    """Where its last equals sign is that stands outside brackets."""
+    depth, last = 0, None
+    for i, char in enumerate(text):
+        depth += (char in _OPENING) - (char in _CLOSING)
+        if char == "=" and depth == 0 and text[i - 1 : i] not in ("<", ">", "!", ":", "\\"):
+            last = i
+    return last
+
+
+def _squeezed(text: str) -> str:
+    return text.replace(" ", "")

@@ -1,0 +1,166 @@
+"""The reward for mathematics: exact comparison where that decides, math-verify in killable processes for the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar
+
+from poise._lib.errors import check_range
+from poise.rewards import answers, equality, formulas
+from poise.rewards.base import RewardError, gold_of, text_of
+from poise.rewards.processes import LOADING, LostError, Process
+
+MOST_WORKERS = 4
+REMEMBERED = 20_000  # pairs of answer and gold: a group of responses often has the same answer many times
+PATIENCE = 300.0  # seconds of a stuck machine: the limit of a check is processor time, and far smaller
+MISSING = "math needs math-verify: pip install 'poise[math]' (for plain numbers, the reward 'number' does without it)"
+
+
+@dataclass(frozen=True)
+class Math:
+    r"""1.0 where the stated answer (``\boxed{}``, ``<answer>``, ``####``, "the answer is") equals the gold one, or 0.0.
+
+    ``equality`` says what is decided without computer algebra. For the rest math-verify has ``seconds`` of processor
+    time a check. What takes longer is wrong, and counted: the metric ``math/cut_off``. With ``last_number`` a reply
+    that states no answer is taken at its last number.
+    """
+
+    seconds: float = 1.0
+    last_number: bool = False
+    column: str | None = None
+    __name__: ClassVar[str] = "math"
+
+    def __post_init__(self) -> None:
+        check_range("math", "seconds", self.seconds, 0.01, 60)
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError(MISSING)
+
+    def __call__(
+        self, completions: list[Any], log_metric: Callable[[str, float], None] | None = None, **columns: Any
+    ) -> list[float | None]:
+        """One value per completion; None where the data has no answer."""
+        golds = gold_of("math", columns, self.column, len(completions))
+        said = [self._stated(text_of(completion)) for completion in completions]
+        open_pairs: dict[tuple[str, str], bool] = {}
+        values = [self._decide(answer, gold, open_pairs) for answer, gold in zip(said, golds, strict=True)]
+        found, cut_off = checks().equal(list(open_pairs), self.seconds) if open_pairs else ({}, 0)
+        if log_metric is not None:
+            log_metric("math/cut_off", float(cut_off))
+        return [float(any(found[pair] for pair in value)) if isinstance(value, list) else value for value in values]
+
+    def answer(self, text: str) -> str | None:
+        """What the reply says, in a form in which equal answers are, as a rule, equal texts."""
+        said = self._stated(text)
+        return None if said is None else equality.spelling(said) or None
+
+    def _stated(self, text: str) -> str | None:
+        said = answers.stated(text)
+        if said is None and self.last_number:
+            said = answers.last_number(answers.conclusion(text))
+        return said
+
+    def _decide(
+        self, answer: str | None, golds: list[str], open_pairs: dict[tuple[str, str], bool]
+    ) -> float | list[tuple[str, str]] | None:
+        """The value, or the pairs of which one must be equal; those go to ``open_pairs`` too."""
+        if not golds:
+            return None
+        if answer is None:
+            return 0.0
+        pairs = []
+        for text in golds:
+            gold = answers.gold(text)
+            verdict = equality.equal(answer, gold)
+            if verdict:
+                return 1.0
+            if verdict is None:
+                pair = (formulas.clean(gold), formulas.clean(answer))
+                if equality.worth_checking(pair[1], pair[0]):
+                    pairs.append(pair)
+        open_pairs.update(dict.fromkeys(pairs, True))
+        return pairs or 0.0
+
+
+class Checks:
+    """Processes that run math-verify, started when first needed, and what they have found."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._found: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._idle: list[Process] = []
+
+    def equal(self, pairs: Sequence[tuple[str, str]], seconds: float) -> tuple[dict[tuple[str, str], bool], int]:
+        """Whether gold and answer are equal, per pair; and how many checks of these were cut off, now or earlier."""
+        with self._lock:
+            open_pairs: SimpleQueue[tuple[str, str]] = SimpleQueue()
+            for pair in pairs:
+                if pair not in self._found:
+                    open_pairs.put(pair)
+            count = min(_processors(), MOST_WORKERS, -(-open_pairs.qsize() // 4))
+            if count:
+                with ThreadPoolExecutor(count) as pool:
+                    for done in [pool.submit(self._work, open_pairs, seconds) for _ in range(count)]:
+                        done.result()
+            found = {pair: self._found[pair] for pair in pairs}
+            while len(self._found) > REMEMBERED:
+                self._found.popitem(last=False)
+        return {pair: bool(equal) for pair, equal in found.items()}, list(found.values()).count(None)
+
+    def close(self) -> None:
+        """End the processes."""
+        while self._idle:
+            self._idle.pop().kill()
+
+    def _work(self, pairs: SimpleQueue[tuple[str, str]], seconds: float) -> None:
+        process = self._idle.pop() if self._idle else None
+        while not pairs.empty():
+            try:
+                pair = pairs.get_nowait()
+            except Empty:  # another thread has taken it
+                break
+            request = {"gold": pair[0], "answer": pair[1], "seconds": seconds}
+            self._found[pair] = None
+            for _ in range(2):  # a worker that somebody killed is no fault of the answer
+                process = process if process is not None and process.alive else _started()
+                with suppress(LostError):
+                    self._found[pair] = process.ask(request, PATIENCE)["equal"]
+                    break
+        if process is not None and process.alive:
+            self._idle.append(process)
+
+
+def _started() -> Process:
+    process = Process("math")
+    try:
+        reply = process.ask({"path": sys.path}, LOADING)
+    except LostError as error:
+        reply = {"wrong": str(error)}
+    if "wrong" in reply:
+        process.kill()
+        raise RewardError(f"reward 'math' could not start math-verify: {reply['wrong']}; {MISSING}")
+    return process
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_CHECKS: Checks | None = None
+
+
+def checks() -> Checks:
+    """The processes of this process: a fork gets its own."""
+    global _CHECKS
+    if _CHECKS is None or _CHECKS.owner != os.getpid():
+        _CHECKS = Checks()
+    return _CHECKS
