@@ -1,0 +1,156 @@
+"""Settings typed as key=value, and what mistakes are answered with."""
+
+import sys
+import types
+
+import pytest
+
+from poise import Phase, regulators, tasks
+from poise.config.schema import load
+from support.batches import random_batch
+from support.configs import problem, problems
+
+
+def test_overrides_reach_every_corner():
+    config = load("grpo", [
+        "task.people=2-3",
+        "steps=1e1", "seed = 3", "optim.lr=3e-7", "optim.betas=[0.8, 0.9]", "objective.dual_clip=null",
+        "lora.rank=4", "lora.targets=[q_proj, v_proj]", "tracking=wandb", "run=2026-01-02", "model=some/folder",
+        "evaluation={every: 5, problems: 9}", "stop_at=0.9", "rollout.temperature=1", "remote_code=true",
+    ])  # fmt: skip
+    assert (config.steps, config.seed, config.optim.lr, config.optim.betas) == (10, 3, 3e-7, (0.8, 0.9))
+    assert config.objective.dual_clip is None
+    assert config.task.settings == {"people": "2-3"}
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (4, 32, ("q_proj", "v_proj"))
+    assert (config.tracking, config.run, config.model) == (("wandb",), "2026-01-02", "some/folder")
+    assert (config.evaluation.every, config.evaluation.problems, config.evaluation.temperature) == (5, 9, 0)
+    assert (config.stop_at, config.rollout.temperature, config.remote_code) == (0.9, 1.0, True)
+    assert config.optim.mini_batch == 256
+
+
+@pytest.mark.parametrize(
+    ("overrides", "regulator"),
+    [
+        (["regulator=ar", "regulator.alpha=0.3"], "ar(alpha=0.3)"),
+        (["regulator.alpha=0.3", "regulator=ar"], "ar(alpha=0.3)"),
+        (["regulator=ar(alpha=0.1) | lopti", "regulator.threshold=0.5"], "ar(alpha=0.1) | lopti(threshold=0.5)"),
+        (["regulator=lopti", "regulator.order=high-first"], "lopti(order='high-first')"),
+        (["regulator=nthr(eta=0.5)", "regulator.eta=null", "regulator.beta=5e-1"], "nthr(beta=0.5)"),
+        (["regulator.passes=2"], "grpo(passes=2)"),
+        (
+            ["regulator=tr-grpo", "regulator.low=2", "regulator.high=3"],
+            "tr-grpo(low=2, high=3)",
+        ),  # alone low is too high
+    ],
+)
+def test_settings_of_the_regulator_by_name(overrides, regulator):
+    assert load("grpo", overrides).regulator == regulator
+
+
+def test_settings_of_a_users_own_regulator(monkeypatch):
+    module = types.ModuleType("users_module")
+    exec("import poise\n@poise.regulator\ndef plain(batch, gain=1.0): return make(batch, gain)", vars(module))
+    module.make = lambda batch, gain: [Phase.of(batch, gain)]
+    monkeypatch.setitem(sys.modules, "users_module", module)
+    config = load("demo", ["regulator=users_module.plain | lopti", "regulator.gain=0.5"])
+    assert config.regulator == "users_module:plain(gain=0.5) | lopti"
+    assert regulators.parse(config.regulator)(random_batch())[0].policy.max() == 0.5
+
+
+def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
+    monkeypatch.setitem(tasks.TASKS, "other", lambda size=3: ("other", size))
+    assert load("grpo", ["task.name=other"]).task.settings == {}
+    assert load("grpo", ["task.size=4", "task.name=other"]).task.settings == {"size": 4}
+    assert load("grpo", ["task.name=kk"]).task.settings == {"people": "3-7"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lr=1e-6", "unknown key 'lr'; did you mean 'optim.lr'?"),
+        ("stpes=3", "unknown key 'stpes'; did you mean 'steps'?"),
+        ("optm.lr=3", "unknown key 'optm'; did you mean 'optim'?"),
+        ("optim.clip_low=0.1", "unknown key 'optim.clip_low'; did you mean 'objective.clip_low'?"),
+        ("rollout.temprature=1", "did you mean 'rollout.temperature' or 'evaluation.temperature'?"),
+        ("optim.zzz=1", "unknown key 'optim.zzz'. (allowed in optim: betas, grad_clip, lr, micro_tokens,"),
+        ("zzz=1", "unknown key 'zzz'. (allowed: advantage, algorithm, checkpoint_every, compile,"),
+        ("task.poeple=3", "unknown key 'task.poeple'; did you mean 'task.people'?"),
+        ("people=3", "unknown key 'people'; did you mean 'task.people'?"),
+        ("passes=2", "unknown key 'passes'; did you mean 'regulator.passes'?"),
+        ("task.people=99", "task: knights and knaves: people must be between 2 and 12, got 99"),
+        ("task.people=5-3", "task: KnightsKnaves: people = '5-3' is empty; in a range the smaller number comes first"),
+        ("task.people=two", "task: KnightsKnaves: people must be like 5, (3, 4) or '3-7', got 'two'"),
+        ("task.noise=much", "task: KnightsKnaves: noise must be a number, got 'much'"),
+        ("task.name=kq", "task: unknown task 'kq'; did you mean 'kk'? (allowed: kk, "),
+        ("task=kk", "task = 'kk': must be a group of settings, key: value"),
+        ("steps=0", "steps = 0: must be at least 1"),
+        ("steps=1.5", "steps = 1.5: must be a whole number"),
+        ("steps=true", "steps = True: must be a number"),
+        ("steps='3'", "steps = '3': must be a number"),
+        ("steps=", "steps = None: must be a whole number"),
+        ("model=", "model = None: must be text"),
+        ("model=''", "model = '': must not be empty"),
+        ("optim.lr=-1", "optim.lr = -1: must be greater than 0"),
+        ("optim.lr=.inf", "optim.lr = inf: must be a finite number"),
+        ("optim.betas=[0.9]", "optim.betas.1 = [0.9]: is missing"),
+        ("optim.betas=[0.9, 1.0]", "optim.betas.1 = 1.0: must be less than 1"),
+        ("stop_at=90", "stop_at = 90: must be at most 1"),
+        ("stop_at=0.9", "stop_at = 0.9: accuracy is measured only before and after training; set evaluation.every"),
+        ("group=1", "group = 1: advantage 'group-zscore' compares the responses to a prompt with each other"),
+        ("advantage=zscore", "'leave-one-out' or 'reinforce-pp'; did you mean 'group-zscore'?"),
+        ("dtype=bf16", "dtype = 'bf16': must be 'auto', 'float32' or 'bfloat16'; did you mean 'bfloat16'?"),
+        ("device=gpu", "device = 'gpu': must be auto, or a device of torch such as cpu, cuda or cuda:1"),
+        ("remote_code=perhaps", "remote_code = 'perhaps': must be true or false"),
+        ("tracking=3", "tracking = 3: must be a list"),
+        ("lora.targets=all", "lora.targets = 'all': must be all-linear, or a list of module names such as"),
+        ("lora.dropout=0.1", "lora.dropout = 0.1: must be 0: with dropout the update would not see the policy"),
+        ("evaluation.temperature=0", "evaluation: samples = 4 at temperature 0: greedy samples are all the same"),
+        ("objective.clip_low=3", "objective: clip_low must be between 0.0 and 1.0, got 3.0"),
+        ("objective.kl=k4", "objective: unknown kl 'k4'; did you mean 'k3'? (allowed: k1, k2, k3)"),
+        ("objective.aggregation=fixed-length", "objective: aggregation 'fixed-length' needs max_length"),
+        ("regulator=lopty", "regulator = 'lopty': unknown regulator 'lopty'; did you mean 'lopti'?"),
+        ("regulator=ar(alfa=1)", "regulator = 'ar(alfa=1)': unknown setting of ar 'alfa'; did you mean 'alpha'?"),
+        ("regulator.alpha=1", "('grpo' has: passes; alpha is a setting of ar, tr-grpo, amplify)"),
+        ("regulator.pases=2", "unknown key 'regulator.pases'; did you mean 'regulator.passes'? ('grpo' has: passes)"),
+        ("regulator.passes=0", "regulator.passes = 0: grpo: passes must be between 1 and 100, got 0"),
+        ("regulator.passes=0x" + "f" * 9000, "regulator.passes = a whole number of 36000 bits: "),
+        ("regulator." + "a" * 9000 + "=1", "unknown key 'regulator.aaaa"),
+        ("regulator=a." + "a" * 9000, "...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa': is too long"),
+        ("regulator=ar(alpha=" + "-" * 3000 + "1)", "cannot read the settings of 'ar' in 'ar(alpha=---"),
+        ("regulator=subprocess.Popen('true')", "'subprocess.Popen' is not a regulator: let a class inherit from"),
+        ("regulator=no_such_module.Mine", "there is no module 'no_such_module' to import"),
+        ("a." * 5000 + "a=1", ": the key has 5001 levels, more than 20"),
+        ("a" * 90_000 + "=1", "unknown key 'aaaa"),
+        ("model=" + "a" * 90_000, "aaaa': is too long"),
+        ("dtype=" + "a" * 90_000, "aaaa': must be 'auto', 'float32' or 'bfloat16'"),
+        ("model=" + "a" * 200_000, "aaaa': cannot read the value: it has more than 100,000 characters"),
+        ("steps=1e999999", "steps = inf: must be a finite number"),
+        ("steps=1e30", "steps = 1e+30: is too large"),
+        ("seed=99999999999999999999", "seed = 99999999999999999999: must be at most 2147483647"),
+        ("optim.lr=1e999999", "optim.lr = inf: must be a finite number"),
+        ("optim.betas=[" + "1," * 3000 + "]", "optim.betas = [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, ...]: must have at most 2"),
+        ("steps=!!int x", "override 'steps=!!int x': cannot read the value: cannot read the value 'x'"),
+        ("steps=\0", "cannot read the value: unacceptable character #x0000"),
+        ("lr", "override 'lr': write key=value, such as optim.lr=1e-6"),
+        ("=3", "override '=3': write key=value, such as optim.lr=1e-6"),
+        ("optim.=3", "override 'optim.=3': write key=value, such as optim.lr=1e-6"),
+        ("optim.betas=[1", "override 'optim.betas=[1': cannot read the value: expected ',' or ']'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_answered_with_what_was_meant(override, message):
+    line = problem(override)
+    assert message in line
+    assert len(line) < 600
+
+
+def test_a_setting_that_two_parts_have_is_ambiguous():
+    line = problem("regulator=ar | amplify", "regulator.alpha=0.3")
+    assert line == "regulator.alpha: ar and amplify both have it; write the regulator out, regulator='ar | amplify'"
+    assert "unknown regulator 'lopty'" in problem("regulator=lopty", "regulator.alpha=0.3")
+    assert problem("regulator=ar | amplify", "alpha=1").endswith("did you mean 'lora.alpha' or 'regulator.alpha'?")
+
+
+def test_all_problems_are_told_at_once():
+    assert len(problems("stpes=3", "lr=1", "group=0", "dtype=half")) == 4
+    assert len(problems("lr", "x=[")) == 2
+    assert len(problems("regulator.alpha=1", "regulator.passes=0")) == 2
