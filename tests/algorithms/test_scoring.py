@@ -42,7 +42,7 @@ def sample(task, engine, count=6, group=2, **settings):
     model = policy()
     asked = [Problem(str(i), str(i), "", {}) for i in range(count) for _ in range(group)]
     encoded = prompts(count)
-    model.encode = lambda messages: encoded[int(messages[0]["content"])]
+    model.encode = lambda messages, _tools=(): encoded[int(messages[0]["content"])]
     sampler = Sampler(model, engine(model, **settings), task, max_tokens=40)
     samples = sampler.play(asked, seed=0)
     assert [sample.text for sample in samples] == [" ".join(map(str, s.tokens.tolist())) for s in samples]
