@@ -33,12 +33,14 @@ from poise.tasks.countdown import Countdown
 from poise.tasks.environment import Environment
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.knights_knaves import KnightsKnaves
+from poise.tasks.search_qa import SearchQA
 
 TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
     "countdown": Countdown,
     "environment": Environment,
     "frozenlake": FrozenLake,
+    "search-qa": SearchQA,
 }
 
 __all__ = [

@@ -1,0 +1,164 @@
+"""Search QA as a task: tools through the chat template, arguments checked, nothing executed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from random import Random
+from typing import Any, ClassVar
+
+from poise._lib.errors import check_range
+from poise.tasks.arithmetic import evaluate, number_text
+from poise.tasks.base import Message, Problem, Score, Split, check_split
+from poise.tasks.replies import last_answer, spoken
+from poise.tasks.search_qa.world import follow, world
+from poise.tasks.streams import check_whole, draw_of_split, sizes
+from poise.tasks.tools import Schema, answer_all, calls_in
+
+INSTRUCTION = (
+    "Find the answer with the tools: search finds passages about towns, people, firms and products of a made-up world, "
+    "calculator computes. Then reply without a tool call, in this form: <answer>your answer</answer>"
+)
+LONGEST_ANSWER = 200  # characters that are compared
+
+
+def _tool(name: str, what: str, argument: str, meaning: str) -> Schema:
+    properties = {argument: {"type": "string", "description": meaning}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": what, "parameters": parameters}}
+
+
+SCHEMAS = [
+    _tool("search", "Find passages that hold the words of a query.", "query", "Words to look for, such as a name."),
+    _tool("calculator", "Compute an expression.", "expression", "Numbers with + - * / and parentheses."),
+]
+
+
+@dataclass(frozen=True)
+class SearchQA:
+    """Search QA: multi-hop questions over a made-up world, with a search and a calculator tool; no download.
+
+    ``hops`` is how many passages a question takes: a number, several, or a range. A share ``sums`` of the questions
+    that end in a number asks for a multiple of it. Every question has a world of its own with ``size`` things of each
+    of four kinds. ``results`` passages answer a search. ``turns`` is the most replies of an episode.
+    """
+
+    hops: int | str | Sequence[int] = "1-3"
+    sums: float = 0.5
+    size: int = 8
+    results: int = 3
+    turns: int = 8
+    instruction: str = INSTRUCTION
+
+    name: ClassVar[str] = "search-qa"
+    concurrent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hops", sizes("SearchQA", "hops", self.hops, 1, 3))
+        check_range("SearchQA", "sums", self.sums, 0.0, 1.0)
+        check_whole("SearchQA", "size", self.size, 2, 200)
+        check_whole("SearchQA", "results", self.results, 1, 20)
+        check_whole("SearchQA", "turns", self.turns, 1, 64)
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """Questions of one split; no world is in both."""
+        check_split(split)
+        rng = Random(f"search-qa {seed}")
+        hops = sizes("SearchQA", "hops", self.hops, 1, 3)
+        for turn in count():
+            number = draw_of_split("SearchQA", split, rng, _draw_world)
+            question = world(number, self.size).question(rng, hops[turn % len(hops)], self.sums)
+            prompt = f"{question.text} {self.instruction}".strip()
+            data = {"world": number, "size": self.size, **asdict(question)}
+            yield Problem(f"search-qa/{number}/{'-'.join(question.chain)}/{question.start}", prompt,
+                          f"{question.hops} hops", data)  # fmt: skip
+
+    def episode(self, problem: Problem) -> SearchEpisode:
+        """One dialogue with the tools."""
+        return SearchEpisode(problem, self)
+
+
+def _draw_world(rng: Random) -> tuple[str, int]:
+    number = rng.getrandbits(40)
+    return f"search-qa {number}", number
+
+
+class SearchEpisode:
+    """One dialogue: tool calls and their results, until a reply without a call."""
+
+    def __init__(self, problem: Problem, task: SearchQA) -> None:
+        self.problem, self.task = problem, task
+        self.world = world(problem.data["world"], problem.data["size"])
+        self.replies: list[str] = []
+        self.answers: list[str] = []  # what the tools said
+
+    def tools(self) -> list[Schema]:
+        """The schemas of both tools."""
+        return SCHEMAS
+
+    def start(self) -> list[Message]:
+        """The question."""
+        return [{"role": "user", "content": self.problem.prompt}]
+
+    def step(self, reply: str) -> list[Message]:
+        """Answer the calls of a reply; one without a call ends the dialogue."""
+        self.replies.append(reply)
+        said = answer_all(reply, SCHEMAS, {"search": self._search, "calculator": _calculate})
+        self.answers += [message["content"] for message in said]
+        return said if len(self.replies) < self.task.turns else []
+
+    def _search(self, query: str) -> str:
+        return "\n".join(self.world.index.search(query, self.task.results)) or "nothing found"
+
+    def score(self) -> Score:
+        """1 for the right answer, else 0."""
+        answer = self._answer()
+        right = answer is not None and answer == normal(self.problem.data["answer"])
+        return Score(float(right), right, answer=answer)
+
+    def _answer(self) -> str | None:
+        """What the last reply gives as the answer; None if it is a tool call, or says nothing."""
+        last = self.replies[-1] if self.replies else ""
+        if calls_in(last):
+            return None
+        tagged = last_answer(last)
+        return normal(spoken(last) if tagged is None else tagged) or None
+
+    def feedback(self) -> str:
+        """What came of it, in a sentence. The right answer is not given away."""
+        answer = self._answer()
+        if answer is None:
+            return f"No answer was given in {len(self.replies)} turns."
+        return f"The answer {answer!r} is {'right' if self.score().correct else 'wrong'}."
+
+    def expert(self) -> str:
+        """What a solver replies now: it knows how the question is built, and nothing of the world."""
+        question: dict[str, Any] = dict(self.problem.data)
+        read, found = "\n".join(self.answers), question["start"]
+        for relation in question["chain"]:
+            following = follow(read, found, relation)
+            if following is None:
+                return _call("search", query=found)
+            found = following
+        if question["sum"] is None:
+            return f"<answer>{found}</answer>"
+        expression = question["sum"].format(found)
+        done = self.answers[-1] if f'"{expression}"' in self.replies[-1] else None
+        return f"<answer>{done}</answer>" if done else _call("calculator", expression=expression)
+
+
+def normal(text: str) -> str:
+    """An answer in the form in which answers are compared: small letters and digits, no article."""
+    words = re.findall(r"[^\W_]+", text[:LONGEST_ANSWER].casefold())
+    return " ".join(word for word in words if word not in ("the", "a", "an"))
+
+
+def _calculate(expression: str) -> str:
+    return number_text(evaluate(expression)[0])
+
+
+def _call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
