@@ -44,7 +44,7 @@ SETTINGS = [
 PHASES: dict[str, list[tuple[Any, str]]] = {  # what is under way, by the function that does it; the innermost counts
     "start": [(trainer, "train")],
     "sampling and update": [(Trainer, "step")],
-    "evaluation": [(Trainer, "_held_out")],
+    "evaluation": [(Trainer, "_evaluate")],
     "metrics": [(RunFolder, "log")],
     "records": [(RunFolder, "save_rollouts"), (RunFolder, "save_tokens")],
     "checkpoint": [(RunFolder, "save_checkpoint")],

@@ -1,7 +1,7 @@
-"""The loop, top to bottom: problems, rollouts, rewards, advantages, regulator, update, and what is kept of them.
+"""The training loop, top to bottom: problems, rollouts, rewards, advantages, regulator, update, records.
 
-Every step draws its random numbers from the run's seed and its own number, and nothing else. So a checkpoint is the
-weights and the optimizer's state, and a resumed run goes on bit for bit.
+A step's random numbers depend on the run's seed and the step's number alone. So a checkpoint holds weights, optimizer
+state and the algorithm's memory, and a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -41,44 +41,44 @@ from poise.training.update import NotFiniteError, update
 
 
 class TrainError(RuntimeError):
-    """Training cannot go on; the message says why, and how to."""
+    """Training cannot continue. The message says why, and what to do."""
 
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Train as the config says, into its run folder, and return what ``summary.json`` holds."""
+    """Train with this config into its run folder, and return the contents of ``summary.json``."""
     with owned(expand(config.run), make=not resume):
         if resume:
-            return Trainer(config, _resumed(config), quiet=quiet).run()
+            return Trainer(config, _open_to_resume(config), quiet=quiet).run()
         folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=config.keep_checkpoints)
         try:
-            held = Trainer(config, folder, quiet=quiet)
+            trainer = Trainer(config, folder, quiet=quiet)
         except Exception:
             folder.discard()
             raise
-        return held.run()
+        return trainer.run()
 
 
-def _resumed(config: Config) -> RunFolder:
-    """The folder of a run to go on with, once it is clear that this can be done with the config."""
+def _open_to_resume(config: Config) -> RunFolder:
+    """Open the run's folder, and refuse a config that changes more than ``run`` and ``steps``."""
     folder = RunFolder.open(config.run, keep=config.keep_checkpoints)
-    kept, done = folder.config, max(folder.checkpoints(), default=0)
-    changed = {**kept, "run": config.run, "steps": config.steps}
-    asked = config.model_dump(mode="json")
-    own = merge(asked, changed)  # config.json may be of a version that had fewer settings
-    if others := [key for key in own if own[key] != asked.get(key)]:
+    saved, done = folder.config, max(folder.checkpoints(), default=0)
+    updated = {**saved, "run": config.run, "steps": config.steps}
+    requested = config.model_dump(mode="json")
+    complete = merge(requested, updated)  # config.json may come from a version with fewer settings
+    if others := [key for key in complete if complete[key] != requested.get(key)]:
         raise TrainError(f"a resumed run keeps its settings; {others[0]} is another in {folder.path}/config.json")
     if config.steps < done:
         raise TrainError(
             f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
             "raise steps to go on, or begin a shorter run in another run=DIR"
         )
-    if changed != kept:
-        folder.write_config(changed)
+    if updated != saved:
+        folder.write_config(updated)
     return folder
 
 
 class Trainer:
-    """A run: what it is made of, and the loop."""
+    """One run: its model, sampler, optimizer and folder, and the loop over its steps."""
 
     def __init__(self, config: Config, folder: RunFolder, *, quiet: bool = False) -> None:
         self.config, self.folder, self.quiet = config, folder, quiet
@@ -89,11 +89,11 @@ class Trainer:
             config.model, device=config.device, dtype=config.dtype, lora=config.lora, seed=_seed(config.seed, 0),
             remote_code=config.remote_code, compiled=config.compile, longest=config.rollout.longest,
         )  # fmt: skip
-        self.notes: list[str] = []  # for whoever watches, once there is a console
+        self.notes: list[str] = []  # shown as soon as there is a console
         self.clock = Clock()
         check_settings(self.policy, config.rollout.max_prompt, config.rollout.max_tokens)
-        test = config.evaluation
-        responses = max(config.prompts * config.group, at_once(test.problems, test.samples))
+        evaluation = at_once(config.evaluation.problems, config.evaluation.samples)
+        responses = max(config.prompts * config.group, evaluation)
         self.sampler = build_sampler(config, self.policy, self.notes.append, responses=responses, clock=self.clock)
         self.master_weights = self.policy.master_weights = MasterWeights(self.policy.model)
         optim = config.optim
@@ -111,55 +111,59 @@ class Trainer:
     # The loop
 
     def run(self) -> dict[str, Any]:
-        """All steps that are left, from the newest checkpoint on."""
-        config, checkpoints = self.config, self.checkpoints
-        done, self.memory = checkpoints.restore()
+        """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after."""
+        done, self.memory = self.checkpoints.restore()
         self.folder.write_json("environment.json", environment(self.policy.device))
-        with Reporter(config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
+        with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
             for note in self.notes:
                 report.note(note)
-            before = self._before(report, done)
-            if done >= config.steps:
+            before = self._accuracy_before(report, done)
+            if done >= self.config.steps:
                 report.note(f"already at step {done}: nothing to train; to go on, raise steps=")
             report.begin(done)
             try:
-                for step in range(done + 1, config.steps + 1):
-                    if stopper.asked:  # during the evaluation before the first step
-                        raise KeyboardInterrupt
-                    metrics = self.step(step, report)
-                    try:
-                        if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
-                            metrics |= self._held_out(report).metrics()
-                    finally:
-                        self.folder.log(step, metrics)
-                        checkpoints.logged = step
-                    done = step
-                    report.step(step, metrics)
-                    last = step == config.steps or stopper.asked or self._reached(metrics, report)
-                    if last or checkpoints.due(step):
-                        checkpoints.save(step, self.memory)
-                    if stopper.asked:
-                        raise KeyboardInterrupt
-                    if last:
-                        break
-                after = self._held_out(report)
+                done = self._take_steps(done, report, stopper)
+                after = self._evaluate(report)
             except (Exception, KeyboardInterrupt):
-                checkpoints.save_finished_step(self.memory)
+                self.checkpoints.save_finished_step(self.memory)
                 report.stopped(self.folder.resume_command)
                 raise
         summary = {"steps": done, "before": before, "after": after.summary(), "run": str(self.folder.path)}
         self.folder.write_json("summary.json", summary)
         return summary
 
+    def _take_steps(self, done: int, report: Reporter, stopper: Stopper) -> int:
+        """Take the remaining steps, and return the number of the last one. A stop request raises KeyboardInterrupt."""
+        config, checkpoints = self.config, self.checkpoints
+        for step in range(done + 1, config.steps + 1):
+            if stopper.requested:  # during the evaluation before the first step
+                raise KeyboardInterrupt
+            metrics = self.step(step, report)
+            try:
+                if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
+                    metrics |= self._evaluate(report).metrics()
+            finally:
+                self.folder.log(step, metrics)
+                checkpoints.logged = step
+            report.step(step, metrics)
+            last = step == config.steps or stopper.requested or self._goal_reached(metrics, report)
+            if last or checkpoints.due(step):
+                checkpoints.save(step, self.memory)
+            if stopper.requested:
+                raise KeyboardInterrupt
+            if last:
+                return step
+        return done
+
     def step(self, step: int, report: Reporter) -> dict[str, float]:
-        """One step: problems, rows to train on, a batch, phases, an update."""
+        """One step: problems, samples, a batch, phases, an update, and the metrics of all of them."""
         config, clock, seed = self.config, self.clock, _seed(self.config.seed, step)
         clock.restart()
         with clock("problems"):
             problems = training_problems(
                 self.sampler.task, seed=config.seed, step=step, step_seed=seed, count=config.prompts
             )
-        with _refusals():
+        with _model_errors():
             samples, memory = self.algorithm.collect(problems, self.sampler, seed, self.memory)
             samples, failed = with_verdict(samples)
         with clock("regulate"):
@@ -174,13 +178,18 @@ class Trainer:
             if step in (1, config.steps):
                 report.samples(samples)
         with clock("update"):
-            optimized = self._update(step, rollouts, batch, phases, seed)
+            update_metrics = self._update(step, rollouts, batch, phases, seed)
         self.memory = memory
-        sampled = rollout_metrics(rollouts, batch, self.settings.importance_cap)
-        metrics = {**reward_metrics(samples, batch), **failed, **sampled, **optimized}
-        return metrics | regulators.summary(phases, batch) | clock.metrics(int(rollouts.mask.sum()))
+        return {
+            **reward_metrics(samples, batch),
+            **failed,
+            **rollout_metrics(rollouts, batch, self.settings.importance_cap),
+            **update_metrics,
+            **regulators.summary(phases, batch),
+            **clock.metrics(int(rollouts.mask.sum())),
+        }
 
-    # Its parts
+    # The parts of a step
 
     def _batch(self, samples: Sequence[Sample]) -> tuple[Rollouts, TokenBatch]:
         config = self.config
@@ -193,7 +202,7 @@ class Trainer:
         )  # fmt: skip
 
     def _load_reference(self) -> Policy | None:
-        """The policy before training, for the KL term. With LoRA it is the model without its adapter."""
+        """The policy before training, for the KL term. None with LoRA: there it is the model without its adapter."""
         config = self.config
         if config.lora is not None:
             return None
@@ -215,7 +224,7 @@ class Trainer:
         self, step: int, rollouts: Rollouts, batch: TokenBatch, phases: list[Phase], seed: int
     ) -> dict[str, float]:
         optim = self.config.optim
-        self._set_rate(step)
+        self._set_learning_rate(step)
         try:
             with self.checkpoints.updating(step):
                 return update(
@@ -229,55 +238,55 @@ class Trainer:
         except OutOfMemoryError as error:
             raise TrainError(str(error)) from error
 
-    def _set_rate(self, step: int) -> None:
-        warm = self.config.optim.warmup_steps
+    def _set_learning_rate(self, step: int) -> None:
+        warmup = self.config.optim.warmup_steps
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optim.lr * (min(step / warm, 1.0) if warm else 1.0)
+            group["lr"] = self.config.optim.lr * (min(step / warmup, 1.0) if warmup else 1.0)
 
-    # Held-out problems
+    # Evaluation on held-out problems
 
-    def _held_out(self, report: Reporter) -> Evaluation:
-        asked = self.config.evaluation
-        report.note(f"evaluating {asked.problems} held-out problems × {asked.samples} and greedily")
-        with _refusals():
+    def _evaluate(self, report: Reporter) -> Evaluation:
+        settings = self.config.evaluation
+        report.note(f"evaluating {settings.problems} held-out problems × {settings.samples} and greedily")
+        with _model_errors():
             return held_out(self.sampler, self.config, lambda done, total: report.note(f"  {done}/{total}"))
 
-    def _before(self, report: Reporter, done: int) -> dict[str, Any]:
-        """Held-out accuracy before training: measured once, and kept for a run that is resumed."""
-        kept: dict[str, Any] | None = self.folder.read_json("before.json")
-        if kept is None:
+    def _accuracy_before(self, report: Reporter, done: int) -> dict[str, Any]:
+        """Held-out accuracy before training: measured once; a resumed run reads it from ``before.json``."""
+        before: dict[str, Any] | None = self.folder.read_json("before.json")
+        if before is None:
             if done:
                 raise TrainError(
                     f"{self.folder.path}/before.json is missing: it holds the accuracy before training, which the "
                     f"weights of step {done} cannot tell any more; put it back, or begin again in another run=DIR"
                 )
-            kept = self._held_out(report).summary()
-            self.folder.write_json("before.json", kept)
-        if not is_summary(kept):
+            before = self._evaluate(report).summary()
+            self.folder.write_json("before.json", before)
+        if not is_summary(before):
             raise TrainError(
                 f"{self.folder.path}/before.json does not hold the accuracy before training as poise writes it: put "
                 "the file back from a copy, or begin again in another run=DIR"
             )
-        return kept
+        return before
 
-    def _reached(self, metrics: dict[str, float], report: Reporter) -> bool:
-        """Whether held-out accuracy, where it was just measured, is what ``stop_at`` asks for."""
+    def _goal_reached(self, metrics: dict[str, float], report: Reporter) -> bool:
+        """Whether this step's evaluation, if it had one, reached ``stop_at``."""
         name = f"eval/{self.sampler.task.name}/avg@{self.config.evaluation.samples}"
-        goal, found = self.config.stop_at, metrics.get(name)
-        if goal is None or found is None or found < goal:
+        goal, accuracy = self.config.stop_at, metrics.get(name)
+        if goal is None or accuracy is None or accuracy < goal:
             return False
-        report.note(f"held-out accuracy {found:.3f} has reached stop_at={goal}: stopping")
+        report.note(f"held-out accuracy {accuracy:.3f} has reached stop_at={goal}: stopping")
         return True
 
 
 def _seed(seed: int, step: int) -> int:
-    """The seed of a step: any two steps, and any two runs, draw unrelated numbers."""
+    """The seed of a step. Two steps, or two runs with different seeds, draw independent numbers."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """A problem that is refused stops the run as any other cause does."""
+def _model_errors() -> Iterator[None]:
+    """Turn a ModelError, such as a prompt that is too long, into a TrainError."""
     try:
         yield
     except ModelError as error:

@@ -51,7 +51,7 @@ def test_nohup_is_respected():
     try:
         with Stopper(print) as stopper:
             os.kill(os.getpid(), signal.SIGHUP)
-        assert not stopper.asked
+        assert not stopper.requested
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -85,14 +85,14 @@ def test_a_line_that_cannot_be_logged_is_no_finished_step(tmp_path, monkeypatch)
 
 
 def test_a_signal_during_the_evaluation_before_training_begins_no_step(tmp_path, monkeypatch):
-    config, real = make(tmp_path, "evaluation.problems=1"), trainer.Trainer._held_out
+    config, real = make(tmp_path, "evaluation.problems=1"), trainer.Trainer._evaluate
 
     def interrupted(held, console):
         signal.raise_signal(signal.SIGTERM)
         return real(held, console)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_held_out", interrupted)
+        patch.setattr(trainer.Trainer, "_evaluate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trainer.train(config, quiet=True)
     folder = RunFolder.open(config.run)

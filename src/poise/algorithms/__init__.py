@@ -1,4 +1,4 @@
-"""Algorithms: what is sampled for a step, how it is rewarded, and which rows are compared with each other."""
+"""Algorithms decide what to sample for a step, and which samples are normalised together."""
 
 from poise.algorithms.base import Algorithm, Memory, Sample, algorithm
 from poise.algorithms.grpo import Grpo

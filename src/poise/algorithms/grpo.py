@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300): a group of attempts at every problem, each compared with the others of its group."""
+"""GRPO (arXiv 2402.03300): several attempts per problem, each compared with the others of its group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grpo:
-    """``group`` independent attempts at each problem. Nothing is remembered between steps."""
+    """``group`` independent attempts at each problem. No memory between steps."""
 
     group: int = 8
 

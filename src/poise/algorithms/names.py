@@ -17,15 +17,15 @@ TABLE: dict[str, Callable[..., Algorithm]] = {
 
 
 def get(text: str, group: int) -> Algorithm:
-    """The algorithm that the text names, such as ``"grpo"``, with ``group`` attempts at each problem.
+    """Build an algorithm from its text form, such as ``"grpo"``, with ``group`` attempts at each problem.
 
-    One of the user's own is named by its dotted path, and marked with ``@poise.algorithm``.
+    User code is named by its dotted path and marked with ``@poise.algorithm``.
     """
     name, args, settings = read_call(text)
     if name not in TABLE and not any(sign in name for sign in ".:"):
         raise ValueError(unknown("algorithm", name, TABLE))
-    maker = TABLE.get(name) or _user_code.load("algorithm", name)
-    allowed = list(signature(maker).parameters)
+    factory = TABLE.get(name) or _user_code.load("algorithm", name)
+    allowed = list(signature(factory).parameters)
     if args:
         raise TypeError(f"{name}: settings of an algorithm are given by name, {name}(setting=value)")
     for key in settings:
@@ -33,4 +33,4 @@ def get(text: str, group: int) -> Algorithm:
             raise TypeError(unknown(f"setting of {name}", key, allowed))
     if "group" in allowed:
         settings.setdefault("group", group)
-    return maker(**settings)
+    return factory(**settings)

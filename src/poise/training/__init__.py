@@ -1,1 +1,1 @@
-"""The parts of a training step, and what surrounds the steps: evaluation, checkpoints, interrupts."""
+"""The parts of a training step, and evaluation, checkpoints, records and interrupts around it."""

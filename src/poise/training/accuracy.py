@@ -1,7 +1,7 @@
-"""What samples say about accuracy: avg@k, pass@k and maj@k, each with an interval. Plain functions, no tensors.
+"""Accuracy from samples: avg@k, pass@k and maj@k, each with a confidence interval. Plain functions, no tensors.
 
-The sampling unit is the *problem*. Several samples of one problem share its difficulty: counting them as independent
-would make intervals too narrow, and more samples of the same problems can never say how other problems would go.
+The sampling unit is the *problem*. Samples of one problem share its difficulty: counting them as independent would make
+intervals too narrow, and more samples of the same problems say nothing about other problems.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The samples of one problem, in the order in which they were drawn.
+    """The samples of one problem, in sampling order.
 
-    ``answers`` are in canonical form, None where a sample has none that can be read; leave them out altogether for a
-    task that has no answers to compare.
+    ``answers`` are in canonical form, None for a sample without a readable answer. Leave them empty for a task without
+    answers to compare.
     """
 
     difficulty: str
@@ -40,9 +40,9 @@ class ProblemResult:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k samples is right, estimated without bias from c right ones among n ≥ k.
+    """An unbiased estimate of the chance that at least one of k samples is correct, from c correct among n ≥ k.
 
-    ``1 − C(n − c, k) / C(n, k)``: the share of the k-subsets of the samples that hold a right one (arXiv 2107.03374).
+    ``1 − C(n − c, k) / C(n, k)``: the share of k-subsets of the samples with a correct one (arXiv 2107.03374).
     The plug-in ``1 − (1 − c/n)^k`` is biased downwards.
     """
     _check_count("pass_at_k", "n", n, 1)
@@ -52,27 +52,27 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def clopper_pearson(successes: int, n: int, level: float = 0.95) -> Interval:
-    """The exact interval of a proportion: whatever the truth and however small n is, it covers as often as it says."""
+    """The exact interval of a proportion: its coverage is at least ``level``, for any true value and any n."""
     _check_count("clopper_pearson", "n", n, 1)
     _check_count("clopper_pearson", "successes", successes, 0, n)
     return _exact_interval(successes / n, n, level)
 
 
 def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> Interval:
-    """The interval of the mean over problems of values in [0, 1], such as each problem's share of right samples.
+    """The interval of a mean over problems of values in [0, 1], such as each problem's share of correct samples.
 
-    The exact interval at the effective number of problems (Korn and Graubard, 1998). A value in [0, 1] with mean m has
-    at most the variance m·(1 − m) of a yes or no; averaging over samples makes it smaller by a factor φ ≤ 1, so that n
-    problems are worth n/φ yes-or-no ones. With yes-or-no values φ = 1 and this is ``clopper_pearson``.
+    This is the exact interval at the effective number of problems (Korn and Graubard, 1998). A value in [0, 1] with
+    mean m has at most the variance m·(1 − m) of a binary one; averaging over samples reduces it by a factor φ ≤ 1, so
+    that n problems are worth n/φ binary ones. For binary values φ = 1 and this is ``clopper_pearson``.
 
-    Few problems tell little about φ, and where success is rare, one problem decides it. So φ is estimated with four
-    more problems of the greatest variance counted in. Why not something narrower: with 30 problems of which a few are
-    solved (mean .05) the t interval holds the truth in 86 % of all trials, and with 20 problems of 16 samples Wilson's
-    at the effective number does in 88 %; this one in 96 %, and it is about a tenth wider (test_accuracy.py).
+    A few problems determine φ poorly, and where success is rare, a single problem decides it. So the estimate of φ
+    counts four extra problems of the largest variance. Narrower intervals cover too rarely: with 30 problems of which
+    a few are solved (mean .05) the t interval covers the truth in 86 % of trials, and with 20 problems of 16 samples
+    Wilson's at the effective number in 88 %; this one covers in 96 %, and is about a tenth wider (test_accuracy.py).
 
-    What no problem of the sample shows, it cannot know: where 3 of 100 problems are always solved and the others
-    almost never (1 %), 30 problems of 16 samples often hold none of the three, look alike, and the interval is too
-    narrow (it holds the truth in 76 % of trials; with 60 problems in 84 %, 100 in 93 %, 200 in 97 %).
+    No interval can know what no sampled problem shows. Where 3 of 100 problems are always solved and the others almost
+    never (1 %), 30 problems of 16 samples often include none of the three, and the interval is too narrow: it covers
+    the truth in 76 % of trials (with 60 problems in 84 %, with 100 in 93 %, with 200 in 97 %).
     """
     values = [float(value) for value in per_problem_means]
     if not values:
@@ -87,10 +87,10 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
-    """The most frequent answer; among equally frequent ones the first seen. None (unreadable) casts no vote.
+    """The most frequent answer; in a tie, the one that occurs first. None (unreadable) casts no vote.
 
-    So None is returned only where there is no answer at all. The rule for ties needs no random numbers, and favours no
-    answer: samples come in no particular order.
+    The result is None only if there is no readable answer. The tie rule needs no random numbers and favours no answer,
+    since samples come in no particular order.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     return max(votes, key=votes.__getitem__) if votes else None
@@ -102,8 +102,8 @@ def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> 
     ``{"overall": summary, "difficulty": {"3": summary, …}}``, where a summary is ``{"problems": n, "avg@4": {"value":
     …, "low": …, "high": …}, "pass@4": …, "maj@4": …}``. Difficulties are in order, numbers as numbers.
 
-    Every problem needs at least k samples. avg@k and pass@k use all there are, maj@k the first k. A problem counts for
-    maj@k where the plurality answer is a correct one, that is, where a sample that gave it was judged correct. Without
+    Every problem needs at least k samples. avg@k and pass@k use all of them, maj@k the first k. A problem counts for
+    maj@k if its most frequent answer is correct, that is, if a sample with that answer was judged correct. Without
     answers there is no maj@k.
     """
     if not results:
@@ -120,8 +120,8 @@ def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> 
     return {
         "overall": _summary(results, k, level),
         "difficulty": {
-            difficulty: _summary(list(some), k, level)
-            for difficulty, some in groupby(sorted(results, key=order), key=lambda result: result.difficulty)
+            difficulty: _summary(list(group), k, level)
+            for difficulty, group in groupby(sorted(results, key=order), key=lambda result: result.difficulty)
         },
     }
 
@@ -142,8 +142,8 @@ def _summary(results: Sequence[ProblemResult], k: int, level: float) -> dict[str
 
 def _majority_is_right(result: ProblemResult, k: int) -> bool:
     winner = majority(result.answers[:k])
-    judged = zip(result.answers[:k], result.correct[:k], strict=True)
-    return winner is not None and any(right for answer, right in judged if answer == winner)
+    verdicts = zip(result.answers[:k], result.correct[:k], strict=True)
+    return winner is not None and any(correct for answer, correct in verdicts if answer == winner)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -157,7 +157,7 @@ def _exact_interval(mean: float, n: float, level: float) -> Interval:
     tail, successes = (1 - level) / 2, mean * n
     low = 0.0 if mean == 0 else _beta_quantile(tail, successes, n - successes + 1)
     high = 1.0 if mean == 1 else 1 - _beta_quantile(tail, n - successes, successes + 1)
-    return min(low, mean), max(high, mean)  # rounding must not put the mean outside
+    return min(low, mean), max(high, mean)  # rounding must not exclude the mean
 
 
 def _beta_quantile(share: float, a: float, b: float) -> float:
@@ -177,7 +177,7 @@ def _beta_share(a: float, b: float, x: float) -> float:
     if x > (a + 1) / (a + b + 2):
         return 1 - _beta_share(b, a, 1 - x)
     front = exp(lgamma(a + b) - lgamma(a) - lgamma(b) + a * log(x) + b * log1p(-x)) / a
-    fraction = 1.0  # from the inside out, with more terms than any x up to here needs
+    fraction = 1.0  # from the inside out, with more terms than any x below the mean needs
     for m in range(int(16 + 2 * sqrt(a + b)), 0, -1):
         odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))

@@ -1,6 +1,6 @@
-"""Rows to train on, as the model runs them (``Rollouts``) and as regulators and the objective see them.
+"""From samples to tensors: ``stack`` builds the ``Rollouts`` that the model runs, ``token_batch`` the ``TokenBatch``.
 
-The one place that makes a batch, for the trainer and for ``poise diagnose``.
+The only place that builds a batch, for the trainer and for ``poise diagnose``. Shapes: B samples, T tokens (padded).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from poise.models.scoring import score_all
 from poise.rollout.types import Rollouts
 from poise.tasks import TaskError
 
-MOST_FAILED = 0.05  # of a step's attempts may end without a verdict
+MOST_FAILED = 0.05  # share of a step's attempts that may end without a verdict
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group-zscore": advantages.group_zscore,
     "group-centered": advantages.group_centered,
@@ -30,9 +30,9 @@ ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
-    """The samples to train on, and as a metric how many have no verdict and take no part.
+    """The samples that have a verdict, and the number of the others as a metric.
 
-    A reward that hangs now and then must not end a run, but one that often does would bend what the run learns.
+    A reward function that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
     """
     failures = [sample for sample in samples if sample.score.failed is not None]
     if len(failures) > max(1, MOST_FAILED * len(samples)):
@@ -46,7 +46,7 @@ def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, flo
 
 
 def stack(samples: Sequence[Sample], policy: Policy, temperature: float, micro_tokens: int | None = None) -> Rollouts:
-    """The samples side by side on the policy's device. Those that come without log-probabilities are scored."""
+    """Stack samples into padded (B, T) tensors on the policy's device; score those without log-probabilities."""
     device = policy.device
 
     def padded(rows: list[Tensor]) -> Tensor:
@@ -55,7 +55,7 @@ def stack(samples: Sequence[Sample], policy: Policy, temperature: float, micro_t
     def or_zeros(values: Tensor | None, sample: Sample) -> Tensor:
         return torch.zeros(len(sample.tokens)) if values is None else values
 
-    of_sampler = [s.sampler_logp if s.sampler_logp is not None else or_zeros(s.logp, s) for s in samples]
+    sampler_logp = [s.sampler_logp if s.sampler_logp is not None else or_zeros(s.logp, s) for s in samples]
     rollouts = Rollouts(
         prompts=[sample.prompt for sample in samples],
         tokens=padded([sample.tokens for sample in samples]),
@@ -63,7 +63,7 @@ def stack(samples: Sequence[Sample], policy: Policy, temperature: float, micro_t
         logp=padded([or_zeros(sample.logp, sample) for sample in samples]),
         entropy=padded([or_zeros(sample.entropy, sample) for sample in samples]),
         finished=send(torch.tensor([sample.finished for sample in samples]), device),
-        sampler_logp=padded(of_sampler) if any(s.sampler_logp is not None for s in samples) else None,
+        sampler_logp=padded(sampler_logp) if any(s.sampler_logp is not None for s in samples) else None,
         extents=[(len(sample.tokens), int(sample.own.sum())) for sample in samples],
     )
     unscored = [row for row, sample in enumerate(samples) if sample.logp is None]
@@ -88,15 +88,15 @@ def token_batch(
     hidden: bool = False,
     micro_tokens: int | None = None,
 ) -> TokenBatch:
-    """The batch of these samples, which ``stack`` has put side by side.
+    """The ``TokenBatch`` of these samples, which ``stack`` turned into ``rollouts``.
 
-    ``recompute`` takes old log-probabilities from a forward pass of the policy in place of the sampler's. ``reference``
-    gives the log-probabilities for the KL term. ``hidden`` offers hidden states and head to regulators that read them.
+    ``recompute`` takes old log-probabilities from a forward pass of the policy instead of the sampler. ``reference``
+    computes the log-probabilities of the KL term. ``hidden`` adds hidden states and head for regulators that need them.
     """
     device = rollouts.mask.device
     rewards = torch.tensor([sample.score.reward for sample in samples], device=device)
     groups = torch.tensor(group_numbers([sample.group for sample in samples]), device=device)
-    sampler_logp = rollouts.sampler_logp  # where there is one, rollouts.logp is the policy's own already
+    sampler_logp = rollouts.sampler_logp  # if present, rollouts.logp already comes from the policy
     recompute = recompute and sampler_logp is None
     return TokenBatch(
         old_logp=score_all(policy, rollouts, temperature, micro_tokens)[0] if recompute else rollouts.logp,
@@ -115,21 +115,21 @@ def token_batch(
 
 
 def group_numbers(groups: Sequence[Hashable]) -> list[int]:
-    """An integer for each row, the same for rows of the same group; a row in no group has one of its own."""
-    known: dict[Hashable, int] = {}
+    """An integer per row, equal for rows of the same group; a row without a group gets a number of its own."""
+    numbers: dict[Hashable, int] = {}
     return [
-        known.setdefault(("alone", row) if group is None else ("group", group), len(known))
+        numbers.setdefault(("alone", row) if group is None else ("group", group), len(numbers))
         for row, group in enumerate(groups)
     ]
 
 
 def _advantages(samples: Sequence[Sample], rewards: Tensor, groups: Tensor, kind: str) -> Tensor:
-    """Normalised within the groups, except where a sample brings its own."""
-    given = [sample.advantage for sample in samples]
-    rest = [row for row, value in enumerate(given) if value is None]
-    if len(rest) == len(given):
+    """(B,) advantages: a sample's own one, or else normalised within its group."""
+    preset = [sample.advantage for sample in samples]
+    rest = [row for row, value in enumerate(preset) if value is None]
+    if len(rest) == len(preset):
         return ADVANTAGES[kind](rewards, groups)
-    made = torch.tensor([0.0 if value is None else value for value in given], device=rewards.device)
+    values = torch.tensor([0.0 if value is None else value for value in preset], device=rewards.device)
     if rest:
-        made[rest] = ADVANTAGES[kind](rewards[rest], groups[rest]).to(made.dtype)
-    return made
+        values[rest] = ADVANTAGES[kind](rewards[rest], groups[rest]).to(values.dtype)
+    return values

@@ -1,4 +1,4 @@
-"""What a run saves so that it can go on: weights, the optimizer's state, and what the algorithm remembers."""
+"""Checkpoints: weights, optimizer state and the algorithm's memory, saved and restored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from poise.training.optimizer_state import optimizer_tensors, restore_optimizer
 
 
 class Checkpoints:
-    """The checkpoints of one run: every so many steps (0: only at the end), and whenever ``save`` is called."""
+    """The checkpoints of one run: every ``every`` steps (0: only at the end), and whenever ``save`` is called."""
 
     def __init__(
         self,
@@ -30,23 +30,23 @@ class Checkpoints:
     ) -> None:
         self.folder, self.every = folder, every
         self.policy, self.master_weights, self.optimizer = policy, master_weights, optimizer
-        self.saved = 0  # the step of the newest checkpoint
-        self.logged = 0  # the newest step whose line is in metrics.jsonl
-        self.weights_of: int | None = 0  # the step that the weights are of; None in the middle of an update
+        self.saved = 0  # step of the newest checkpoint
+        self.logged = 0  # newest step with a line in metrics.jsonl
+        self.weights_of: int | None = 0  # step that the weights belong to; None during an update
 
     def due(self, step: int) -> bool:
-        """Whether this step is one of those."""
+        """Whether to save a checkpoint after this step."""
         return self.every > 0 and step % self.every == 0
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
-        """While the weights change from those of one step to the next, there is nothing to save."""
+        """Inside, the weights belong to no step and must not be saved."""
         self.weights_of = None
         yield
         self.weights_of = step
 
     def save(self, step: int, memory: Memory | None) -> None:
-        """Write the checkpoint of a step."""
+        """Save the checkpoint of a step."""
 
         def write(path: Path) -> None:
             parameters = self.master_weights.parameters
@@ -60,26 +60,26 @@ class Checkpoints:
         self.saved = step
 
     def save_finished_step(self, memory: Memory | None) -> None:
-        """Keep the last finished step. Never save weights in the middle of an update, or a step without its line."""
+        """Save the last finished step, unless it is saved. Never save mid-update weights, or a step not yet logged."""
         if self.weights_of == self.logged > self.saved:
             self.save(self.logged, memory)
 
     def restore(self) -> tuple[int, Memory | None]:
-        """Load the newest readable checkpoint: its step, and the algorithm's memory; 0 where there is none."""
+        """Load the newest readable checkpoint. Return its step (0: none) and the algorithm's memory."""
         parameters, device = self.master_weights.parameters, str(self.policy.device)
 
         def read(path: Path) -> Memory | None:
-            found = load_file(path / "parameters.safetensors", device=device)
-            if found.keys() != parameters.keys():
+            saved = load_file(path / "parameters.safetensors", device=device)
+            if saved.keys() != parameters.keys():
                 raise ValueError("the checkpoint is of another model")
             state = load_file(path / "optimizer.safetensors", device=device)
             restore_optimizer(self.optimizer, parameters.items(), state)
             with torch.no_grad():
-                for name, value in found.items():
+                for name, value in saved.items():
                     parameters[name].copy_(value)
             self.master_weights.publish()
-            memory = path / "memory.json"
-            return json.loads(memory.read_bytes()) if memory.exists() else None
+            file = path / "memory.json"
+            return json.loads(file.read_bytes()) if file.exists() else None
 
         step, memory = self.folder.load_checkpoint(read) or (0, None)
         lines = self.folder.metrics()

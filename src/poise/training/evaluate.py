@@ -1,4 +1,4 @@
-"""How good a policy is on held-out problems: avg@k, pass@k, maj@k and greedy accuracy, by difficulty."""
+"""Evaluation on held-out problems: avg@k, pass@k, maj@k and greedy accuracy, by difficulty."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from poise.config.schema import Config
 from poise.tasks import draw
 from poise.training.accuracy import ProblemResult, summarise
 
-CHUNK = 64  # problems between two reports of progress
+CHUNK = 64  # problems per call of the sampler, and per progress report
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The verdicts on every problem, sampled and greedy."""
+    """The results of every problem, sampled and greedy."""
 
     task: str
     samples: int
@@ -25,17 +25,17 @@ class Evaluation:
     sampled: list[ProblemResult]
     greedy: list[ProblemResult]
     reward: float  # mean over the samples
-    cut_off: int  # samples that the limit of tokens ended
+    cut_off: int  # samples that reached the token limit
     greedy_cut_off: int
     failed: int = 0  # samples without a verdict; they count as wrong
 
     def summary(self) -> dict[str, Any]:
-        """For ``summary.json``. ``accuracy`` is avg@k as sampled; ``greedy`` beside it tells mere sharpening apart."""
-        drawn, greedy = summarise(self.sampled, self.samples), summarise(self.greedy, 1)
-        average = drawn["overall"][f"avg@{self.samples}"]
-        table = {name: value for name, value in drawn["overall"].items() if name != "problems"}
+        """For ``summary.json``. ``accuracy`` is avg@k; beside it, ``greedy`` tells mere sharpening apart."""
+        sampled, greedy = summarise(self.sampled, self.samples), summarise(self.greedy, 1)
+        average = sampled["overall"][f"avg@{self.samples}"]
+        table = {name: value for name, value in sampled["overall"].items() if name != "problems"}
         table["greedy"] = greedy["overall"]["avg@1"]
-        for difficulty, row in drawn["difficulty"].items():
+        for difficulty, row in sampled["difficulty"].items():
             table[f"avg@{self.samples}, difficulty {difficulty}"] = row[f"avg@{self.samples}"]
             table[f"greedy, difficulty {difficulty}"] = greedy["difficulty"][difficulty]["avg@1"]
         return {
@@ -59,18 +59,18 @@ class Evaluation:
         return {f"eval/{self.task}/{name}": value for name, value in named.items()}
 
 
-def is_summary(found: Any) -> bool:
-    """Whether ``found``, read from a file, is what ``Evaluation.summary`` made, as far as anything reads it again."""
-    if not isinstance(found, dict) or not isinstance(found.get("table"), dict):
+def is_summary(data: Any) -> bool:
+    """Whether ``data``, read from a file, has the fields of ``Evaluation.summary`` that poise reads."""
+    if not isinstance(data, dict) or not isinstance(data.get("table"), dict):
         return False
-    rows = [row if isinstance(row, dict) else {} for row in found["table"].values()]
-    numbers = [*(row.get(key) for row in rows for key in ("value", "low", "high")), found.get("accuracy")]
-    counts = [found.get(key) for key in ("n", "samples")]
+    rows = [row if isinstance(row, dict) else {} for row in data["table"].values()]
+    numbers = [*(row.get(key) for row in rows for key in ("value", "low", "high")), data.get("accuracy")]
+    counts = [data.get(key) for key in ("n", "samples")]
     return all(type(count) is int for count in counts) and all(type(number) in (int, float) for number in numbers)
 
 
 def at_once(problems: int, samples: int) -> int:
-    """How many responses ``evaluate`` asks an engine for in one call."""
+    """The largest number of responses that ``evaluate`` samples in one call."""
     return min(problems, CHUNK) * samples
 
 
@@ -84,43 +84,43 @@ def evaluate(
 ) -> Evaluation:
     """Sample ``samples`` responses to each of the first ``problems`` held-out problems of a seed, and one greedily.
 
-    The same seed gives the same problems and the same random numbers, so that two policies are compared on equal terms.
+    The same seed gives the same problems and random numbers, so that two policies are compared on equal terms.
     """
-    asked = draw(sampler.task, "test", seed, problems)
-    problems = len(asked)  # a finite task may have fewer
-    drawn: list[Sample] = []
-    best: list[Sample] = []
-    for at in range(0, problems, CHUNK):
-        part = asked[at : at + CHUNK]
-        own_seed = seed * 1_000_003 + at
-        drawn += sampler.play([problem for problem in part for _ in range(samples)], own_seed)
-        best += sampler.greedy().play(part, own_seed)
+    test_problems = draw(sampler.task, "test", seed, problems)
+    problems = len(test_problems)  # a finite task may have fewer
+    sampled: list[Sample] = []
+    greedy: list[Sample] = []
+    for start in range(0, problems, CHUNK):
+        chunk = test_problems[start : start + CHUNK]
+        chunk_seed = seed * 1_000_003 + start
+        sampled += sampler.play([problem for problem in chunk for _ in range(samples)], chunk_seed)
+        greedy += sampler.greedy().play(chunk, chunk_seed)
         if progress:
-            progress(len(best), problems)
+            progress(len(greedy), problems)
     return Evaluation(
         sampler.task.name,
         samples,
         sampler.sampling.temperature,
-        [_result(drawn[i * samples : (i + 1) * samples]) for i in range(problems)],
-        [_result([sample]) for sample in best],
-        sum(sample.score.reward for sample in drawn) / len(drawn),
-        sum(not sample.finished for sample in drawn),
-        sum(not sample.finished for sample in best),
-        sum(sample.score.failed is not None for sample in drawn),
+        [_result(sampled[i * samples : (i + 1) * samples]) for i in range(problems)],
+        [_result([sample]) for sample in greedy],
+        sum(sample.score.reward for sample in sampled) / len(sampled),
+        sum(not sample.finished for sample in sampled),
+        sum(not sample.finished for sample in greedy),
+        sum(sample.score.failed is not None for sample in sampled),
     )
 
 
 def held_out(sampler: Sampler, config: Config, progress: Callable[[int, int], None] | None = None) -> Evaluation:
-    """``evaluate`` as the settings of a run say: what the trainer measures before and after, and ``poise eval``."""
-    asked = config.evaluation
+    """``evaluate`` with a run's settings: for the trainer, before and after, and for ``poise eval``."""
+    settings = config.evaluation
     sampling = replace(sampler.sampling, temperature=config.test_temperature)
     return evaluate(
-        replace(sampler, sampling=sampling), problems=asked.problems, samples=asked.samples, seed=asked.seed,
-        progress=progress,
+        replace(sampler, sampling=sampling), problems=settings.problems, samples=settings.samples,
+        seed=settings.seed, progress=progress,
     )  # fmt: skip
 
 
 def _result(samples: Sequence[Sample]) -> ProblemResult:
-    """The verdicts on one problem."""
+    """The result of one problem."""
     answers = tuple(sample.score.answer for sample in samples)
     return ProblemResult(samples[0].problem.difficulty, tuple(sample.score.correct for sample in samples), answers)

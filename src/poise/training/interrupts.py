@@ -1,7 +1,7 @@
-"""Signals as a request: the step under way is finished and kept; a second Ctrl-C stops at once.
+"""Signals request a stop: the current step finishes and is saved. A second Ctrl-C stops at once.
 
 SIGTERM comes from ``kill`` and from schedulers, SIGHUP from a terminal that closes, SIGUSR1, SIGUSR2 and SIGXCPU from
-batch systems shortly before the time is up.
+batch systems shortly before the time limit.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name)
 
 
 class Stopper:
-    """A context in which these signals only set ``asked``."""
+    """A context in which these signals only set ``requested``."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.asked = say, False
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note, self.requested = note, False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopper:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # nohup: asked to ignore it
+                    continue  # ignored on purpose, as by nohup
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -38,9 +38,9 @@ class Stopper:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.asked:  # a terminal that closes may send SIGHUP twice: that is no reason to lose the step
+        if self.requested:  # a closing terminal may send SIGHUP twice, which must not lose the step
             return
-        self.asked = True
-        self.say("stopping after the step or evaluation under way; press Ctrl-C again to stop at once")
+        self.requested = True
+        self.note("stopping after the step or evaluation under way; press Ctrl-C again to stop at once")

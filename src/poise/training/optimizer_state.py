@@ -1,8 +1,8 @@
-"""The state of AdamW as named tensors and back, bit for bit, so that it is kept in safetensors and never pickled.
+"""AdamW's state as named tensors and back, bit for bit: safetensors instead of pickle.
 
-``exp_avg/PARAM``, ``exp_avg_sq/PARAM`` (with amsgrad also ``max_exp_avg_sq/PARAM``) and ``step/PARAM``. A parameter
-that never had a gradient has no state: of it only ``step/PARAM`` = 0 is written, so that a missing name is always an
-error. Learning rates and other settings are not state: they come from the config and the step.
+The names are ``exp_avg/PARAM``, ``exp_avg_sq/PARAM`` (with amsgrad also ``max_exp_avg_sq/PARAM``) and ``step/PARAM``. A
+parameter that never had a gradient has no state: only its ``step/PARAM`` = 0 is written, so that a missing name is
+always an error. Learning rates and other settings are not state: they follow from the config and the step.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Named = Iterable[tuple[str, Tensor]]  # model.named_parameters()
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Named) -> dict[str, Tensor]:
-    """The state of ``optimizer`` by name. The tensors are its own, not copies: write them before the next step.
+    """The optimizer's state by name. The tensors are not copies: write them before the next step.
 
-    ``names`` are the model's named parameters; those the optimizer does not train are passed over.
+    ``names`` are the model's named parameters; those that the optimizer does not train are skipped.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter, moments in _trained(optimizer, names):
@@ -35,9 +35,9 @@ def optimizer_tensors(optimizer: Optimizer, names: Named) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: Optimizer, names: Named, tensors: Mapping[str, Tensor]) -> None:
-    """Give ``optimizer`` the state that ``optimizer_tensors`` returned: all of it or, on error, none."""
+    """Restore the state that ``optimizer_tensors`` returned: all of it or, on error, nothing."""
     trained = _trained(optimizer, names)
-    expected: dict[str, Tensor] = {}  # by name, a tensor of the right shape and type
+    expected: dict[str, Tensor] = {}  # name to a tensor of the right shape and dtype
     for name, parameter, moments in trained:
         expected[f"step/{name}"] = torch.empty(())
         step = tensors.get(f"step/{name}")
@@ -70,20 +70,20 @@ def restore_optimizer(optimizer: Optimizer, names: Named, tensors: Mapping[str, 
 
 
 def _trained(optimizer: Optimizer, names: Named) -> list[tuple[str, Tensor, tuple[str, ...]]]:
-    """Name, parameter and the names of its moments, for each parameter the optimizer trains."""
+    """Name, parameter and the names of its moments, for each parameter that the optimizer trains."""
     name_of = {id(parameter): name for name, parameter in names}
-    found = []
+    trained = []
     for group in optimizer.param_groups:
         moments = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group.get("amsgrad") else ())
         for parameter in group["params"]:
             if id(parameter) not in name_of:
                 raise ValueError(f"the optimizer trains a parameter {tuple(parameter.shape)} that has no name")
-            found.append((name_of[id(parameter)], parameter, moments))
-    return found
+            trained.append((name_of[id(parameter)], parameter, moments))
+    return trained
 
 
 def _counts_on_device(group: Mapping[str, object]) -> bool:
-    return bool(group.get("fused") or group.get("capturable"))  # where AdamW itself keeps the step
+    return bool(group.get("fused") or group.get("capturable"))  # then AdamW keeps the step on the device
 
 
 def _first(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What is kept of a step: its numbers, and every token that it learned from."""
+"""Records of a step: its metrics, its responses, and their tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from poise.rollout.types import Rollouts
 
 
 def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-    """Every response of a step: what was asked, what came back, and the verifier's word."""
+    """Every response of a step: the problem, the text, and the verifier's score."""
     for sample in samples:
         yield {
             "step": step,
@@ -37,24 +37,24 @@ def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str,
 def token_arrays(rollouts: Rollouts, batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:
     """The tokens of those responses, end to end: response i has ``start[i]:start[i + 1]`` of every other array.
 
-    ``weight/NAME`` is the policy weight in phase NAME; what a regulator found out about tokens has its own name.
+    ``weight/NAME`` is the policy weight in phase NAME. A regulator's per-token values keep their own names.
     """
-    inside = batch.mask
-    made = {
-        "id": rollouts.tokens[inside].int(),
-        "logp": batch.old_logp[inside].float(),
-        "entropy": rollouts.entropy[inside].float(),
-        "advantage": batch.token_advantages[inside].float(),
-        **{f"weight/{phase.name}": phase.policy[inside].float() for phase in phases},
-        **{name: values[inside].float() for phase in phases for name, values in phase.tokens.items()},
+    mask = batch.mask
+    arrays = {
+        "id": rollouts.tokens[mask].int(),
+        "logp": batch.old_logp[mask].float(),
+        "entropy": rollouts.entropy[mask].float(),
+        "advantage": batch.token_advantages[mask].float(),
+        **{f"weight/{phase.name}": phase.policy[mask].float() for phase in phases},
+        **{name: values[mask].float() for phase in phases for name, values in phase.tokens.items()},
     }
-    lengths = inside.sum(1)
-    made["start"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
-    return {name: values.cpu() for name, values in made.items()}
+    lengths = mask.sum(1)
+    arrays["start"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    return {name: values.cpu() for name, values in arrays.items()}
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
-    """What a run's figures depend on besides its settings."""
+    """The versions and the hardware that a run's figures depend on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "poise": __version__,
@@ -67,7 +67,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
 
 
 def reward_metrics(samples: Sequence[Sample], batch: TokenBatch) -> dict[str, float]:
-    """``reward/…``: means over the responses; ``no_spread`` is the share whose group had nothing to compare."""
+    """``reward/…``: means over the responses; ``no_spread`` is the share whose advantages are all 0."""
     scores, n = [sample.score for sample in samples], len(samples)
     verdicts: dict[str, list[bool]] = {}
     for sample in samples:
@@ -79,16 +79,16 @@ def reward_metrics(samples: Sequence[Sample], batch: TokenBatch) -> dict[str, fl
     return {
         "reward/mean": float(rewards.mean()),
         "reward/accuracy": sum(score.correct for score in scores) / n,
-        **{f"reward/accuracy/{name}": sum(found) / len(found) for name, found in sorted(verdicts.items())},
+        **{f"reward/accuracy/{name}": sum(correct) / len(correct) for name, correct in sorted(verdicts.items())},
         "reward/no_spread": float((batch.token_advantages == 0).all(1).float().mean()),
         **{f"reward/{name}": sum(score.parts.get(name, 0.0) for score in scores) / n for name in sorted(parts)},
     }
 
 
 def rollout_metrics(rollouts: Rollouts, batch: TokenBatch, cap: float | None = None) -> dict[str, float]:
-    """``rollout/…``: what was sampled and, where the sampler's log-probabilities are not the policy's, how they differ.
+    """``rollout/…``: length, entropy, share finished; the mismatch too, if the sampler's log-probabilities differ.
 
-    ``cap`` is where importance weights are cut.
+    ``cap`` truncates importance weights.
     """
     return {
         **(mismatch_metrics(batch, cap) if batch.sampler_logp is not None else {}),
@@ -99,39 +99,39 @@ def rollout_metrics(rollouts: Rollouts, batch: TokenBatch, cap: float | None = N
 
 
 def mismatch_metrics(batch: TokenBatch, cap: float | None) -> dict[str, float]:
-    """Over all response tokens, of the log-ratio of policy to sampler.
+    """How the policy's log-probabilities differ from the sampler's, over all response tokens.
 
-    ``importance`` is the mean weight before any is cut, 1 where nothing is wrong; ``truncated`` the share of tokens
-    whose weight is cut; ``mismatch`` and ``mismatch_max`` the mean and the largest distance; ``mismatch_kl`` estimates
-    KL(sampler ‖ policy), by k3.
+    ``importance`` is the mean importance weight before truncation, 1 if both agree; ``truncated`` the share of tokens
+    whose weight is truncated; ``mismatch`` and ``mismatch_max`` the mean and the largest absolute log-ratio;
+    ``mismatch_kl`` estimates KL(sampler ‖ policy), by k3.
     """
     assert batch.sampler_logp is not None
     gap = (batch.old_logp - batch.sampler_logp)[batch.mask].double()
     ratio, distance = gap.exp(), gap.abs()
-    found = {
+    statistics = {
         "importance": ratio.mean(),
         "truncated": (ratio > (torch.inf if cap is None else cap)).double().mean(),
         "mismatch": distance.mean(),
         "mismatch_max": distance.max(),
         "mismatch_kl": (torch.expm1(gap) - gap).mean(),
     }
-    values = torch.stack([*found.values()]).tolist()
-    return {f"rollout/{name}": value for name, value in zip(found, values, strict=True)}
+    values = torch.stack([*statistics.values()]).tolist()
+    return {f"rollout/{name}": value for name, value in zip(statistics, values, strict=True)}
 
 
 class Clock:
-    """Where the time of a step went."""
+    """Measures how the time of a step is spent."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a step."""
+        """Start the measurement of a step."""
         self.start, self.spent = time.perf_counter(), dict[str, float]()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a part, or more of one."""
+        """Add the time inside this context to the part ``name``."""
         start = time.perf_counter()
         yield
         self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
@@ -139,6 +139,6 @@ class Clock:
     def metrics(self, tokens: int) -> dict[str, float]:
         """``time/…`` in seconds, and the sampled tokens per second of the whole step."""
         total = time.perf_counter() - self.start
-        named = {f"time/{name}": seconds for name, seconds in self.spent.items()}
-        named["time/other"] = total - sum(self.spent.values())  # so that the parts add up to the step
-        return {**named, "time/step": total, "time/tokens_per_s": tokens / total}
+        parts = {f"time/{name}": seconds for name, seconds in self.spent.items()}
+        parts["time/other"] = total - sum(self.spent.values())  # so that the parts add up to the step
+        return {**parts, "time/step": total, "time/tokens_per_s": tokens / total}

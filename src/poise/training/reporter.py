@@ -1,4 +1,4 @@
-"""Whoever watches a run: the console, and the trackers."""
+"""Reports a run's progress to the console and the trackers."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class Reporter:
         self._stack.close()
 
     def note(self, text: str) -> None:
-        """A sentence for a person."""
+        """Show a message."""
         self._console.note(text)
 
     def begin(self, step: int) -> None:
-        """Training starts after this step."""
+        """Start the timing: training continues after this step."""
         self._console.begin(step)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """A step has ended."""
+        """Report a finished step."""
         self._console.step(step, metrics)
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """A few responses, chosen across the range of rewards."""
+        """Show a few responses, chosen across the range of rewards."""
         self._console.samples_table([(s.problem.prompt, s.text, s.score.reward, s.score.correct) for s in samples])
 
     def stopped(self, resume: str) -> None:
-        """The run ends before its last step; ``resume`` is the command to go on with."""
+        """Report that the run ends early; ``resume`` is the command that continues it."""
         self._console.close()
         self._console.note(f"stopped; go on with: {resume}")

@@ -1,4 +1,4 @@
-"""What a config means, built: the sampler that trainer, evaluation and diagnose share."""
+"""Build the sampler of a config, for the trainer, the evaluation and diagnose."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def build_sampler(
     task: Task | None = None,
     **more: Any,
 ) -> Sampler:
-    """The policy, its engine and the config's task, or another one. ``note`` is told what a user should know.
+    """A sampler for the config's task, or for ``task``. ``note`` receives messages for the user.
 
-    ``responses`` is how many will be sampled at once, at most.
+    ``responses`` is the largest number of responses that one call will sample.
     """
     rollout = config.rollout
     engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)

@@ -1,4 +1,7 @@
-"""One update of the policy from one rollout batch: phases, mini-batches, packed passes, optimizer steps."""
+"""One update of the policy from one rollout batch: phases, mini-batches, packed passes, optimizer steps.
+
+Shapes: B responses, T response tokens (padded), N active tokens of one pass.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from poise.rollout.types import Rollouts
 
 Metrics = dict[str, Tensor]
 
-HEAD_MEMORY = 1 << 30  # bytes of logits at a time on CUDA: little beside the layers, and few chunks
+HEAD_MEMORY = 1 << 30  # bytes of logits per chunk on CUDA: small beside the layers, large enough for few chunks
 
 
 class NotFiniteError(RuntimeError):
-    """The gradient is NaN or infinite: the step was not taken."""
+    """The gradient is NaN or infinite, and no optimizer step was taken."""
 
 
 def update(
@@ -41,32 +44,32 @@ def update(
     grad_clip: float = 1.0,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Run every phase as a complete pass over the batch, and return ``optim/…`` metrics averaged over the steps taken.
+    """Run every phase as a complete pass over the batch; return ``optim/…`` metrics averaged over the optimizer steps.
 
-    A mini-batch in which no token is active takes no step: momentum alone must not move the model. Responses without an
-    active token are not run through the model, but stay in the denominator.
+    A mini-batch without active tokens takes no step: momentum alone must not move the model. Responses without active
+    tokens are not run through the model, but count in the denominator.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
     steps = 0
     for number, phase in enumerate(phases):
-        moving = active(batch, phase, settings).cpu()
-        for mini in mini_batches(len(batch.mask), mini_batch, seed + number):
-            found = accumulate(
-                policy, parameters, rollouts, batch, phase, settings, mini, moving=moving, temperature=temperature,
-                micro_tokens=micro_tokens,
+        active_BT = active(batch, phase, settings).cpu()
+        for rows in mini_batches(len(batch.mask), mini_batch, seed + number):
+            metrics = accumulate(
+                policy, parameters, rollouts, batch, phase, settings, rows, active_BT=active_BT,
+                temperature=temperature, micro_tokens=micro_tokens,
             )  # fmt: skip
-            if found is None:
+            if metrics is None:
                 continue
-            found["optim/grad_norm"] = clip(parameters, grad_clip, phase.name)
+            metrics["optim/grad_norm"] = clip(parameters, grad_clip, phase.name)
             try:
                 optimizer.step()
             except torch.OutOfMemoryError as error:
                 raise OutOfMemoryError("in the optimizer's step") from error
-            _add(totals, found)
+            _add(totals, metrics)
             steps += 1
-    averaged = (torch.stack([value.double() for value in totals.values()]) / steps).tolist() if totals else []
-    return {**dict(zip(totals, averaged, strict=True)), "optim/steps": float(steps)}
+    means = (torch.stack([value.double() for value in totals.values()]) / steps).tolist() if totals else []
+    return {**dict(zip(totals, means, strict=True)), "optim/steps": float(steps)}
 
 
 def accumulate(
@@ -78,29 +81,29 @@ def accumulate(
     settings: Settings,
     rows: Sequence[int] | None = None,
     *,
-    moving: Tensor | None = None,
+    active_BT: Tensor | None = None,
     temperature: float = 1.0,
     micro_tokens: int | None = None,
 ) -> Metrics | None:
-    """Leave the gradient of a mini-batch's loss, and nothing else, at ``parameters``, and return its metrics.
+    """Set the gradients of ``parameters`` to those of a mini-batch's loss, and return its metrics.
 
-    ``rows`` are the mini-batch, by default the whole batch. ``moving`` (B, T) are the active tokens, on the host, where
-    they are known. None where no token of the mini-batch is active: then there is no gradient.
+    ``rows`` are the mini-batch, by default the whole batch. ``active_BT`` are the active tokens, on the host; computed
+    here unless passed. None: no token of the mini-batch is active, and there is no gradient.
     """
-    moving = active(batch, phase, settings).cpu() if moving is None else moving
-    mini = list(range(len(batch.mask))) if rows is None else list(rows)
-    takes_part = moving.any(1).tolist()
-    running = [row for row in mini if takes_part[row]]
-    if not running:
+    active_BT = active(batch, phase, settings).cpu() if active_BT is None else active_BT
+    mini_batch = list(range(len(batch.mask))) if rows is None else list(rows)
+    is_active_B = active_BT.any(1).tolist()
+    active_rows = [row for row in mini_batch if is_active_B[row]]
+    if not active_rows:
         return None
-    norm = normalizer(batch.rows(send(mini, batch.mask.device)), settings)
-    backward = partial(_backward, policy, rollouts, batch, phase, moving, settings, norm, temperature)
+    norm = normalizer(batch.rows(send(mini_batch, batch.mask.device)), settings)
+    backward = partial(_backward, policy, rollouts, batch, phase, active_BT, settings, norm, temperature)
     tokens = micro_tokens or default_micro_tokens(policy.device)
-    return within_memory(policy, parameters, rollouts, running, tokens, backward)
+    return within_memory(policy, parameters, rollouts, active_rows, tokens, backward)
 
 
 def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:
-    """Shorten the gradient to ``limit``, and return its norm before that; raise where that is not a finite number."""
+    """Clip the gradient's norm to ``limit``, and return the norm before; raise NotFiniteError if it is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
     if not torch.isfinite(norm):
         for parameter in parameters:
@@ -114,20 +117,20 @@ def _backward(
     rollouts: Rollouts,
     batch: TokenBatch,
     phase: Phase,
-    moving: Tensor,
+    active_BT: Tensor,
     settings: Settings,
     norm: Tensor,
     temperature: float,
     rows: list[int],
 ) -> Metrics:
-    """One pass: the gradient of these rows' share of the loss is added to what is there; their share of the metrics."""
+    """One pass: add these rows' share of the loss gradient, and return their share of the metrics."""
     ix = send(rows, batch.mask.device)
-    piece, responses = batch.rows(ix), rollouts.rows(rows)
-    tokens = send(moving[rows].flatten().nonzero()[:, 0], ix.device)
+    responses = rollouts.rows(rows)
+    tokens_N = send(active_BT[rows].flatten().nonzero()[:, 0], ix.device)  # flat indices into the rows' (B, T)
     loss, metrics = policy_loss(
-        policy.hidden(responses, tokens), piece, phase.rows(ix), settings, normalizer=norm,
-        head=policy.head(temperature), targets=responses.tokens, tokens=tokens,
-        memory=HEAD_MEMORY if tokens.is_cuda else None,
+        policy.hidden(responses, tokens_N), batch.rows(ix), phase.rows(ix), settings, normalizer=norm,
+        head=policy.head(temperature), targets=responses.tokens, tokens=tokens_N,
+        memory=HEAD_MEMORY if tokens_N.is_cuda else None,
     )  # fmt: skip
     loss.backward()
     return metrics
@@ -141,26 +144,25 @@ def within_memory(
     tokens: int,
     backward: Callable[[list[int]], Metrics],
 ) -> Metrics:
-    """The gradient of a mini-batch, in as many passes as memory makes necessary, and its metrics.
+    """Accumulate the gradient of a mini-batch in as many passes as memory requires, and return the summed metrics.
 
-    Where memory runs out, the mini-batch begins again: with fewer tokens per pass, as long as those keep the device
-    busy; then with layers that are computed twice; then with ever fewer tokens. What was found to be needed stays in
-    force.
+    When memory runs out, the mini-batch starts again: first with fewer tokens per pass, while those still keep the
+    device busy; then with gradient checkpointing; then with ever fewer tokens. Later mini-batches keep these limits.
     """
     while True:
         bins = pack(rollouts, rows, policy.budget(tokens))
         _clear(policy, parameters)
         try:
             totals: Metrics = {}
-            for part in bins:
-                _add(totals, backward(part))
+            for bin_rows in bins:
+                _add(totals, backward(bin_rows))
             return totals
         except torch.OutOfMemoryError:
-            pass  # go on outside: in here, the error still holds on to what filled the memory
+            pass  # retry outside of this block: here the error still references the tensors that filled the memory
         _clear(policy, parameters)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        largest = max((_cost(rollouts, part) for part in bins if len(part) > 1), default=0)
+        largest = max((_token_count(rollouts, bin_rows) for bin_rows in bins if len(bin_rows) > 1), default=0)
         if largest < BUSY_TOKENS and policy.save_memory():
             continue
         if not largest:
@@ -169,14 +171,14 @@ def within_memory(
 
 
 def _clear(policy: Policy, parameters: Sequence[Tensor]) -> None:
-    """No gradient is left, neither at the optimizer's weights nor, from a pass that was cut off, at the model's."""
+    """Clear all gradients: the optimizer's, and those that an aborted pass left on the model."""
     for parameter in parameters:
         parameter.grad = None
     policy.model.zero_grad(set_to_none=True)
 
 
-def _cost(rollouts: Rollouts, rows: list[int]) -> int:
-    """The tokens of a pass, each prompt counted once."""
+def _token_count(rollouts: Rollouts, rows: list[int]) -> int:
+    """The number of tokens in a pass, each prompt counted once."""
     prompts = {tuple(rollouts.prompts[row]) for row in rows}
     return sum(rollouts.lengths[row] for row in rows) + sum(map(len, prompts))
 
@@ -189,7 +191,7 @@ def _add(totals: Metrics, more: Metrics) -> None:
 def mini_batches(count: int, size: int, seed: int) -> list[list[int]]:
     """Row numbers of the mini-batches: all rows at once (size 0), or shuffled and cut into parts of at most ``size``.
 
-    Parts differ by one row at most: a small last one would take a whole optimizer step for a few responses.
+    Part sizes differ by at most one: a small last part would spend a whole optimizer step on a few responses.
     """
     if size == 0 or size >= count:
         return [list(range(count))]
