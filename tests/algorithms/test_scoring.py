@@ -62,16 +62,16 @@ def test_every_response_is_scored_once_and_in_its_place(engine, concurrent):
 
 
 def test_scoring_begins_before_sampling_ends(monkeypatch):
-    from poise.engines.native.scheduler import Queue
+    from poise.engines.native.scheduler import Scheduler
 
-    task, seen, admit = Lengths(True), [], Queue._admit
+    task, seen, admit = Lengths(True), [], Scheduler._admit
 
     def look(self):
         if any(self.counts):
             seen.append(task.first.wait(10))  # with others still to be sampled
         admit(self)
 
-    monkeypatch.setattr(Queue, "_admit", look)
+    monkeypatch.setattr(Scheduler, "_admit", look)
     sample(task, NativeEngine, count=8, group=2, batch=2)
     assert seen[:3].count(True) >= 1
 

@@ -30,8 +30,8 @@ class TestChoice:
         assert len(said) == 1
 
     def test_a_layer_that_decodes_differently_is_found_out(self, monkeypatch):
-        from poise.engines.native.kv_cache import SharedKeys
+        from poise.engines.native.shared_cache import SharedPromptCache
 
-        right = SharedKeys.attend
-        monkeypatch.setattr(SharedKeys, "attend", lambda self, layer, *rest: right(self, layer, *rest) * 1.01)
+        right = SharedPromptCache.attend
+        monkeypatch.setattr(SharedPromptCache, "attend", lambda self, layer, *rest: right(self, layer, *rest) * 1.01)
         assert not supports(tiny("llama"))

@@ -7,7 +7,7 @@ from poise.engines.hf import CachedEngine
 from poise.engines.native import graphs
 from poise.engines.native.decoder import Decoder
 from poise.engines.native.engine import NativeEngine
-from poise.engines.native.scheduler import Queue
+from poise.engines.native.scheduler import Scheduler
 from poise.models.policy import ModelError
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Request
@@ -76,8 +76,8 @@ class TestRoom:
         policy = exact(tiny(name))
         outs = []
         for first in (16, 256):
-            for module in ("native.kv_cache", "native.scheduler", "hf"):
-                monkeypatch.setattr(f"poise.engines.{module}.FIRST", first)
+            for module in ("native.shared_cache", "native.scheduler", "hf"):
+                monkeypatch.setattr(f"poise.engines.{module}.FIRST_ROOM", first)
             held = engine(policy, batch=5)
             outs.append([sample(held, prompts(4), 2, max_tokens=40, temperature=1.0, seed=seed) for seed in (0, 1)])
         for small, large in zip(*outs, strict=True):
@@ -97,16 +97,16 @@ class TestRoom:
         assert max(out.lengths) < 200
 
     def test_every_call_begins_with_the_same_room(self, monkeypatch):
-        monkeypatch.setattr("poise.engines.native.kv_cache.FIRST", 16)
+        monkeypatch.setattr("poise.engines.native.shared_cache.FIRST_ROOM", 16)
         engine = NativeEngine(tiny("llama"))
         ask = lambda: engine.sample([Request([7, 8], 60), Request([9], 60)], Sampling(), 0)  # noqa: E731
         first = ask()
-        keys = engine._decoder.keys
-        assert keys.room > 16
-        grown = keys.nbytes
-        keys.clear()
-        assert keys.room == 16
-        assert keys.nbytes < grown
+        cache = engine._decoder.cache
+        assert cache.room > 16
+        grown = cache.nbytes
+        cache.clear()
+        assert cache.room == 16
+        assert cache.nbytes < grown
         assert torch.equal(ask().logp, first.logp)
 
     @pytest.mark.parametrize("engine", [NativeEngine, CachedEngine])
@@ -122,9 +122,9 @@ class TestRoom:
 
 @pytest.mark.parametrize(("small", "expected"), [(10**9, 1), (0, 2)])
 def test_a_small_model_is_decoded_by_one_thread(small, expected, monkeypatch):
-    monkeypatch.setattr("poise.engines.native.engine.SMALL", small)
-    found, work = [], Queue.work
-    monkeypatch.setattr(Queue, "work", lambda self: (found.append(torch.get_num_threads()), work(self))[1])
+    monkeypatch.setattr("poise.engines.native.engine.SMALL_MODEL", small)
+    found, work = [], Scheduler.work
+    monkeypatch.setattr(Scheduler, "work", lambda self: (found.append(torch.get_num_threads()), work(self))[1])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -137,7 +137,7 @@ def test_a_small_model_is_decoded_by_one_thread(small, expected, monkeypatch):
 
 def test_the_queue_looks_up_only_now_and_then(monkeypatch):
     looks = []
-    decode = Queue._decode
-    monkeypatch.setattr(Queue, "_decode", lambda self: (looks.append(1), decode(self))[1])
+    decode = Scheduler._decode
+    monkeypatch.setattr(Scheduler, "_decode", lambda self: (looks.append(1), decode(self))[1])
     NativeEngine(tiny("llama")).sample([Request([7, 8], 40), Request([9], 33)], Sampling(), 0)
     assert len(looks) == 5

@@ -3,7 +3,7 @@
 from poise.engines.native import graphs
 from poise.engines.native.decoder import Decoder
 from poise.engines.native.engine import NativeEngine
-from poise.engines.native.kv_cache import SlotKeys
+from poise.engines.native.slot_cache import SlotCache
 from support.tiny_models import ARCHITECTURES
 
 NATIVE = [name for name in ARCHITECTURES if name != "gemma2"]  # whose attention has a soft-cap
@@ -12,16 +12,16 @@ NATIVE = [name for name in ARCHITECTURES if name != "gemma2"]  # whose attention
 class SlotEngine(NativeEngine):
     """With CUDA's slots and its few numbers of rows, but nothing recorded and no kernel."""
 
-    def _room(self, requests):
+    def _decoder_for(self, requests):
         class Fixed(Decoder):
-            def size(self, n):
-                return next(s for s in graphs.sizes(self.keys.slots) if s >= n) if n else 0
+            def decoded_rows(self, n):
+                return next(s for s in graphs.sizes(self.cache.slots) if s >= n) if n else 0
 
         like = next(self.policy.trunk.parameters())
         slots = min(len(requests), self.batch or len(requests))
         length = max(len(r.prompt) for r in requests) + max(r.max_tokens for r in requests)
         width = self.policy.head().weight.shape[1]
-        return Fixed(self.policy, SlotKeys(self.shapes, slots, length, width, like))
+        return Fixed(self.policy, SlotCache(self.shapes, slots, length, width, like))
 
 
 ENGINES = [NativeEngine, SlotEngine]

@@ -1,1 +1,1 @@
-"""Engines sample responses from the policy."""
+"""Engines: they sample responses from the policy."""

@@ -1,4 +1,4 @@
-"""The engine that a setting means."""
+"""Which engine samples: ``rollout.engine`` and what the model can do decide."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ def choose(
     *,
     memory: float = MEMORY,
 ) -> Engine:
-    """With ``auto`` the native engine, unless the model cannot use it, which is said: then transformers' cache.
+    """The engine that ``choice`` names. ``auto`` is the native engine, or ``CachedEngine`` if the model needs it.
 
-    vLLM is there for whoever asks for it; ``memory`` is its share.
+    ``note`` is told of such a fallback. vLLM is opt-in; ``memory`` is its share of the device's memory.
     """
     if choice == "vllm":
         engine = VllmEngine(policy, batch, memory)
         note(
-            "sampling goes through vLLM, in this process: it starts with the first prompts, and takes up to "
+            "vLLM samples, in this process: it starts with the first prompts and takes up to "
             f"{memory:.0%} of the device's memory (rollout.vllm_memory)"
         )
         return engine
     name = type(policy.base).__name__
     if policy.length_limit is not None:
         note(
-            f"{name}: the rotary embedding changes with length; poise uses that of {policy.length_limit} tokens for all"
+            f"{name}: the rotary embedding changes with length; poise uses the one for {policy.length_limit} tokens "
+            "at every length"
         )
     if choice != "transformers" and native.supports(policy):
         return NativeEngine(policy, batch)
     if choice == "native":
-        raise ModelError(f"rollout.engine=native cannot decode with {name}: use auto, or transformers")
+        raise ModelError(f"rollout.engine=native cannot decode with {name}: use auto or transformers")
     if not cached.supports(policy):
         raise ModelError(
-            f"{name}: sampling with transformers' cache does not give the log-probabilities of a plain forward pass; "
-            "poise cannot train it; please report the architecture"
+            f"{name}: sampling with transformers' cache does not give the log-probabilities of a plain forward pass, "
+            "so poise cannot train it; please report the architecture"
         )
     if choice == "auto":
-        note(f"{name} cannot use the native engine, so sampling goes through transformers' cache, which is slower")
+        note(f"{name} cannot use the native engine; sampling falls back to transformers' cache, which is slower")
     return CachedEngine(policy, batch)

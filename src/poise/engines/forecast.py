@@ -1,4 +1,4 @@
-"""Before a run: how much memory the keys and values of its responses may take, where that is much."""
+"""Before a run: tell how much memory the keys and values of its responses may take, if that is much."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from transformers.cache_utils import DynamicCache
 
 from poise.engines.hf import CachedEngine
 from poise.engines.native import graphs
-from poise.engines.native.engine import STEP, NativeEngine
+from poise.engines.native.engine import PROMPT_STEP, NativeEngine
 from poise.rollout.types import Engine
 
-LARGE = 0.5  # of the free memory: what is less is not worth a word
+LARGE = 0.5  # of the free memory: less is not worth a note
 GIB = 2**30
 
 
 def announce(engine: Engine, note: Callable[[str], None], *, responses: int, max_prompt: int, max_tokens: int) -> None:
-    """Tell what sampling so many responses may need, or refuse where not even one fits.
+    """Tell how much memory sampling may need, or refuse if not even one response fits.
 
-    On CUDA a slot has room for the longest response there may be, so fewer are decoded at a time where that is long.
-    Elsewhere room is taken as responses grow, and the figure is what it would be if all reached their limit.
+    On CUDA a slot has room for the longest possible response, so fewer responses are decoded at a time if that is long.
+    Elsewhere memory is taken as responses grow, and the figure assumes that all of them reach their limit.
     """
-    if not isinstance(engine, NativeEngine | CachedEngine):  # vLLM has a share of its own
+    if not isinstance(engine, NativeEngine | CachedEngine):  # vLLM has its own share of the memory
         return
     together = min(responses, engine.batch or responses)
     length, device = max_prompt + max_tokens, engine.policy.device
     if isinstance(engine, NativeEngine) and graphs.usable(engine.policy, engine.shapes):
-        length = -(-max_prompt // STEP) * STEP + max_tokens
+        length = -(-max_prompt // PROMPT_STEP) * PROMPT_STEP + max_tokens
         slot = graphs.slot_bytes(engine.shapes, length, next(engine.policy.trunk.parameters()).element_size())
         fit = graphs.affordable(together, slot, graphs.free_bytes(device), length)
         if fit < together:
@@ -42,15 +42,15 @@ def announce(engine: Engine, note: Callable[[str], None], *, responses: int, max
         note(
             f"sampling: keys and values would take {need / GIB:.1f} GiB if all of {together} responses reached "
             f"rollout.max_tokens={max_tokens}, and {free / GIB:.1f} GiB are free; memory is taken as responses grow: "
-            "should it run out, lower rollout.max_tokens or rollout.batch"
+            "if it runs out, lower rollout.max_tokens or rollout.batch"
         )
 
 
 @torch.no_grad()
 def token_bytes(engine: NativeEngine | CachedEngine) -> int:
-    """Of one token's keys and values, in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     policy = engine.policy
-    if isinstance(engine, NativeEngine):  # which keeps them in float32 where no flash kernel reads them
+    if isinstance(engine, NativeEngine):  # it keeps them in float32 at least, where no flash kernel reads them
         return graphs.slot_bytes(engine.shapes, 1, max(4, next(policy.trunk.parameters()).element_size()))
     cache = DynamicCache(config=policy.trunk.config)
     one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
@@ -59,15 +59,15 @@ def token_bytes(engine: NativeEngine | CachedEngine) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on the device; None where nobody says."""
+    """Free memory of the device; None where the system does not tell."""
     if device.type == "cuda":
         return graphs.free_bytes(device)
-    found = []
+    candidates = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        candidates += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
         limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        found += [int(limit) - int(used)] if limit != "max" else []
-    except (OSError, ValueError, IndexError):  # another system, or no limit of its own
+        candidates += [int(limit) - int(used)] if limit != "max" else []
+    except (OSError, ValueError, IndexError):  # not Linux, or no control group with a limit
         pass
-    return max(min(found), 0) if found else None
+    return max(min(candidates), 0) if candidates else None

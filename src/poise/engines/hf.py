@@ -1,4 +1,4 @@
-"""Sampling with a key-value cache, through transformers' own model code: any causal LM, CPU or CUDA."""
+"""Sampling with transformers' key-value cache and model code: any causal language model, CPU or CUDA."""
 
 from __future__ import annotations
 
@@ -11,58 +11,52 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from poise._lib.transfer import send
 from poise.engines.limits import check_lengths
-from poise.engines.native.kv_cache import FIRST
+from poise.engines.native.kv_cache import FIRST_ROOM
 from poise.models.policy import Policy, pad_left
 from poise.models.trials import close, short_windows
 from poise.rollout.sampling import Sampling, uniform
-from poise.rollout.types import Done, Request, Rollouts, check_requests, end_table, numbers, side_by_side
+from poise.rollout.types import Done, Request, Rollouts, check_requests, end_table, numbers, repeated, side_by_side
 
 ROOM = 64  # tokens that a cache grows by
-COMPACT_EVERY = 16  # steps between looks for finished responses to drop
+COMPACT_EVERY = 16  # steps between two looks for ended responses to drop
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """A cache layer that grows by ``ROOM`` tokens at a time instead of being copied for every token."""
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """A cache layer that grows by ``ROOM`` tokens at a time, where transformers' own is copied for every token."""
 
     keys: Tensor
     values: Tensor
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values into the room there is, and return all that are in use."""
+        """Store new keys and values, and return all that are in use."""
         if not self.is_initialized or self.keys.numel() == 0:
             self.lazy_initialization(key_states, value_states)
             self.length = 0
-            self.store: list[Tensor] = [x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key_states, value_states)]
+            self.stores: list[Tensor] = [x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key_states, value_states)]
         end = self.length + key_states.shape[2]
-        if end > self.store[0].shape[2]:
-            self.store = [
-                torch.cat([x, x.new_empty((*x.shape[:2], end - x.shape[2] + ROOM, x.shape[3]))], 2) for x in self.store
-            ]
-        for store, new in zip(self.store, (key_states, value_states), strict=True):
+        if end > self.stores[0].shape[2]:
+            more = end - self.stores[0].shape[2] + ROOM
+            self.stores = [torch.cat([x, x.new_empty((*x.shape[:2], more, x.shape[3]))], 2) for x in self.stores]
+        for store, new in zip(self.stores, (key_states, value_states), strict=True):
             store[:, :, self.length : end] = new
         self.length = end
-        self._view()
+        self._set_views()
         return self.keys, self.values
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times."""
-        self.store = [x.repeat_interleave(repeats, 0) for x in self.store]
-        self._view()
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Some rows."""
-        self.store = [x[indices] for x in self.store]
-        self._view()
+        """Keep only these rows; a row may be named several times."""
+        self.stores = [x[indices] for x in self.stores]
+        self._set_views()
 
-    def _view(self) -> None:
-        self.keys, self.values = (x[:, :, : self.length] for x in self.store)
+    def _set_views(self) -> None:
+        self.keys, self.values = (x[:, :, : self.length] for x in self.stores)
 
 
 class CachedEngine:
-    """Batched over requests; a prompt is read once for all its requests in a batch; finished responses are dropped.
+    """Decodes requests in batches. A prompt is read once for all of its requests in a batch.
 
-    ``batch`` bounds how many responses are decoded together; 0 means all. A response's random numbers depend on the
-    seed and its number alone, as in the native engine.
+    ``batch`` bounds how many responses are decoded together; 0: all. A response's random numbers depend on the seed and
+    its number alone, as in the native engine.
     """
 
     def __init__(self, policy: Policy, batch: int = 0) -> None:
@@ -70,109 +64,137 @@ class CachedEngine:
 
     @torch.no_grad()
     def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
-        """A response to each request, in their order. ``done`` is told of a batch's responses when it has ended."""
+        """Sample a response to each request, in their order. ``done`` hears of responses when their batch has ended."""
         check_requests(requests)
         check_lengths(self.policy, requests)
         at_once, parts, number = self.batch or len(requests), [], numbers(requests)
         for first in range(0, len(requests), at_once):
-            part = requests[first : first + at_once]
-            parts.append(self._decode(part, number[first : first + at_once], sampling, seed))
+            chosen = slice(first, first + at_once)
+            parts.append(_Batch(self.policy, requests[chosen], number[chosen]).decode(sampling, seed))
             if done is not None:
-                tokens, own = parts[-1].tokens.tolist(), parts[-1].lengths
-                for row, (ids, length) in enumerate(zip(tokens, own, strict=True)):
+                for row, (ids, length) in enumerate(zip(parts[-1].tokens.tolist(), parts[-1].lengths, strict=True)):
                     done(first + row, ids[:length])
         return side_by_side(parts)
 
-    def _decode(self, requests: Sequence[Request], number: Sequence[int], sampling: Sampling, seed: int) -> Rollouts:
-        """Responses to some of the requests."""
-        policy, device = self.policy, self.policy.device
-        head = policy.head(sampling.temperature or 1.0)
-        known: dict[tuple[int, ...], int] = {}
-        prompt_of = send([known.setdefault(tuple(request.prompt), len(known)) for request in requests], device)
-        ids, seen = pad_left(list(known), device)
-        limits, ends = send([request.max_tokens for request in requests], device), end_table(requests, device)
-        longest, total, most = ids.shape[1], len(requests), max(request.max_tokens for request in requests)
-        streams, lengths = send(list(number), device), seen.sum(1)[prompt_of]
-        position = (seen.cumsum(1) - 1).clamp(min=0)
 
-        cache = _roomy_cache(policy)
-        states = policy.trunk(
-            input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
-        ).last_hidden_state[:, -1]
-        cache.batch_select_indices(prompt_of)
-        states, seen = states[prompt_of], seen[prompt_of]
-        # A mask of four dimensions spares transformers the work of making one, but not every model takes it: those that
-        # run packed do. Falcon's and Bloom's ALiBi are worked out from a mask of two.
-        whole_mask = policy.packed and all(type(layer) is RoomyLayer for layer in cache.layers)
+class _Batch:
+    """Requests that are decoded together. Responses that have ended are dropped from the cache now and then.
 
-        width = 0  # tokens of a response that there is room for so far: few are as long as they may be
-        tokens, mask = (torch.zeros((total, 0), dtype=kind, device=device) for kind in (torch.long, torch.bool))
-        logp, entropy = torch.zeros((total, 0), device=device), torch.zeros((total, 0), device=device)
-        stopped, over = (torch.zeros(total, dtype=torch.bool, device=device) for _ in range(2))
-        alive = torch.arange(total, device=device)  # the rows that are still being decoded
-        for step in range(most):
-            if step == width:
-                more = min(max(width, FIRST), most - width)
-                width += more
-                tokens, mask, logp, entropy = (_widened(x, more) for x in (tokens, mask, logp, entropy))
-                seen = _widened(seen, more, value=True)
-            point = uniform(seed, streams[alive], torch.full_like(alive, step))
-            chosen, own, spread = sampling.draw(head(states), point)
-            going = ~over[alive]
-            tokens[alive, step] = torch.where(going, chosen, 0)
-            mask[alive, step] = going
-            logp[alive, step] = own.float() * going
-            entropy[alive, step] = spread.float() * going
-            stopped[alive] |= going & (chosen[:, None] == ends[alive]).any(1)
-            over[alive] |= stopped[alive] | (limits[alive] == step + 1)
-            if step + 1 == most:
+    Letters in shapes: R requests, T response tokens, A requests that are still being decoded.
+    """
+
+    def __init__(self, policy: Policy, requests: Sequence[Request], number: Sequence[int]) -> None:
+        self.policy, self.requests, device = policy, requests, policy.device
+        self.limits, self.stop_tokens = send([r.max_tokens for r in requests], device), end_table(requests, device)
+        self.number, self.longest_response = send(list(number), device), max(r.max_tokens for r in requests)
+        self.stopped, self.ended = (torch.zeros(len(requests), dtype=torch.bool, device=device) for _ in range(2))
+        self.room = 0  # response tokens that there is memory for so far: few responses reach their limit
+        empty = (len(requests), 0)
+        self.tokens, self.mask = (torch.zeros(empty, dtype=t, device=device) for t in (torch.long, torch.bool))
+        self.logp, self.entropy = torch.zeros(empty, device=device), torch.zeros(empty, device=device)
+        self.alive = torch.arange(len(requests), device=device)  # (A,) requests that are still being decoded
+
+    def decode(self, sampling: Sampling, seed: int) -> Rollouts:
+        """Decode all responses to their end."""
+        head = self.policy.head(sampling.temperature or 1.0)
+        states = self._read_prompts()
+        for step in range(self.longest_response):
+            if step == self.room:
+                self._make_room()
+            point = uniform(seed, self.number[self.alive], torch.full_like(self.alive, step))
+            token, logp, entropy = sampling.draw(head(states), point)
+            self._record(step, token, logp, entropy)
+            if step + 1 == self.longest_response:
                 break
             if (step + 1) % COMPACT_EVERY == 0:
-                keep = (~over[alive]).nonzero()[:, 0]
-                if len(keep) == 0:
+                token = self._drop_ended(token)
+                if len(token) == 0:
                     break
-                if len(keep) < 0.9 * len(alive):
-                    alive, chosen, seen, lengths = alive[keep], chosen[keep], seen[keep], lengths[keep]
-                    cache.batch_select_indices(keep)
-            now = seen[:, : longest + step + 1]
-            states = policy.trunk(
-                input_ids=chosen[:, None],
-                attention_mask=now[:, None, None] if whole_mask else now,  # ready-made where every layer sees all
-                position_ids=(lengths + step)[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
-        used = max(int(mask.any(0).sum()), 1)
-        tokens, mask, logp, entropy = (x[:, :used] for x in (tokens, mask, logp, entropy))
-        return Rollouts([list(request.prompt) for request in requests], tokens, mask, logp, entropy, stopped)
+            states = self._forward(token, step)
+        used = max(int(self.mask.any(0).sum()), 1)
+        tokens, mask, logp, entropy = (x[:, :used] for x in (self.tokens, self.mask, self.logp, self.entropy))
+        return Rollouts([list(r.prompt) for r in self.requests], tokens, mask, logp, entropy, self.stopped)
+
+    def _read_prompts(self) -> Tensor:
+        """Run each different prompt through the model once; (R, W) states of the last tokens."""
+        numbers: dict[tuple[int, ...], int] = {}
+        prompt_of = send([numbers.setdefault(tuple(r.prompt), len(numbers)) for r in self.requests], self.policy.device)
+        ids, real = pad_left(list(numbers), self.policy.device)
+        self.cache = _growing_cache(self.policy)
+        states: Tensor = self.policy.trunk(
+            input_ids=ids, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0),
+            past_key_values=self.cache, use_cache=True,
+        ).last_hidden_state[:, -1]  # fmt: skip
+        self.cache.batch_select_indices(prompt_of)
+        self.longest_prompt, self.prompt_lengths = ids.shape[1], real.sum(1)[prompt_of]  # (A,)
+        self.visible = real[prompt_of]  # (A, longest prompt + T) which keys are not padding
+        # A mask of four dimensions saves transformers from building one. Models that run packed take it; Falcon and
+        # Bloom do not, because they compute ALiBi from a mask of two dimensions.
+        self.full_mask = self.policy.packed and all(type(layer) is GrowingLayer for layer in self.cache.layers)
+        return states[prompt_of]
+
+    def _make_room(self) -> None:
+        more = min(max(self.room, FIRST_ROOM), self.longest_response - self.room)
+        self.room += more
+        self.tokens, self.mask, self.logp, self.entropy = (
+            torch.nn.functional.pad(x, (0, more)) for x in (self.tokens, self.mask, self.logp, self.entropy)
+        )
+        self.visible = torch.nn.functional.pad(self.visible, (0, more), value=True)
+
+    def _record(self, step: int, token: Tensor, logp: Tensor, entropy: Tensor) -> None:
+        """Write down the tokens (A,) of responses that have not ended, and which of them end with it."""
+        alive = self.alive
+        going = ~self.ended[alive]
+        self.tokens[alive, step] = torch.where(going, token, 0)
+        self.mask[alive, step] = going
+        self.logp[alive, step] = logp.float() * going
+        self.entropy[alive, step] = entropy.float() * going
+        self.stopped[alive] |= going & (token[:, None] == self.stop_tokens[alive]).any(1)
+        self.ended[alive] |= self.stopped[alive] | (self.limits[alive] == step + 1)
+
+    def _drop_ended(self, token: Tensor) -> Tensor:
+        """Drop ended responses if they are more than a tenth; the tokens of those that go on, none if all ended."""
+        going = (~self.ended[self.alive]).nonzero()[:, 0]
+        if len(going) and len(going) >= 0.9 * len(self.alive):
+            return token
+        self.alive, self.visible, self.prompt_lengths = (
+            x[going] for x in (self.alive, self.visible, self.prompt_lengths)
+        )
+        self.cache.batch_select_indices(going)
+        return token[going]
+
+    def _forward(self, token: Tensor, step: int) -> Tensor:
+        """Run the tokens (A,) through the model; (A, W) states."""
+        visible = self.visible[:, : self.longest_prompt + step + 1]
+        states: Tensor = self.policy.trunk(
+            input_ids=token[:, None], attention_mask=visible[:, None, None] if self.full_mask else visible,
+            position_ids=(self.prompt_lengths + step)[:, None], past_key_values=self.cache, use_cache=True,
+        ).last_hidden_state[:, -1]  # fmt: skip
+        return states
 
 
-def _widened(x: Tensor, more: int, value: bool = False) -> Tensor:
-    return torch.nn.functional.pad(x, (0, more), value=value)
-
-
-def _roomy_cache(policy: Policy) -> Any:
-    """transformers' cache for this model, with plain layers replaced; those with a sliding window stay as they are."""
+def _growing_cache(policy: Policy) -> Any:
+    """transformers' cache for this model with its plain layers replaced; those with a sliding window stay."""
     cache = DynamicCache(config=policy.trunk.config)
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 @torch.no_grad()
 def supports(policy: Policy) -> bool:
-    """Whether sampling with a cache gives the log-probabilities of a pass over prompt and response in one.
+    """Whether sampling with a cache gives the log-probabilities of one pass over prompt and response.
 
-    Tried on prompts of different lengths with two responses each, longer than the model's windows (``models.trials``).
+    The trial has prompts of different lengths with two responses each, longer than the model's windows, which are
+    shortened for it (``models.trials``).
     """
     size = policy.head().vocabulary
     prompts = [[1 % size, 2 % size, 3 % size], [4 % size]]
     with short_windows(policy.base):
         try:
-            wanted = [Request(prompt, 8, policy.end_tokens) for prompt in prompts for _ in range(2)]
-            tried = CachedEngine(policy).sample(wanted, Sampling(), 0)
+            trial = CachedEngine(policy).sample(repeated(prompts, 2, 8, policy.end_tokens), Sampling(), 0)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False
-        expected = policy.score(tried)[0]
-    return close(tried.logp[tried.mask], expected[tried.mask].float(), policy.head().weight.dtype)
+        expected = policy.score(trial)[0]
+    return close(trial.logp[trial.mask], expected[trial.mask].float(), policy.head().weight.dtype)

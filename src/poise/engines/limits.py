@@ -1,4 +1,4 @@
-"""Whether a prompt and its response fit into the positions that a model has."""
+"""Refuse prompts and responses that do not fit into the positions of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from poise.models.policy import ModelError, Policy
 from poise.rollout.types import Request
 
-STRETCHED = ("linear", "dynamic", "yarn")  # rotary embeddings whose factor is not part of max_position_embeddings yet
+STRETCHED = ("linear", "dynamic", "yarn")  # rotary embeddings whose factor max_position_embeddings does not include
 
 
 def positions(policy: Policy) -> int | None:
@@ -18,20 +18,20 @@ def positions(policy: Policy) -> int | None:
     if not isinstance(most, int) or most < 1:
         return None
     rotary: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    for own in (rotary, *(part for part in rotary.values() if isinstance(part, dict))):  # one, or one per kind of layer
-        if own.get("rope_type") in STRETCHED:
-            trained = own.get("original_max_position_embeddings") or config.max_position_embeddings
-            most = max(most, int((own.get("factor") or 1) * trained))
+    # One set of parameters for all layers, or one per kind of layer.
+    for parameters in (rotary, *(part for part in rotary.values() if isinstance(part, dict))):
+        if parameters.get("rope_type") in STRETCHED:
+            trained = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+            most = max(most, int((parameters.get("factor") or 1) * trained))
     return most
 
 
 def check_positions(policy: Policy, prompt: int, max_tokens: int, asked: str) -> None:
-    """Refuse ``asked``, a prompt of so many tokens, where its longest response would not fit.
+    """Refuse a prompt of ``prompt`` tokens whose longest response would not fit; ``asked`` describes it to the user.
 
-    A table of learned positions simply ends there. Rotary embeddings go on, with angles that the model was never
-    trained on: it would learn from noise, or be measured on it. vLLM refuses such lengths too, and transformers warns;
-    a warning is lost in the log of a long run, so it is a refusal here, for every engine. Who has stretched the
-    positions says so in the model's config.json.
+    A table of learned positions ends there. Rotary embeddings go on, with angles that the model was never trained on:
+    it would learn from noise, or be measured on it. vLLM refuses such lengths too; transformers only warns, and a
+    warning is lost in the log of a long run. Users who have stretched the positions say so in the model's config.json.
     """
     most = positions(policy)
     if most is None or prompt + max_tokens <= most:
@@ -45,12 +45,12 @@ def check_positions(policy: Policy, prompt: int, max_tokens: int, asked: str) ->
 
 
 def check_settings(policy: Policy, max_prompt: int, max_tokens: int) -> None:
-    """Before a run: whether the longest prompt and the longest response that the settings allow fit together."""
+    """Before a run: refuse settings whose longest prompt and longest response do not fit together."""
     check_positions(policy, max_prompt, max_tokens, f"prompts of up to rollout.max_prompt={max_prompt} tokens")
 
 
 def check_lengths(policy: Policy, requests: Sequence[Request]) -> None:
-    """Refuse a request whose longest response would not fit, in positions or in a rotary embedding's frequencies."""
+    """Refuse a request whose longest response would not fit, into the positions or a fixed rotary embedding."""
     need, longest = max((len(request.prompt) + request.max_tokens, len(request.prompt)) for request in requests)
     check_positions(policy, longest, need - longest, f"a prompt of {longest} tokens")
     policy.check_length(need)

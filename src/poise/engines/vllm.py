@@ -1,7 +1,8 @@
 """Sampling by vLLM, in the trainer's process, with a copy of the policy's weights.
 
-What is used of vLLM, so that a change on its side is easy to find: ``LLM``, its ``generate`` with ``SamplingParams``,
-``collective_rpc("reload_weights")``, ``reset_prefix_cache`` and ``llm_engine.model_config.max_model_len``.
+The parts of vLLM that poise uses, so that a change there is easy to find: ``LLM``, its ``generate`` with
+``SamplingParams``, ``collective_rpc("reload_weights")``, ``reset_prefix_cache`` and
+``llm_engine.model_config.max_model_len``.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ MEMORY = 0.3
 
 
 class VllmEngine:
-    """vLLM's kernels are not the policy's, so neither are its probabilities, quite.
+    """Samples with vLLM. Its kernels round differently from the policy's, so its probabilities differ a little.
 
-    ``Rollouts.logp`` and ``entropy`` are therefore the policy's, from a forward pass over the responses, and
-    ``sampler_logp`` is what vLLM says: importance weights correct the difference. With ``top_p`` or ``top_k`` vLLM's
-    log-probabilities are of the tokens that are left, which is another thing, and ``sampler_logp`` is None.
+    Therefore ``Rollouts.logp`` and ``entropy`` come from a forward pass of the policy over the responses, and
+    ``sampler_logp`` from vLLM: importance weights correct the difference. With ``top_p`` or ``top_k`` vLLM reports
+    probabilities among the remaining tokens, which cannot be compared, so ``sampler_logp`` is None.
 
-    vLLM starts with the first call. The weights are pushed to it at every call: that is a copy, far cheaper than
-    sampling, and nobody has to know when they have changed. ``batch`` bounds how many responses are decoded together,
-    0 leaves that to vLLM; ``memory`` is the share of the device's memory that it may take.
+    vLLM starts with the first call. The weights are pushed to it at every call: a copy is far cheaper than sampling,
+    and no dirty-tracking is needed. ``batch`` bounds how many responses are decoded together; 0 leaves that to vLLM.
+    ``memory`` is the share of the device's memory that it may take.
     """
 
     def __init__(self, policy: Policy, batch: int = 0, memory: float = MEMORY) -> None:
-        found = find_spec("vllm")
-        if found is None or found.origin is None:  # without an origin it is a mere folder of that name
+        spec = find_spec("vllm")
+        if spec is None or spec.origin is None:  # without an origin it is only a folder of that name
             raise ModelError(f"rollout.engine=vllm: vLLM is not installed; {INSTALL}")
         self.policy, self.batch, self.memory = policy, batch, memory
         self._llm: Any = None
@@ -54,10 +55,10 @@ class VllmEngine:
         seed: int,
         done: Done | None = None,  # noqa: ARG002
     ) -> Rollouts:
-        """A response to each request, in their order."""
+        """Sample a response to each request, in their order."""
         check_requests(requests)
         if self._failed:
-            raise ModelError("rollout.engine=vllm: vLLM has failed in this process, and is not asked again")
+            raise ModelError("rollout.engine=vllm: vLLM has failed in this process and cannot be used again")
         if self._llm is None:
             self._start()
         room = self._llm.llm_engine.model_config.max_model_len
@@ -73,40 +74,40 @@ class VllmEngine:
     def _answer(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
         from vllm import SamplingParams
 
-        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        seeds = (streams(seed, torch.tensor(numbers(requests))) & (1 << 63) - 1).tolist()  # vLLM takes −1 for none
-        settings = [
+        settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        seeds = (streams(seed, torch.tensor(numbers(requests))) & (1 << 63) - 1).tolist()  # vLLM reads −1 as "no seed"
+        parameters = [
             SamplingParams(
-                seed=own, max_tokens=request.max_tokens, stop_token_ids=list(request.stop), logprobs=0,
-                detokenize=False, **drawn,
+                seed=own_seed, max_tokens=request.max_tokens, stop_token_ids=list(request.stop), logprobs=0,
+                detokenize=False, **settings,
             )
-            for own, request in zip(seeds, requests, strict=True)
+            for own_seed, request in zip(seeds, requests, strict=True)
         ]  # fmt: skip
         asked = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         try:
-            given = [answer.outputs[0] for answer in self._llm.generate(asked, settings, use_tqdm=False)]
+            outputs = [answer.outputs[0] for answer in self._llm.generate(asked, parameters, use_tqdm=False)]
         except BaseException:
-            self._failed = True  # it would go on with the requests that are left
+            self._failed = True  # its queue still holds the requests that are left
             raise
-        device, width = self.policy.device, max(len(one.token_ids) for one in given)
-        tokens = torch.zeros((len(given), width), dtype=torch.long)
+        device, width = self.policy.device, max(len(output.token_ids) for output in outputs)
+        tokens = torch.zeros((len(outputs), width), dtype=torch.long)
         logp, mask = torch.zeros(tokens.shape), torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, one in enumerate(given):
-            length = len(one.token_ids)
-            tokens[row, :length], mask[row, :length] = torch.tensor(one.token_ids), True
-            own_logp = [at[token].logprob for at, token in zip(one.logprobs, one.token_ids, strict=True)]
-            logp[row, :length] = torch.tensor(own_logp)
-        finished = torch.tensor([one.finish_reason == "stop" for one in given])
+        for row, output in enumerate(outputs):
+            length = len(output.token_ids)
+            tokens[row, :length], mask[row, :length] = torch.tensor(output.token_ids), True
+            row_logp = [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
+            logp[row, :length] = torch.tensor(row_logp)
+        finished = torch.tensor([output.finish_reason == "stop" for output in outputs])
         tokens, mask, logp, finished = (x.to(device) for x in (tokens, mask, logp, finished))
         prompts, sampler_logp = [list(request.prompt) for request in requests], logp if sampling.whole else None
-        made = Rollouts(prompts, tokens, mask, logp, torch.zeros_like(logp), finished, sampler_logp)
-        logp, entropy = score_all(self.policy, made, sampling.temperature or 1.0)
-        return replace(made, logp=logp, entropy=entropy)
+        rollouts = Rollouts(prompts, tokens, mask, logp, torch.zeros_like(logp), finished, sampler_logp)
+        logp, entropy = score_all(self.policy, rollouts, sampling.temperature or 1.0)
+        return replace(rollouts, logp=logp, entropy=entropy)
 
     # vLLM itself
 
     def _start(self) -> None:
-        """Start vLLM with the policy's configuration, and try it."""
+        """Start vLLM with the policy's configuration, push the weights, and compare log-probabilities."""
         name, device = type(self.policy.model).__name__, self.policy.device
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -123,12 +124,12 @@ class VllmEngine:
         base = self.policy.base
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
-        self._failed = True  # until it has been tried
+        self._failed = True  # until the trial has passed
         more: dict[str, Any] = {"max_num_seqs": self.batch} if self.batch else {}
         if device.type == "cpu":
-            # There vLLM packs the head's weights, and would not pack them again where they are the embedding's; a
-            # prompt read in pieces makes it turn the request's generator back, which torch's own on a CPU cannot; and
-            # its share would have to hold all that this process has in memory.
+            # On a CPU vLLM packs the head's weights, and does not pack them again if they are tied to the embedding.
+            # If a prompt is read in pieces it rewinds the request's generator, which torch's CPU generator cannot do.
+            # And gpu_memory_utilization would have to cover everything that this process has in memory.
             config.tie_word_embeddings = False
             room = int(self.memory * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
             more |= {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": room}
@@ -145,42 +146,42 @@ class VllmEngine:
             gap = self._gap()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of any kind: it is somebody else's program, and another model
+        except Exception as error:  # of any kind: this is third-party code, with any model
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(
-                f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); use engine auto, or transformers"
+                f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); use engine auto or transformers"
             ) from error
         half = next(self.policy.trunk.parameters()).dtype in (torch.float16, torch.bfloat16)
         if not gap <= (0.2 if half else 1e-2):
             raise ModelError(
-                f"rollout.engine=vllm: the log-probabilities of {name} in vLLM are {gap:.3g} off on average, so it is "
-                "not the same model there; use engine auto, or transformers"
+                f"rollout.engine=vllm: the log-probabilities of {name} in vLLM are {gap:.3g} off on average, so it "
+                "does not run the same model; use engine auto or transformers"
             )
         self._failed = False
 
     def _push(self) -> None:
-        """Bring vLLM's weights up to date; what it has cached of prompts is of the old ones."""
+        """Copy the policy's weights to vLLM, and drop the prompts that it has cached with the old weights."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(self.policy)})
         self._llm.reset_prefix_cache()
 
     def _gap(self) -> float:
-        """How far vLLM's log-probabilities are from the policy's: the mean over a few random tokens."""
+        """Mean distance between vLLM's log-probabilities and the policy's, over a few sampled tokens."""
         size = self.policy.head().vocabulary
-        tried = self._answer([Request([i % size for i in range(1, n)], 16) for n in (4, 9)], Sampling(), 0)
-        assert tried.sampler_logp is not None
-        return float((tried.logp - tried.sampler_logp)[tried.mask].abs().mean())
+        trial = self._answer([Request([i % size for i in range(1, n)], 16) for n in (4, 9)], Sampling(), 0)
+        assert trial.sampler_logp is not None
+        return float((trial.logp - trial.sampler_logp)[trial.mask].abs().mean())
 
 
 def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights by the names of its checkpoint, adapters merged. Shared ones come under each name."""
+    """The policy's weights under the names of its checkpoint, adapters merged. Tied weights come under each name."""
     base = policy.base
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if ".lora_" in name:
             continue
-        place, found, own = name.partition(".base_layer.")
+        layer_name, adapted, own_name = name.partition(".base_layer.")
         value = parameter.detach()
-        if found and own == "weight":
-            layer = base.get_submodule(place)
+        if adapted and own_name == "weight":
+            layer = base.get_submodule(layer_name)
             for adapter in layer.active_adapters:
                 value = value + layer.get_delta_weight(adapter).to(value.dtype)
-        yield (f"{place}.{own}" if found else name), value
+        yield (f"{layer_name}.{own_name}" if adapted else name), value

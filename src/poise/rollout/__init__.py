@@ -1,1 +1,1 @@
-"""What is asked of an engine, and what comes back: types, and random numbers."""
+"""The interface of engines: requests, responses, sampling settings, random numbers."""

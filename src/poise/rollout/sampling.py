@@ -1,4 +1,4 @@
-"""From logits to a token: temperature, top-k, top-p, and random numbers that belong to a token, not to a batch."""
+"""From logits to a token: temperature, top-k, top-p, and random numbers that depend on the token, not on its batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. ``temperature`` 0: the most likely one. ``top_k`` 0 and ``top_p`` 1: from all of them.
+    """How tokens are drawn. ``temperature`` 0: always the most likely token. ``top_k`` 0 and ``top_p`` 1: from all.
 
-    With both, ``top_p`` is a share of what ``top_k`` leaves, as in transformers.
+    With both, ``top_p`` is a share of the probability that ``top_k`` leaves, as in transformers.
     """
 
     temperature: float = 1.0
@@ -32,59 +32,59 @@ class Sampling:
 
     @property
     def whole(self) -> bool:
-        """Whether no token is left out."""
+        """Whether every token can be drawn (or the most likely one is taken), so that no filter is needed."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 
     def draw(self, logits: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A token for each row of logits (n, V), which have been divided by the temperature already.
+        """Draw a token (n,) from each row of logits (n, V), which are already divided by the temperature.
 
-        ``point`` (n,) in (0, 1) decides. Also the token's log-probability and the entropy, both of the whole softmax:
-        what the update computes, whatever was left out when drawing.
+        ``point`` (n,) holds the random numbers in (0, 1). Also returns the token's log-probability and the entropy
+        (n,), both of the whole softmax, as the update computes them, even if ``top_k`` or ``top_p`` excluded tokens.
         """
-        logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        probs = logs.exp()
-        token = logs.argmax(-1) if self.temperature == 0 else self._choose(probs, point)
-        return token, logs.gather(1, token[:, None])[:, 0], -torch.linalg.vecdot(probs, logs)
+        logps = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        probs = logps.exp()
+        token = logps.argmax(-1) if self.temperature == 0 else self._choose(probs, point)
+        return token, logps.gather(1, token[:, None])[:, 0], -torch.linalg.vecdot(probs, logps)
 
     def _choose(self, probs: Tensor, point: Tensor) -> Tensor:
         size = probs.shape[-1]
         kept = min(self.top_k or size, size)
         if self.top_p == 1 and kept == size:
             return _invert(probs, point)
-        # Stable: of equals the first is kept, however many rows there are.
+        # Stable: of equal probabilities the first is kept, whatever the number of rows.
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
         ordered, index = ordered[:, :kept], index[:, :kept]
         reached = ordered.cumsum(-1)
-        # A token stays if those before it do not reach top_p; the first always does.
+        # A token stays if the tokens before it do not reach top_p; the first always stays.
         ordered = torch.where(reached - ordered < self.top_p * reached[:, -1:], ordered, 0)
         return index.gather(1, _invert(ordered, point)[:, None])[:, 0]
 
 
 def _invert(weights: Tensor, point: Tensor) -> Tensor:
-    """Where the distribution function passes the point: one random number per row, and never a weight of 0."""
+    """(n,) the column where each row's cumulative weight passes its point; never one of weight 0."""
     reached = weights.cumsum(-1)
     goal = point.to(weights.dtype)[:, None] * reached[:, -1:]
     return torch.searchsorted(reached, goal, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
 
 
 def uniform(seed: int, number: Tensor, position: Tensor) -> Tensor:
-    """Random numbers in (0, 1), float32, for sequences and positions in them: a function of these and the seed alone.
+    """Random numbers in (0, 1), float32: a function of the seed, a sequence's number and a position in it alone.
 
-    So a sequence's tokens depend neither on its neighbours nor on when or where it is decoded. It is splitmix64,
-    twice: a sequence is a point on the seed's stream, and a position one on the sequence's. int64 wraps around as
-    uint64 does. Never 0 or 1, which would choose a token however unlikely.
+    So the tokens of a sequence depend neither on its neighbours nor on when or where it is decoded. This is splitmix64
+    applied twice: the seed and the number give the sequence's own seed, that and the position give the random number.
+    int64 wraps around as uint64 does. Never 0 or 1, which would draw a token however unlikely.
     """
     bits = mix(streams(seed, number) + position) >> 41 & ((1 << 23) - 1)
     return (bits.float() * 2 + 1) * 2.0**-24
 
 
 def streams(seed: int, number: Tensor) -> Tensor:
-    """A seed for each sequence (int64), by its number: those of any two, and of any two seeds, are unrelated."""
+    """A seed (int64) for each sequence number. Those of different numbers, or different seeds, are unrelated."""
     return mix(number + mix(torch.full_like(number, _signed(seed))))
 
 
 def mix(x: Tensor) -> Tensor:
-    """One output of splitmix64 for each state (int64): every bit of it depends on every bit of the state."""
+    """The output of splitmix64 for each state (int64): every bit of it depends on every bit of the state."""
     x = (x + 1) * _STEP
     x = (x ^ _shift(x, 30)) * _FIRST
     x = (x ^ _shift(x, 27)) * _SECOND
@@ -92,7 +92,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """To the right, zeros coming in: torch's own shift brings in the sign."""
+    """Shift right and fill with zeros; torch's own shift fills with the sign."""
     return x >> by & ((1 << (64 - by)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what comes back."""
+"""What an engine is asked for (``Request``), what it returns (``Rollouts``), and the protocol (``Engine``)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from poise.rollout.sampling import Sampling
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is wanted.
+    """Asks for one response to one prompt.
 
-    Its random numbers depend on the seed of the call and on ``number`` alone; by default that is its place in the list.
+    Its random numbers depend on the seed of the call and on ``number`` alone; by default its place in the list.
     """
 
     prompt: Sequence[int]
     max_tokens: int
-    stop: Sequence[int] = ()  # tokens that end it
+    stop: Sequence[int] = ()  # tokens that end the response
     number: int | None = None
 
 
@@ -34,9 +34,9 @@ def repeated(prompts: Sequence[Sequence[int]], group: int, max_tokens: int, stop
 
 
 def check_requests(requests: Sequence[Request]) -> None:
-    """Raise ValueError for what no engine can answer."""
+    """Raise ValueError for requests that no engine can answer."""
     if not requests:
-        raise ValueError("sample: there is no prompt")
+        raise ValueError("sample: there is no prompt: pass at least one request")
     for i, request in enumerate(requests):
         if not len(request.prompt):
             raise ValueError(f"request {i}: an empty prompt predicts nothing")
@@ -45,33 +45,33 @@ def check_requests(requests: Sequence[Request]) -> None:
 
 
 def numbers(requests: Sequence[Request]) -> list[int]:
-    """What the random numbers of each request depend on."""
+    """The number of each request, on which its random numbers depend."""
     return [i if request.number is None else request.number for i, request in enumerate(requests)]
 
 
 def end_table(requests: Sequence[Request], device: torch.device) -> Tensor:
-    """(R, S) the tokens that end each request's response; −1, which is no token, where it has fewer."""
+    """(requests, most stop tokens) the stop tokens of each request, padded with −1, which is no token."""
     most = max(1, max(len(request.stop) for request in requests))
     return send(torch.tensor([[*r.stop, *[-1] * (most - len(r.stop))] for r in requests]), device)
 
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """B responses side by side. A response is what follows its prompt, up to the last token that the model wrote.
+    """B responses, padded to T tokens. A response follows its prompt and ends with the last token the model wrote.
 
-    In a dialogue of several turns that includes the environment's tokens: the model *ran through* them, but they are
-    not its *own*.
+    In a dialogue of several turns it includes the environment's tokens: the model *ran through* them, but they are not
+    its *own*.
     """
 
-    prompts: list[list[int]]  # B token lists; those of a group are the same
+    prompts: list[list[int]]  # B token lists; the same within a group
     tokens: Tensor  # (B, T)
     mask: Tensor  # (B, T) bool: the model's own tokens, the one that ends a reply included
     logp: Tensor  # (B, T) of softmax(logits / temperature), as sampled
     entropy: Tensor  # (B, T)
-    finished: Tensor  # (B,) bool: ended by itself, not by the limit
-    # (B, T) from a sampler with an arithmetic of its own, which differs a little; logp is then the policy's
+    finished: Tensor  # (B,) bool: ended by a stop token, not by the limit
+    # (B, T) the sampler's own log-probabilities, if it rounds differently from the policy; logp is the policy's then
     sampler_logp: Tensor | None = None
-    # (length, own tokens) of each response, where they are known on the host: the device need not be asked
+    # (length, own tokens) of each response, if the host knows them already: asking the device would make it wait
     extents: list[tuple[int, int]] | None = None
 
     @cached_property
@@ -83,12 +83,12 @@ class Rollouts:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """B response lengths, on the host."""
+        """The B response lengths, on the host."""
         return [length for length, _ in self._extents]
 
     @cached_property
     def has_holes(self) -> bool:
-        """Whether some response holds tokens of the environment."""
+        """Whether any response contains tokens of the environment."""
         return any(length != own for length, own in self._extents)
 
     @cached_property
@@ -99,7 +99,7 @@ class Rollouts:
 
     @cached_property
     def ran_index(self) -> Tensor:
-        """(N,) where these lie in (B, T), flattened; row after row."""
+        """(N,) the places of these tokens in the flattened (B, T), row after row."""
         counts, total = send(self.lengths, self.mask.device), sum(self.lengths)
         owner = torch.repeat_interleave(counts, output_size=total)
         begin = torch.arange(len(counts), device=owner.device) * self.mask.shape[1] - (counts.cumsum(0) - counts)
@@ -107,11 +107,11 @@ class Rollouts:
 
     @cached_property
     def index(self) -> Tensor:
-        """(n,) where the model's own tokens lie in (B, T), flattened; row after row."""
+        """(n,) the places of the model's own tokens in the flattened (B, T), row after row."""
         return self.ran_index[self.mask.flatten()[self.ran_index]] if self.has_holes else self.ran_index
 
     def rows(self, ix: Rows) -> Rollouts:
-        """Some of them."""
+        """The responses of some rows."""
         if isinstance(ix, slice):
             chosen = list(range(len(self.prompts))[ix])
         else:
@@ -122,43 +122,42 @@ class Rollouts:
         return Rollouts([self.prompts[i] for i in chosen], **taken, extents=[self._extents[i] for i in chosen])
 
     def to_host(self) -> Rollouts:
-        """The same in the host's memory."""
+        """The same, in the host's memory."""
         fields = ("tokens", "mask", "logp", "entropy", "finished", "sampler_logp")
         moved = {name: getattr(self, name).cpu() for name in fields if getattr(self, name) is not None}
         return replace(self, **moved, extents=self._extents)
 
 
 def side_by_side(parts: Sequence[Rollouts]) -> Rollouts:
-    """Several calls' responses as one."""
+    """Concatenate the responses of several calls."""
     if len(parts) == 1:
         return parts[0]
     width = max(part.tokens.shape[1] for part in parts)
 
-    def joined(name: str) -> Tensor:
-        rows = [getattr(part, name) for part in parts]
-        return torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
+    def concatenated(name: str) -> Tensor:
+        tensors = [getattr(part, name) for part in parts]
+        return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in tensors])
 
     return Rollouts(
         prompts=[prompt for part in parts for prompt in part.prompts],
-        tokens=joined("tokens"),
-        mask=joined("mask"),
-        logp=joined("logp"),
-        entropy=joined("entropy"),
+        tokens=concatenated("tokens"),
+        mask=concatenated("mask"),
+        logp=concatenated("logp"),
+        entropy=concatenated("entropy"),
         finished=torch.cat([part.finished for part in parts]),
     )
 
 
-Done = Callable[[int, list[int]], None]
+Done = Callable[[int, list[int]], None]  # called with a response's place in the result, and its tokens
 
 
 class Engine(Protocol):
     """Samples responses from the policy as it is now."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
-        """A response to each request, in their order. The same seed gives the same tokens.
+        """Sample a response to each request, in their order. The same seed gives the same tokens.
 
-        Log-probabilities and entropies are those of the whole softmax, whatever ``sampling`` leaves out when drawing.
-        An engine that knows of a response before all have ended tells ``done``: its place in the result, and its
-        tokens.
+        Log-probabilities and entropies are those of the whole softmax, even if ``sampling`` excludes tokens. An engine
+        that sees a response end before the others calls ``done`` at once.
         """
         ...

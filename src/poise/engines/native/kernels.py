@@ -1,6 +1,6 @@
-"""Decoding in Triton: attention of one token per slot to what its slot holds, and a token drawn for each row of logits.
+"""Decoding in Triton: attention of one new token per slot, and drawing a token from each row of logits.
 
-Each sequence's result depends on its own row alone, whatever stands beside it.
+A row's result depends on that row alone, not on its neighbours. Letters in shapes: see ``kv_cache``; V vocabulary.
 """
 # mypy: ignore-errors
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from poise._lib.logit_kernels import LOG2E, NEVER, finished
 from poise.lm_head import Head
 
-SHORT = 1024  # keys that one program may go through while others are idle
+SHORT = 1024  # keys in a slot: a single program reads that many fast enough, even if most processors are idle
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _attend_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    own, at = tl.arange(0, 16), tl.arange(0, PADDED)  # a product of matrices takes at least 16 rows
+    own, at = tl.arange(0, 16), tl.arange(0, PADDED)  # tl.dot takes at least 16 rows
     inside = at < WIDTH
     place = (own[:, None] < SHARING) & inside[None, :]
     q = tl.load(
@@ -42,7 +42,7 @@ def _attend_kernel(
     tl.store(keys + last * step + at, k, mask=inside)
     tl.store(values + last * step + at, v, mask=inside)
 
-    # The new key out of registers: nobody has to wait until it is written.
+    # The new key comes from registers, so no program waits for the store.
     top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
     total = tl.full([16], 1.0, tl.float32)
     sums = tl.zeros([16, PADDED], tl.float32) + v.to(tl.float32)[None, :]
@@ -72,9 +72,9 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float | None,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Put a new key and value (n, key heads, D) into each slot, and attend to all that are in it then.
+    """Store a new key and value (n, K, D) in each slot, and attend with the queries (n, H, D) to all of its keys.
 
-    (n, heads, D) queries over (slots, length, key heads, D), of which ``used`` (n,) count, the new one included.
+    Slots are (S, length, K, D). The first ``used`` (n,) keys of a slot count, the new one included.
     """
     rows, heads, width = query.shape
     shared = keys.shape[2]
@@ -92,7 +92,7 @@ def attend(
 
 
 def suits(query: Tensor, keys: Tensor) -> bool:
-    """Whether ``attend`` is the way. A few rows of many keys are not: they had better be split up."""
+    """Whether ``attend`` is the fast way. It is not for a few rows with many keys, which should be split up."""
     sharing, busy = query.shape[1] // keys.shape[2], 2 * _processors(query.device)
     enough = len(query) * keys.shape[2] >= busy or keys.shape[1] <= SHORT
     return sharing <= 16 and keys.shape[3] <= 256 and enough
@@ -114,7 +114,7 @@ def _draw_kernel(
     place = tl.load(step) * width + row
 
     top, best = NEVER * 1.0, 0
-    sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # of e, and of e · (logit − largest)
+    sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # Σ e and Σ e · (logit − largest)
     for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocabulary
@@ -122,7 +122,7 @@ def _draw_kernel(
         shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
         z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
         highest = tl.max(z, 0)
-        if GREEDY:  # of equals the first, as torch has it
+        if GREEDY:  # the first of equal logits, as in torch
             first = tl.min(tl.where(z == highest, column, vocabulary), 0)
             best = tl.where(highest > top, first, best)
         higher = tl.maximum(top, highest)
@@ -133,7 +133,7 @@ def _draw_kernel(
     total, moment = tl.sum(sums, 0), tl.sum(moments, 0)
 
     token = best
-    if not GREEDY:  # where the distribution function passes the point, and never where it does not rise
+    if not GREEDY:  # where the distribution function passes the point; never a token of weight 0
         goal = tl.load(points + place) * total
         token, last, start, reached = vocabulary, 0, 0, 0.0
         while (start < vocabulary) & (token == vocabulary):
@@ -147,7 +147,7 @@ def _draw_kernel(
             last = tl.maximum(last, tl.max(tl.where(e > 0, column, 0), 0))
             reached += tl.sum(e, 0)
             start += BLOCK
-        token = tl.where(token == vocabulary, last, token)  # rounding: the point lies behind the sum of all
+        token = tl.where(token == vocabulary, last, token)  # by rounding, the point may exceed the sum of all weights
 
     x = tl.load(product + token).to(tl.float32)
     shift = tl.load(bias + token).to(tl.float32) if BIAS else 0.0
@@ -161,9 +161,11 @@ def draw(
     product: Tensor, head: Head, greedy: bool, points: Tensor, step: Tensor, tokens: Tensor, logp: Tensor,
     entropy: Tensor,
 ) -> None:  # fmt: skip
-    """From ``W h`` (n, V) and row ``step`` of points (steps, slots) to the same row of the last three, first n places.
+    """Draw a token from each row of ``product`` (n, V), the head's weights times the hidden states.
 
-    A row's logits are read twice, the second time out of the cache, and nothing of their size is written.
+    ``points``, ``tokens``, ``logp`` and ``entropy`` are (steps, S): row ``step`` of the first decides, and the first n
+    places of the same row of the others are written. A row of logits is read twice, the second time from the cache, and
+    nothing of its size is written.
     """
     rows, vocabulary = product.shape
     block = min(4096, triton.next_power_of_2(vocabulary))

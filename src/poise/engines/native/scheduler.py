@@ -1,4 +1,4 @@
-"""One call's requests: those that wait, those that have a row, and what comes out."""
+"""The requests of one call on their way through the rows of a decoder."""
 
 from __future__ import annotations
 
@@ -9,127 +9,130 @@ import torch
 
 from poise._lib.transfer import send
 from poise.engines.native.decoder import Decoder
-from poise.engines.native.kv_cache import FIRST
+from poise.engines.native.kv_cache import FIRST_ROOM
 from poise.models.packing import first_fit
 from poise.rollout.sampling import Sampling, uniform
 from poise.rollout.types import Done, Request, Rollouts, end_table
 
-PASS = 8192  # prompt tokens that are read together
+PASS_TOKENS = 8192  # prompt tokens that are read in one pass
+IDLE = Request([0], 0)  # stands for the request of a row that is decoded for nothing
 
 
-NOBODY = Request([0], 0)  # in a row that is decoded for nothing
+class Scheduler:
+    """Gives requests rows, first come, first served, and collects their responses.
 
-
-class Queue:
-    """Requests on their way through the rows of a decoder, first come, first served."""
+    ``engines/native/kv_cache.py`` tells the life of a row.
+    """
 
     def __init__(
         self, requests: Sequence[Request], decoder: Decoder, sampling: Sampling, seed: int, done: Done | None = None
     ) -> None:
         self.requests, self.decoder, self.sampling, self.seed, self.done = requests, decoder, sampling, seed, done
-        self.keys, self.device = decoder.keys, decoder.hidden.device
-        numbers: dict[tuple[int, ...], int] = {}
-        self.prompt_of = [numbers.setdefault(tuple(request.prompt), len(numbers)) for request in requests]
+        self.cache, self.device = decoder.cache, decoder.hidden.device
+        prompt_numbers: dict[tuple[int, ...], int] = {}
+        self.prompt_of = [prompt_numbers.setdefault(tuple(r.prompt), len(prompt_numbers)) for r in requests]
         self.waiting = deque(range(len(requests)))
         self.rows: list[int] = []  # the request in each row; −1: none
         self.counts = [0] * len(requests)  # tokens so far
-        self.stopped = [False] * len(requests)
+        self.stopped = [False] * len(requests)  # whether a stop token has ended the response
 
         self.limit = max(request.max_tokens for request in requests)
-        self.width = min(FIRST, self.limit)  # tokens of a response that there is room for so far
-        places = (len(requests) + 1, self.width)  # the last row takes what nobody wants
-        self.tokens = torch.zeros(places, dtype=torch.long, device=self.device)
-        self.logp, self.entropy = (torch.zeros(places, device=self.device) for _ in range(2))
-        self.ends = end_table(requests, self.device)
+        self.room = min(FIRST_ROOM, self.limit)  # tokens of a response that there is memory for so far
+        shape = (len(requests) + 1, self.room)  # (R + 1, T): tokens that are thrown away go to the last row
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
+        self.logp, self.entropy = (torch.zeros(shape, device=self.device) for _ in range(2))
+        self.stop_tokens = end_table(requests, self.device)
 
     def work(self) -> Rollouts:
-        """Until nothing waits and no row is taken."""
-        self.keys.clear()
+        """Decode until nothing waits and every row is free."""
+        self.cache.clear()
         while True:
             self._admit()
             self._close_up()
             if not self.rows:
                 return self._results()
             self._decode()
-            self._drop()
+            self._free_rows()
 
     def _admit(self) -> None:
-        """Waiting requests into free rows. A prompt is read for the first of its requests."""
+        """Give free rows to waiting requests. A prompt is read for the first of its requests."""
         free = [row for row, request in enumerate(self.rows) if request < 0]
-        free += range(len(self.rows), self.keys.slots)
-        new = [(row, self.waiting.popleft()) for row in free[: len(self.waiting)]]
-        if not new:
+        free += range(len(self.rows), self.cache.slots)
+        admitted = [(row, self.waiting.popleft()) for row in free[: len(self.waiting)]]
+        if not admitted:
             return
-        self.rows += [-1] * (max(row for row, _ in new) + 1 - len(self.rows))
-        unread: dict[int, tuple[int, int]] = {}
-        for row, request in new:
+        self.rows += [-1] * (max(row for row, _ in admitted) + 1 - len(self.rows))
+        unread: dict[int, tuple[int, int]] = {}  # prompt → the first row and request that need it
+        for row, request in admitted:
             self.rows[row] = request
-            if self.prompt_of[request] not in self.keys.home:
+            if self.prompt_of[request] not in self.cache.home:
                 unread.setdefault(self.prompt_of[request], (row, request))
-        items = [(prompt, row, list(self.requests[request].prompt)) for prompt, (row, request) in unread.items()]
-        for part in first_fit([len(text) for _, _, text in items], PASS):
-            numbers, rows, texts = zip(*(items[i] for i in part), strict=True)
+        prompts = [(prompt, row, list(self.requests[request].prompt)) for prompt, (row, request) in unread.items()]
+        for part in first_fit([len(text) for _, _, text in prompts], PASS_TOKENS):
+            numbers, rows, texts = zip(*(prompts[i] for i in part), strict=True)
             self.decoder.read(list(texts), list(numbers), list(rows))
-        taken = [row for row, _ in new]
-        states = self.keys.join(taken, [self.prompt_of[request] for _, request in new])
+        taken = [row for row, _ in admitted]
+        states = self.cache.occupy(taken, [self.prompt_of[request] for _, request in admitted])
         self.decoder.hidden[send(taken, self.device)] = states
 
     def _close_up(self) -> None:
-        """Sequences from the end into free rows, where fewer rows are then decoded."""
-        size = self.decoder.size(sum(request >= 0 for request in self.rows))
+        """Move sequences from the last rows into free ones, if fewer rows are decoded then."""
+        size = self.decoder.decoded_rows(sum(request >= 0 for request in self.rows))
         sources = [row for row in range(size, len(self.rows)) if self.rows[row] >= 0]
         holes = [row for row in range(min(size, len(self.rows))) if self.rows[row] < 0][: len(sources)]
         if sources:
-            self.keys.move(sources, holes)
+            self.cache.move(sources, holes)
             self.decoder.hidden[send(holes, self.device)] = self.decoder.hidden[send(sources, self.device)]
-        for a, b in zip(sources, holes, strict=True):
-            self.rows[b] = self.rows[a]
+        for source, hole in zip(sources, holes, strict=True):
+            self.rows[hole] = self.rows[source]
         self.rows = self.rows[:size] + [-1] * (size - len(self.rows))
 
     def _decode(self) -> None:
-        """A few steps for all rows, then a look at what has ended: the only time that the host waits."""
+        """Decode a few tokens in all rows, then look at which have ended: the only time that the host waits."""
         n = len(self.rows)
-        held = [self.requests[i] if i >= 0 else NOBODY for i in self.rows]
+        held = [self.requests[i] if i >= 0 else IDLE for i in self.rows]
         counts = [self.counts[i] if i >= 0 else 0 for i in self.rows]
         left = [request.max_tokens - count for request, count in zip(held, counts, strict=True)]
         numbers = [i if request.number is None else request.number for i, request in zip(self.rows, held, strict=True)]
-        row, count, room, number = send(torch.tensor([self.rows, counts, left, numbers]), self.device)
-        steps = min(self.decoder.every, max(left))
-        order = torch.arange(steps, device=self.device)[:, None]
-        self.keys.place([len(request.prompt) for request in held], counts, [request.max_tokens for request in held])
-        self.decoder.points[:steps, :n] = uniform(self.seed, number[None], count + order)
+        owner, count, room, number = send(torch.tensor([self.rows, counts, left, numbers]), self.device)  # (n,) each
+        steps = min(self.decoder.steps_per_look, max(left))
+        step = torch.arange(steps, device=self.device)[:, None]
+        prompt_lengths, limits = [len(request.prompt) for request in held], [request.max_tokens for request in held]
+        self.cache.set_lengths(prompt_lengths, counts, limits)
+        self.decoder.points[:steps, :n] = uniform(self.seed, number[None], count + step)
         self.decoder.run(n, steps, self.sampling, last=steps == max(left))
 
         tokens = self.decoder.tokens[:steps, :n]
-        ending = (tokens[..., None] == self.ends[row]).any(-1)
-        wanted = (ending.cumsum(0) - ending.long() == 0) & (order < room)
-        self._widen(min(max(counts) + steps, self.limit))
-        place = torch.where(wanted, row * self.width + count + order, len(self.requests) * self.width)
-        for store, new in ((self.tokens, tokens), (self.logp, self.decoder.logp), (self.entropy, self.decoder.entropy)):
+        stops = (tokens[..., None] == self.stop_tokens[owner]).any(-1)  # (steps, n)
+        wanted = (stops.cumsum(0) - stops.long() == 0) & (step < room)  # up to the first stop token and the limit
+        self._make_room(min(max(counts) + steps, self.limit))
+        place = torch.where(wanted, owner * self.room + count + step, len(self.requests) * self.room)
+        decoded = (self.decoder.tokens, self.decoder.logp, self.decoder.entropy)
+        for store, new in zip((self.tokens, self.logp, self.entropy), decoded, strict=True):
             store.view(-1)[place] = new[:steps, :n]
-        lengths, stopped = torch.stack([wanted.sum(0), (ending & wanted).any(0)]).tolist()
+        lengths, stopped = torch.stack([wanted.sum(0), (stops & wanted).any(0)]).tolist()
         for i, length, stop in zip(self.rows, lengths, stopped, strict=True):
             if i >= 0:
                 self.counts[i] += length
                 self.stopped[i] = bool(stop)
 
-    def _widen(self, need: int) -> None:
-        """Room for responses of so many tokens: twice as much as there was, as often as it takes."""
-        while self.width < need:
-            more = min(self.width, self.limit - self.width)
+    def _make_room(self, need: int) -> None:
+        """Double the room for response tokens until ``need`` tokens fit."""
+        while self.room < need:
+            more = min(self.room, self.limit - self.room)
             self.tokens, self.logp, self.entropy = (
                 torch.nn.functional.pad(x, (0, more)) for x in (self.tokens, self.logp, self.entropy)
             )
-            self.width += more
+            self.room += more
 
-    def _drop(self) -> None:
-        """Free the rows of what has ended."""
+    def _free_rows(self) -> None:
+        """Free the rows of responses that have ended, and report those responses."""
         ended = [
             row
             for row, i in enumerate(self.rows)
             if i >= 0 and (self.stopped[i] or self.counts[i] == self.requests[i].max_tokens)
         ]
-        self.keys.leave(ended)
+        self.cache.free(ended)
         if self.done is not None and ended:
             finished = [self.rows[row] for row in ended]
             tokens = self.tokens[send(finished, self.device)].tolist()

@@ -1,0 +1,228 @@
+"""The key-value cache for CPUs: a prompt's keys once for its whole group, and room for responses that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from poise._lib.transfer import send
+from poise.engines.native.kv_cache import FIRST_ROOM, KVCache, Shape, copy_rows
+from poise.models.packing import Packed
+
+ROUND = 16  # attend to response tokens in multiples of this: torch is slower for fewer, and fewer shapes are better
+
+
+class SharedPromptCache(KVCache):
+    """Prompts apart from responses: (P, K, T, D) and (S, K, T, D) for every layer.
+
+    A prompt's keys are stored transposed, (P, K, D, T), which is the fastest layout for the product with the queries.
+    Rows start with room for ``FIRST_ROOM`` response tokens, and the room doubles when it is full: few responses reach
+    their limit. ``kv_cache`` tells the life of a row and has the letters of the shapes.
+    """
+
+    room = 0  # response tokens per row that there is memory for
+
+    def __init__(
+        self, shapes: Sequence[Shape], slots: int, prompts: int, longest_prompt: int, length: int, width: int,
+        like: Tensor,
+    ) -> None:  # fmt: skip
+        super().__init__(slots, length, width, like)
+        self.shapes = list(shapes)
+        self.dtype = torch.promote_types(like.dtype, torch.float32)  # scores must not be rounded to half precision
+        self.prompt_keys = [x.transpose(2, 3).contiguous() for x in self._allocate(prompts, longest_prompt, 1)]
+        self.prompt_values = self._allocate(prompts, longest_prompt, 2)
+        self._allocate_room()
+
+    def _allocate(self, rows: int, tokens: int, head: int) -> list[Tensor]:
+        """A tensor (rows, K, tokens, D) per layer; ``head`` 1: for keys, 2: for values.
+
+        Zeros, not uninitialized memory: 0 · NaN is NaN, even where a mask has set a weight to 0.
+        """
+        return [torch.zeros((rows, s[0], tokens, s[head]), dtype=self.dtype, device=self.device) for s in self.shapes]
+
+    def _allocate_room(self) -> None:
+        self.room = min(FIRST_ROOM, self.length)
+        self.response_keys, self.response_values = (self._allocate(self.slots, self.room, head) for head in (1, 2))
+
+    def _double_room(self) -> None:
+        """Double the room, one tensor at a time: the old tensors are never all in memory beside the new ones."""
+        more = min(self.room, self.length - self.room)
+        for stores in (self.response_keys, self.response_values):
+            for layer, store in enumerate(stores):
+                stores[layer] = torch.nn.functional.pad(store, (0, 0, 0, more))
+                del store
+        self.room += more
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        stores = (self.prompt_keys, self.prompt_values, self.response_keys, self.response_values)
+        return sum(x.nbytes for store in stores for x in store)
+
+    def clear(self) -> None:
+        """Forget all sequences: the weights may have changed."""
+        super().clear()
+        self.lengths: list[int] = []  # of the prompts, by home
+        if self.room > FIRST_ROOM:  # the room must not depend on earlier calls: see NativeEngine._decoder_for
+            self._allocate_room()
+
+    # Prompts and rows
+
+    def assign(self, packed: Packed, prompts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> None:  # noqa: ARG002
+        """Give prompts that are about to be read a home, behind the prompts that are there."""
+        homes = range(len(self.lengths), len(self.lengths) + len(prompts))
+        self.lengths += lengths
+        self.home.update(zip(prompts, homes, strict=True))
+        self.token_places = self._destinations(packed, homes, lengths)
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store the keys and values (K, L, D) of packed prompt tokens."""
+        home, position = self.token_places
+        for store, new in ((self.prompt_keys[layer].transpose(2, 3), key), (self.prompt_values[layer], value)):
+            store[home, :, position] = new.transpose(0, 1).to(store.dtype)
+
+    def occupy(self, rows: Sequence[int], prompts: Sequence[int]) -> Tensor:
+        """Give rows to sequences whose prompts have been read.
+
+        Returns the hidden states (rows, W) from which the first tokens are drawn.
+        """
+        self.prompt_of.update(zip(rows, prompts, strict=True))
+        return self.prompt_states[send([self.home[prompt] for prompt in prompts], self.device)]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Sequences have ended. Prompts without a sequence are dropped, and the last prompts move to their places."""
+        for row in rows:
+            del self.prompt_of[row]
+        in_use = set(self.prompt_of.values())
+        prompt_at = {place: prompt for prompt, place in self.home.items()}
+        kept = sorted(place for place, prompt in prompt_at.items() if prompt in in_use)
+        holes = [place for place in range(len(kept)) if prompt_at[place] not in in_use]
+        sources = kept[len(kept) - len(holes) :]
+        self.home = {prompt_at[place]: place for place in kept}
+        for source, hole in zip(sources, holes, strict=True):
+            self.home[prompt_at[source]] = hole
+            self.lengths[hole] = self.lengths[source]
+        del self.lengths[len(kept) :]
+        longest = max(self.lengths, default=0)
+        keys, values = [x[..., :longest] for x in self.prompt_keys], [x[:, :, :longest] for x in self.prompt_values]
+        copy_rows([self.prompt_states, *keys, *values], sources, holes)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move sequences to free rows."""
+        for source, target in zip(sources, targets, strict=True):
+            self.prompt_of[target] = self.prompt_of.pop(source)
+        used = max(self.host_counts)
+        copy_rows([x[:, :, :used] for x in (*self.response_keys, *self.response_values)], sources, targets)
+
+    # Attention
+
+    def set_lengths(self, prompts: Sequence[int], counts: Sequence[int], limits: Sequence[int]) -> None:
+        """Decode the first rows from now on, and work out which of them share a prompt."""
+        super().set_lengths(prompts, counts, limits)
+        self.host_counts = list(counts)
+        groups: list[list[int]] = [[] for _ in self.lengths]
+        for row in range(self.n):
+            groups[self.home[self.prompt_of[row]]].append(row)
+        largest = max(len(group) for group in groups)
+        members = [row for group in groups for row in [*group, *[group[0]] * (largest - len(group))]]
+        self.groups, self.largest_group = len(groups), largest
+        self.members: Tensor | None = None  # (groups · largest,) rows in the order of their groups; None: they lie so
+        if members != list(range(self.n)):
+            place = {row: at for at, row in reversed(list(enumerate(members)))}
+            self.members = send(members, self.device)
+            self.member_places = send([place[row] for row in range(self.n)], self.device)
+        self.prompt_lengths = send(list(prompts), self.device)
+        longest = max(self.lengths)
+        real = torch.arange(longest) < torch.tensor(self.lengths)[:, None]
+        self.padding = None
+        if min(self.lengths) < longest:
+            self.padding = self._bias(send(real, self.device))[:, None, None, None]
+
+    def advance(self) -> None:
+        """Every decoded row has one more token."""
+        super().advance()
+        self.host_counts = [count + 1 for count in self.host_counts]
+
+    def begin_step(self) -> None:
+        """Work out what all layers of a step share, and make room for the new keys."""
+        self.biases: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}  # by window
+        self.lockstep = min(self.host_counts) == max(self.host_counts)
+        self.newest = min(max(self.host_counts), self.length - 1)
+        while self.newest >= self.room:
+            self._double_room()
+        self.used = min(-(-(self.newest + 1) // ROUND) * ROUND, self.room)
+        self.column = self.counts[: self.n].clamp(max=self.length - 1)  # (n,) where each row's new key goes
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Store the new keys and values (n, K, D), and attend with the queries (n, H, D) to all keys of their rows.
+
+        The attention to the prompt is one product for all queries of a group, the attention to the response one per
+        row. The sums of their exponentials say how to weigh the two results.
+        """
+        n, heads, width = query.shape
+        response_keys, response_values = self.response_keys[layer], self.response_values[layer]
+        for store, new in ((response_keys, key), (response_values, value)):
+            if self.lockstep:
+                store[:n, :, self.newest] = new
+            else:
+                store[self.row_index[:n], :, self.column] = new.to(store.dtype)
+        key_heads, longest, used, groups = key.shape[1], max(self.lengths), self.used, self.groups
+        queries = (query * (width**-0.5 if scale is None else scale)).to(response_keys.dtype)
+        if window not in self.biases:
+            self.biases[window] = self._biases(window, longest)
+        prompt_bias, response_bias = self.biases[window]
+
+        scores = self._by_group(queries, key_heads) @ self.prompt_keys[layer][:groups, ..., :longest].flatten(0, 1)
+        if prompt_bias is not None:
+            scores.view(groups, key_heads, self.largest_group, -1, longest).add_(prompt_bias)
+        over_prompt, prompt_sum = (
+            self._by_row(x, key_heads)
+            for x in _weighted(scores, self.prompt_values[layer][:groups, :, :longest].flatten(0, 1))
+        )
+
+        by_key_head = queries.reshape(n * key_heads, heads // key_heads, width)
+        scores = by_key_head @ response_keys[:n, :, :used].flatten(0, 1).transpose(1, 2)
+        if response_bias is not None:
+            scores.view(n, heads, used).add_(response_bias)
+        over_response, response_sum = _weighted(scores, response_values[:n, :, :used].flatten(0, 1))
+        share = torch.sigmoid(response_sum.view_as(prompt_sum) - prompt_sum)
+        return torch.lerp(over_prompt, over_response.view_as(over_prompt), share).to(query.dtype)
+
+    def _by_group(self, x: Tensor, key_heads: int) -> Tensor:
+        """(n, H, D) to (groups · K, rows of a group · H / K, D)."""
+        rows = x if self.members is None else x.index_select(0, self.members)
+        parts = rows.reshape(self.groups, self.largest_group, key_heads, -1, x.shape[-1]).transpose(1, 2)
+        return parts.reshape(self.groups * key_heads, -1, x.shape[-1])
+
+    def _by_row(self, x: Tensor, key_heads: int) -> Tensor:
+        """The inverse of ``_by_group``."""
+        parts = x.view(self.groups, key_heads, self.largest_group, -1, x.shape[-1]).transpose(1, 2)
+        rows = parts.reshape(self.groups * self.largest_group, -1, x.shape[-1])
+        return rows if self.members is None else rows.index_select(0, self.member_places)
+
+    def _biases(self, window: int | None, longest: int) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to the scores of prompts (by group) and of responses; the same for all layers."""
+        count, column = self.column[:, None], torch.arange(self.used, device=self.device)
+        if window is None:
+            whole = self.lockstep and self.used == self.newest + 1
+            return self.padding, None if whole else self._bias(column <= count)[:, None]
+        position, prompt = torch.arange(longest, device=self.device), self.prompt_lengths[:, None]
+        prompt_bias = self._bias((position < prompt) & (prompt + count - position < window))
+        prompt_bias = prompt_bias if self.members is None else prompt_bias.index_select(0, self.members)
+        response_bias = self._bias((column <= count) & (count - column < window))
+        return prompt_bias.view(self.groups, 1, self.largest_group, 1, longest), response_bias[:, None]
+
+    def _bias(self, visible: Tensor) -> Tensor:
+        # Not −∞: a window may hide the whole prompt. Its result must then be finite, and gets a share of 0.
+        hidden = torch.finfo(self.dtype).min / 2
+        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, hidden)
+
+
+def _weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Values weighted by the softmax of (…, T) scores, (…, D), and log Σ exp of the scores, (…, 1)."""
+    weights = scores.softmax(-1)  # the largest weight is 1 / Σ exp(score − largest score)
+    return weights @ values, scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()

@@ -1,0 +1,102 @@
+"""The key-value cache for CUDA: a slot of fixed length per row, so that a step can be recorded as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from poise._lib import triton as _triton
+from poise._lib.transfer import send
+from poise.engines.native.kv_cache import KVCache, Shape, copy_rows
+from poise.models.attention import over_slots
+from poise.models.packing import Packed
+
+
+class SlotCache(KVCache):
+    """Keys and values of prompt and response in one slot: (S, length, K, D) for every layer.
+
+    ``kv_cache`` tells the life of a row and has the letters of the shapes.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], slots: int, length: int, width: int, like: Tensor) -> None:
+        super().__init__(slots, length, width, like)
+
+        def allocate(head_widths: Sequence[int]) -> list[Tensor]:
+            sizes = [(slots, length, shape[0], head) for shape, head in zip(shapes, head_widths, strict=True)]
+            return [torch.zeros(size, dtype=like.dtype, device=like.device) for size in sizes]
+
+        self.keys, self.values = allocate([s[1] for s in shapes]), allocate([s[2] for s in shapes])
+        self.query_starts = torch.arange(slots + 1, dtype=torch.int32, device=like.device)  # one query per row
+        self.slot_starts = self.query_starts * length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def clear(self) -> None:
+        """Forget all sequences: the weights may have changed."""
+        super().clear()
+        self.longest_prompt = 0  # of those read so far
+
+    # Prompts and rows
+
+    def assign(self, packed: Packed, prompts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """Give prompts that are about to be read a home: for each, the first row that will use it."""
+        self.home.update(zip(prompts, rows, strict=True))
+        self.longest_prompt = max(self.longest_prompt, *lengths)
+        row, position = self._destinations(packed, rows, lengths)
+        self.token_index = row * self.length + position
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store the keys and values (K, L, D) of packed prompt tokens."""
+        for store, new in ((self.keys, key), (self.values, value)):
+            store[layer].flatten(0, 1).index_copy_(0, self.token_index, new.transpose(0, 1))
+
+    def occupy(self, rows: Sequence[int], prompts: Sequence[int]) -> Tensor:
+        """Give rows to sequences whose prompts have been read, and copy the prompts there.
+
+        Returns the hidden states (rows, W) from which the first tokens are drawn.
+        """
+        self.prompt_of.update(zip(rows, prompts, strict=True))
+        pairs = [(self.home[p], row) for row, p in zip(rows, prompts, strict=True) if self.home[p] != row]
+        parts = [x[:, : self.longest_prompt] for x in (*self.keys, *self.values)]
+        copy_rows([self.prompt_states, *parts], [a for a, _ in pairs], [b for _, b in pairs])
+        return self.prompt_states[send(list(rows), self.device)]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Sequences have ended. A prompt stays known while any row still holds it."""
+        for row in rows:
+            del self.prompt_of[row]
+        self.home = {prompt: row for row, prompt in self.prompt_of.items()}
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move sequences to free rows."""
+        for source, target in zip(sources, targets, strict=True):
+            self.prompt_of[target] = self.prompt_of.pop(source)
+        self.home = {prompt: row for row, prompt in self.prompt_of.items()}
+        copy_rows([self.prompt_states, *self.keys, *self.values], sources, targets)
+
+    # Attention
+
+    def begin_step(self) -> None:
+        """Work out what all layers of a step share: where the new keys go, and how many keys each slot has then."""
+        position = self.positions[: self.n]
+        self.newest, self.used = self.row_index[: self.n] * self.length + position, (position + 1).to(torch.int32)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Store the new keys and values (n, K, D), and attend with the queries (n, H, D) to all keys of their slots."""
+        n, keys, values = len(query), self.keys[layer][: self.n], self.values[layer][: self.n]
+        if _triton.suits(query):
+            from poise.engines.native import kernels
+
+            if kernels.suits(query, keys):
+                return kernels.attend(query, key, value, keys, values, self.used, scale, window)
+        for store, new in ((keys, key), (values, value)):
+            store.flatten(0, 1).index_copy_(0, self.newest, new)
+        starts = self.query_starts[: n + 1], self.slot_starts[: n + 1]
+        return over_slots(query, keys, values, *starts, self.used, scale, window)
