@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from poise import tasks
 from poise.models.policy import Policy, load_policy
 from poise.models.prompts import plain
+from poise.training import warm_start
 from poise.training.demonstrations import Demonstrations, as_rollouts, dialogue, encode_row
 from poise.training.warm_start import Warmstart, build_model, build_tokenizer, embedded, gradient, train
 
@@ -118,6 +119,17 @@ def test_it_trains_and_goes_on_from_its_own_model(tmp_path: Path, name: str, set
     moved = [(a - b).abs().max().item() for a, b in zip(start.model.parameters(), end.model.parameters(), strict=True)]
     assert 0 < max(moved) < 0.02  # two thousandths a weight, and no new model
     torch.testing.assert_close(list(trained.model.parameters()), list(end.model.parameters()))
+
+
+def test_it_stops_where_the_accuracy_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_start, "MEASURE_EVERY", 2)
+    monkeypatch.setattr(warm_start, "MEASURED", 8)
+    said: list[tuple[int, dict[str, float]]] = []
+    for goal, last in ((0.0, 2), (1.0, 5)):
+        small = Warmstart("frozenlake", LAKE, **{**SMALL, "steps": 5}, stop_at=goal, max_tokens=3)
+        train(small, tmp_path / str(goal), device="cpu", say=lambda *told: said.append(told))
+        assert said[-1][0] == last
+    assert [step for step, found in said if "accuracy" in found] == [2, 2, 4]
 
 
 def test_workers_do_not_change_the_rows(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 
 from poise import tasks
 from poise._lib.errors import check_range
+from poise.algorithms.sampler import Sampler
+from poise.engines.choose import choose
 from poise.head import token_logp
 from poise.models.compilation import can_compile
 from poise.models.master_weights import MasterWeights
@@ -41,6 +43,7 @@ TEMPLATE = (
 )
 
 
+MEASURE_EVERY, MEASURED = 50, 256  # steps between two looks at the accuracy for stop_at, and problems each time
 NEW_MODEL = ("width", "layers", "heads", "vocabulary")  # settings of a model that is made here
 
 
@@ -64,14 +67,18 @@ class Warmstart:
     seed: int = 0
     workers: int = 0
     compile: bool | None = None  # None: on CUDA, where it can
+    stop_at: float | None = None  # accuracy on fresh problems, sampled, that is enough
+    max_tokens: int = 256  # of a reply, where that is measured
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "vocabulary", "steps", "batch", "seed", "workers"):
+        for name in ("width", "layers", "heads", "vocabulary", "steps", "batch", "seed", "workers", "max_tokens"):
             value, least = getattr(self, name), {"vocabulary": 300, "seed": 0, "workers": 0}.get(name, 1)
             check_range("warmstart", name, value, least, 2**31 - 1)
             if not isinstance(value, int):
                 raise TypeError(f"warmstart: {name} must be a whole number, got {value!r}")
         check_range("warmstart", "lr", self.lr, 1e-12, 1e3)
+        if self.stop_at is not None:
+            check_range("warmstart", "stop_at", self.stop_at, 0.0, 1.0)
         if self.width % self.heads:
             raise ValueError(f"warmstart: width = {self.width} must be a multiple of heads = {self.heads}")
         if self.model is not None:
@@ -169,6 +176,7 @@ def train(
         rows, batch_size=None, num_workers=settings.workers, collate_fn=_as_they_are,
         prefetch_factor=4 if settings.workers else None,
     )  # fmt: skip
+    goal = None if settings.stop_at is None else _Goal(settings, policy, task)
     for step, batch in enumerate(data, 1):
         loss = gradient(policy, parameters, as_rollouts(batch, policy.device))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -176,8 +184,29 @@ def train(
         schedule.step()
         if say and (step % 100 == 0 or step == settings.steps):
             say(step, {"loss": loss.item()})
+        if goal and step % MEASURE_EVERY == 0 and goal.reached(step, say):
+            break
     _save(policy, masters, settings, out)
     return policy
+
+
+class _Goal:
+    """The accuracy that is enough, so that something is left for reinforcement learning to improve."""
+
+    def __init__(self, settings: Warmstart, policy: Policy, task: Task) -> None:
+        self.settings = settings
+        engine = choose(policy, "auto", 0, lambda _: None)
+        self.sampler = Sampler(policy, engine, task, max_tokens=settings.max_tokens)
+
+    def reached(self, step: int, say: Callable[[int, dict[str, float]], None] | None) -> bool:
+        """Measure on fresh problems, none of them held out, and on the same ones every time."""
+        problems = tasks.draw(self.sampler.task, "train", self.settings.seed + (1 << 40), MEASURED)
+        with torch.no_grad():
+            samples = self.sampler.play(problems, seed=step)
+        accuracy = sum(sample.score.correct for sample in samples) / len(samples)
+        if say:
+            say(step, {"accuracy": accuracy})
+        return accuracy >= (self.settings.stop_at or 0.0)
 
 
 def gradient(
