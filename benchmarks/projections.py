@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from measure import environment, in_turns, spread, write
@@ -33,9 +34,9 @@ def main() -> None:
     for shape, responses in CASES:
         ways: dict[str, Callable[[], object]] = {}
         for name, join in (("fused", join_projections), ("plain", lambda _: None)):
-            compilation.join_projections = join  # type: ignore[assignment]
             torch.manual_seed(0)
-            policy = random_policy(shape, "cuda")
+            with mock.patch.object(compilation, "join_projections", join):
+                policy = random_policy(shape, "cuda")
             policy.model.generation_config.eos_token_id, policy.tokenizer.eos_token = NEVER, None
             requests = random_requests(shape, responses // 8, 8, [LENGTH] * responses)
             run = sampled(NativeEngine(policy, 0), requests)

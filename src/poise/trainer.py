@@ -29,14 +29,14 @@ from poise.models.scoring import score_all
 from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
-from poise.tasks import training_problems
+from poise.tasks import available, training_problems
 from poise.training.batches import stack, token_batch, with_verdict
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.training.interrupts import Stopper
 from poise.training.records import Clock, environment, response_records, reward_metrics, rollout_metrics, token_arrays
 from poise.training.reporter import Reporter
-from poise.training.setup import build_sampler
+from poise.training.setup import build_sampler, check_same_data
 from poise.training.update import NotFiniteError, update
 
 
@@ -95,6 +95,7 @@ class Trainer:
         evaluation = at_once(config.evaluation.problems, config.evaluation.samples)
         responses = max(config.prompts * config.group, evaluation)
         self.sampler = build_sampler(config, self.policy, self.notes.append, responses=responses, clock=self.clock)
+        check_same_data(self.sampler.task, folder)
         self.master_weights = self.policy.master_weights = MasterWeights(self.policy.model)
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
@@ -247,7 +248,8 @@ class Trainer:
 
     def _evaluate(self, report: Reporter) -> Evaluation:
         settings = self.config.evaluation
-        report.note(f"evaluating {settings.problems} held-out problems × {settings.samples} and greedily")
+        count = available(self.sampler.task, "test", settings.problems)
+        report.note(f"evaluating {count} held-out problems × {settings.samples} and greedily")
         with _model_errors():
             return held_out(self.sampler, self.config, lambda done, total: report.note(f"  {done}/{total}"))
 

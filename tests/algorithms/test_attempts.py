@@ -44,7 +44,7 @@ def play(task, count=6):
     model = tiny("llama")
     model.decode = lambda tokens: " ".join(map(str, tokens))
     encoded = prompts(count)
-    model.encode = lambda messages: encoded[int(messages[0]["content"])]
+    model.encode = lambda messages, _=None: encoded[int(messages[0]["content"])]
     sampler = Sampler(model, NativeEngine(model, batch=4), task, max_tokens=20)
     return sampler.play([Problem(str(i), str(i), "", {}) for i in range(count)], seed=0)
 

@@ -1,1 +1,1 @@
-"""What you look at during or after a run: diagnosis, HTML report, tokens in the terminal."""
+"""What a person looks at after, or during, a run."""

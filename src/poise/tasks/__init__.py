@@ -22,6 +22,7 @@ from poise.tasks.base import (
     Split,
     Task,
     TaskError,
+    available,
     begin,
     draw,
     explained,
@@ -30,6 +31,7 @@ from poise.tasks.base import (
     training_problems,
 )
 from poise.tasks.countdown import Countdown
+from poise.tasks.data import Data, Math
 from poise.tasks.environment import Environment
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.knights_knaves import KnightsKnaves
@@ -38,9 +40,11 @@ from poise.tasks.search_qa import SearchQA
 TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
     "countdown": Countdown,
+    "data": Data,
     "environment": Environment,
     "frozenlake": FrozenLake,
     "search-qa": SearchQA,
+    "math": Math,
 }
 
 __all__ = [
@@ -59,6 +63,7 @@ __all__ = [
     "Split",
     "Task",
     "TaskError",
+    "available",
     "begin",
     "draw",
     "explained",

@@ -131,7 +131,8 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
     if isinstance(task, Finite):
         found = list(task.epoch(split, seed, 0)[:count])
         if not found:
-            raise TaskError(f"task {task.name!r} has no problem of split {split}")
+            remedy = "; hold some out: task.held_out=0.1, or task.test_file=FILE" if split == "test" else ""
+            raise TaskError(f"task {task.name!r} has no problem of split {split}{remedy}")
     else:
         found = list(islice(task.problems(split, seed), count))
     if len(found) < count and not isinstance(task, Finite):
@@ -141,6 +142,11 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
         )
     _check_texts(task, found)
     return found
+
+
+def available(task: Task, split: Split, count: int) -> int:
+    """How many problems ``draw`` gives where ``count`` are asked for."""
+    return min(count, len(task.epoch(split, 0, 0))) if isinstance(task, Finite) else count
 
 
 def training_problems(task: Task, *, seed: int, step: int, step_seed: int, count: int) -> list[Problem]:

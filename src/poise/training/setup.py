@@ -11,7 +11,9 @@ from poise.engines.choose import choose
 from poise.engines.forecast import announce
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
-from poise.tasks import Task
+from poise.runs.folder import RunFolder
+from poise.tasks import Problem, Task, TaskError
+from poise.tasks.data import Data
 
 
 def build_sampler(
@@ -30,8 +32,42 @@ def build_sampler(
     rollout = config.rollout
     engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)
     announce(engine, note, responses=responses, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens)
+    task = task or config.task.build()
+    check_data(task, policy, rollout.max_prompt, note)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     return Sampler(
-        policy, engine, task or config.task.build(), sampling, rollout.max_tokens, rollout.max_prompt,
+        policy, engine, task, sampling, rollout.max_tokens, rollout.max_prompt,
         rollout.max_episode_tokens, **more,
     )  # fmt: skip
+
+
+def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str], None]) -> None:
+    """Leave out of a dataset what is too long for the model, and tell what else there is to know about it."""
+    if not isinstance(task, Data):
+        return
+
+    def too_long(problem: Problem) -> bool:
+        # A token is at least one byte, so that most prompts need not be encoded to know that they fit.
+        messages = problem.data["messages"]
+        if sum(len(message["content"].encode()) for message in messages) + 100 * len(messages) <= max_prompt:
+            return False
+        return len(policy.encode(messages)) > max_prompt
+
+    task.leave_out(too_long, f"since their prompts are longer than rollout.max_prompt={max_prompt} tokens")
+    for line in task.notes:
+        note(line)
+    note(task.sizes())
+
+
+def check_same_data(task: Task, folder: RunFolder) -> None:
+    """Refuse to go on with a run whose dataset has changed since it began."""
+    if not isinstance(task, Data):
+        return
+    kept = folder.read_json("data.json")
+    if kept is None:
+        folder.write_json("data.json", {"fingerprint": task.fingerprint})
+    elif not isinstance(kept, dict) or kept.get("fingerprint") != task.fingerprint:
+        raise TaskError(
+            f"the data in {task.file} are not those that the run in {folder.path} began with: put them back, or begin "
+            "another run=DIR"
+        )

@@ -1,0 +1,314 @@
+"""A dataset as a task: questions from its columns, scores from reward functions with TRL's signature."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from random import Random
+from typing import Any, ClassVar
+
+from poise._lib.errors import check_range, short
+from poise.rewards import GOLD_COLUMNS, Rewards
+from poise.tasks.base import Attempt, Message, Problem, Score, Split, check_split
+from poise.tasks.data.rows import DataError, Row, Rows, read, some, splits_of
+
+QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
+RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")  # not handed over as columns
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass
+class Dialogue:
+    """An episode of one turn, which starts with the messages of a row."""
+
+    messages: list[Message]
+
+    def start(self) -> list[Message]:
+        """The row's messages."""
+        return self.messages
+
+    def step(self, reply: str) -> list[Message]:  # noqa: ARG002
+        """Any reply ends it."""
+        return []
+
+    def score(self) -> Score:
+        """Never asked for: ``Data.score_all`` scores whole batches."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Data:
+    """Your own questions: a file of them, and a reward function that scores the answers.
+
+    ``file`` is jsonl, json, csv or parquet, a folder that ``datasets`` saved, or a hub id. ``reward`` is the name of a
+    built-in reward, ``file.py:name``, a dotted path, or a list of these. ``question`` and ``answer`` name columns;
+    without them, common names are looked for. All columns reach the reward. ``template`` makes the user's message of a
+    question: ``{question}``, or any column in braces, stands for its value. ``test_file`` holds the held-out problems;
+    without one, ``held_out`` is the share that is chosen for it, by a hash of the question.
+    """
+
+    file: str
+    reward: Any = ()
+    reward_weights: Sequence[float] | None = None
+    reward_timeout: float = 30.0  # seconds until a call that hangs is cut off
+    reward_quick: bool = False  # rewards run in the trainer's own process, where nothing can cut them off
+    question: str | None = None
+    answer: str | None = None
+    difficulty: str | None = None  # a column: accuracy is shown for each of its values
+    system: str | None = None
+    template: str = "{question}"
+    test_file: str | None = None
+    held_out: float = 0.1
+    split: str = "train"  # of a hub id, or of a folder that has several
+
+    name: ClassVar[str] = "data"
+    concurrent: ClassVar[bool] = False
+
+    rewards: Rewards = field(init=False, repr=False, compare=False)
+    notes: list[str] = field(init=False, repr=False, compare=False)  # what a user should know about the data
+    fingerprint: str = field(init=False, repr=False, compare=False)  # another one: the data are others
+    _problems: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)
+    _order: Callable[[str, int, int], list[int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_range(self.name, "held_out", self.held_out, 0.0, 0.9)
+        if not self.reward:
+            raise ValueError("a dataset needs a reward: reward=math, reward=exact, or reward=my_rewards.py:correct")
+        specs = list(self.reward) if isinstance(self.reward, list | tuple) else self.reward
+        notes: list[str] = []
+        problems = self._load(notes)
+        digest = hashlib.blake2b(digest_size=16)
+        for split in ("train", "test"):
+            for problem in problems[split]:
+                digest.update(json.dumps([split, problem.id, problem.data], sort_keys=True).encode())
+        made = {
+            "rewards": Rewards(specs, self.reward_weights, self.reward_timeout, self.reward_quick),
+            "notes": notes,
+            "fingerprint": digest.hexdigest(),
+            "_problems": problems,
+            "_order": lru_cache(4)(self._shuffled),
+        }
+        for key, value in made.items():
+            object.__setattr__(self, key, value)
+
+    # Problems
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """All problems of a split, epoch after epoch."""
+        for number in count():
+            found = self.epoch(split, seed, number)
+            if not found:
+                return
+            yield from found
+
+    def epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
+        """The problems of a split in the order of an epoch."""
+        check_split(split)
+        problems = self._problems[split]
+        return [problems[place] for place in self._order(split, seed, number)]
+
+    def _shuffled(self, split: str, seed: int, number: int) -> list[int]:
+        order = list(range(len(self._problems[split])))
+        Random(f"epoch {seed} {number} {split}").shuffle(order)
+        return order
+
+    def leave_out(self, unfit: Callable[[Problem], bool], why: str) -> None:
+        """Leave out the problems that do not fit the model, and note it."""
+        for split, problems in self._problems.items():
+            out = [problem for problem in problems if unfit(problem)]
+            if len(out) == len(problems) and out:
+                raise DataError(f"data {self.file}: all {len(out)} {split} problems are left out: {why}")
+            if out:
+                gone = {problem.id for problem in out}
+                problems[:] = [problem for problem in problems if problem.id not in gone]
+                lines = some([int(problem.id.rpartition(":")[2]) for problem in out])
+                self.notes.append(f"{len(out)} {split} problems are left out, {why}: {lines}")
+        self._order.cache_clear()  # type: ignore[attr-defined]
+
+    def sizes(self) -> str:
+        """How many problems there are, for a person."""
+        where = self.test_file or f"chosen by a hash of the question, task.held_out={self.held_out:g}"
+        return (
+            f"{len(self._problems['train']):,} problems to train on, {len(self._problems['test']):,} held out ({where})"
+        )
+
+    # Scores
+
+    def episode(self, problem: Problem) -> Dialogue:
+        """One turn."""
+        return Dialogue(list(problem.data["messages"]))
+
+    def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
+        """What the rewards say, all in one call."""
+        rows = [attempt.problem.data["row"] for attempt in attempts]
+        names = {name: None for row in rows for name in row if name not in RESERVED}
+        verdicts = self.rewards.score(
+            [a.prompt if a.problem.data["chat"] else a.problem.data["text"] for a in attempts],
+            [a.completion if a.problem.data["chat"] else a.completion[-1]["content"] for a in attempts],
+            [attempt.completion_ids for attempt in attempts],
+            {name: [row.get(name) for row in rows] for name in names},
+            [attempt.problem.id for attempt in attempts],
+        )
+        return [
+            Score(v.reward, v.correct, v.parts, v.answer, v.failed if v.applies else "no reward applies to it")
+            for v in verdicts
+        ]
+
+    # Rows
+
+    def _load(self, notes: list[str]) -> dict[str, list[Problem]]:
+        """The problems of both splits."""
+        splits = splits_of(self.file)
+        first = self._read(self.file, self.split, notes)
+        if self.test_file is not None:
+            held_out = self._read(self.test_file, "test" if "test" in splits_of(self.test_file) else self.split, notes)
+        elif self.split == "train" and "test" in splits:
+            held_out = self._read(self.file, "test", notes)
+        else:
+            share = {p.id: _share(p) < self.held_out for p in first}
+            return {
+                "train": [p for p in first if not share[p.id]],
+                "test": [p for p in first if share[p.id]],
+            }
+        known = {_key(problem) for problem in held_out}
+        both = [problem for problem in first if _key(problem) in known]
+        if both:
+            lines = some([int(problem.id.rpartition(":")[2]) for problem in both])
+            notes.append(
+                f"{len(both)} of {len(first)} questions in {self.file} are also among the held-out ones; they are left "
+                f"out of training: {lines}"
+            )
+        return {"train": [problem for problem in first if _key(problem) not in known], "test": held_out}
+
+    def _read(self, source: str, split: str, notes: list[str]) -> list[Problem]:
+        found = read(source, split)
+        rows = found.rows
+        if not rows:
+            unread = f"; {_lines(found)}" if found.unreadable else ""
+            raise DataError(f"data {source} has no row{unread}")
+        columns = list(dict.fromkeys(name for _, row in rows for name in row))
+        question = _column("question", self.question, QUESTION_COLUMNS, columns, source)
+        answer = _column("answer", self.answer, (), columns, source) if self.answer else _usual(GOLD_COLUMNS, columns)
+        renamed = str(answer).lower() if self.answer is None else GOLD_COLUMNS[0]  # where rewards look for it
+        if self.difficulty is not None:
+            _column("difficulty", self.difficulty, (), columns, source)
+        problems, empty, wrong = [], [], []
+        for number, row in rows:
+            try:
+                messages, chat = self._messages(row, question)
+            except ValueError as error:
+                wrong.append((number, str(error)))
+                continue
+            if messages is None:
+                empty.append(number)
+                continue
+            given = row if answer is None else {**row, renamed: row.get(answer)}
+            text = row[question] if isinstance(row[question], str) else str(messages[-1]["content"])
+            data = {"row": given, "messages": messages, "chat": chat, "text": text}
+            level = "all" if self.difficulty is None else str(row.get(self.difficulty))
+            problems.append(Problem(f"{source}:{number}", str(messages[-1]["content"]), level, data))
+        if found.unreadable:
+            notes.append(f"{source}: {_lines(found)}")
+        if wrong:
+            why = wrong[0][1]
+            notes.append(f"{source}: {len(wrong)} rows cannot be used ({why}): {some([number for number, _ in wrong])}")
+        if empty:
+            notes.append(f"{source}: {len(empty)} rows have no question and are left out: {some(empty)}")
+        if not problems:
+            raise DataError(f"data {source}: none of its {len(rows)} rows has a question in column {question!r}")
+        copies = [p for p, first in zip(problems, _first(problems), strict=True) if not first]
+        if copies:
+            lines = some([int(problem.id.rpartition(":")[2]) for problem in copies])
+            notes.append(f"{source}: {len(copies)} rows repeat an earlier question, and are kept: {lines}")
+        return problems
+
+    def _messages(self, row: Row, question: str) -> tuple[list[Message] | None, bool]:
+        """What the model is shown first, and whether the row holds messages itself; None: there is no question."""
+        asked = row.get(question)
+        if asked is None or (isinstance(asked, str) and not asked.strip()) or asked == []:
+            return None, False
+        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        if isinstance(asked, list):
+            messages = [_message(each) for each in asked]
+            while messages and messages[-1]["role"] == "assistant":  # a solution, as in data for fine-tuning
+                messages.pop()
+            if not messages:
+                return None, True
+            if messages[0]["role"] == "system":
+                system = []
+            if self.template != "{question}":
+                messages[-1] = {**messages[-1], "content": self._fill(row, messages[-1]["content"])}
+            return system + messages, True
+        return [*system, {"role": "user", "content": self._fill(row, str(asked))}], False
+
+    def _fill(self, row: Row, question: str) -> str:
+        values = {**row, "question": question}
+        return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], self.template)
+
+
+@dataclass(frozen=True)
+class Math(Data):
+    """Mathematics from a file: GSM8K, MATH, DeepScaleR, AIME and whatever has their columns, scored by ``math``."""
+
+    reward: Any = "math"
+    template: str = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
+
+    name: ClassVar[str] = "math"
+
+
+def _message(value: Any) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str) or value.get("role") not in ROLES:
+        raise ValueError(f"a message must have a role ({', '.join(ROLES)}) and a content of text, got {short(value)}")
+    return {"role": value["role"], "content": value["content"]}
+
+
+def _column(what: str, name: str | None, usual: Sequence[str], columns: Sequence[str], source: str) -> str:
+    """The column that holds a question or an answer, or what to do."""
+    if name is not None and name not in columns:
+        raise DataError(f"data {source} has no column {name!r} (it has: {', '.join(columns)}): task.{what}=COLUMN")
+    found = name or _usual(usual, columns)
+    if found is None:
+        raise DataError(
+            f"data {source}: none of its columns is called {', '.join(usual)} (it has: {', '.join(columns)}); "
+            f"name the one with the {what}: task.{what}=COLUMN"
+        )
+    return found
+
+
+def _usual(usual: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The first column with a usual name, in whatever case."""
+    known = {column.lower(): column for column in reversed(columns)}
+    return next((known[name] for name in usual if name in known), None)
+
+
+def _key(problem: Problem) -> str:
+    """Equal for the same question, whatever its spaces and letter case."""
+    return " ".join(problem.data["text"].casefold().split())
+
+
+def _share(problem: Problem) -> float:
+    digest = hashlib.blake2b(_key(problem).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _first(problems: Sequence[Problem]) -> list[bool]:
+    """Whether each is the first with its question."""
+    seen: Counter[str] = Counter()
+    firsts = []
+    for problem in problems:
+        key = _key(problem)
+        seen[key] += 1
+        firsts.append(seen[key] == 1)
+    return firsts
+
+
+def _lines(found: Rows) -> str:
+    number, why = found.unreadable[0]
+    listed = some([number for number, _ in found.unreadable])
+    return f"{len(found.unreadable)} rows cannot be read and are left out: {listed} (line {number}: {why})"

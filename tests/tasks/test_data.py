@@ -1,0 +1,233 @@
+"""Datasets as tasks: files, columns, splits, epochs, and what is said about rows that cannot be used."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from poise import tasks
+from poise.tasks import Attempt, draw, training_problems
+from poise.tasks.data import Data, Math
+from poise.tasks.data.rows import DataError
+
+ROWS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(200)]
+
+
+def jsonl(path, rows=ROWS):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def attempts(task, replies, split="train"):
+    for problem, reply in zip(draw(task, split, 0, len(replies)), replies, strict=True):
+        episode = task.episode(problem)
+        yield Attempt(problem, episode, episode.start(), [{"role": "assistant", "content": reply(problem)}], [1, 2])
+
+
+def questions(problems):
+    return [problem.data["row"]["question"] for problem in problems]
+
+
+# Files
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "folder", "splits"])
+def test_every_kind_of_file_gives_the_same_problems(kind, tmp_path):
+    path = tmp_path / f"rows.{kind}"
+    rows = [{"question": row["question"], "answer": row["answer"]} for row in ROWS]
+    if kind == "jsonl":
+        jsonl(path, rows)
+    elif kind == "jsonl.gz":
+        gzip = pytest.importorskip("gzip")
+        path.write_bytes(gzip.compress(Path(jsonl(tmp_path / "plain.jsonl", rows)).read_bytes()))
+    elif kind == "json":
+        path.write_text(json.dumps({"version": 1, "data": rows}))
+    elif kind == "csv":
+        with path.open("w", newline="") as out:
+            writer = csv.DictWriter(out, ["question", "answer"])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        datasets = pytest.importorskip("datasets")
+        dataset = datasets.Dataset.from_list(rows)
+        if kind == "parquet":
+            dataset.to_parquet(path)
+        elif kind == "folder":
+            dataset.save_to_disk(path)
+        else:
+            datasets.DatasetDict({"train": dataset, "test": dataset.select(range(3))}).save_to_disk(path)
+    task = Data(str(path), reward="exact")
+    if kind == "splits":  # has a test split of its own, whose three questions are not trained on
+        assert len(task.epoch("test", 0, 0)) == 3
+        assert len(task.epoch("train", 0, 0)) == 197
+        assert "3 of 200 questions" in task.notes[0]
+        return
+    both = [*task.epoch("train", 0, 0), *task.epoch("test", 0, 0)]
+    assert sorted(questions(both)) == sorted(row["question"] for row in rows)
+    assert {problem.data["row"]["answer"] for problem in both} == {row["answer"] for row in rows}
+
+
+def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path):
+    lines = [{"question": "a", "answer": "1"}, "{broken", {"question": "  ", "answer": "1"}, "[1, 2]", "",
+             {"answer": "1"}, {"question": "a", "answer": "2"}, {"question": [{"role": "robot", "content": "x"}]},
+             '{"question": "\\ud800 half", "answer": "3"}']  # fmt: skip
+    task = Data(jsonl(tmp_path / "rows.jsonl", lines), reward="exact", held_out=0.0)
+    told = "\n".join(task.notes)
+    assert "3 rows cannot be read and are left out: lines 2, 4, 9 (line 2: not JSON" in told
+    assert "2 rows have no question and are left out: lines 3, 6" in told
+    assert "1 rows cannot be used (a message must have a role" in told
+    assert "1 rows repeat an earlier question, and are kept: line 7" in told
+    assert len(task.epoch("train", 0, 0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no row"),
+        ("{oops\n", r"has no row; 1 rows cannot be read.*line 1 \(line 1: not JSON"),
+        (
+            '{"text": "x", "label": 1}\n',
+            r"none of its columns is called prompt, question.*has: text, label.*task.question=",
+        ),
+        ('{"question": ""}\n{"question": null}\n', "none of its 2 rows has a question in column 'question'"),
+    ],
+)
+def test_files_that_hold_nothing_say_what_to_do(content, message, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        Data(str(tmp_path / "rows.jsonl"), reward="exact")
+
+
+def test_mistakes_are_answered(tmp_path):
+    file = jsonl(tmp_path / "rows.jsonl")
+    for settings, message in [
+        ({"file": str(tmp_path / "no.jsonl")}, "there is no such file or folder"),
+        ({"file": str(tmp_path)}, "is a folder, and not one that datasets"),
+        ({"file": __file__}, "must end in .jsonl"),
+        ({"question": "quest"}, "has no column 'quest'.*task.question=COLUMN"),
+        ({"answer": "gold"}, "has no column 'gold'.*task.answer=COLUMN"),
+        ({"reward": ()}, "needs a reward: reward=math"),
+        ({"reward": "mth"}, "did you mean 'math'"),
+        ({"reward": ["exact", "number"], "reward_weights": [1.0]}, "2 rewards and 1 weights"),
+        ({"held_out": 1.5}, "held_out must be between"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Data(**{"file": file, "reward": "exact"} | settings)
+
+
+def test_a_hub_id_without_a_network_says_so(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def no_network(name):
+        raise ConnectionError(f"Couldn't reach '{name}' on the Hub (LocalEntryNotFoundError)\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", no_network)
+    with pytest.raises(DataError, match=r"data openai/gsm8k cannot be loaded \(ConnectionError.*is there a network"):
+        Data("openai/gsm8k", reward="math")
+    rows = datasets.Dataset.from_list(ROWS[:20])
+    monkeypatch.setattr(datasets, "load_dataset", lambda _: datasets.DatasetDict({"main": rows}))
+    with pytest.raises(DataError, match=r"has no split 'train', but main; choose one: task\.split=NAME"):
+        Data("openai/gsm8k", reward="math")
+    assert len(Data("openai/gsm8k", reward="math", split="main", held_out=0.0).epoch("train", 0, 0)) == 20
+
+
+# Splits and epochs
+
+
+def test_the_held_out_share_goes_by_the_question(tmp_path):
+    task = Data(jsonl(tmp_path / "rows.jsonl"), reward="exact", held_out=0.2)
+    train, test = (set(questions(task.epoch(split, 0, 0))) for split in ("train", "test"))
+    assert not train & test
+    assert 20 <= len(test) <= 60
+    shuffled = Data(jsonl(tmp_path / "more.jsonl", [*ROWS[::-1], *ROWS[:50]]), reward="exact", held_out=0.2)
+    assert set(questions(shuffled.epoch("test", 0, 0))) == test  # whatever the order, and whatever is repeated
+    assert not Data(jsonl(tmp_path / "rows.jsonl"), reward="exact", held_out=0.0).epoch("test", 0, 0)
+
+
+def test_questions_that_are_also_held_out_are_named_and_not_trained_on(tmp_path):
+    test = [{"question": "WHAT is  3 + 3?", "answer": "6"}, {"question": "What is 1000 + 1000?", "answer": "2000"}]
+    task = Data(jsonl(tmp_path / "a.jsonl"), reward="exact", test_file=jsonl(tmp_path / "b.jsonl", test))
+    assert "1 of 200 questions" in task.notes[0]
+    assert "line 4" in task.notes[0]
+    assert "What is 3 + 3?" not in questions(task.epoch("train", 0, 0))
+    assert len(task.epoch("test", 0, 0)) == 2
+
+
+def test_an_epoch_has_every_problem_once_in_an_order_of_its_own(tmp_path):
+    task = Data(jsonl(tmp_path / "rows.jsonl"), reward="exact")
+    orders = [tuple(questions(task.epoch("train", seed, number))) for seed in (0, 1) for number in (0, 1)]
+    assert len(set(orders)) == 4
+    assert len({tuple(sorted(order)) for order in orders}) == 1
+    again = Data(jsonl(tmp_path / "rows.jsonl"), reward="exact")
+    assert tuple(questions(again.epoch("train", 1, 1))) == orders[3]
+    size = len(orders[0])
+    seen = [q for step in range(1, size + 1)
+            for q in questions(training_problems(task, seed=0, step=step, step_seed=0, count=3))]  # fmt: skip
+    assert seen == [q for number in range(3) for q in questions(task.epoch("train", 0, number))]
+
+
+# What the model is shown
+
+
+def test_system_prompt_and_template(tmp_path):
+    file = jsonl(tmp_path / "rows.jsonl", [{"problem": "x {y} + 1", "hint": "h", "answer": "1"}])
+    task = Data(file, reward="exact", held_out=0.0, system="Be brief.", template="{hint}: {question} \\boxed{} {no}")
+    (problem,) = task.epoch("train", 0, 0)
+    assert task.episode(problem).start() == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "h: x {y} + 1 \\boxed{} {no}"},
+    ]
+
+
+def test_rows_of_messages_are_shown_as_they_are(tmp_path):
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]
+    file = jsonl(tmp_path / "rows.jsonl", [{"messages": chat, "answer": "A"}, {"messages": chat[1:2], "answer": "A"}])
+    task = Data(file, reward="exact", held_out=0.0, system="Mine")
+    starts = [task.episode(problem).start() for problem in sorted(task.epoch("train", 0, 0), key=lambda p: p.id)]
+    assert starts == [chat[:2], [{"role": "system", "content": "Mine"}, chat[1]]]
+
+
+# Rewards
+
+
+def test_a_named_answer_column_reaches_built_in_rewards(tmp_path):
+    file = jsonl(tmp_path / "rows.jsonl", [{"question": "q", "gold": "7", "answer": "wrong"}])
+    task = Data(file, reward="exact", answer="gold", held_out=0.0)
+    assert [score.correct for score in task.score_all(list(attempts(task, [lambda _: "7"])))] == [True]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Two and two?", "answer": "2 + 2 is 4.\n#### 4"},  # GSM8K
+        {"problem": "$2+2$?", "solution": "It is $\\boxed{4}$.", "level": "Level 1", "type": "Algebra"},  # MATH
+        {"problem": "2+2", "answer": "4", "solution": "long"},  # DeepScaleR
+        {"ID": "2024-I-1", "Problem": "2+2", "Answer": 4},  # AIME, whose columns are capitalised
+    ],
+)
+def test_the_math_task_reads_the_usual_columns(row, tmp_path):
+    task = tasks.get("math", file=jsonl(tmp_path / "rows.jsonl", [row]), held_out=0.0)
+    assert isinstance(task, Math)
+    right, wrong = (next(attempts(task, [lambda _, said=said: said])) for said in (r"So \boxed{4}.", r"So \boxed{5}."))
+    assert right.prompt[0]["content"].endswith(r"within \boxed{}.")
+    assert [score.correct for score in task.score_all([right, wrong])] == [True, False]
+    task.rewards.close()
+
+
+def test_problems_that_do_not_fit_are_left_out_and_named(tmp_path):
+    task = Data(jsonl(tmp_path / "rows.jsonl"), reward="exact", held_out=0.0)
+    before = task.epoch("train", 0, 0)
+    task.leave_out(lambda problem: problem.id.endswith((":3", ":7")), "since they are long")
+    assert len(task.epoch("train", 0, 0)) == len(before) - 2
+    assert task.notes[-1] == "2 train problems are left out, since they are long: lines 3, 7"
+    with pytest.raises(DataError, match="all 198 train problems are left out"):
+        task.leave_out(lambda _: True, "since they are long")
+
+
+def test_another_file_has_another_fingerprint(tmp_path):
+    one = Data(jsonl(tmp_path / "rows.jsonl"), reward="exact")
+    assert one.fingerprint == replace(one, reward="number").fingerprint
+    changed = [*ROWS[:-1], {**ROWS[-1], "answer": "0"}]
+    assert one.fingerprint != Data(jsonl(tmp_path / "rows.jsonl", changed), reward="exact").fingerprint
