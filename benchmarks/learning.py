@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PART = 45 << 20  # bytes of a part
+PART = 47 << 20  # bytes of a part
 HERE = Path(__file__).resolve().parent
 HELD_OUT = 512
 
@@ -39,7 +39,7 @@ SMALL = ["width=256", "layers=6", "heads=8", "batch=256", "lr=1e-3", "steps=3000
 SMALL_RL = ["steps=200", "group=16", "optim.lr=1e-4", "optim.warmup_steps=5", *EVALUATION, *KEPT]
 SUMS = ["task.name=sums", "task.low=10", "task.high=199", "task.short=true"]
 COUNTDOWN = ["task.name=countdown", "task.numbers=3", "task.largest=30"]
-LAKE = ["task.name=frozenlake", "task.side=4", "task.turns=8"]
+LAKE = ["task.name=frozenlake", "task.side=4", "task.turns=6"]
 EMBEDDED = ["task.name=kk", "task.people=2-3", "task.style=compact", "task.noise=0.2", "task.wording=1.0"]
 
 
@@ -51,10 +51,18 @@ class Study:
     train: list[str]
     warmstart: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.train, self.warmstart = _latest(self.train), _latest(self.warmstart)
+
     @property
     def task(self) -> dict[str, str]:
         """The task's settings, as they were typed."""
         return dict(item.removeprefix("task.").split("=", 1) for item in self.train if item.startswith("task."))
+
+
+def _latest(settings: list[str]) -> list[str]:
+    """Settings of which each stands there once; of several the last counts."""
+    return [f"{key}={value}" for key, value in dict(item.split("=", 1) for item in settings).items()]
 
 
 def studies(smollm2: str) -> list[Study]:
@@ -76,7 +84,8 @@ def studies(smollm2: str) -> list[Study]:
         ),
         Study(
             "small-frozenlake",
-            [*LAKE, *SMALL_RL, "rollout.max_tokens=4", "rollout.max_prompt=256", "prompts=32"],
+            [*LAKE, *SMALL_RL, "rollout.max_tokens=4", "rollout.max_prompt=256", "prompts=16", "steps=150",
+             "evaluation.every=50", "evaluation.samples=2"],
             [*LAKE, *SMALL, "batch=128", "vocabulary=600", "stop_at=0.35", "max_tokens=4"],
         ),
         Study(
@@ -316,7 +325,8 @@ def main() -> None:
     if args.tiny:
         chosen = [tiny(study) for study in chosen]
     for study in chosen:
-        study.train += [item.partition(":")[2] for item in args.set if item.partition(":")[0] in (study.name, "all")]
+        changes = [item.partition(":")[2] for item in args.set if item.partition(":")[0] in (study.name, "all")]
+        study.train = _latest([*study.train, *changes])
     going = Studies(out, runs, chosen, args.seconds - (time.monotonic() - began))
     for study in chosen:
         going.found[study.name]["problems"] = constant_answers(study)
