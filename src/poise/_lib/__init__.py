@@ -1,1 +1,1 @@
-"""Small things that every room may use: errors, files, transfers to the device."""
+"""Helpers that every package may use: errors, files, transfers to the device, user code."""

@@ -1,4 +1,4 @@
-"""``name(setting=value, …)`` as settings have it: read, never evaluated."""
+"""Parse ``name(setting=value, …)`` from settings, without evaluating any code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from poise._lib.errors import short
 
 
 def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict[str, Any]]:
-    """The name, the values without a name, and those with one. Values are Python literals.
+    """The name, the positional values and the named values. Values are Python literals.
 
-    ``whole`` is what ``text`` is a part of, for messages.
+    ``whole`` is the longer text that ``text`` is a part of, for error messages.
     """
     whole = text if whole is None else whole
     match = re.fullmatch(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)

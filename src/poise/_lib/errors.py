@@ -1,4 +1,4 @@
-"""What every error of ours has in common: it names the value and, where it can be guessed, what was meant."""
+"""Error messages and checks: an error names the value, what is allowed and, if it can be guessed, what was meant."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
 
-LONGEST = 100  # characters of a value that a message shows
+LONGEST = 100  # characters of a value shown in a message
 
 
 class _Short(reprlib.Repr):
-    """``repr`` for messages: what a user has written may be a million characters long, or nested without end."""
+    """``repr`` for messages: a user's value may be a million characters long, or nested without end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class _Short(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 10
 
     def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002
-        """Python refuses to write out whole numbers past 4300 digits."""
+        """Python refuses to print integers of more than 4300 digits."""
         return repr(x) if abs(x) < 10**LONGEST else f"a whole number of {x.bit_length()} bits"
 
 
@@ -27,11 +27,11 @@ short = _Short().repr
 
 
 def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
-    """The message for a name that is not among ``allowed``, with the nearest one that is."""
+    """The message for a name that is not in ``allowed``, with the nearest allowed name as a guess."""
     options = list(allowed)
-    plain = {option.lower(): option for option in options}
-    near = get_close_matches(name[:LONGEST].lower(), plain, n=1, cutoff=0.5)
-    guess = f"; did you mean {plain[near[0]]!r}?" if near else ""
+    by_lower_case = {option.lower(): option for option in options}
+    near = get_close_matches(name[:LONGEST].lower(), by_lower_case, n=1, cutoff=0.5)
+    guess = f"; did you mean {by_lower_case[near[0]]!r}?" if near else ""
     listed = ", ".join(options) if options else "there are none"
     return f"unknown {what} {short(name)}{guess} (allowed: {listed})"
 
@@ -43,7 +43,7 @@ def check_range(
     low: float = float("-inf"),
     high: float = float("inf"),
 ) -> None:
-    """Raise unless ``low <= value <= high``. NaN, booleans and text are refused too."""
+    """Raise unless ``low <= value <= high``. Also refuses NaN, booleans and text."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name} must be a number, got {short(value)}")
     if not low <= value <= high:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: whatever kills the process, no reader ever meets half of one."""
+"""Atomic files: a file is complete or absent, even if the process is killed while it writes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
-TEMPORARY = ".tmp-"  # what is being written
-OLD = ".old-"  # what is about to be replaced
+TEMPORARY = ".tmp-"  # prefix of a file that is being written
+OLD = ".old-"  # prefix of a folder that is being replaced
 MANIFEST = "manifest.json"
 
 
 def dumps(data: Any, indent: int | None = None) -> bytes:
-    """Valid JSON: NaN and infinities become null. Only ASCII, so that lone surrogates survive."""
+    """Strict JSON: NaN and infinities become null. ASCII only, so that lone surrogates survive."""
     try:
         text = json.dumps(data, allow_nan=False, indent=indent)
     except ValueError:
@@ -37,7 +37,7 @@ def _finite(data: Any) -> Any:
 
 
 def loads(text: bytes | str) -> Any:
-    """What a JSON text says. ValueError, and no other error, where it says nothing, be it nested without end."""
+    """Parse JSON. Any invalid text raises ValueError, also one that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -45,14 +45,14 @@ def loads(text: bytes | str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file says. OSError where it is no regular file: a pipe or a device may have no end."""
+    """Parse a JSON file. OSError unless it is a regular file: a pipe or a device may never end."""
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is not a file")
     return loads(path.read_bytes())
 
 
 def expand(path: str | Path) -> Path:
-    """The path with ``~`` and ``~user`` replaced by their folders: a shell leaves ``run=~/x`` as it is."""
+    """Expand ``~`` and ``~user``: a shell does not expand ``run=~/x``."""
     expanded = Path(os.path.expanduser(path))
     if str(expanded).startswith("~"):
         raise FileNotFoundError(
@@ -62,8 +62,8 @@ def expand(path: str | Path) -> Path:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder last: without this a power cut may undo a rename."""
-    if os.name != "posix":  # elsewhere folders cannot be opened, and need not be
+    """Flush a folder's entries to disk: without this a power cut may undo a rename."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened, and need not be flushed
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -73,7 +73,7 @@ def sync_folder(path: Path) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Raise OSError where ``path`` cannot name a regular file: to be asked before the work that fills it."""
+    """Raise OSError if ``path`` cannot become a regular file. Call this before the work that produces it."""
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "a device, a pipe or a socket"
         raise FileExistsError(f"{path} is {what}: name a file to write to")
@@ -83,7 +83,7 @@ def check_output(path: Path) -> None:
 
 
 def check_own(paths: Iterable[Path]) -> None:
-    """Raise where one of a run's files or folders is a link: what is done to it would be done to files elsewhere."""
+    """Raise if one of a run's files or folders is a link: changing it would change files elsewhere."""
     for path in paths:
         if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
             raise FileExistsError(
@@ -94,16 +94,16 @@ def check_own(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into; it takes the place of ``path`` when all went well, else ``path`` stays as it was.
+    """A file to write to. On success it replaces ``path``; on an error ``path`` stays unchanged.
 
-    A link stays a link: the file that it names is replaced. A device, a pipe or a folder is refused.
+    A link stays a link, and the file that it points to is replaced. A device, a pipe or a folder is refused.
     """
     check_output(path)
     path = path.resolve() if path.is_symlink() else path
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(TEMPORARY + path.name)
     try:
-        remove(temporary)  # a leftover, or a link that somebody laid there to have another file overwritten
+        remove(temporary)  # a leftover, or a link planted there to have another file overwritten
         with temporary.open("xb") as file:
             yield file
             file.flush()
@@ -117,22 +117,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Clear away what a killed process was writing in ``folder``."""
+    """Remove what a killed process left half-written in ``folder``, and finish its interrupted replacements."""
     for path in folder.glob(TEMPORARY + "*"):
         remove(path)
-    for path in folder.glob(OLD + "*"):  # killed between two renames: put it back, unless the new one arrived
-        wanted = path.with_name(path.name.removeprefix(OLD))
-        if wanted.exists():
+    for path in folder.glob(OLD + "*"):  # killed between two renames: put it back, unless its successor is in place
+        original = path.with_name(path.name.removeprefix(OLD))
+        if original.exists():
             remove(path)
         else:
             with suppress(OSError):
-                os.replace(path, wanted)
+                os.replace(path, original)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder. One that cannot be removed is left: that must not stop a run.
+    """Remove a file or a folder. Failure is ignored: it must not stop a run.
 
-    A folder gets a temporary name first: killed in between, it is a leftover, not half a folder under its own name.
+    A folder is renamed first. A kill in between leaves a leftover, not half a folder under its own name.
     """
     if path.is_dir() and not path.is_symlink():
         aside = path if path.name.startswith(TEMPORARY) else path.with_name(f"{TEMPORARY}removed-{path.name}")
@@ -147,9 +147,9 @@ def remove(path: Path) -> None:
 
 
 def seal(folder: Path, about: Mapping[str, Any] | None = None) -> None:
-    """Bring every file of ``folder`` to the disk, then write down ``about`` and their sizes and hashes, last of all."""
+    """Flush every file of ``folder`` to disk, then write the manifest: ``about``, and each file's size and hash."""
     if (folder / MANIFEST).exists():
-        raise ValueError(f"{MANIFEST} is written here last of all: choose another name for your file")
+        raise ValueError(f"{MANIFEST} is written here last, by poise: choose another name for your file")
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
@@ -164,9 +164,9 @@ def seal(folder: Path, about: Mapping[str, Any] | None = None) -> None:
 
 
 def verify(folder: Path, within: str = "") -> dict[str, Any]:
-    """What ``folder`` was sealed with (``about``). Raise ValueError or OSError unless it holds what was sealed.
+    """Check every file against the manifest, and return ``about``. ValueError or OSError if anything differs.
 
-    With ``within`` only the files of that folder inside it are read.
+    With ``within``, only the files in that subfolder are read.
     """
     try:
         about = dict(read_json(folder / MANIFEST))
@@ -179,7 +179,7 @@ def verify(folder: Path, within: str = "") -> dict[str, Any]:
     listed = {name for name, _, _ in expected}
     for path in (folder / within).rglob("*.safetensors"):
         if (name := path.relative_to(folder).as_posix()) not in listed:
-            raise ValueError(f"{MANIFEST} does not name {name}, so that nobody knows whether it is whole")
+            raise ValueError(f"{MANIFEST} does not name {name}, so it cannot be verified")
     for name, size, digest in expected:
         path = folder / name
         if within and not name.startswith(f"{within}/"):

@@ -1,4 +1,4 @@
-"""From the host to the device."""
+"""Copies from the host to the device that do not block the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def send(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """The values on the device. An ordinary copy would make the host wait for all that the device still has to do."""
+    """Copy values to the device. A plain ``.to(device)`` would block the host until the device finished its queue."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)

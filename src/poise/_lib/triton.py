@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can be used here."""
+"""Whether Triton kernels can run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @cache
 def available() -> bool:
-    """Triton is installed, and a C compiler, which it needs for every kernel's launcher."""
+    """Whether Triton is installed, and a C compiler, which it needs to build kernel launchers."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     return find_spec("triton") is not None and compiler is not None
 
 
 def suits(values: Tensor) -> bool:
-    """These are values that our kernels work on: on CUDA, and not float64, which is left to plain torch."""
+    """Whether our kernels take this tensor: on CUDA, and not float64, which plain torch computes."""
     return values.is_cuda and values.dtype != torch.float64 and available()

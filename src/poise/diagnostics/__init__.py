@@ -1,4 +1,4 @@
-"""Measures of what an update does: which tokens drive it, and what becomes of the correct responses."""
+"""Diagnostics of an update: which tokens drive it, and how it changes the likelihood of correct responses."""
 
 from poise.diagnostics.displacement import Displacement, likelihood_displacement
 from poise.diagnostics.dominance import dominance

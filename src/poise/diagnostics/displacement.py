@@ -1,4 +1,4 @@
-"""Lazy likelihood displacement (LLD): correct responses that an update made hardly more likely, or less.
+"""Lazy likelihood displacement (LLD): correct responses that an update makes hardly more likely, or even less likely.
 
 Paper: arXiv 2505.18830. A correct response y⁺ is displaced lazily when
 ``ln π_after(y⁺|x) < ln π_before(y⁺|x) + ε``, log-likelihoods summed over its tokens.
@@ -18,7 +18,7 @@ from poise.batch import TokenBatch
 class Displacement:
     """Log-likelihoods of the n⁺ correct responses before and after an update."""
 
-    rows: Tensor  # (n⁺,) where they stand in the batch
+    rows: Tensor  # (n⁺,) their rows in the batch
     before: Tensor  # (n⁺,)
     after: Tensor  # (n⁺,)
     lazy: Tensor  # (n⁺,) bool
@@ -26,16 +26,16 @@ class Displacement:
 
     @property
     def change(self) -> Tensor:
-        """(n⁺,) how much each log-likelihood rose."""
+        """(n⁺,) the increase of each log-likelihood."""
         return self.after - self.before
 
     def by_group(self, groups: Tensor) -> dict[int, float]:
-        """The mean change over the correct responses of each question that has any."""
+        """The mean change over the correct responses of each group that has any."""
         ids = groups[self.rows]
         return {int(g): float(self.change[ids == g].mean()) for g in ids.unique()}
 
     def metrics(self) -> dict[str, float]:
-        """``lld/…``: mean change, share of lazy responses, share that fell. Empty where no response was correct."""
+        """``lld/…``: mean change, share of lazy responses, share that fell. Empty without correct responses."""
         if not len(self.rows):
             return {}
         return {
@@ -49,10 +49,10 @@ class Displacement:
 def likelihood_displacement(
     batch: TokenBatch, after: Tensor, *, before: Tensor | None = None, epsilon: float = 0.0
 ) -> Displacement:
-    """Compare the log-likelihood of the batch's correct responses before an update with that after it.
+    """Compare the log-likelihoods of the batch's correct responses before and after an update.
 
-    ``after`` (B, T) are the log-probabilities of the sampled tokens under the updated policy; ``before`` those of the
-    policy before it, by default ``old_logp``.
+    ``after`` (B, T) are the log-probabilities of the sampled tokens under the updated policy, ``before`` those under
+    the policy before it, by default ``old_logp``.
     """
     if batch.correct is None:
         raise ValueError("likelihood_displacement needs TokenBatch.correct, the verifier's verdict")

@@ -1,21 +1,21 @@
 """Which tokens drive an update: gradients, real steps and their effects, by interval of the tokens' probability.
 
 The analysis of arXiv 2505.12929 (its first figures) and 2505.18830, for any loop and any regulators. Everything is
-measured: gradients are backward passes over all parameters in which only one interval's tokens take part, effects are
-those of optimizer steps that are really taken, and undone.
+measured: a gradient is a backward pass over all parameters with the tokens of one interval only; an effect is that of a
+real optimizer step, which is then undone.
 
 For each regulator, with K intervals:
 
 - ``norm`` (K,): ‖g_i‖, the gradient that interval i produces on its own. The loss divides by the count of all tokens,
   so the g_i add up to the gradient g of all; ``full`` is ‖g‖, ``residual`` is ‖Σ g_i − g‖ / ‖g‖, rounding only.
-- ``per_token`` (K,): ‖g_i‖ by the interval's own count of tokens instead, so that rare and frequent ones compare.
+- ``per_token`` (K,): ‖g_i‖ divided by the interval's own count of tokens, so that rare and frequent ones compare.
 - ``share`` (K,): ⟨g_i, g⟩ / ‖g‖², interval i's part in the whole gradient. Shares add up to 1; one can be negative.
 - ``norm_share`` (K,): ‖g_i‖ / Σ_j ‖g_j‖.
 - ``cosine`` (K, K), and ``split_cosine`` (K − 1,): between all tokens below an edge and all above it.
-- ``influence``: K + 1 rows, what a step with interval i alone, and last the regulator's own update with all its
-  phases, did to the tokens of each interval: the mean of |Δp| (``moved``), of |Δ log p| (``moved_log``), and the mean
-  of Δp where the advantage is positive (``rewarded``) or negative (``punished``).
-- ``displacement``: what the update did to the log-likelihood of correct responses (``displacement.py``).
+- ``influence``: K + 1 rows, the effect of a step with interval i alone, and last of the regulator's own update with
+  all its phases, on the tokens of each interval: the mean of |Δp| (``moved``), of |Δ log p| (``moved_log``), and the
+  mean of Δp where the advantage is positive (``rewarded``) or negative (``punished``).
+- ``displacement``: the change of the correct responses' log-likelihood (``displacement.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from poise.diagnostics.sizes import token_gradient_sizes
 from poise.regulators.base import Regulator
 
 Gradient = list[Tensor | None]
-BINS = 40  # of the density
+BINS = 40  # of the histogram of probabilities
 
 
 def dominance(
@@ -45,43 +45,42 @@ def dominance(
     intervals: Intervals | None = None,
     clip: float = 1.0,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Measure one batch. Weights and the optimizer's state are afterwards what they were before, bit for bit.
+    """Measure one batch. Afterwards weights and optimizer state are restored bit for bit.
 
-    Returns numbers and lists of them, ready for JSON, and (B, T) tensors about each token: ``size`` (‖e_y − π‖, where
-    the batch has hidden states), ``change`` (Δ log p by the update of the first regulator), and what regulators found
-    out, such as NTHR's score.
+    Returns the figures, ready for JSON, and (B, T) tensors: ``size`` (‖e_y − π‖, if the batch has hidden states),
+    ``change`` (Δ log p by the first regulator's update), and the regulators' per-token values, such as NTHR's score.
     """
     intervals = intervals or Intervals()
     batch, masks = loop.batch, intervals.masks(loop.batch)
     sizes = token_gradient_sizes(batch)
-    found = _tokens(batch, masks, sizes)
+    figures = _token_figures(batch, masks, sizes)
     tokens = {} if sizes is None else {"size": sizes}
-    seen: list[tuple[Phase, dict[str, Any]]] = []  # Lopti's phases make up GRPO: measured once
+    measured: list[tuple[Phase, dict[str, Any]]] = []  # Lopti's phases add up to GRPO: measure equal weights once
     with torch.no_grad():
         before = loop.logp()
     with unchanged(loop, optimizer):
         for name, regulator in regulators.items():
             phases = regulator(batch)
-            whole = _together(phases)
-            known = [old for phase, old in seen if _same(phase, whole)]
-            if known:
-                pulls = {**known[0], "influence": known[0]["influence"][:-1]}
+            whole = _combined(phases)
+            equal = [result for phase, result in measured if _same(phase, whole)]
+            if equal:
+                result = {**equal[0], "influence": equal[0]["influence"][:-1]}
             else:
-                pulls = _pulls(loop, whole, masks, optimizer, before, clip)
+                result = _interval_figures(loop, whole, masks, optimizer, before, clip)
             after = _updated(loop, phases, optimizer, clip)
-            pulls["influence"] = [*pulls["influence"], _effect(before, after, masks, batch)]
-            pulls["weight"] = _means(whole.policy, masks)
-            pulls["metrics"] = {key: value for phase in phases for key, value in phase.metrics.items()}
-            pulls["displacement"] = _displaced(batch, before, after)
-            seen.append((whole, pulls))
-            found["regulators"][name] = pulls
+            result["influence"] = [*result["influence"], _effect(before, after, masks, batch)]
+            result["weight"] = _means(whole.policy, masks)
+            result["metrics"] = {key: value for phase in phases for key, value in phase.metrics.items()}
+            result["displacement"] = _displacement(batch, before, after)
+            measured.append((whole, result))
+            figures["regulators"][name] = result
             tokens |= {key: value for phase in phases for key, value in phase.tokens.items()}
             tokens.setdefault("change", torch.where(batch.mask, after - before, 0.0))
-    return found, tokens
+    return figures, tokens
 
 
-def _tokens(batch: TokenBatch, masks: Tensor, sizes: Tensor | None) -> dict[str, Any]:
-    """What is there before any gradient: how many tokens of each interval, and which advantages they have."""
+def _token_figures(batch: TokenBatch, masks: Tensor, sizes: Tensor | None) -> dict[str, Any]:
+    """Figures that need no gradient: the number of tokens in each interval, and their advantages."""
     prob, advantages = batch.prob, batch.token_advantages
     count = masks.sum((1, 2))
     density = torch.histc(prob[batch.mask].float(), BINS, 0.0, 1.0)
@@ -105,10 +104,10 @@ def _tokens(batch: TokenBatch, masks: Tensor, sizes: Tensor | None) -> dict[str,
     }
 
 
-def _pulls(
+def _interval_figures(
     loop: Loop, whole: Phase, masks: Tensor, optimizer: torch.optim.Optimizer, before: Tensor, clip: float
 ) -> dict[str, Any]:
-    """Each interval alone: its gradient, and the effect of a step along it."""
+    """For each interval alone: its gradient, and the effect of a step along it."""
     parts = [gradient_of(loop, Phase(whole.name, whole.policy * mask, whole.kl * mask)) for mask in masks]
     full = gradient_of(loop, whole)
     gram = torch.tensor([[inner(a, b) for b in parts] for a in parts], dtype=torch.float64)
@@ -137,7 +136,7 @@ def _pulls(
 
 
 def _updated(loop: Loop, phases: Sequence[Phase], optimizer: torch.optim.Optimizer, clip: float) -> Tensor:
-    """(B, T) log-probabilities after the regulator's own update: a step for each phase, one after the other."""
+    """(B, T) log-probabilities after the regulator's own update: one step per phase."""
     with unchanged(loop, optimizer):
         for phase in phases:
             step(loop, optimizer, gradient_of(loop, phase), clip)
@@ -154,16 +153,16 @@ def _effect(before: Tensor, after: Tensor, masks: Tensor, batch: TokenBatch) -> 
     }
 
 
-def _displaced(batch: TokenBatch, before: Tensor, after: Tensor) -> dict[str, Any] | None:
+def _displacement(batch: TokenBatch, before: Tensor, after: Tensor) -> dict[str, Any] | None:
     if batch.correct is None or not batch.correct.any():
         return None
-    found = likelihood_displacement(batch, after, before=before)
-    questions = found.by_group(batch.groups) if batch.groups is not None else {}
-    return {**found.metrics(), "questions": list(questions.values())}
+    displacement = likelihood_displacement(batch, after, before=before)
+    questions = displacement.by_group(batch.groups) if batch.groups is not None else {}
+    return {**displacement.metrics(), "questions": list(questions.values())}
 
 
-def _together(phases: Sequence[Phase]) -> Phase:
-    """All phases as one: what they ask for, at the weights before any of them."""
+def _combined(phases: Sequence[Phase]) -> Phase:
+    """All phases as one, their weights added."""
     policy, kl = (torch.stack(weights).sum(0) for weights in zip(*((p.policy, p.kl) for p in phases), strict=True))
     return Phase("all", policy, kl)
 
@@ -178,7 +177,7 @@ def _sum(gradients: Sequence[Gradient]) -> Gradient:
 
 
 def _cosine(gram: Tensor, cut: int) -> float | None:
-    """Between the sum of the first ``cut`` gradients and that of the others, from their inner products."""
+    """The cosine between the sum of the first ``cut`` gradients and that of the others, from the Gram matrix."""
     low, high, between = gram[:cut, :cut].sum(), gram[cut:, cut:].sum(), gram[:cut, cut:].sum()
     return float(between / (low * high).sqrt()) if low > 0 and high > 0 else None
 
@@ -188,5 +187,5 @@ def _means(values: Tensor, masks: Tensor) -> list[float | None]:
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """None stands for what cannot be: a mean over no tokens, say."""
+    """A list in which None replaces NaN and infinity, such as the mean over no tokens."""
     return [value if value - value == 0 else None for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""Tokens by their probability: the intervals that every figure of the diagnostics is drawn over."""
+"""Intervals of token probability, over which all diagnostics are computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poise.batch import TokenBatch
 
 @dataclass(frozen=True)
 class Intervals:
-    """Intervals of [0, 1], by default its quarters: each holds its lower end, the last one its upper end too."""
+    """Intervals of [0, 1], by default its quarters. Each includes its lower end, the last one also its upper end."""
 
     edges: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -28,7 +28,7 @@ class Intervals:
 
     @classmethod
     def cut(cls, inner: Sequence[float]) -> Intervals:
-        """From the edges between 0 and 1 alone."""
+        """From the inner edges, without 0 and 1."""
         return cls((0.0, *inner, 1.0))
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ class Intervals:
         return [f"{low:g}–{high:g}" for low, high in pairwise(self.edges)]
 
     def masks(self, batch: TokenBatch) -> Tensor:
-        """(K, B, T) bool: the response tokens of each interval; every one is in exactly one of them."""
+        """(K, B, T) bool: the response tokens of each interval; each token is in exactly one."""
         inner = torch.tensor(self.edges[1:-1], dtype=batch.dtype, device=batch.mask.device)
         number = torch.bucketize(batch.prob, inner, right=True)
         return (number == torch.arange(len(self), device=number.device)[:, None, None]) & batch.mask

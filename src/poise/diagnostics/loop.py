@@ -1,4 +1,4 @@
-"""What the diagnostics need of a training loop, and how they leave it as they found it."""
+"""What the diagnostics need from a training loop, and how they restore its state."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from poise.objective import Settings, active, normalizer, policy_loss
 
 
 class Loop(Protocol):
-    """One batch, the weights that it is about to update, and two things that every loop can do."""
+    """One batch, the parameters that it would update, and what every loop can compute."""
 
     batch: TokenBatch
     settings: Settings
-    parameters: Sequence[Tensor]  # what the optimizer works on
+    parameters: Sequence[Tensor]  # the optimizer's
 
     def gradient(self, phase: Phase) -> None:
-        """Leave the gradient of the phase's loss over the whole batch, and nothing else, at the parameters."""
+        """Set the parameters' gradients to those of the phase's loss over the whole batch."""
         ...
 
     def logp(self) -> Tensor:
-        """(B, T) log-probabilities of the sampled tokens under the weights as they are."""
+        """(B, T) log-probabilities of the sampled tokens under the current weights."""
         ...
 
     def changed(self) -> None:
-        """The parameters were written to: bring copies of them up to date, if there are any."""
+        """Called after the parameters changed: update copies of them, if there are any."""
         ...
 
 
 class ForwardLoop:
-    """Any loop that has a forward pass: ``forward()`` gives the (B, T) log-probabilities, with gradients."""
+    """Any loop with a forward pass: ``forward()`` returns (B, T) log-probabilities with gradients."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class ForwardLoop:
         return self.forward()
 
     def changed(self) -> None:
-        """There are no copies."""
+        """Nothing to do: there are no copies."""
 
 
 @contextmanager
 def unchanged(loop: Loop, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Whatever happens to weights and optimizer inside is undone at the end, bit for bit."""
+    """Restore weights and optimizer state at the end, bit for bit."""
     weights = [parameter.detach().clone() for parameter in loop.parameters]
     state = copy.deepcopy(optimizer.state_dict())
     try:
@@ -80,7 +80,7 @@ def unchanged(loop: Loop, optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def step(loop: Loop, optimizer: torch.optim.Optimizer, gradient: Sequence[Tensor | None], clip: float) -> None:
-    """One real optimizer step along a gradient, clipped as in training; none where the gradient is zero."""
+    """Take one optimizer step along a gradient, clipped as in training; no step if the gradient is zero."""
     if all(part is None or not part.any() for part in gradient):
         return  # momentum alone must not move the model
     for parameter, part in zip(loop.parameters, gradient, strict=True):
@@ -91,14 +91,14 @@ def step(loop: Loop, optimizer: torch.optim.Optimizer, gradient: Sequence[Tensor
 
 
 def gradient_of(loop: Loop, phase: Phase) -> list[Tensor | None]:
-    """The gradient of a phase, as tensors of its own; None where it is nothing, as in a phase without active tokens."""
+    """Copies of the phase's gradients; None for a parameter without one, and for all if no token is active."""
     if not active(loop.batch, phase, loop.settings).any():
         return [None] * len(loop.parameters)
     loop.gradient(phase)
-    found = [None if p.grad is None else p.grad.detach().clone() for p in loop.parameters]
+    gradient = [None if p.grad is None else p.grad.detach().clone() for p in loop.parameters]
     for parameter in loop.parameters:
         parameter.grad = None
-    return found
+    return gradient
 
 
 def inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:

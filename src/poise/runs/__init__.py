@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: its folder, console, plots, trackers."""
+"""A run's outputs: its folder and lock, the console, plots, trackers."""

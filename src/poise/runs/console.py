@@ -1,7 +1,7 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines anywhere else.
+"""The console: a progress bar on a terminal, plain lines anywhere else.
 
-Everything a model wrote is untrusted. Before it is shown, control characters, terminal escape sequences among them, are
-turned into visible text, and rich never parses it as markup.
+Model output is untrusted. Control characters and terminal escape sequences are shown as visible text, and rich never
+parses model output as markup.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from rich.text import Text
 
 Sample = tuple[str, str, float, bool]  # prompt, completion, reward, correct
 
-SHOWN = (  # metric, how it is shown
+SHOWN = (  # metric, format
     ("reward/mean", "reward {:.2f}"),
     ("reward/accuracy", "accuracy {:.2f}"),
     ("rollout/length", "length {:.0f}"),
     ("rollout/entropy", "entropy {:.2f}"),
     ("time/tokens_per_s", "{:,.0f} tok/s"),
 )
-WINDOW = 20  # steps whose time predicts the time left
+WINDOW = 20  # the last steps, which predict the remaining time
 
 
 class _Lasting(io.TextIOBase):
-    """A stream that never raises: whoever read it may have gone (``poise train | head -1``), the run goes on."""
+    """A stream that never raises: its reader may have left (``poise train | head -1``), and the run continues."""
 
     def __init__(self, file: TextIO | None) -> None:
-        self._to = file  # None: closed before poise began
+        self._to = file  # None: closed before poise started
 
     def write(self, text: str) -> int:
-        """As the stream does."""
+        """Write to the stream."""
         self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
-        """As the stream does."""
+        """Flush the stream."""
         self._try("flush")
 
     def _try(self, method: str, *args: str) -> None:
@@ -57,38 +57,40 @@ class _Lasting(io.TextIOBase):
             if self._to is not None:
                 getattr(self._to, method)(*args)
         except OSError as error:
-            if isinstance(error, BrokenPipeError):  # for good: what is still in the buffer must not fail at exit either
+            if isinstance(
+                error, BrokenPipeError
+            ):  # from now on to /dev/null: the rest of the buffer must not fail at exit
                 with suppress(OSError, ValueError):
-                    nowhere = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(nowhere, self._to.fileno())  # type: ignore[union-attr]
-                    os.close(nowhere)
-        except (ValueError, RuntimeError):  # closed; or a signal came in the middle of a write, and is announced
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, self._to.fileno())  # type: ignore[union-attr]
+                    os.close(null)
+        except (ValueError, RuntimeError):  # closed, or a signal handler writes during a write
             pass
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._to, name)
 
     def fileno(self) -> int:
-        """As the stream's."""
+        """The stream's file descriptor."""
         if self._to is None:
             raise io.UnsupportedOperation("fileno")
         return self._to.fileno()
 
     def isatty(self) -> bool:
-        """As the stream's."""
+        """Whether the stream is a terminal."""
         with suppress(ValueError, AttributeError):
             return self._to is not None and self._to.isatty()
         return False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """As the stream's."""
+        """The stream's encoding."""
         return getattr(self._to, "encoding", None) or "utf-8"
 
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Standard output and error that never raise, for the time of the context."""
+    """Inside, standard output and error never raise."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _Lasting(stream)) for stream in before)
     try:
@@ -100,7 +102,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class Console:
-    """Shows a run's progress on ``file``, by default standard output. ``quiet`` shows nothing at all."""
+    """Shows a run's progress on ``file``, by default standard output. ``quiet`` shows nothing."""
 
     def __init__(
         self, total_steps: int, start_step: int = 0, *, quiet: bool = False, file: TextIO | None = None
@@ -110,13 +112,13 @@ class Console:
         self._file = cast(TextIO, _Lasting(sys.stdout if file is None else file))
         self._seen = deque([(start_step, time.monotonic())], maxlen=WINDOW + 1)
         self._live: Live | None = None
-        # Not rich's own idea of a terminal: environment variables can talk it into writing escape codes to a file.
+        # Do not ask rich whether this is a terminal: environment variables can make it write escape codes to a file.
         self._rich: RichConsole | None = None
         if not quiet and self._file.isatty():
             rich = RichConsole(file=self._file, markup=False, emoji=False, highlight=False)
             if not rich.is_dumb_terminal:
                 self._rich = rich
-                if total_steps:  # without steps there are only tables to print
+                if total_steps:  # without steps there are only tables
                     self._start(rich, start_step)
 
     def _start(self, rich: RichConsole, start_step: int) -> None:
@@ -129,12 +131,12 @@ class Console:
         self._live.start()
 
     def begin(self, step: int) -> None:
-        """Start the clock of the time left, with ``step`` steps done: what came before says nothing about a step."""
+        """Start predicting the remaining time at ``step``: the time before says nothing about a step."""
         self._seen.clear()
         self._seen.append((step, time.monotonic()))
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Show that a step is done. Metrics that are missing are not shown."""
+        """Show a finished step. Missing metrics are skipped."""
         left = self._left(step)
         shown = [form.format(value) for key, form in SHOWN if (value := metrics.get(key)) is not None]
         if self._live:
@@ -145,11 +147,11 @@ class Console:
         self._print("  ".join([f"step  {step:>{width}}/{self.total_steps}", *shown, *([left] if left else [])]))
 
     def note(self, text: str) -> None:
-        """Say something, above the progress bar where there is one."""
+        """Show a message, above the progress bar if there is one."""
         self._print(visible(text))
 
     def table(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print dicts as a table: a column per key, numbers to the right."""
+        """Print dicts as a table: one column per key, numbers right-aligned."""
         columns = list(dict.fromkeys(key for row in rows for key in row))
         cells = [[self._clean(visible(_cell(row.get(key)))) for key in columns] for row in rows]
         right = [all(isinstance(row.get(key, 0.0), int | float) for row in rows) for key in columns]
@@ -173,9 +175,9 @@ class Console:
             self._print("  ".join(padded).rstrip())
 
     def before_after_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print what training changed. Rows have name, before, before_ci, after, after_ci and change.
+        """Print results before and after training. Rows have name, before, before_ci, after, after_ci and change.
 
-        An interval is (low, high), half its width, or ready text; what is missing is left blank.
+        An interval is (low, high), half its width, or text. Missing values stay blank.
         """
         shown = []
         for row in rows:
@@ -208,7 +210,7 @@ class Console:
                 self._print(f"  {name}:\n    " + text.replace("\n", "\n    "))
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Stop the progress bar and restore the terminal."""
         if self._live:
             self._live.stop()
             self._live = None
@@ -220,7 +222,7 @@ class Console:
         self.close()
 
     def _left(self, step: int) -> str:
-        """How long the remaining steps take, going by the last ones."""
+        """The remaining time, predicted from the last steps."""
         now = time.monotonic()
         if step > self._seen[-1][0]:
             self._seen.append((step, now))
@@ -230,7 +232,7 @@ class Console:
         return f"{duration((now - then) / (last - first) * (self.total_steps - step))} left"
 
     def _clean(self, text: str) -> str:
-        """What the stream can encode: an odd character must not end a run."""
+        """Escape what the stream cannot encode: an odd character must not end a run."""
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -243,8 +245,8 @@ class Console:
             print(self._clean(text), file=self._file, flush=True)
 
 
-# Fonts leave these out, so that two texts look the same: Unicode's Default_Ignorable_Code_Point, which Python does not
-# have, as far as str.isprintable lets it pass.
+# Fonts do not draw these characters, so different texts could look the same. They are Unicode's
+# Default_Ignorable_Code_Point, which Python lacks, as far as str.isprintable accepts them.
 IGNORABLE = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u3164\uffa0"  # joiner, fillers, inherent vowels
     + "".join(map(chr, [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)]))  # variation selectors
@@ -252,12 +254,12 @@ IGNORABLE = frozenset(
 
 
 def visible(text: str) -> str:
-    """Turn what would act on a terminal, or not show, into an escape such as ``\\x1b``. Line breaks stay."""
+    """Replace control and invisible characters by escapes such as ``\\x1b``. Line breaks stay."""
     return "".join(c if c == "\n" or (c.isprintable() and c not in IGNORABLE) else _escape(c) for c in text)
 
 
 def complain(text: str) -> None:
-    """Say something on standard error."""
+    """Print a message on standard error."""
     print(visible(text), file=sys.stderr, flush=True)
 
 
@@ -266,7 +268,7 @@ def _escape(char: str) -> str:
 
 
 def shorten(text: str, characters: int, lines: int = 16) -> str:
-    """Leave out the middle of a long text, and say how much of it."""
+    """Cut the middle out of a long text, and say how much was cut."""
     parts = text.split("\n")
     if len(parts) > lines:
         middle = f"[… {len(parts) - lines + 1:,} lines …]"
@@ -283,9 +285,9 @@ def across_rewards(samples: Sequence[Sample], k: int) -> list[Sample]:
     if len(ranked) <= k or k < 1:
         return ranked[: max(k, 0)]
     low, high = ranked[0][2], ranked[-1][2]
-    wanted = [low + (high - low) * i / (k - 1) for i in range(k)] if k > 1 else [(low + high) / 2]
+    targets = [low + (high - low) * i / (k - 1) for i in range(k)] if k > 1 else [(low + high) / 2]
     chosen = []
-    for target in wanted:
+    for target in targets:
         nearest = min(ranked, key=lambda sample: abs(sample[2] - target))
         ranked.remove(nearest)
         chosen.append(nearest)

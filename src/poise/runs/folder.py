@@ -1,16 +1,16 @@
-"""The run folder: everything a run leaves behind, and what it resumes from.
+"""The run folder: everything that a run writes, and what it resumes from.
 
-    config.json                    what was asked for
-    metrics.jsonl                  a line per step, only ever appended to
-    environment.json               on what it runs
-    rollouts/step-000010.jsonl.gz  what the model wrote, and its score
-    tokens/step-000010.safetensors the tokens of these responses, each with its probability, weight and so on
-    checkpoints/step-000010/       what a resumed run starts from; manifest.json seals it
-    before.json, summary.json      held-out accuracy before training; how it ended
-    owner.json                     who trains here, while somebody does (``poise.runs.lock``)
+    config.json                    the run's settings
+    metrics.jsonl                  one line per step, append-only
+    environment.json               versions and hardware
+    rollouts/step-000010.jsonl.gz  the responses of a step, with their scores
+    tokens/step-000010.safetensors their tokens, each with its log-probability, weight and so on
+    checkpoints/step-000010/       what a resumed run starts from, sealed by manifest.json
+    before.json, summary.json      held-out accuracy before training; the final results
+    owner.json                     the process that trains here, while one does (``poise.runs.lock``)
 
-A kill at any moment leaves whole files only, but for the last line of metrics.jsonl, which readers ignore when torn.
-One process writes to a run at a time; any number may look on.
+A kill at any moment leaves only complete files, except for the last line of metrics.jsonl: readers ignore it if torn.
+One process writes to a run at a time; any number may read.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ _OWN = (
     *("rollouts", "tokens", "checkpoints"),
 )
 _COPY = "put the file back from a copy"
-LARGEST_ROLLOUTS = 2**30  # bytes of a step's responses: 10 MB that anybody wrote can unpack to 10 GB
-ASIDE = "set-aside-"  # a checkpoint that could not be read, and that the run went on without
+LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses: a hostile 10 MB file can unpack to 10 GB
+ASIDE = "set-aside-"  # prefix of an unreadable checkpoint that the run continued without
 
 
 class DamagedError(ValueError):
-    """A file of a run that cannot be what poise wrote. The message says which, and what to do."""
+    """A file of a run is not what poise wrote. The message names it, and says what to do."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none could be read. The message says how to go on."""
+    """A checkpoint could not be written, or none could be read. The message says what to do."""
 
 
 class RunFolder:
-    """One run's folder. Begin with ``create`` or ``open``; ``keep`` is how many checkpoints are kept."""
+    """One run's folder. Use ``create`` or ``open``; ``keep`` is the number of checkpoints to keep."""
 
     def __init__(self, path: str | Path, *, keep: int = 2) -> None:
         check_range("RunFolder", "keep", keep, low=1)
@@ -87,13 +87,12 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any], *, keep: int = 2) -> RunFolder:
-        """Begin a run in a folder that is new or empty."""
+        """Create a run in a folder that is missing or empty."""
         run = cls(path, keep=keep)
         if run.path.exists() and not run.path.is_dir():
             raise FileExistsError(f"run folder {run.path} is a file; choose another run=DIR")
-        if run.path.exists() and any(
-            not entry.name.startswith(TEMPORARY) and entry.name != OWNER for entry in run.path.iterdir()
-        ):
+        entries = run.path.iterdir() if run.path.exists() else []
+        if any(not entry.name.startswith(TEMPORARY) and entry.name != OWNER for entry in entries):
             way = f", or go on with the run in it: {run.resume_command}" if run._config.exists() else ""
             raise FileExistsError(f"run folder {run.path} is not empty; choose another run=DIR{way}")
         run.path.mkdir(parents=True, exist_ok=True)
@@ -103,9 +102,9 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path, *, keep: int = 2, resume: bool = True) -> RunFolder:
-        """The run in a folder, to go on with it. ``resume=False`` only looks, safe beside a process that trains there.
+        """Open the run in a folder to resume it. ``resume=False`` only reads, and is safe while a process trains there.
 
-        Resuming clears away what a killed process was writing when it died.
+        Resuming removes what a killed process left half-written.
         """
         run = cls(path, keep=keep)
         if not run._config.is_file():
@@ -118,11 +117,11 @@ class RunFolder:
             check_own(run.path / name for name in _OWN)
             for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):
                 remove_leftovers(folder)
-            run._keep_lines(lambda _: True)
+            run._filter_lines(lambda _: True)  # drops a torn last line
         return run
 
     def discard(self) -> None:
-        """Take back a run that never began, so that its folder can be used again."""
+        """Remove the files of a run that never began, so that its folder can be used again."""
         for path in (self._config, self._rollouts, self._tokens):
             remove(path)
         if not any(self.path.iterdir()):
@@ -130,32 +129,32 @@ class RunFolder:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the run was asked to do."""
+        """The run's settings."""
         config = self.read_json("config.json")
         if not isinstance(config, dict):
             raise DamagedError(f"{self._config} holds no settings, which are a JSON object: {_COPY}")
         return config
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write down what the run is asked to do. Infinities stay, as Python reads them: a resumed run needs them."""
+        """Write the run's settings. Infinities stay as Python reads them, because a resumed run needs them."""
         with replacing(self._config) as file:
             file.write(json.dumps(dict(config), indent=2).encode("ascii") + b"\n")
 
     @cached_property
     def _origin(self) -> dict[str, Any]:
-        """What tells the checkpoints of this run from others': its seed, and a hash of what cannot be changed later."""
+        """Identifies this run's checkpoints: its seed, and a hash of the settings that cannot change."""
         config = self.config
         fixed = {key: value for key, value in config.items() if key not in ("run", "steps")}
         digest = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode("ascii")).hexdigest()
         return {"seed": config.get("seed"), "config": digest}
 
     def write_json(self, name: str, data: Any) -> None:
-        """Write ``data`` to a file of the folder, whole or not at all."""
+        """Write ``data`` to a file of the folder, atomically."""
         with replacing(self.path / name) as file:
             file.write(dumps(data, indent=2))
 
     def read_json(self, name: str) -> Any:
-        """What ``write_json`` wrote; None where it has not yet."""
+        """The data that ``write_json`` wrote; None if the file does not exist."""
         path = self.path / name
         try:
             return read_json(path) if path.exists() else None
@@ -175,12 +174,12 @@ class RunFolder:
             try:
                 while line:
                     line = line[file.write(line) :]
-            except OSError:  # disk full: half a line must not stand before the next one
+            except OSError:  # disk full: leave no half line before the next one
                 os.truncate(self._metrics, before)
                 raise
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of every step, one dict each, "step" among them."""
+        """The metrics of every step, one dict each, including "step"."""
         return [record for _, record in self._lines()]
 
     def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
@@ -192,30 +191,32 @@ class RunFolder:
                 record = dict(loads(line))
                 records.append((line + b"\n", {**record, "step": int(record["step"])}))
             except (ValueError, TypeError, KeyError, OverflowError):
-                if number == len(lines) and not torn:  # after a power cut the last line may be whole in length only
+                if (
+                    number == len(lines) and not torn
+                ):  # a power cut may leave a last line of the right length with wrong bytes
                     break
                 why = f"this is not a JSON object with a step: {line[:60]!r}"
                 raise DamagedError(f"{self._metrics}, line {number}: {why}; remove the line, or {_COPY}") from None
         return records
 
-    def _keep_lines(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        kept = b"".join(line for line, record in self._lines() if wanted(record))
-        if self._metrics.exists() and self._metrics.read_bytes() != kept:
+    def _filter_lines(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        text = b"".join(line for line, record in self._lines() if keep(record))
+        if self._metrics.exists() and self._metrics.read_bytes() != text:
             with replacing(self._metrics) as file:
-                file.write(kept)
+                file.write(text)
 
     # Rollouts
 
     def save_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write what the model wrote at a step, a JSON object per line, compressed."""
+        """Write the responses of a step, one JSON object per line, compressed."""
         path = self._rollouts / f"{_name(step)}.jsonl.gz"
-        with replacing(path) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+        with replacing(path) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as compressed:
             for record in records:
-                packed.write(dumps(dict(record)))
+                compressed.write(dumps(dict(record)))
         return path
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """What ``save_rollouts`` wrote at that step."""
+        """The responses that ``save_rollouts`` wrote for a step."""
         with gzip.open(self._rollouts / f"{_name(step)}.jsonl.gz") as file:
             text = file.read(LARGEST_ROLLOUTS + 1)
         if len(text) > LARGEST_ROLLOUTS:
@@ -223,22 +224,22 @@ class RunFolder:
         return [loads(line) for line in text.splitlines()]
 
     def recorded(self) -> list[int]:
-        """The steps whose responses were written down."""
+        """The steps whose responses are recorded."""
         return _steps(self._rollouts, ".jsonl.gz")
 
     def save_tokens(self, step: int, arrays: Mapping[str, Tensor], texts: Mapping[int, str]) -> Path:
-        """Write the tokens of those responses (``records.token_arrays``), and the text of each token that occurs."""
+        """Write the tokens of those responses (``records.token_arrays``), and the text of each distinct token."""
         path = self.tokens_path(step)
         with replacing(path) as file:
             file.write(save(dict(arrays), {"texts": dumps({str(k): v for k, v in texts.items()}).decode("ascii")}))
         return path
 
     def tokens_path(self, step: int) -> Path:
-        """Where the tokens of a step are, or would be."""
+        """The path of a step's tokens, whether or not it exists."""
         return self._tokens / f"{_name(step)}.safetensors"
 
     def tokens(self, step: int) -> tuple[dict[str, Tensor], dict[int, str]] | None:
-        """What ``save_tokens`` wrote at that step; None where it did not."""
+        """The arrays and texts that ``save_tokens`` wrote for a step; None if there are none."""
         path = self.tokens_path(step)
         if not path.exists():
             return None
@@ -249,7 +250,7 @@ class RunFolder:
     # Checkpoints
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Let ``write`` fill a folder, and put it in place once it is whole on the disk. Then drop the oldest ones."""
+        """Let ``write`` fill a folder, move it into place once it is on disk, then remove the oldest checkpoints."""
         folder = self._checkpoints / _name(step)
         temporary, old = folder.with_name(TEMPORARY + folder.name), folder.with_name(OLD + folder.name)
         try:
@@ -257,7 +258,7 @@ class RunFolder:
             temporary.mkdir(parents=True)
             write(temporary)
             seal(temporary, {"step": step, **self._origin})
-            if self._metrics.exists():  # the lines up to here must last as long as the checkpoint does
+            if self._metrics.exists():  # the metrics up to this step must survive a power cut as the checkpoint does
                 with self._metrics.open("r+b") as file:
                     os.fsync(file.fileno())
             if folder.exists():
@@ -266,9 +267,9 @@ class RunFolder:
             sync_folder(self._checkpoints)
         except BaseException as error:
             remove_leftovers(self._checkpoints)
-            # safetensors and tokenizers, written in Rust, report a full disk as errors of their own.
+            # safetensors and tokenizers, written in Rust, raise their own error types for a full disk.
             if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
-                raise CheckpointError(self._failed(step, error)) from error
+                raise CheckpointError(self._write_failure(step, error)) from error
             raise
         remove(old)
         earlier = [s for s in self.checkpoints() if s < step]
@@ -279,31 +280,31 @@ class RunFolder:
     def load_checkpoint(
         self, read: Callable[[Path], T], *, say: Callable[[str], None] = complain
     ) -> tuple[int, T] | None:
-        """The newest checkpoint that is whole and that ``read`` can read, with its step; None if there is none yet.
+        """Read the newest intact checkpoint: its step and the result of ``read``; None if there is no checkpoint yet.
 
-        One that cannot be read is reported to ``say``, and the one before it is tried.
+        An unreadable checkpoint is reported to ``say``, and the one before it is tried.
         """
-        found: list[str] = []
+        failures: list[str] = []
         for step in reversed(self.checkpoints()):
             folder = self._checkpoints / _name(step)
             try:
                 self.verify(step)
                 loaded = read(folder)
             except Exception as error:
-                found.append(f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}")
+                failures.append(f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}")
                 cause = error
                 continue
-            if found:
-                say("\n".join([*found, f"going on from the checkpoint of step {step}"]))
+            if failures:
+                say("\n".join([*failures, f"going on from the checkpoint of step {step}"]))
             return step, loaded
-        if found:
-            listed = "\n  ".join(found)
+        if failures:
+            listed = "\n  ".join(failures)
             way = "put one of them back, or begin again in another run=DIR"
             raise CheckpointError(f"no checkpoint of {self.path} can be read:\n  {listed}\n{way}") from cause
         return None
 
     def verify(self, step: int, within: str = "") -> None:
-        """Raise ValueError or OSError unless the checkpoint of a step is whole, and this run's own."""
+        """Raise ValueError or OSError unless the checkpoint of a step is intact and belongs to this run."""
         about = verify(self._checkpoints / _name(step), within)
         if about.get("step", step) != step:
             raise ValueError(f"it is of step {about['step']}, and was given another name")
@@ -324,18 +325,18 @@ class RunFolder:
         return _steps(self._checkpoints, "")
 
     def rewind(self, step: int, *, say: Callable[[str], None] = complain) -> None:
-        """Forget what came after ``step``, so that a run resumed there ends as one that was never interrupted.
+        """Remove everything after ``step``, so that a run resumed there ends as if it was never interrupted.
 
-        A later checkpoint, one that could not be read, is not removed but renamed to ``set-aside-…``. Metrics that are
-        not of the steps 1 to ``step``, each once, are reported to ``say``.
+        A later checkpoint, which could not be read, is renamed to ``set-aside-…`` instead. If the metrics do not have
+        the steps 1 to ``step`` once each, ``say`` is told.
         """
-        self._keep_lines(lambda record: record["step"] <= step)
+        self._filter_lines(lambda record: record["step"] <= step)
         logged = [record["step"] for record in self.metrics()]
         if len(logged) != step or logged != list(range(1, step + 1)):
-            there = set(logged)
-            first = next((s for s in range(1, step + 1) if s not in there), None)
-            lost = step - sum(1 <= s <= step for s in there)
-            what = f"has no line for {lost} steps, the first is {first}" if lost else "has steps twice, or unordered"
+            present = set(logged)
+            first = next((s for s in range(1, step + 1) if s not in present), None)
+            gap = step - sum(1 <= s <= step for s in present)
+            what = f"has no line for {gap} steps, the first is {first}" if gap else "has steps twice, or unordered"
             say(f"{self._metrics} {what}: training goes on, curves stay like that; to mend it, stop and {_COPY}")
         for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
             remove(self._rollouts / f"{_name(later)}.jsonl.gz")
@@ -346,7 +347,7 @@ class RunFolder:
             remove(aside)
             os.replace(self._checkpoints / _name(later), aside)
 
-    def _failed(self, step: int, error: BaseException) -> str:
+    def _write_failure(self, step: int, error: BaseException) -> str:
         intact = "there is no earlier one"
         for earlier in reversed([s for s in self.checkpoints() if s != step]):
             try:
@@ -357,13 +358,12 @@ class RunFolder:
             break
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
         remedy = "free some space" if full else "put that right"
-        return (
-            f"checkpoint of step {step} could not be written: {error}; {intact}. {remedy}, then {self.resume_command}"
-        )
+        problem = f"checkpoint of step {step} could not be written: {error}"
+        return f"{problem}; {intact}. {remedy}, then {self.resume_command}"
 
     @property
     def resume_command(self) -> str:
-        """What to type to go on with this run."""
+        """The command that resumes this run."""
         trust = False
         with suppress(DamagedError, OSError):
             trust = asks_for_code(self.config)
@@ -371,9 +371,9 @@ class RunFolder:
 
 
 def verify_model(folder: Path) -> None:
-    """Raise CheckpointError where ``folder`` is the model of a checkpoint, and not as it was saved.
+    """Raise CheckpointError if ``folder`` is the model of a checkpoint and differs from what was saved.
 
-    Any other model has no manifest beside it, and is not looked at.
+    Any other model has no manifest beside it, and is not checked.
     """
     checkpoint = folder.resolve().parent
     run = RunFolder(checkpoint.parent.parent)

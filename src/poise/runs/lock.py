@@ -1,4 +1,4 @@
-"""One owner per run folder: a lock that names its holder, and that the system frees when the holder dies."""
+"""One process per run folder: a lock file that names its holder. The system frees the lock when the holder dies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows: no lock, as before
+except ImportError:  # Windows: no lock
     fcntl = None  # type: ignore[assignment]
 
-OWNER = "owner.json"  # there while a process trains; after a crash it is left over, and nobody holds its lock
+OWNER = "owner.json"  # present while a process trains; a crash leaves the file, but not its lock
 
 
 class BusyError(OSError):
@@ -25,9 +25,9 @@ class BusyError(OSError):
 
 @contextmanager
 def owned(folder: Path, *, make: bool) -> Iterator[None]:
-    """Hold a run folder for the time of the context; ``make`` makes it where it is missing.
+    """Lock a run folder inside the context; ``make`` creates it if it is missing.
 
-    A folder that is none of ours to hold (a file, or not there) is passed over: whoever opens it says what is wrong.
+    A path that is missing or no folder is not locked: the code that opens it reports the error.
     """
     if make and not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,14 +37,14 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
     finally:
         if handle is not None:
             with suppress(OSError):
-                (folder / OWNER).unlink()  # before the lock goes: see _acquire
+                (folder / OWNER).unlink()  # before the lock is released: see _acquire
             os.close(handle)
         with suppress(OSError):
-            folder.rmdir()  # only where it is empty: a run that never began
+            folder.rmdir()  # succeeds only if empty: a run that never began
 
 
 def _acquire(path: Path) -> int | None:
-    """The handle that holds the lock; None where the file system has no locks."""
+    """The file handle that holds the lock; None if the file system has no locks."""
     while True:
         handle = _open(path)
         try:
@@ -60,7 +60,7 @@ def _acquire(path: Path) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), path.stat()):
                 break
-        os.close(handle)  # its last holder removed this file just before we locked it: take the one that is there now
+        os.close(handle)  # the last holder removed this file just before we locked it: retry with the new one
     os.ftruncate(handle, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode() + b"\n")
@@ -68,7 +68,7 @@ def _acquire(path: Path) -> int | None:
 
 
 def _open(path: Path) -> int:
-    """A handle on a regular file, which what a link leads to is not: it would be emptied."""
+    """A handle on a regular file. A link is refused, because the file that it points to would be emptied."""
     if path.is_symlink():
         raise FileExistsError(f"{path} is a link, and poise writes a file there: remove it first")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -80,8 +80,8 @@ def _open(path: Path) -> int:
 
 def _busy(folder: Path, holder: bytes) -> str:
     try:
-        found = json.loads(holder)
-        who = f"process {found['pid']} on {found['host']} has been training in it since {found['since']}"
-    except (ValueError, KeyError, TypeError):  # it has only just begun
+        owner = json.loads(holder)
+        who = f"process {owner['pid']} on {owner['host']} has been training in it since {owner['since']}"
+    except (ValueError, KeyError, TypeError):  # the holder has not written its name yet
         who = "another process is training in it"
     return f"run folder {folder} is in use: {who}; wait for it, stop it, or choose another run=DIR"

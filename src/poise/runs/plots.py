@@ -1,4 +1,4 @@
-"""The training curve as a picture."""
+"""The training curve as a PNG."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from matplotlib.figure import Figure
 
 from poise._lib.files import replacing
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; markers differ as well, for print without colour.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; markers differ too, for black-and-white print.
 BLUE = "#0072B2"
 HELD_OUT = [("#D55E00", "o"), ("#009E73", "s"), ("#CC79A7", "^"), ("#E69F00", "D"), ("#56B4E9", "v")]
 
-LARGEST = 1e300  # what can be drawn
+LARGEST = 1e300  # matplotlib cannot draw larger values
 
 Points = list[tuple[float, float]]
 
 
 def curve(path_png: str | Path, metrics: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw reward, training accuracy and held-out accuracy against the step; ``metrics`` as ``RunFolder.metrics()``.
+    """Plot reward, training accuracy and held-out accuracy by step; ``metrics`` are ``RunFolder.metrics()``.
 
-    Training curves are drawn faintly as they are and boldly smoothed; held-out points (``eval/…avg@…``) as they are.
+    Training curves appear raw (faint) and smoothed (bold), held-out points (``eval/…avg@…``) raw.
     """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -59,7 +59,7 @@ def _training(axes: Any, points: Points, label: str) -> None:
 
 
 def smooth(points: Points) -> Points:
-    """Centred means over about a twentieth of the curve; at the ends, over the part of the window that is there."""
+    """Centred moving average over about a twentieth of the curve, with shorter windows at the ends."""
     half = len(points) // 40 + (len(points) >= 10)
     values = [y for _, y in points]
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(points))]
@@ -67,9 +67,9 @@ def smooth(points: Points) -> Points:
 
 
 def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """The steps at which ``key`` was measured; null stands for what was not finite."""
-    found: list[tuple[Any, Any]] = [(record["step"], record.get(key)) for record in metrics]
-    return [(float(step), float(value)) for step, value in found if _drawable(step) and _drawable(value)]
+    """(step, value) wherever ``key`` was measured and finite."""
+    pairs: list[tuple[Any, Any]] = [(record["step"], record.get(key)) for record in metrics]
+    return [(float(step), float(value)) for step, value in pairs if _drawable(step) and _drawable(value)]
 
 
 def _drawable(value: Any) -> bool:

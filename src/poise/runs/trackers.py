@@ -1,6 +1,6 @@
-"""Trackers: other places a run's metrics go besides its own folder. Each is imported only when asked for.
+"""Trackers: TensorBoard, W&B and trackio. Each is imported only if the settings name it.
 
-What is used of each, so that a change on their side is easy to find:
+The API that poise uses of each, so that a change on their side is easy to find:
 
 - TensorBoard: ``torch.utils.tensorboard.SummaryWriter(log_dir, purge_step=)``; ``add_scalar``, ``add_text``, ``close``
 - W&B: ``wandb.init(project=, config=, dir=)``, which returns a run; ``run.log(metrics, step=)``, ``run.finish()``
@@ -21,17 +21,17 @@ PROJECT = "poise"
 
 
 class TrackerError(ImportError):
-    """A tracker that is not installed; the message says how to install it."""
+    """A tracker is not installed. The message says how to install it."""
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """A destination for metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of one step."""
+        """Log the metrics of one step."""
 
     def close(self) -> None:
-        """Finish writing. Nothing is logged after this."""
+        """Finish writing; no ``log`` follows."""
 
 
 class TensorBoard:
@@ -39,7 +39,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, config: dict[str, Any], start_step: int) -> None:
         writer = _import("tensorboard", "torch.utils.tensorboard", "SummaryWriter").SummaryWriter
-        # A resumed run repeats some steps: what was written of them before is hidden.
+        # A resumed run repeats some steps: hide their earlier values.
         self._writer = writer(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else None)
         self._writer.add_text("config", f"```\n{json.dumps(config, indent=2, default=str)}\n```")
 
@@ -94,7 +94,7 @@ TRACKERS: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {
 def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], *, start_step: int = 0) -> list[Tracker]:
     """Open the trackers of these names for the run in ``folder``; a name given twice is opened once.
 
-    ``start_step`` is the step a resumed run goes on from. W&B and trackio show a resumed run as a new one.
+    ``start_step`` is the step that a resumed run continues from. W&B and trackio show a resumed run as a new one.
     """
     for name in names:
         if name not in TRACKERS:
@@ -102,7 +102,7 @@ def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], *,
     opened: list[Tracker] = []
     try:
         for name in dict.fromkeys(names):
-            opened.append(TRACKERS[name](folder, config, start_step))  # noqa: PERF401 - those opened are needed below
+            opened.append(TRACKERS[name](folder, config, start_step))  # noqa: PERF401 - on an error, the opened ones are closed below
     except BaseException:
         for tracker in opened:
             tracker.close()
@@ -111,13 +111,13 @@ def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], *,
 
 
 def _import(extra: str, module: str, needed: str) -> Any:
-    """Import a tracker's package; ``needed`` tells it from a mere folder of its name, such as W&B's ``wandb/``."""
+    """Import a tracker's package. A package without ``needed`` is only a folder of its name, such as ``wandb/``."""
     try:
-        found = import_module(module)
+        package = import_module(module)
     except ImportError as error:
         raise TrackerError(
             f"tracker {extra!r} cannot be imported ({error}); run: pip install 'poise[{extra}]'"
         ) from error
-    if not hasattr(found, needed):
+    if not hasattr(package, needed):
         raise TrackerError(f"tracker {extra!r} is not installed; run: pip install 'poise[{extra}]'")
-    return found
+    return package
