@@ -36,6 +36,7 @@ from poise.tasks.environment import Environment
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.tasks.search_qa import SearchQA
+from poise.tasks.sokoban import Sokoban
 
 TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
@@ -43,6 +44,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     "data": Data,
     "environment": Environment,
     "frozenlake": FrozenLake,
+    "sokoban": Sokoban,
     "search-qa": SearchQA,
     "math": Math,
 }

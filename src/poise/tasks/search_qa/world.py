@@ -87,7 +87,7 @@ class World:
     def _name(self, rng: Random, syllables: int) -> str:
         while True:
             parts = [rng.choice(_STARTS) + rng.choice(_VOWELS) for _ in range(syllables)]
-            name = ("".join(parts) + rng.choice(_ENDS)).capitalize()
+            name: str = ("".join(parts) + rng.choice(_ENDS)).capitalize()
             if name not in self.names:
                 self.names.add(name)
                 return name

@@ -1,0 +1,182 @@
+"""Sokoban: push a box onto its goal, one move a turn.
+
+As in ERL (arXiv 2602.13949): one box, sides 6 to 8 with the wall around, at most 8 moves to solve. **Ours:** maps are
+drawn at random and solved by breadth-first search over the places of player and box; what cannot be solved within the
+turns, or takes fewer than two moves, is drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from itertools import count
+from random import Random
+from typing import ClassVar
+
+from poise._lib.errors import check_choice, check_range
+from poise.tasks.base import Problem, Split, check_split
+from poise.tasks.grid import GridEpisode, Place, draw_map, neighbour, shortest
+from poise.tasks.streams import check_whole, draw_of_split, sizes
+
+RULES = ("told", "withheld")
+SYMBOLS = {"told": "#_PXO*+", "withheld": "ABCDEFG"}  # wall, floor, you, the box, the goal, box on goal, you on goal
+FEWEST_MOVES, MOST_MOVES = 2, 8
+
+TOLD = (
+    "You push a box onto a goal. # is a wall, _ is floor, P is you, X is the box, O is the goal, + is you on the goal. "
+    "Walking into the box pushes it one step, unless a wall is behind it. You cannot pull."
+)
+WITHHELD = "You play a game on a grid. The rules are not told: find out what leads to success."
+ONE = "Each turn, reply with one move: up, down, left or right."
+SEVERAL = "Each turn, reply with up to {} moves out of up, down, left and right, such as: up left."
+
+State = tuple[Place, Place]  # of the player, and of the box
+
+
+@dataclass(frozen=True)
+class Sokoban:
+    """Sokoban: push one box onto its goal in several turns, on maps without end.
+
+    ``side`` is a number, several, or a range, walls included; they take turns. ``optimum`` is the most moves that a
+    shortest solution may take, ``walls`` the share of the inner cells that are wall. ``actions`` moves are allowed per
+    reply and ``turns`` replies per episode. ``rules`` are told or withheld.
+    """
+
+    side: int | str | Sequence[int] = "6-8"
+    turns: int = 12
+    actions: int = 1
+    optimum: int = MOST_MOVES
+    walls: float = 0.15
+    rules: str = "told"
+
+    name: ClassVar[str] = "sokoban"
+    concurrent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "side", sizes("Sokoban", "side", self.side, 5, 10))
+        check_whole("Sokoban", "turns", self.turns, 1, 64)
+        check_whole("Sokoban", "actions", self.actions, 1, 32)
+        check_whole("Sokoban", "optimum", self.optimum, FEWEST_MOVES, 30)
+        check_range("Sokoban", "walls", self.walls, 0.0, 0.5)
+        check_choice("Sokoban", "rules", self.rules, RULES)
+        if self.turns * self.actions < FEWEST_MOVES:
+            raise ValueError("Sokoban: a map takes two moves at least: raise turns or actions")
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """Maps of one split; no map is in both."""
+        check_split(split)
+        rng = Random(f"sokoban {seed}")
+        sides = sizes("Sokoban", "side", self.side, 5, 10)
+        for turn in count():
+            side = sides[turn % len(sides)]
+            yield self._problem(draw_of_split("Sokoban", split, rng, partial(self._draw, side), self._suits))
+
+    def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:
+        """The meaning of a map, and its rows of #, _, P, X and O."""
+        inner = [(row, column) for row in range(1, side - 1) for column in range(1, side - 1)]
+        you, box, goal, *free = rng.sample(inner, len(inner))
+        kind = dict.fromkeys(free[: round(self.walls * len(inner))], "#") | {you: "P", box: "X", goal: "O"}
+        kind |= {place: kind.get(place, "_") for place in inner}
+        rows = ["".join(kind.get((row, column), "#") for column in range(side)) for row in range(side)]
+        return "sokoban " + "\n".join(rows), rows
+
+    def _suits(self, rows: list[str]) -> bool:
+        path = _solve(_Map(rows), min(self.optimum, self.turns * self.actions))
+        return path is not None and len(path) >= FEWEST_MOVES
+
+    def _problem(self, rows: list[str]) -> Problem:
+        how = ONE if self.actions == 1 else SEVERAL.format(self.actions)
+        picture = _picture(_Map(rows), self.rules)
+        intro = TOLD if self.rules == "told" else WITHHELD
+        prompt = f"{intro} {how}\n{picture}\nTurn 1 of {self.turns}. Your move?"
+        number = sha256("\n".join(rows).encode()).hexdigest()[:12]
+        return Problem(f"sokoban/{len(rows)}/{number}", prompt, f"{len(rows)}x{len(rows)}", {"map": rows})
+
+    def episode(self, problem: Problem) -> SokobanEpisode:
+        """One game."""
+        return SokobanEpisode(problem, self)
+
+
+class _Map:
+    """Where everything is: walls and goal stay, player and box move."""
+
+    def __init__(self, rows: Sequence[str]) -> None:
+        places = {(row, column): symbol for row, line in enumerate(rows) for column, symbol in enumerate(line)}
+        self.side = len(rows)
+        self.walls = {place for place, symbol in places.items() if symbol == "#"}
+        self.goal = next(place for place, symbol in places.items() if symbol == "O")
+        you = next(place for place, symbol in places.items() if symbol == "P")
+        box = next(place for place, symbol in places.items() if symbol == "X")
+        self.state: State = (you, box)
+
+    def after(self, state: State, move: str) -> State | None:
+        """The state after a move; None where the move is not possible."""
+        you, box = neighbour(state[0], move), state[1]
+        if you == box:
+            box = neighbour(box, move)
+        return None if you in self.walls or box in self.walls else (you, box)
+
+    def symbol(self, place: Place) -> str:
+        """What is to be seen at a place."""
+        you, box = self.state
+        if place in self.walls:
+            return "#"
+        if place == box:
+            return "*" if place == self.goal else "X"
+        if place == you:
+            return "+" if place == self.goal else "P"
+        return "O" if place == self.goal else "_"
+
+
+class SokobanEpisode(GridEpisode):
+    """One game on one map."""
+
+    def __init__(self, problem: Problem, task: Sokoban) -> None:
+        super().__init__(problem, task.turns, task.actions, task.rules == "told")
+        self.task, self.map = task, _Map(problem.data["map"])
+
+    @property
+    def won(self) -> bool:
+        """Whether the box stands on the goal."""
+        return self.map.state[1] == self.map.goal
+
+    @property
+    def over(self) -> bool:
+        """Whether it is won. A box in a corner is lost, but nobody says so."""
+        return self.won
+
+    def move(self, direction: str) -> str:
+        """Walk, and push if the box is in the way."""
+        following = self.map.after(self.map.state, direction)
+        if following is None:
+            return f"You cannot go {direction}."
+        pushed = following[1] != self.map.state[1]
+        self.map.state = following
+        return f"You went {direction}{' and pushed the box' if pushed else ''}."
+
+    def picture(self) -> str:
+        """The map as it is now."""
+        return _picture(self.map, self.task.rules)
+
+    def solution(self) -> list[str] | None:
+        """The shortest solution from here; None if there is none."""
+        return _solve(self.map, 4 * self.map.side**2)
+
+    def ending(self) -> str:
+        """How the game stands."""
+        if self.won:
+            return "The box is on the goal."
+        stuck = "and it cannot get there any more" if self.solution() is None else "but it still could get there"
+        return f"The box is not on the goal, {stuck}."
+
+
+def _solve(game: _Map, most: int) -> list[str] | None:
+    return shortest(game.state, game.after, lambda state: state[1] == game.goal, most)
+
+
+def _picture(game: _Map, rules: str) -> str:
+    symbols = str.maketrans(SYMBOLS["told"], SYMBOLS[rules])
+    rows = ["".join(game.symbol((row, column)) for column in range(game.side)) for row in range(game.side)]
+    return draw_map(row.translate(symbols) for row in rows)
