@@ -17,10 +17,10 @@ PATIENCE = 20_000  # draws in a row that belong to the other split
 T = TypeVar("T")
 
 
-def split_of(meaning: str) -> Split:
+def split_of(meaning: str, share: int = TEST_SHARE) -> Split:
     """The split of a problem, by its meaning alone. Equal problems have equal meanings, so none is in both splits."""
-    digest = sha256(meaning.encode()).digest()
-    return "test" if int.from_bytes(digest[:8], "big") % TEST_SHARE == 0 else "train"
+    digest = sha256(meaning.encode(errors="surrogatepass")).digest()
+    return "test" if int.from_bytes(digest[:8], "big") % share == 0 else "train"
 
 
 def draw_of_split(
@@ -29,11 +29,12 @@ def draw_of_split(
     rng: Random,
     draw: Callable[[Random], tuple[str, T]],
     suits: Callable[[T], bool] = lambda _: True,
+    share: int = TEST_SHARE,
 ) -> T:
     """Draw until the meaning belongs to ``split`` and what has it ``suits``, which is asked second: it may be slow."""
     for _ in range(PATIENCE):
         meaning, found = draw(rng)
-        if split_of(meaning) == split and suits(found):
+        if split_of(meaning, share) == split and suits(found):
             return found
     raise RuntimeError(
         f"{owner}: no {split} problem among {PATIENCE} draws: these settings allow too few different problems; "

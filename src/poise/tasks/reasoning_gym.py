@@ -1,0 +1,197 @@
+"""A bridge to reasoning-gym: ``task.name=rg/chain_sum``, and its settings as ``task.min_terms=2``.
+
+reasoning-gym scores answers itself, and what a model writes is not safe with some of its scorers (version 0.1.25):
+
+- Nine evaluate the answer as Python, plainly or through sympy. Seven of them (``EVALUATED``, ``SYMBOLIC``) are only
+  handed what is a Python literal, or a short formula without large powers; any other answer scores 0. The answers of
+  ``countdown`` and ``puzzle24`` are read by our own parser; puzzle24's scorer also took other numbers than those given.
+- Some give nonsense a little (0.01 to 0.05), one gives it full marks. Each problem's scorer is therefore asked about a
+  nonsense word as well. Where that gets full marks, only the gold answer is right.
+- One raises on nonsense. An answer on which a scorer raises scores 0; one on which it hangs gets no verdict.
+
+By default the reward is 1 for an answer with full marks and 0 for any other. With ``partial`` it is the score, less
+what nonsense gets.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from inspect import Parameter, Signature, signature
+from random import Random
+from typing import Any, ClassVar
+
+from poise._lib.errors import check_range, unknown
+from poise.tasks.arithmetic import ExpressionError, evaluate
+from poise.tasks.base import Problem, Score, Split, check_split
+from poise.tasks.replies import last_answer
+from poise.tasks.streams import draw_of_split
+from poise.tasks.watched import HungError, Worker
+
+INSTRUCTION = "Think first, then answer, in this form: <think>your reasoning</think><answer>your answer</answer>"
+NONSENSE = "xyzzy"
+LONGEST = 10_000  # characters of an answer
+FULL = 1 - 1e-9
+TEST_SHARE = 4  # one question in this many is for testing: some generators take seconds for each that is drawn
+EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+SYMBOLIC = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
+NUMBERS = ("countdown", "puzzle24")
+_OWN = ("instruction", "partial", "timeout")
+_FUNCTIONS = "sin cos tan cot sec csc asin acos atan sinh cosh tanh exp log ln sqrt pi Abs"
+_FORMULA = re.compile(
+    rf"(?:{_FUNCTIONS.replace(' ', '|')}|[a-zA-Z](?![a-zA-Z_])|\d{{1,12}}(?:\.\d{{1,12}})?(?![\d.])|[-+*/^(), ])*",
+    re.ASCII,
+)
+_POWER = re.compile(r"(?:\*\*|\^)\s*(\(?\s*-?\s*\d{1,2}(?![\d.])(?!\s*(?:\*\*|\^|!)))?")
+
+
+def reasoning_gym(name: str) -> Callable[..., ReasoningGym]:
+    """What builds the task ``rg/name``; its parameters are the generator's settings and our own."""
+    kinds = _generators()
+    if name not in kinds:
+        raise ValueError(unknown("generator of reasoning-gym", name, kinds))
+    if name == "composite":
+        raise ValueError("rg/composite mixes other generators, which poise does not support: name one of them")
+    own = [signature(ReasoningGym).parameters[each].replace(kind=Parameter.KEYWORD_ONLY) for each in _OWN]
+    theirs = [
+        Parameter(each, Parameter.KEYWORD_ONLY, default=parameter.default)
+        for each, parameter in signature(kinds[name][1]).parameters.items()
+        if each not in ("seed", "size")
+    ]
+
+    def build(**settings: Any) -> ReasoningGym:
+        mine = {key: settings.pop(key) for key in _OWN if key in settings}
+        return ReasoningGym(name, settings, **mine)
+
+    build.__signature__ = Signature([*own, *theirs])  # type: ignore[attr-defined]
+    build.__doc__ = f"reasoning-gym's {name}."
+    return build
+
+
+def _generators() -> Mapping[str, Any]:
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ValueError(f"tasks named rg/… need reasoning-gym: pip install 'poise[rg]' ({error})") from error
+    found: Mapping[str, Any] = DATASETS
+    return found
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """A generator of reasoning-gym with its scorer.
+
+    ``settings`` are the generator's. ``timeout`` is how many seconds a scorer may take.
+    """
+
+    dataset: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    instruction: str = INSTRUCTION
+    partial: bool = False
+    timeout: float = 10.0
+    _entries: Any = field(init=False, repr=False, compare=False)
+    _worker: Worker = field(init=False, repr=False, compare=False)
+    _data: Any = field(init=False, repr=False, compare=False)
+
+    concurrent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_range(self.name, "timeout", self.timeout, 0.01)
+        from reasoning_gym import create_dataset
+
+        try:
+            data = create_dataset(self.dataset, size=2**31 - 1, seed=0, **self.settings)
+        except Exception as error:  # settings are checked with assertions
+            raise ValueError(f"{self.name}: {type(error).__name__}: {error}") from error
+        object.__setattr__(self, "_data", data)
+        object.__setattr__(self, "_entries", lru_cache(4096)(data.__getitem__))
+        object.__setattr__(self, "_worker", Worker())
+
+    @property
+    def name(self) -> str:
+        """``rg/`` and the generator's name."""
+        return f"rg/{self.dataset}"
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """Questions of one split: neither a question nor the number it is made from is in both."""
+        check_split(split)
+        rng = Random(f"{self.name} {seed}")
+        while True:
+            number = draw_of_split(self.name, split, rng, partial(self._draw, split), share=TEST_SHARE)
+            question = str(self._entries(number)["question"])
+            prompt = f"{question}\n{self.instruction}".strip()
+            yield Problem(f"{self.name}/{number}", prompt, "all", {"number": number, "question": question})
+
+    def _draw(self, split: Split, rng: Random) -> tuple[str, int]:
+        """A question, and the number it is made from: even ones are for training."""
+        number = 2 * rng.getrandbits(29) + (split == "test")
+        return str(self._entries(number)["question"]), number
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """The scorer's word, with the guards that it needs."""
+        answer = last_answer(text)
+        if answer is None or len(answer) > LONGEST:
+            return Score(0.0, False)
+        entry = self._entries(problem.data["number"])
+        if entry["question"] != problem.data["question"]:
+            return Score(0.0, False, failed=f"{self.name} makes another question from the same number")
+        try:
+            found = self._worker.run(self.timeout, self._marks, answer, entry)
+        except HungError as error:
+            return Score(0.0, False, failed=f"the scorer of {self.name} {error}")
+        right = found >= FULL
+        return Score(found if self.partial else float(right), right, answer=" ".join(answer.split()))
+
+    def _marks(self, answer: str, entry: dict[str, Any]) -> float:
+        """The score between 0 and 1, less what nonsense gets."""
+        gold = entry["answer"]
+        if answer == gold:
+            return 1.0
+        if self.dataset in NUMBERS:
+            return float(_reaches(answer, entry["metadata"]["numbers"], entry["metadata"].get("target", 24)))
+        if not self._harmless(answer):
+            return 0.0
+        nonsense = self._ask(NONSENSE, entry)
+        if nonsense >= FULL:
+            return float(isinstance(gold, str) and answer.casefold() == gold.strip().casefold())
+        found = self._ask(answer, entry)
+        return found if found >= FULL else max(0.0, found - nonsense)
+
+    def _ask(self, answer: str, entry: dict[str, Any]) -> float:
+        try:
+            return min(1.0, max(0.0, float(self._data.score_answer(answer, entry))))
+        except Exception:  # on answers that its author did not think of
+            return 0.0
+
+    def _harmless(self, answer: str) -> bool:
+        """Whether the scorer may see the answer: what it would evaluate must be a literal, or a small formula."""
+        if self.dataset in EVALUATED:
+            try:
+                ast.literal_eval(answer)
+            except Exception:
+                return False
+        return self.dataset not in SYMBOLIC or is_small_formula(answer)
+
+
+def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
+    """Whether an expression has a value and uses exactly the given numbers."""
+    try:
+        value, used = evaluate(answer)
+    except ExpressionError:
+        return False
+    return value == target and sorted(used) == sorted(numbers)
+
+
+def is_small_formula(text: str) -> bool:
+    """Whether sympy may read a text: known functions, single letters, numbers and operators, and no large power."""
+    if len(text) > 300 or not _FORMULA.fullmatch(text):
+        return False
+    size = 1
+    for exponent in _POWER.findall(text):
+        if not exponent:  # not a number of one or two digits, or one with a power of its own
+            return False
+        size *= max(1, int(exponent.strip("(- ")))
+    return size <= 1000
