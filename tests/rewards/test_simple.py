@@ -4,9 +4,11 @@ import json
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from poise import rewards
-from poise.rewards import answers, formulas
+from poise.rewards import answers, equality, formulas
 
 
 def chat(text):
@@ -35,6 +37,9 @@ def one(spec, text, gold=None, ids=()):
         ("The answer is **1,234**.", "1,234"),
         ("The final answer is: $x+1$. I hope it is correct.", "x+1"),
         ("Answer: B", "B"),
+        ("**Final Answer**: 7", "7"),
+        (r"The answer is $\$36$ a day.", r"\$36"),
+        (r"The answer is \(x\) here", "x"),
         ("The answer is 4. No, the answer is 5. Done.", "5"),
         (r"<think>\boxed{1}</think> \boxed{2}", "2"),
         (r"<think>\boxed{1}</think> no box here", None),
@@ -76,6 +81,8 @@ def test_the_gold_answer(text, answer):
         ("1/3", "1/3"),
         (r"\frac{1}{3}", "1/3"),
         (r"-\dfrac13", "-1/3"),
+        (r"\frac9{19}", "9/19"),
+        (r"\frac{270}7", "270/7"),
         (r"\frac{-1}{3}", "-1/3"),
         (r"3\frac{1}{2}", "7/2"),
         ("3 1/2", "7/2"),
@@ -256,6 +263,27 @@ def test_a_megabyte_of_garbage_is_scored_at_once(name):
     for spec in ("exact", "choice", "number", "format", "regex(pattern='§')"):
         assert one(spec, GARBAGE[name], "42") == 0.0
     assert time.monotonic() - start < 60  # a hang, not a speed
+
+
+PIECES = [
+    *"0123456789.,/-+=^_()[]{}$%#*\\!<> \n\tabx½−\u202e\0\ud800",
+    *("\\boxed{", "\\frac", "\\text{", "<answer>", "</answer>", "</think>", "####", "the answer is ", "\\left("),
+    *("\\{", "\\}", " or ", "million", "cm"),
+]
+MATERIAL = st.lists(st.sampled_from(PIECES)).map("".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(MATERIAL | st.text(), MATERIAL | st.text())
+def test_any_text_is_scored(text, gold):
+    for spec in ("exact", "choice", "number", "format"):
+        reward = rewards.get(spec)
+        (value,) = reward(completions=[text], answer=[gold])
+        assert value in (0.0, 1.0, None)
+        assert getattr(reward, "answer", lambda _: None)(text) is None or isinstance(reward.answer(text), str)
+    assert equality.equal(text, gold) in (True, False, None)
+    assert equality.equal(gold, gold) is bool(formulas.clean(gold)) or len(gold) > formulas.LONGEST
+    assert isinstance(equality.spelling(text), str)
 
 
 def test_answers_are_one_text_per_value():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 
-_PHRASE = re.compile(r"\banswer\s{0,4}(?:is|was|=|:)\s{0,4}:?", re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer[\s*_]{0,6}(?:is|was|=|:)\s{0,4}:?", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]{0,8}####", re.MULTILINE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+", re.ASCII)
@@ -101,9 +101,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 def _sentence(text: str, start: int) -> str:
     """From ``start`` to the end of the line or sentence; of a formula in dollars the formula alone."""
     line = text[start : start + 2000].lstrip(_EDGES).split("\n", 1)[0]
-    for opening, closing in (("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]"), ("$", "$")):
-        if line.startswith(opening):
-            inside, closed, _ = line[len(opening) :].partition(closing)
-            if closed:
-                return inside
+    formula = re.match(r"\$\$(.+?)\$\$|\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", line)
+    if formula:
+        return next(inside for inside in formula.groups() if inside)
     return re.split(r"[.!?;](?=\s)", line, maxsplit=1)[0]

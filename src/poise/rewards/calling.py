@@ -134,6 +134,8 @@ class InWorker(Caller):
 
     def _one_by_one(self, batch: Batch, why: str) -> Outcome:
         count, parts, failed = len(batch.ids), [], 0
+        if count == 1:
+            return Outcome.joined([f"reward {self.name!r} {why} (row {batch.ids[0]})"])
         for row, row_id in enumerate(batch.ids):
             part: Outcome | str
             try:

@@ -17,7 +17,8 @@ from fractions import Fraction
 from poise.rewards.formulas import LONGEST, canonical, clean, number
 
 _OR = re.compile(r"\\text\s?\{\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|;")
-_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]{3,}")
+_WORDS = re.compile(r"[A-Za-z]{4,}(?:[ '-][A-Za-z]+)*")  # shorter ones may be products: abc
+_VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\s?\(\s?\w{1,3}\s?\))?|\\[a-z]{2,8}")  # x, x_1, f(2), \theta
 _ENDLESS = re.compile(r"\^[{(\s]*-?\d{5}|\d[})\s]*\^[{(\s]*\d+[})\s]*\^|\d{4}\s*!|!\s*!")  # 9^{99999}, 9^{9^9}, 9999!
 _DEEPEST = 30  # brackets in brackets
 _OPENING, _CLOSING = "([{", ")]}"
@@ -66,14 +67,16 @@ def _compare(answer: str, gold: str) -> bool | None:
         return number(_right_side(answer)) == value
     if _WORDS.fullmatch(gold):
         return answer.casefold() == gold.casefold()
-    if _squeezed(answer).strip("()") == _squeezed(gold).strip("()") and len(gold.strip("() ")) == 1:
+    if gold.isalpha() and len(gold) > 1 and answer.casefold() == gold.casefold():
+        return True
+    if len(gold.strip("() ")) == 1 and _squeezed(answer).strip("()") == gold.strip("() "):
         return True  # (B) is B
     (opening, items, closing), right = _collection(answer), _collection(gold)
     if len(items) > 1 or len(right[1]) > 1:
         return _compare_items((opening, items, closing), right)
     if _equals(gold) is None:
         answer = _right_side(answer)
-    elif _equals(answer) is None:
+    elif _equals(answer) is None and _VARIABLE.fullmatch(gold[: _equals(gold)].strip()):
         gold = _right_side(gold)
     else:
         return None
@@ -138,9 +141,9 @@ def _balanced(text: str) -> bool:
 
 
 def _right_side(text: str) -> str:
-    """What follows the last equals sign."""
+    """What follows the last equals sign; of a list (x=1, y=2) all of it."""
     sign = _equals(text)
-    return clean(text[sign + 1 :]) if sign is not None else text
+    return text if sign is None or len(_split(_OR.sub(",", text[:sign]))) > 1 else clean(text[sign + 1 :])
 
 
 def _equals(text: str) -> int | None:

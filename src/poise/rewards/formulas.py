@@ -32,6 +32,8 @@ _SPELLINGS = [
     (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge"),
     (re.compile(r"\\(?:mathrm|textbf|textit|textrm|mathbf|mathit|mbox|operatorname)(?![a-zA-Z])"), r"\\text"),
     (re.compile(r"\\frac\s?(\d)\s?(\d)(?!\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s?(\d)\s?\{"), r"\\frac{\1}{"),
+    (re.compile(r"\\frac\s?(\{[^{}]*\})\s?(\d)(?!\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt\s?(\d)(?!\d)"), r"\\sqrt{\1}"),
     (re.compile(r"\{,\}"), ""),
 ]

@@ -14,6 +14,7 @@ from poise.rewards.base import TrainerState, Verdict, text_of
 from poise.rewards.calling import Batch, InProcess, InWorker, Outcome
 from poise.rewards.names import Spec, find
 
+LONGEST_ANSWER = 1000  # characters that are kept, to count equal answers
 Named = str | Callable[..., Any]
 
 
@@ -117,7 +118,7 @@ class Rewards:
 def _answer(reward: Callable[..., Any], text: str) -> str | None:
     read = getattr(reward, "answer", None)
     answer = read(text) if callable(read) else answers.stated(text)
-    return None if answer is None else str(answer)
+    return None if answer is None else str(answer)[:LONGEST_ANSWER]
 
 
 def _weight(weight: Any) -> float:
