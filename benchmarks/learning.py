@@ -6,8 +6,8 @@
 
 ``--smollm2`` is a model folder, a ``.gguf`` file, or a folder with the parts of one. The output folder holds
 ``learning.json`` (commands, evaluations before and after, curves, the best constant answer), rewritten as the studies
-go on, ``learning.png``, ``learning.log`` and, of the study ``embedded``, the model in a ``.tar.gz``; the runs
-themselves are in its folder ``runs``, or where ``--runs`` says.
+go on, ``learning.md`` with tables of them, ``learning.png``, ``learning.log`` and, of the study ``embedded``, the model
+in a ``.tar.gz``; the runs themselves are in its folder ``runs``, or where ``--runs`` says.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PRETRAINED = [
 # About five million parameters, trained on worked solutions until it can do something.
 SMALL = ["width=256", "layers=6", "heads=8", "batch=256", "lr=1e-3", "steps=3000", "workers=4", "compile=false"]
 SMALL_RL = ["steps=200", "group=16", "optim.lr=1e-4", "optim.warmup_steps=5", *EVALUATION, *KEPT]
-SUMS = ["task.name=sums", "task.low=10", "task.high=199", "task.short=true"]
+SUMS = ["task.name=sums", "task.low=10", "task.high=99", "task.digits=true"]
 COUNTDOWN = ["task.name=countdown", "task.numbers=3", "task.largest=30"]
 LAKE = ["task.name=frozenlake", "task.side=4", "task.turns=6"]
 EMBEDDED = ["task.name=kk", "task.people=2-3", "task.style=compact", "task.noise=0.2", "task.wording=1.0"]
@@ -264,6 +264,29 @@ def picture(out: Path, found: dict[str, dict[str, Any]]) -> None:
     figure.savefig(out / "learning.png", dpi=120)
 
 
+def tables(out: Path, found: dict[str, dict[str, Any]]) -> None:
+    """The results and the commands in Markdown."""
+    lines = ["| study | held out | best constant | avg@k | greedy | steps | seconds |", "|---|---|---|---|---|---|---|"]
+    for name, study in found.items():
+        before, after, problems = study.get("before"), study.get("after"), study["problems"]
+        if not before or not after:
+            continue
+        average, greedy = (
+            " → ".join(f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]" for row in rows)
+            for rows in (
+                [when["table"][f"avg@{when['samples']}"] for when in (before, after)],
+                [when["table"]["greedy"] for when in (before, after)],
+            )
+        )
+        constant = max(problems.get("constant", {"": 0.0}).values())
+        steps, seconds = study["curve"][-1]["step"], study.get("train_seconds", 0.0)
+        lines.append(
+            f"| {name} | {problems['different']} | {constant:.3f} | {average} | {greedy} | {steps} | {seconds:.0f} |"
+        )
+    commands = [command for study in found.values() for command in study["commands"]]
+    (out / "learning.md").write_text("\n".join([*lines, "", "```bash", *commands, "```", ""]))
+
+
 def split(file: Path, folder: Path, size: int = PART) -> list[Path]:
     """A file in parts that are small enough to be carried one by one."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -289,11 +312,12 @@ def prepared(model: Path, work: Path) -> str:
     """SmolLM2 as an ordinary model folder, whatever it comes as."""
     if (model / "config.json").exists():
         return str(model.resolve())
-    file = model if model.is_file() else join(model, work)
-    from smollm2 import convert
+    made = work / "smollm2"
+    if not (made / "config.json").exists():
+        from smollm2 import convert
 
-    convert(file, work / "smollm2")
-    return str((work / "smollm2").resolve())
+        convert(model if model.is_file() else join(model, work), made)
+    return str(made.resolve())
 
 
 def main() -> None:
@@ -306,6 +330,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--runs", type=Path, help="where the runs go; default: OUT/runs")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--prepare", action="store_true", help="only make --smollm2 a model folder, under --runs")
     parser.add_argument("--split", nargs=2, type=Path, metavar=("FILE", "FOLDER"))
     args = parser.parse_args()
     if args.split:
@@ -318,7 +343,9 @@ def main() -> None:
     runs.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     model = "embedded" if args.tiny or not args.smollm2 else prepared(args.smollm2, runs)
-    print(f"model ready after {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{model} is ready after {time.monotonic() - began:.0f} s", flush=True)
+    if args.prepare:
+        return
     chosen = [study for study in studies(model) if not args.only or study.name in args.only.split(",")]
     if not args.only:
         chosen = [study for study in chosen if study.name != "embedded"]  # a GPU's five minutes, and not about learning
@@ -332,6 +359,7 @@ def main() -> None:
         going.found[study.name]["problems"] = constant_answers(study)
     going.run(args.at_once)
     picture(out, going.found)
+    tables(out, going.found)
     for name, found in going.found.items():
         before, after = found.get("before", {}), found.get("after", {})
         told = [f"{m} {before.get(m, -1):.3f} → {after.get(m, -1):.3f}" for m in ("accuracy", "greedy")]

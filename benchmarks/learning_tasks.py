@@ -113,18 +113,32 @@ class Animal(Questions):
 
 @dataclass(frozen=True)
 class Sums(Questions):
-    """Two numbers are added."""
+    """Two numbers are added. ``digits`` writes them digit by digit, for small models that know nothing else."""
 
     low: int = 2
     high: int = 50
-    short: bool = False  # for models that know nothing else
+    digits: bool = False
 
     name: ClassVar[str] = "sums"
 
     def draw(self, rng: Random) -> tuple[str, str, str, list[str]]:
         """The same two numbers in either order are about the same, so that both are held out, or neither."""
         a, b = rng.randint(self.low, self.high), rng.randint(self.low, self.high)
-        return f"{min(a, b)} {max(a, b)}", (f"{a} + {b} =" if self.short else f"What is {a} + {b}?"), str(a + b), []
+        question = f"{_apart(a)} + {_apart(b)} =" if self.digits else f"What is {a} + {b}?"
+        return f"{min(a, b)} {max(a, b)}", question, str(a + b), []
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """As for any question; digits that stand apart are one number."""
+        return super().score(problem, re.sub(r"(?<=\d) (?=\d)", "", text) if self.digits else text)
+
+    def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
+        """The sum."""
+        answer = super().demonstration(problem, seed, noise)
+        return _apart(answer) if self.digits else answer
+
+
+def _apart(number: int | str) -> str:
+    return " ".join(str(number))
 
 
 TASKS = {task.name: task for task in (Largest, Animal, Sums)}

@@ -254,22 +254,22 @@ def test_the_verdict_says_the_numbers():
     text = " ".join(sentences)
     assert f"{100 * mean['token_share'][0]:.0f} % of the tokens" in sentences[0]
     assert f"{100 * mean['regulators']['grpo']['share'][0]:.0f} ± 0 % of the gradient" in sentences[0]
-    assert "ar(alpha=0.5) brings the part of 0–0.25 to" in text
-    assert "lopti(threshold=0.5) asks for the same gradient as grpo" in text
-    assert "Log-likelihood of the correct responses" in text
+    assert "ar(alpha=0.5) changes the part of 0–0.25 to" in text
+    assert "lopti(threshold=0.5) has the same total gradient as grpo" in text
+    assert "Mean change of the correct responses' log-likelihood" in text
 
 
 def test_the_verdict_on_a_batch_that_teaches_nothing():
     _, sentences = said({"advantages": torch.zeros(20).double()})
     assert sentences == [
-        "No token had an advantage: every group's responses were scored alike, so there is nothing to learn from."
+        "No token had an advantage: in every group all responses got the same score, so there is nothing to learn."
     ]
 
 
 def test_the_verdict_where_there_is_nothing_to_compare():
     _, sentences = said(names=("constant(weight=0)", "grpo"))
     assert sentences == [
-        "constant(weight=0) leaves no gradient at all: put a method first that learns from these tokens."
+        "constant(weight=0) leaves no gradient at all: name a method first that learns from these tokens."
     ]
     likely = torch.full((20, 12), 0.9, dtype=torch.float64).log()
     _, sentences = said({"old_logp": likely})

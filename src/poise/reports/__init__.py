@@ -1,1 +1,1 @@
-"""What a person looks at after, or during, a run."""
+"""What you look at during or after a run: diagnosis, HTML report, tokens in the terminal."""

@@ -1,4 +1,4 @@
-"""``poise diagnose``: the dominance figures for a model, a task and settings, on fresh rollouts."""
+"""``poise diagnose``: measures on fresh responses which tokens drive an update of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from poise.training.records import environment, response_records, token_arrays
 from poise.training.setup import build_sampler
 from poise.training.update import accumulate, clip
 
-SUSPECTS = 20  # tokens with the highest NTHR scores that are named
+SUSPECTS = 20  # how many tokens with the highest NTHR scores to list
 METHODS = ("grpo", "ar", "lopti", "tr-grpo", "nthr")
 Progress = Callable[[str], None]
 
@@ -45,7 +45,7 @@ class Sampled:
 
 
 class PolicyLoop:
-    """The trainer's own update, as the diagnostics see it."""
+    """The trainer's own update, in the form that ``diagnostics.Loop`` asks for."""
 
     def __init__(self, policy: Policy, config: Config, sampled: Sampled) -> None:
         assert policy.master_weights is not None
@@ -54,7 +54,7 @@ class PolicyLoop:
         self.parameters: Sequence[Tensor] = list(policy.master_weights.parameters.values())
 
     def gradient(self, phase: Phase) -> None:
-        """A mini-batch of all responses, unclipped."""
+        """Leave the gradient of all responses, unclipped, at the parameters."""
         accumulate(
             self.policy, self.parameters, self.rollouts, self.batch, phase, self.settings,
             temperature=self.config.rollout.temperature, micro_tokens=self.config.optim.micro_tokens,
@@ -62,11 +62,11 @@ class PolicyLoop:
         clip(self.parameters, torch.inf, phase.name)
 
     def logp(self) -> Tensor:
-        """Without gradients."""
+        """The log-probabilities of the current weights, without gradients."""
         return score_all(self.policy, self.rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)[0]
 
     def changed(self) -> None:
-        """Half-precision copies follow."""
+        """Round the changed master weights into the half-precision model."""
         assert self.policy.master_weights is not None
         self.policy.master_weights.publish()
 
@@ -82,14 +82,10 @@ def diagnose(
     warmup: int = 3,
     say: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Draw ``batches`` batches from the config's model and task, and measure each (``dominance``). Nothing is trained.
+    """Sample ``batches`` batches from the config's model and task, and run ``dominance`` on each. Nothing is trained.
 
-    ``task`` may be any task at all; by default it is the config's.
-
-    Steps are AdamW's, scaled by second moments that were gathered on ``warmup`` batches more, at these same weights: on
-    a fresh state Adam's first step is only the gradient's signs, whatever its size. There is no momentum (β₁ = 0):
-    it would carry tokens of other batches, and of a method's earlier phases, into every step. No KL term either.
-    Responses and tokens are written to ``folder`` as a run's are, and the figures to ``diagnose.json``.
+    ``task`` replaces the config's task. Responses and tokens are written to ``folder`` as in a run, and the figures to
+    ``diagnose.json``. The KL term is left out.
     """
     intervals = intervals or Intervals()
     chosen = {name: regulators.parse(name) for name in methods}
@@ -100,33 +96,22 @@ def diagnose(
     policy.master_weights = MasterWeights(policy.model)
     check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
     sampler = build_sampler(config, policy, say, responses=config.prompts * config.group, task=task)
-    optim = config.optim
-    betas = (0.0, optim.betas[1])
-    optimizer = torch.optim.AdamW(policy.master_weights.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
-    for number in range(warmup):
-        say(f"warm-up batch {number + 1} of {warmup}: gathering the optimizer's second moments")
-        loop = PolicyLoop(policy, config, sample(sampler, config, seed=-1 - number))
-        loop.gradient(Phase.of(loop.batch))
-        clip(loop.parameters, optim.grad_clip, "all")
-        optimizer.step()
-    for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = optim.lr, optim.weight_decay
-    found, suspects, cut_off = [], list[dict[str, Any]](), 0
+    optimizer = _warm_optimizer(sampler, config, warmup, say)
+    results, suspects, cut_off = [], list[dict[str, Any]](), 0
     for number in range(1, batches + 1):
-        say(f"batch {number} of {batches}: sampling {config.prompts} × {config.group} responses")
+        title = f"batch {number} of {batches}"
+        say(f"{title}: sampling {config.prompts} × {config.group} responses")
         sampled = sample(sampler, config, seed=number)
+        announced = _announced(chosen, f"{title}: {int(sampled.batch.mask.sum())} tokens; gradients and steps of", say)
         loop = PolicyLoop(policy, config, sampled)
-        said = f"batch {number} of {batches}: {int(loop.batch.mask.sum())} tokens; gradients and steps of"
-        numbers, tokens = dominance(
-            loop, _announced(chosen, said, say), optimizer, intervals=intervals, clip=optim.grad_clip
-        )
-        found.append(numbers)
+        figures, tokens = dominance(loop, announced, optimizer, intervals=intervals, clip=config.optim.grad_clip)
+        results.append(figures)
         cut_off += int((~sampled.rollouts.finished).sum())
         suspects += _suspects(number, sampled, policy, tokens)
         _record(folder, number, sampled, policy, tokens)
-    mean, error = combine(found)
+    mean, error = combine(results)
     result = {
-        "intervals": intervals.names, "edges": list(intervals.edges), "mean": mean, "error": error, "batches": found,
+        "intervals": intervals.names, "edges": list(intervals.edges), "mean": mean, "error": error, "batches": results,
         "verdict": verdict(mean, error, intervals.names), "settings": {"batches": batches, "warmup": warmup},
         "responses": batches * config.prompts * config.group, "cut_off": cut_off,
         "suspects": sorted(suspects, key=lambda each: -each["score"])[:SUSPECTS],
@@ -136,10 +121,31 @@ def diagnose(
     return result
 
 
-def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
-    """A batch as the trainer draws it, with hidden states for whoever asks.
+def _warm_optimizer(sampler: Sampler, config: Config, warmup: int, say: Progress) -> torch.optim.AdamW:
+    """AdamW with second moments from ``warmup`` other batches at the same weights, and no momentum (β₁ = 0).
 
-    Old log-probabilities come from a forward pass: measured changes then start at 0, whatever sampled the tokens.
+    On a fresh state Adam's first step would be the signs of the gradient, whatever its size. Momentum would carry
+    tokens of other batches, and of a method's earlier phases, into every step.
+    """
+    policy, optim = sampler.policy, config.optim
+    assert policy.master_weights is not None
+    betas = (0.0, optim.betas[1])
+    optimizer = torch.optim.AdamW(policy.master_weights.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
+    for number in range(warmup):
+        say(f"warm-up batch {number + 1} of {warmup}: gathering the optimizer's second moments")
+        loop = PolicyLoop(policy, config, sample(sampler, config, seed=-1 - number))
+        loop.gradient(Phase.of(loop.batch))
+        clip(loop.parameters, optim.grad_clip, "all")
+        optimizer.step()  # lr is 0: the weights stay
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = optim.lr, optim.weight_decay
+    return optimizer
+
+
+def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
+    """Sample a batch as the trainer does, with hidden states for methods that read them.
+
+    Old log-probabilities come from a forward pass, so that measured changes start at 0 with every engine.
     """
     drawn = 1_000_003 * (config.seed + 1) + seed
     problems = draw(sampler.task, "train", drawn, config.prompts)
@@ -153,35 +159,35 @@ def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
     return Sampled(samples, rollouts, replace(batch, sampler_logp=None))
 
 
-def _announced(chosen: dict[str, regulators.Regulator], said: str, say: Progress) -> dict[str, regulators.Regulator]:
-    """The same regulators, each of which says when its turn has come."""
+def _announced(chosen: dict[str, regulators.Regulator], title: str, say: Progress) -> dict[str, regulators.Regulator]:
+    """The same regulators; each logs its name when ``dominance`` calls it."""
 
-    def told(name: str, regulator: regulators.Regulator) -> regulators.Regulator:
-        def announce(batch: TokenBatch) -> list[Phase]:
-            say(f"{said} {name}")
+    def announce(name: str, regulator: regulators.Regulator) -> regulators.Regulator:
+        def phases(batch: TokenBatch) -> list[Phase]:
+            say(f"{title} {name}")
             with blamed(name):
                 return regulator(batch)
 
-        return regulators.Function(announce)
+        return regulators.Function(phases)
 
-    return {name: told(name, regulator) for name, regulator in chosen.items()}
+    return {name: announce(name, regulator) for name, regulator in chosen.items()}
 
 
 def _suspects(step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The tokens of wrong responses that pull most on the right ones of their group, with what stands before them."""
+    """The tokens of wrong responses with the highest NTHR scores, each with the text before it."""
     if "nthr" not in tokens:
         return []
     scores, prob, ids = tokens["nthr"].nan_to_num(-torch.inf), sampled.batch.prob, sampled.rollouts.tokens
     values, places = scores.flatten().topk(min(SUSPECTS, scores.numel()))
-    named = []
+    listed = []
     for score, place in zip(values.tolist(), places.tolist(), strict=True):
         row, column = divmod(place, scores.shape[1])
         if score > 0:
             before = policy.decode(ids[row, max(0, column - 12) : column].tolist())
-            text = policy.texts(ids[row, column])[int(ids[row, column])]  # an end token has a text here
+            text = policy.texts(ids[row, column])[int(ids[row, column])]  # unlike decode, this shows end tokens
             at = {"step": step, "row": row, "column": column, "p": float(prob[row, column])}
-            named.append({"score": score, "text": text, "before": before, **at})
-    return named
+            listed.append({"score": score, "text": text, "before": before, **at})
+    return listed
 
 
 def _record(folder: RunFolder, step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What a run folder holds, checked before it is shown: it may be damaged, or made by somebody who means harm."""
+"""Reads the records of a run folder and checks them first: they may be damaged, or made by an attacker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEEDED = ("logp", "entropy", "advantage")
 
 
 class Step(NamedTuple):
-    """The responses of a step, their tokens end to end, and the text of each token."""
+    """The records of a step: its responses, arrays of all their tokens end to end, and the text of each token id."""
 
     records: list[dict[str, Any]]
     arrays: dict[str, Tensor]
@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 def read_json(folder: RunFolder, name: str) -> Any:
-    """A file of the run; None where there is none. ValueError says what is wrong with it."""
+    """The contents of a JSON file of the run, None if the file does not exist. ValueError if it cannot be read."""
     path = folder.path / name
     try:
         _check_file(path)
@@ -37,7 +37,7 @@ def read_json(folder: RunFolder, name: str) -> Any:
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    """A dict per step, with numbers that a curve can be drawn through; None in place of any other value."""
+    """One dict per step. Values that cannot be drawn in a curve become None."""
     path = folder.path / "metrics.jsonl"
     try:
         _check_file(path)
@@ -45,21 +45,21 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     except RecursionError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not all(isinstance(line.get("step"), int) and 0 <= line["step"] <= LAST_STEP for line in lines):
-        raise ValueError(f"{path}: a line has no number of a step")
+        raise ValueError(f"{path}: a line has no step number")
     return [{key: _plain_number(value) for key, value in line.items()} for line in lines]
 
 
 def read_step(folder: RunFolder, step: int) -> Step:
-    """The responses and tokens of a step. ValueError says what is wrong with them."""
+    """The responses and tokens of a step. ValueError if they cannot be read."""
     tokens = folder.tokens_path(step)
     rollouts = folder.path / "rollouts" / f"{tokens.stem}.jsonl.gz"
     try:
         _check_file(tokens)
         _check_file(rollouts)
         _check(0 <= step <= LAST_STEP, f"the last step that can be shown is {LAST_STEP}")
-        found, records = folder.tokens(step), folder.rollouts(step)
-        assert found is not None
-        return _checked(records, *found)
+        tokens_and_texts, records = folder.tokens(step), folder.rollouts(step)
+        assert tokens_and_texts is not None
+        return _checked(records, *tokens_and_texts)
     except (
         ValueError,
         TypeError,
@@ -81,7 +81,7 @@ def _plain_number(value: Any) -> float | int | None:
 
 
 def _check_file(path: Path) -> None:
-    """ValueError where there is something else than a file: reading a pipe or a device would never end."""
+    """ValueError if the path is something other than a file: reading a pipe or a device could block for ever."""
     _check(path.is_file() or not path.exists(), f"{path} is not a file")
 
 
@@ -99,13 +99,13 @@ def _checked(records: list[dict[str, Any]], arrays: dict[str, Tensor], texts: di
         _check(name == "start" or len(values) == len(ids), f"{name} has {len(values)} values for {len(ids)} tokens")
     whole = not start.is_floating_point() and not ids.is_floating_point()
     _check(whole, "start and id are not whole numbers")
-    _check(len(start) == len(records) + 1, f"{len(records)} responses, but tokens of {len(start) - 1}")
+    _check(len(start) == len(records) + 1, f"{len(records)} responses, but tokens of {len(start) - 1} responses")
     ordered = bool((start.diff() >= 0).all()) and int(start[0]) == 0 and int(start[-1]) == len(ids)
-    _check(ordered, "start does not cut the tokens into responses")
+    _check(ordered, "start does not divide the tokens into responses")
     for name in NEEDED:
         _check(name in arrays, f"the tokens have no {name}")
     _check(any(name.startswith("weight/") for name in arrays), "the tokens have no weight")
-    _check(all(isinstance(text, str) for text in texts.values()), "the text of a token is no text")
+    _check(all(isinstance(text, str) for text in texts.values()), "the text of a token is not a string")
     missing = set(ids.unique().tolist()) - texts.keys()
     _check(not missing, f"token {min(missing, default=0)} has no text")
     exact = {name: values if name in ("start", "id") else values.to(torch.float32) for name, values in arrays.items()}
@@ -114,9 +114,9 @@ def _checked(records: list[dict[str, Any]], arrays: dict[str, Tensor], texts: di
 
 def _check_record(record: dict[str, Any], name: str) -> None:
     for key in TEXTS:
-        _check(isinstance(record[key], str), f"{name}: {key} is no text")
+        _check(isinstance(record[key], str), f"{name}: {key} is not a string")
     for key in ("correct", "finished"):
         _check(isinstance(record[key], bool), f"{name}: {key} is neither true nor false")
     for key, value in [("reward", record["reward"]), *record["parts"].items()]:
         usable = value is None or (isinstance(value, int | float) and abs(value) < inf)
-        _check(usable, f"{name}: {key} is no number")
+        _check(usable, f"{name}: {key} is not a number")

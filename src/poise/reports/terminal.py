@@ -1,4 +1,4 @@
-"""``poise tokens``: a response token by token in the terminal, shaded as in the report."""
+"""``poise tokens``: shows a response token by token in the terminal, shaded as in the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from poise.runs.console import visible
 
 Arrays = Mapping[str, Tensor]
-WARM, COOL = (213, 94, 0), (0, 114, 178)  # above the middle and below it, as in the report
+WARM, COOL = (213, 94, 0), (0, 114, 178)  # for values above and below the middle, as in the report
 
 
 def _weight(tokens: Arrays) -> Tensor:
@@ -21,12 +21,12 @@ def _weight(tokens: Arrays) -> Tensor:
 
 
 def _gradient(tokens: Arrays) -> Tensor:
-    """At the logits: ``w·|A|·‖e − π‖`` where that was measured, else its part at the sampled token."""
+    """Size at the logits: ``w·|A|·‖e − π‖`` if it was measured, otherwise ``w·|A|·(1 − p)`` at the sampled token."""
     size = tokens["size"] if "size" in tokens else -torch.expm1(tokens["logp"])
     return (_weight(tokens) * tokens["advantage"]).abs() * size
 
 
-SHADES: dict[str, tuple[Callable[[Arrays], Tensor], float]] = {  # the value of each token, and the unshaded one
+SHADES: dict[str, tuple[Callable[[Arrays], Tensor], float]] = {  # each token's value, and the value that gets no shade
     "probability": (lambda tokens: tokens["logp"].exp(), 1.0),
     "weight": (_weight, 1.0),
     "advantage": (lambda tokens: tokens["advantage"], 0.0),
@@ -38,12 +38,12 @@ SHADES: dict[str, tuple[Callable[[Arrays], Tensor], float]] = {  # the value of 
 
 
 def available(tokens: Arrays) -> list[str]:
-    """What these tokens can be shaded by."""
+    """The names of the shadings that these tokens have values for."""
     return [name for name in SHADES if name not in ("nthr", "change") or name in tokens]
 
 
 def shaded(tokens: Arrays, texts: Mapping[int, str], by: str) -> Text:
-    """One response; ``tokens`` are its arrays. What a model wrote is made visible, never obeyed."""
+    """One response as shaded text; ``tokens`` are its arrays. Control characters of the model are shown as escapes."""
     value_of, middle = SHADES[by]
     values = value_of(tokens).tolist()
     most = max((abs(value - middle) for value in values if isfinite(value)), default=0.0) or 1.0
@@ -58,7 +58,7 @@ def shaded(tokens: Arrays, texts: Mapping[int, str], by: str) -> Text:
 
 
 def extremes(tokens: Arrays, texts: Mapping[int, str], by: str, count: int) -> list[dict[str, str | float | int]]:
-    """The tokens farthest from the unshaded value, as rows of a table: what a terminal without colours can show."""
+    """The ``count`` tokens farthest from the unshaded value, as table rows, for terminals without colours."""
     value_of, middle = SHADES[by]
     values = value_of(tokens)
     ranked = (values - middle).abs().nan_to_num(-1.0).argsort(descending=True, stable=True)[:count].tolist()
@@ -72,6 +72,6 @@ def extremes(tokens: Arrays, texts: Mapping[int, str], by: str, count: int) -> l
 
 
 def _style(strength: float, tone: tuple[int, int, int]) -> Style:
-    """Black on a tint of the tone: readable on any terminal, dark or light."""
+    """Black on a tint of the tone, which is readable on dark and light terminals."""
     mixed = [round(255 - min(1.0, strength) * 0.75 * (255 - part)) for part in tone]
     return Style(color="#000000", bgcolor="#" + "".join(f"{part:02x}" for part in mixed))

@@ -1,4 +1,4 @@
-"""``poise report``: run folders as one page that opens from disk, or that is served while training goes on."""
+"""``poise report``: run folders as one HTML page, written to disk or served while training runs."""
 
 from poise.reports.html.page import write_report
 from poise.reports.html.server import serve

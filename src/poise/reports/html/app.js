@@ -1,7 +1,7 @@
-// The whole page: tabs, theme, keys, and what changes while a run goes on.
+// The whole page: tabs, theme, keyboard, and updates while a run is training.
 
 const VIEWS = { curves, dominance: figures, responses: viewer, settings: { view: settings } };
-const LOOK_EVERY = 2000; // ms between looks at a running run
+const POLL_EVERY = 2000; // ms between two requests for news of a run
 
 function tabs() {
   const names = Object.keys(VIEWS).filter((name) => name !== "dominance" || data.runs.some((run) => run.diagnose));
@@ -18,16 +18,16 @@ function open(name) {
   return chosen;
 }
 
-// A view, or why there is none: one file with other contents than expected must not cost the rest of the page.
+// A view, or the reason why it cannot be drawn: one damaged file must not break the rest of the page.
 function shown(name) {
   try {
     return VIEWS[name].view();
   } catch (error) {
-    return el("p", { class: "muted" }, `These data cannot be shown: a file of the run is damaged, or of another version (${error.message}).`);
+    return el("p", { class: "muted" }, `These data cannot be shown: a file of the run is damaged, or was written by another version (${error.message}).`);
   }
 }
 
-// Settings that differ between runs, all settings, where they ran, and what it cost.
+// Held-out accuracy, settings that differ between runs, cost, environment, and all settings.
 function settings() {
   const flat = (value, prefix = "") => (value && typeof value === "object" && !Array.isArray(value)
     ? Object.entries(value).flatMap(([key, inner]) => flat(inner, prefix ? `${prefix}.${key}` : key)) : [[prefix, JSON.stringify(value)]]);
@@ -38,13 +38,13 @@ function settings() {
   const names = data.runs.map((run) => run.name);
   const sum = (run, key) => (run.metrics[key] || []).reduce((a, b) => a + (b || 0), 0);
   const costs = ["time/step", "time/rollout", "time/score", "time/regulate", "time/record", "time/update"];
-  const cost = costs.map((key) => [`${key.slice(5)}, seconds in all`, ...data.runs.map((run) => sum(run, key))]);
+  const cost = costs.map((key) => [`${key.slice(5)}, total seconds`, ...data.runs.map((run) => sum(run, key))]);
   const where = [...new Set(data.runs.flatMap((run) => Object.keys(run.environment || {})))];
   const accuracy = (run, when) => run.summary?.[when]?.accuracy ?? "–";
   return [
     data.runs.some((run) => run.summary) && el("div", {}, el("h2", {}, "Held-out accuracy"), table(["", ...names],
       ["before", "after"].map((when) => [when, ...data.runs.map((run) => accuracy(run, when))]))),
-    names.length > 1 && el("div", {}, el("h2", {}, "What differs"), differing.length ? table(["setting", ...names], differing) : el("p", {}, "Nothing.")),
+    names.length > 1 && el("div", {}, el("h2", {}, "Settings that differ"), differing.length ? table(["setting", ...names], differing) : el("p", {}, "None.")),
     el("h2", {}, "Cost"), table(["", ...names], [["steps", ...data.runs.map((run) => run.steps.length)], ...cost]),
     el("h2", {}, "Environment"), table(["", ...names], where.map((key) => [key, ...data.runs.map((run) => String(run.environment?.[key] ?? "–"))])),
     el("h2", {}, "All settings"), table(["setting", ...names], rows),
@@ -53,10 +53,10 @@ function settings() {
 
 function theme(wanted) {
   document.documentElement.dataset.theme = wanted;
-  try { localStorage.setItem("poise-theme", wanted); } catch { /* a file may have no storage */ }
+  try { localStorage.setItem("poise-theme", wanted); } catch { /* pages opened from disk may have no storage */ }
 }
 
-async function look() {
+async function poll() {
   const note = document.getElementById("live");
   try {
     if (await data.changed()) {
@@ -67,27 +67,27 @@ async function look() {
     const steps = data.runs.map((run) => run.steps.at(-1) ?? 0).join(", ");
     note.textContent = `live · step ${steps}`;
   } catch (error) {
-    note.textContent = error.cause === "server" ? error.message : "the server has gone; this is what it last said";
+    note.textContent = error.cause === "server" ? error.message : "the server does not answer; this page shows its last state";
   }
-  setTimeout(look, LOOK_EVERY);
+  setTimeout(poll, POLL_EVERY);
 }
 
-// The first index; while a file is being replaced, or is damaged, the page says so and asks again.
+// Loads the first index. If a file is damaged, or just being replaced, the page says so and asks again.
 async function loaded() {
   for (;;) {
     try {
       return await data.load();
     } catch (error) {
       if (!LIVE) throw error;
-      document.getElementById("live").textContent = error.cause === "server" ? error.message : "the server has gone";
-      await new Promise((done) => setTimeout(done, LOOK_EVERY));
+      document.getElementById("live").textContent = error.cause === "server" ? error.message : "the server does not answer";
+      await new Promise((done) => setTimeout(done, POLL_EVERY));
     }
   }
 }
 
 async function start() {
   let kept = null;
-  try { kept = localStorage.getItem("poise-theme"); } catch { /* see above */ }
+  try { kept = localStorage.getItem("poise-theme"); } catch { /* pages opened from disk may have no storage */ }
   theme(kept || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
   document.getElementById("theme").addEventListener("click", () =>
     theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
@@ -102,7 +102,7 @@ async function start() {
     if (event.ctrlKey || event.metaKey || event.altKey || location.hash !== "#responses" || typing) return;
     if (viewer.key(event.key)) event.preventDefault();
   });
-  if (LIVE) look();
+  if (LIVE) poll();
 }
 
 start();

@@ -1,7 +1,7 @@
-// Curves over the steps: one crosshair and one zoom for all of them.
+// Curves over the steps. All of them share one crosshair and one zoom.
 
 const curves = {
-  range: null, // [first, last] step, or all
+  range: null, // [first, last] step; null: all steps
   charts: [],
 
   view() {
@@ -9,7 +9,7 @@ const curves = {
     if (!groups.length) return [el("p", { class: "muted" }, "No step has been logged yet.")];
     this.charts = [];
     return [
-      el("p", { class: "bar hints" }, "Hover for values. Drag to zoom into steps, in all curves at once. ",
+      el("p", { class: "bar hints" }, "Hover to see values. Drag to zoom all curves to a range of steps. ",
         el("button", { type: "button", id: "unzoom", onclick: () => this.zoom(null) }, "All steps")),
       el("div", { class: "grid" }, groups.map(({ title, note, lines }) => {
         const chart = new Chart(lines);
@@ -22,7 +22,7 @@ const curves = {
   zoom(range) { this.range = range; for (const chart of this.charts) chart.draw(); },
   point(step) { for (const chart of this.charts) chart.point(step); },
 
-  // What is drawn, in this order, as far as it was measured: a title and the metrics that go into it.
+  // The charts in order, each with its title and its metrics. Charts without data are left out.
   groups() {
     const one = (name) => (key) => key === name;
     const like = (pattern) => (key) => pattern.test(key);
@@ -32,16 +32,16 @@ const curves = {
       ["Accuracy by difficulty", like(/^reward\/accuracy\//), "in training"],
       ["Held-out accuracy", like(/^eval\/[^/]+\/(avg@\d+|greedy)$/)],
       ["Held-out accuracy by difficulty", like(/^eval\/[^/]+\/avg@\d+\/./)],
-      ["Entropy", one("rollout/entropy"), "of the next token, mean, nats"],
-      ["Length", one("rollout/length"), "tokens"],
+      ["Entropy", one("rollout/entropy"), "mean over tokens, in nats"],
+      ["Response length", one("rollout/length"), "tokens"],
       ["KL to the reference", one("optim/kl")],
-      ["Drift in the update", one("optim/drift"), "KL to the policy that sampled"],
+      ["Drift in the update", one("optim/drift"), "KL to the policy that sampled the responses"],
       ["Gradient norm", one("optim/grad_norm"), "before clipping"],
-      ["Gradient share by probability", like(/^reg\/pull_p/), "of Σ w·|A|·(1 − p), the pull at the sampled tokens' logits"],
-      ["Weight by probability", like(/^reg\/.+\/weight_p/), "mean policy weight of each interval"],
+      ["Gradient share by probability", like(/^reg\/pull_p/), "share of Σ w·|A|·(1 − p), the pull at the sampled tokens' logits"],
+      ["Weight by probability", like(/^reg\/.+\/weight_p/), "mean policy weight in each interval of p"],
       ["Clipped tokens", like(/^optim\/clip_/)],
-      ["Other findings of the regulator", like(/^reg\/.+\/(flagged|scored|zero)_share$/)],
-      ["Time of a step", like(/^time\/(step|rollout|update|regulate|record|score)$/), "seconds"],
+      ["Tokens flagged, scored or set to zero", like(/^reg\/.+\/(flagged|scored|zero)_share$/)],
+      ["Time per step", like(/^time\/(step|rollout|update|regulate|record|score)$/), "seconds"],
     ];
     return wanted.map(([title, matches, note]) => ({ title, note, lines: this.lines(matches) })).filter((g) => g.lines.length);
   },
@@ -117,7 +117,7 @@ class Chart {
     for (const [name, value] of [["x", a], ["width", b - a], ["visibility", "visible"]]) this.band.setAttribute(name, value);
   }
 
-  // The values at a step, in the legend; without one, the last values.
+  // Shows the values at a step in the legend; without a step, the last values.
   point(step) {
     const nearest = (points) => (step === null ? points[points.length - 1]
       : points.reduce((best, p) => (Math.abs(p[0] - step) < Math.abs(best[0] - step) ? p : best)));

@@ -1,8 +1,8 @@
 "use strict";
-// Where the page's data comes from: elements of this file, or the server that sent it.
+// Reads the page's data: from elements of this file, or from the server that sent the page.
 
 const LIVE = document.documentElement.dataset.live === "true";
-const KEPT = 200; // decoded responses
+const CACHED = 200; // decoded responses to keep
 
 const data = {
   runs: [], rows: [], prompts: [], stamp: "",
@@ -26,7 +26,7 @@ const data = {
     return (await (await ask("/stamp")).text()) !== this.stamp;
   },
 
-  // A response, token by token: { text, words, and an array for each field }.
+  // One response, token by token: { text, words, and one array per field }.
   async block(row) {
     const key = `${row.run}/${row.step}/${row.row}`;
     if (this.blocks.has(key)) return this.blocks.get(key);
@@ -36,13 +36,13 @@ const data = {
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
     const bytes = await new Response(stream).arrayBuffer();
     const block = unpack(bytes, this.runs[row.run], row.length);
-    if (this.blocks.size >= KEPT) this.blocks.delete(this.blocks.keys().next().value);
+    if (this.blocks.size >= CACHED) this.blocks.delete(this.blocks.keys().next().value);
     this.blocks.set(key, block);
     return block;
   },
 };
 
-// What the server answers. An Error with its words, where it says what is wrong.
+// The server's answer. If the server reports a problem, an Error with its message.
 async function ask(path) {
   const answer = await fetch(path);
   if (!answer.ok) throw new Error((await answer.text()).trim(), { cause: "server" });
@@ -51,7 +51,7 @@ async function ask(path) {
 
 function unpack(bytes, run, count) {
   const size = new DataView(bytes).getUint32(0, true);
-  const block = Object.create(null); // fields have any name, "__proto__" too
+  const block = Object.create(null); // a field may have any name, even "__proto__"
   let at = 4 + Math.ceil(size / 4) * 4;
   for (const name of run.fields) {
     if (at + 4 * count > bytes.byteLength) break;

@@ -1,8 +1,8 @@
-"""What the page shows of run folders: a small index, read at once, and a block per response, read when it is looked at.
+"""The data of the page: a small index, read at once, and one block per response, read when you open that response.
 
-A block is zlib-compressed: the length of the response's text, the text in UTF-8, zeros up to a multiple of 4, then one
-array of 4-byte numbers after the other in the order of the run's ``fields``, little-endian. Token ids are replaced by
-their place in the run's ``words``.
+A block is zlib-compressed. It holds the length of the response's text, the text in UTF-8, zeros up to a multiple of 4,
+then the arrays of the run's ``fields`` in order, as little-endian 4-byte numbers. Token ids are replaced by their index
+in the run's ``words``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from poise.reports.recorded import read_json, read_metrics, read_step
 from poise.runs.folder import RunFolder
 
-Block = tuple[int, int, int]  # run, step, row: where a response is
+Block = tuple[int, int, int]  # run, step, row: the address of a response
 
 
 class Source:
-    """Run folders, as the page asks for them. A step is read once, and again if a resumed run has written it anew."""
+    """Run folders as the page reads them. A step is read once, and again if a resumed run rewrites it."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self.folders = [RunFolder.open(path, resume=False) for path in paths]
@@ -34,7 +34,7 @@ class Source:
         self._step = lru_cache(maxsize=4)(self._read)
 
     def stamp(self) -> str:
-        """Changes whenever there is something new to show."""
+        """A text that changes whenever there is something new to show."""
         watched = [
             path
             for folder in self.folders
@@ -44,7 +44,7 @@ class Source:
         return " ".join(f"{stat.st_mtime_ns}/{stat.st_size}" for stat in (path.stat() for path in watched))
 
     def index(self) -> dict[str, Any]:
-        """All but the tokens: settings, curves, figures, and a row per response."""
+        """Everything except the tokens: settings, curves, figures, and one row per response."""
         prompts: dict[str, int] = {}
         rows: list[list[Any]] = []
         for run, folder in enumerate(self.folders):
@@ -62,7 +62,7 @@ class Source:
         }  # fmt: skip
 
     def blocks(self) -> Iterator[tuple[Block, bytes]]:
-        """Every response's block, in the order of the index's rows."""
+        """The block of every response, in the order of the index's rows."""
         for run, folder in enumerate(self.folders):
             for step in folder.recorded():
                 if folder.tokens_path(step).exists():
@@ -70,7 +70,7 @@ class Source:
                         yield (run, step, row), self.block((run, step, row))
 
     def block(self, at: Block) -> bytes:
-        """One response, token by token. KeyError where there is none."""
+        """One response, token by token. KeyError if it does not exist."""
         run, step, row = at
         if not 0 <= run < len(self.folders) or step not in self.folders[run].recorded():
             raise KeyError(at)
@@ -81,8 +81,8 @@ class Source:
         head = len(text).to_bytes(4, "little") + text + bytes(-len(text) % 4)
         begin, end = arrays["start"][row : row + 2].tolist()
         missing = torch.full((end - begin,), torch.nan)
-        kept = [arrays[name][begin:end] if name in arrays else missing for name in self._fields[run]]
-        numbers = [values.numpy().astype("<i4" if values.dtype == torch.int32 else "<f4") for values in kept]
+        columns = [arrays[name][begin:end] if name in arrays else missing for name in self._fields[run]]
+        numbers = [values.numpy().astype("<i4" if values.dtype == torch.int32 else "<f4") for values in columns]
         return zlib.compress(head + b"".join(values.tobytes() for values in numbers), 6)
 
     def _run(self, run: int) -> dict[str, Any]:
@@ -127,10 +127,10 @@ class Source:
     ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         records, arrays, texts = read_step(self.folders[run], step)
         words, fields = self._words[run], self._fields[run]
-        ids, places = arrays["id"].unique(return_inverse=True)
+        ids, inverse = arrays["id"].unique(return_inverse=True)
         numbers = [words.setdefault(texts[i], len(words)) for i in ids.tolist()]
         fields += [name for name in sorted(arrays, key=_order) if name != "start" and name not in fields]
-        return records, arrays | {"id": torch.tensor(numbers, dtype=torch.int32)[places]}
+        return records, arrays | {"id": torch.tensor(numbers, dtype=torch.int32)[inverse]}
 
 
 def _order(name: str) -> tuple[bool, str]:
@@ -138,14 +138,14 @@ def _order(name: str) -> tuple[bool, str]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """As short as they can be and still differ."""
+    """The folders' names, or their paths if two names are equal."""
     short = [path.resolve().name for path in paths]
     return short if len(set(short)) == len(short) else [str(path) for path in paths]
 
 
 def _diagnosis(folder: RunFolder) -> dict[str, Any] | None:
-    """What ``poise diagnose`` found for the run, less the single batches: here if this is its folder, or beneath."""
-    found = read_json(folder, "diagnose.json") or read_json(folder, "diagnose/diagnose.json")
-    if found is not None and not isinstance(found, dict):
+    """The figures of ``poise diagnose``, without single batches, from this folder or its subfolder ``diagnose``."""
+    figures = read_json(folder, "diagnose.json") or read_json(folder, "diagnose/diagnose.json")
+    if figures is not None and not isinstance(figures, dict):
         raise ValueError(f"{folder.path}: diagnose.json holds no figures")
-    return None if found is None else {key: value for key, value in found.items() if key != "batches"}
+    return None if figures is None else {key: value for key, value in figures.items() if key != "batches"}

@@ -1,4 +1,4 @@
-// Small tools: elements, numbers, the tip beside the pointer. Text is only ever set as text, and shows all its characters.
+// Small tools: elements, numbers, the tooltip. Text is only ever set as text, and all its characters are visible.
 
 const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 const DASHES = ["", "5 3", "2 3", "8 3 2 3", "1 4", "9 5"];
@@ -29,8 +29,8 @@ function number(value) {
 const exactly = (value) => (value === undefined || Number.isNaN(value) ? "–" : String(Number(value.toPrecision(7))));
 const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.0995 && value > -0.0995 ? 1 : 0)} %`);
 
-// Characters that would act, or not show, become a visible escape: controls, formats, lone surrogates, what has no meaning yet, and what
-// Unicode tells fonts to leave out (variation selectors, fillers, tags). `el` and `svg` do this to every text.
+// Replaces invisible characters by a visible escape: control and format characters, lone surrogates, unassigned code
+// points, and those that fonts leave out (variation selectors, fillers, tags). `el` and `svg` do this to every text.
 const HIDDEN = /[\p{C}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]/gu;
 const escaped = (code) => (code > 0xffff ? `\\U${code.toString(16).padStart(8, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`);
 const visible = (text) => text.replace(HIDDEN, (c) => (c === "\t" || c === "\n" ? c : escaped(c.codePointAt(0))));
@@ -48,12 +48,12 @@ const tip = {
   list(pairs) { return el("dl", {}, pairs.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])); },
 };
 
-const most = (values) => values.reduce((high, v) => (Number.isFinite(v) ? Math.max(high, Math.abs(v)) : high), 0) || 1; // never 0: it divides
+const most = (values) => values.reduce((high, v) => (Number.isFinite(v) ? Math.max(high, Math.abs(v)) : high), 0) || 1; // never 0, since callers divide by it
 const extent = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
 
-// Round numbers between low and high for an axis.
+// Round numbers between low and high, for the ticks of an axis.
 function ticks(low, high, about = 4) {
-  const raw = Math.max((high - low) / about, 1e-9 * Math.max(Math.abs(low), Math.abs(high))) || 1; // a finer step would be lost in rounding
+  const raw = Math.max((high - low) / about, 1e-9 * Math.max(Math.abs(low), Math.abs(high))) || 1; // rounding would lose a finer step
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= raw);
   const found = [];

@@ -1,18 +1,17 @@
-// What `poise diagnose` measured, as pictures.
+// The figures of `poise diagnose`.
 
 const figures = {
-  chosen: {}, // run -> regulator of the matrices
+  chosen: {}, // run -> the regulator whose matrices are shown
 
   view() {
     return data.runs.filter((run) => run.diagnose).map((run) => this.run(run));
   },
 
   run(run) {
-    const found = run.diagnose, { mean, error, intervals } = found;
+    const diagnosis = run.diagnose, { mean, error, intervals } = diagnosis;
     const methods = Object.keys(mean.regulators);
     const first = mean.regulators[methods[0]], firstError = error.regulators[methods[0]];
     const inside = (values, errors) => ({ values, errors: errors || [] });
-    const all = "every token takes part";
     const last = intervals.length - 1;
     const own = intervals.map((_, i) => first.influence[i].moved[i]);
     const alone = (i) => bars(intervals, [
@@ -24,10 +23,10 @@ const figures = {
     const show = () => {
       const pulls = mean.regulators[pick.value];
       matrices.replaceChildren(
-        card("Cross-influence", "Row: the interval that is updated alone; last, the method's whole update. Column: whose tokens move. Mean of |Δp|.",
+        card("Cross-influence", "Row: the interval that is updated alone; last row: the method's whole update. Column: the tokens that move. Mean of |Δp|.",
           heat([...intervals, "update"], intervals, pulls.influence.map((row) => row.moved))),
         card("Cosine", "Between the gradients of two intervals.", heat(intervals, intervals, pulls.cosine, 1)),
-        card("Direction", "The method's whole update: mean of Δp where the advantage is positive, and where it is negative.",
+        card("Direction", "Mean of Δp after the method's whole update, for tokens with positive and with negative advantage.",
           bars(intervals, [{ label: "A > 0", values: pulls.influence.at(-1).rewarded, errors: [] },
             { label: "A < 0", values: pulls.influence.at(-1).punished, errors: [] }])),
       );
@@ -35,40 +34,40 @@ const figures = {
     show();
     return el("article", {},
       el("h2", {}, `${run.name}: which tokens drive an update`),
-      el("ul", { class: "verdict" }, found.verdict.map((sentence) => el("li", {}, sentence))),
-      el("p", { class: "muted" }, `${found.settings.batches} batches of ${number(mean.count)} tokens on average; bars are means, whiskers their standard errors. `
+      el("ul", { class: "verdict" }, diagnosis.verdict.map((sentence) => el("li", {}, sentence))),
+      el("p", { class: "muted" }, `${diagnosis.settings.batches} batches of ${number(mean.count)} tokens on average. Bars are means, whiskers are standard errors. `
         + `${percent(mean.with_gradient)} of the tokens have an advantage. Columns are intervals of the probability p of the sampled token.`),
       el("div", { class: "grid" },
-        card("(a) How often", "Share of the tokens.", bars(intervals, [{ label: "share", ...inside(mean.token_share, error.token_share) }], { unit: percent })),
-        card("(a) Density", "Of the tokens over p, logarithmic.", density(mean.density)),
+        card("(a) Share of the tokens", "In each interval.", bars(intervals, [{ label: "share", ...inside(mean.token_share, error.token_share) }], { unit: percent })),
+        card("(a) Density", "Of the tokens over p, on a logarithmic scale.", density(mean.density)),
         card("(b) Advantages", "Share of the interval's tokens with A > 0 and with A < 0.", bars(intervals, [
           { label: "A > 0", ...inside(mean.advantage.positive, error.advantage.positive) },
           { label: "A < 0", ...inside(mean.advantage.negative, error.advantage.negative) }], { unit: percent })),
-        card("(c) What a step changes", `Mean of |Δp| after one ${methods[0]} update, ${all}.`,
+        card("(c) Movement by a step", `Mean of |Δp| after one ${methods[0]} update on all tokens.`,
           bars(intervals, [{ label: "moved", ...inside(first.influence.at(-1).moved, firstError.influence.at(-1).moved) }])),
-        card("(d) Gradient norm", "Of each interval on its own, all parameters; the line is that of all tokens.",
+        card("(d) Gradient norm", "Over all parameters, for each interval alone. The line is the norm for all tokens.",
           bars(intervals, [{ label: "norm", ...inside(first.norm, firstError.norm) }], { line: first.full })),
-        card("(d) Gradient norm, token for token", "The same, each divided by its own count of tokens.",
+        card("(d) Gradient norm per token", "The same, divided by the interval's number of tokens.",
           bars(intervals, [{ label: "norm", ...inside(first.per_token, firstError.per_token) }])),
-        card("(e) Only the lowest updated", "Mean of |Δp|.", alone(0)),
-        card("(f) Only the highest updated", "Mean of |Δp|.", alone(last)),
+        card("(e) Step on the lowest interval alone", "Mean of |Δp|.", alone(0)),
+        card("(f) Step on the highest interval alone", "Mean of |Δp|.", alone(last)),
         mean.size && card("At the logits", "Mean of ‖e − π‖, in closed form.", bars(intervals, [{ label: "size", ...inside(mean.size, error.size) }])),
-        card("Part in the gradient", "⟨g of the interval, g⟩ / ‖g‖²; adds up to 100 %.",
+        card("Part in the gradient", "⟨g of the interval, g⟩ / ‖g‖². The parts add up to 100 %.",
           bars(intervals, methods.map((name) => ({ label: name, ...inside(mean.regulators[name].share, error.regulators[name].share) })), { unit: percent })),
-        card("Weight", "Mean policy weight, all phases added up.",
+        card("Weight", "Mean policy weight, summed over phases.",
           bars(intervals, methods.map((name) => ({ label: name, values: mean.regulators[name].weight, errors: [] })))),
-        card("Moved by each method", "Mean of |Δp| after its whole update.",
+        card("Movement by method", "Mean of |Δp| after the method's whole update.",
           bars(intervals, methods.map((name) => ({ label: name, ...inside(mean.regulators[name].influence.at(-1).moved, error.regulators[name].influence.at(-1).moved) })))),
       ),
       el("p", { class: "bar" }, el("label", {}, "Regulator", pick)), matrices,
-      this.displacement(mean, methods), this.suspects(found.suspects || []));
+      this.displacement(mean, methods), this.suspects(diagnosis.suspects || []));
   },
 
   displacement(mean, methods) {
     const found = methods.map((name) => [name, mean.regulators[name].displacement]).filter(([, each]) => each);
     if (!found.length) return null;
-    return el("div", {}, el("h2", {}, "What became of the correct responses"),
-      el("p", { class: "muted" }, "Change of their log-likelihood by one update, by question, falling first. Below zero: the update made right answers less likely."),
+    return el("div", {}, el("h2", {}, "Correct responses after the update"),
+      el("p", { class: "muted" }, "Change of their log-likelihood by one update, one bar per question, sorted. Below zero, the update made correct answers less likely."),
       el("div", { class: "grid" }, found.map(([name, each]) => card(name,
         `mean ${number(each["lld/change"])}; ${percent(each["lld/fallen_share"])} of the correct responses fell`,
         bars(each.questions.map((_, i) => ""), [{ label: "question", values: [...each.questions].sort((a, b) => a - b), errors: [] }])))));
@@ -76,9 +75,9 @@ const figures = {
 
   suspects(tokens) {
     if (!tokens.length) return null;
-    return el("div", {}, el("h2", {}, "Tokens of wrong responses that pull right ones down"),
-      el("p", { class: "muted" }, "The highest NTHR scores: lowering these tokens lowers the correct responses of the same group most."),
-      table(["score", "p", "token", "after", "batch", "response"],
+    return el("div", {}, el("h2", {}, "Tokens of wrong responses that pull correct ones down"),
+      el("p", { class: "muted" }, "The tokens with the highest NTHR scores: making them less likely lowers the correct responses of their group most."),
+      table(["score", "p", "token", "text before", "batch", "response"],
         tokens.map((t) => [t.score, t.p, el("code", {}, t.text), el("code", { class: "muted" }, t.before), t.step, t.row])));
   },
 };
@@ -123,7 +122,7 @@ function density(values) {
     [0, 0.25, 0.5, 0.75, 1].map((t) => svg("text", { x: 40 + 282 * t, y: 158, "text-anchor": "middle" }, t)));
 }
 
-// A matrix, shaded: warm above zero, cool below; `top` is the value of full colour, or the largest there is.
+// A shaded matrix: warm above zero, cool below. `top` gets the full colour; by default the largest value does.
 function heat(rows, columns, values, top = null) {
   const flat = values.flat().filter((v) => v !== null);
   const full = top || most(flat);

@@ -1,7 +1,7 @@
-"""The page itself: one HTML file with its style, its program and its data inside, that asks the network for nothing.
+"""The page itself: one HTML file that contains its style, its scripts and its data, and makes no network requests.
 
-Everything a model wrote is untrusted. It is in the file as JSON in which no character has a meaning in HTML, or as
-base64, and the program shows it as text alone. The policy in the head lets our style and our script run, no more.
+Everything a model wrote is untrusted. The file holds it as JSON without characters that have a meaning in HTML, or as
+base64, and the scripts only ever show it as text. The content security policy allows our style and our script alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCRIPTS = ("data.js", "draw.js", "curves.js", "figures.js", "viewer.js", "app.js
 def write_report(
     paths: Sequence[str | Path], out: str | Path, *, progress: Callable[[int, int], None] = lambda *_: None
 ) -> Path:
-    """Write the page of these run folders to ``out``; ``progress`` hears of responses written and in all."""
+    """Write the page of these run folders to ``out``; ``progress`` gets the numbers of responses written and in all."""
     source = Source(paths)
     index = source.index()
     total = len(index["rows"])
@@ -42,20 +42,20 @@ def write_report(
 
 
 def in_html(data: Any) -> bytes:
-    """JSON that can stand inside a script element, whatever strings it holds: ASCII, and no ``<``, ``>`` or ``&``."""
+    """JSON that is safe inside a script element, whatever strings it holds: ASCII without ``<``, ``>`` and ``&``."""
     text = dumps(data).decode("ascii").strip()
     for char in "<>&":
-        text = text.replace(char, f"\\u{ord(char):04x}")  # these occur in strings only
+        text = text.replace(char, f"\\u{ord(char):04x}")  # in JSON these occur only inside strings
     return text.encode("ascii")
 
 
 @cache
 def frame(live: bool) -> tuple[str, str]:
-    """What stands before the data and after it. A live page may ask the server that it came from, and nobody else."""
+    """The HTML before the data and after it. A live page may send requests to the server that it came from only."""
     style, script = _asset("page.css"), "\n".join(_asset(name) for name in SCRIPTS)
-    whom = "'self'" if live else "'none'"
+    hosts = "'self'" if live else "'none'"
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src {whom}; "
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src {hosts}; "
         "base-uri 'none'; form-action 'none'"
     )
     top, bottom = _asset("page.html").split("<!-- data -->")

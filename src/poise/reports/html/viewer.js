@@ -1,19 +1,19 @@
-// Responses: a list of which only what is visible exists, and the chosen one token by token.
+// Responses: a list that draws only its visible rows, and the chosen response token by token.
 
-const HEIGHT = 46; // of a row of the list, as in page.css
+const HEIGHT = 46; // pixels of a list row, as in page.css
 
 const total = (b, i) => b.weights.reduce((sum, name) => sum + b[name][i], 0);
 const SHADES = {
   probability: { of: (b, i) => Math.exp(b.logp[i]), at: (v) => [1 - v, "warm"], ends: ["p = 1", "p = 0"], note: "darker: less likely" },
-  weight: { of: total, middle: 1, note: "all phases added up; warm: above 1, cool: below" },
+  weight: { of: total, middle: 1, note: "summed over phases; warm: above 1, cool: below 1" },
   advantage: { of: (b, i) => b.advantage[i], middle: 0, note: "warm: positive, cool: negative" },
   gradient: {
     of: (b, i) => Math.abs(total(b, i) * b.advantage[i]) * (b.size ? b.size[i] : -Math.expm1(b.logp[i])), middle: 0, positive: true,
-    note: "w·|A|·‖e − π‖ where it was measured, else w·|A|·(1 − p), its part at the sampled token",
+    note: "w·|A|·‖e − π‖ if measured, otherwise w·|A|·(1 − p), its part at the sampled token",
   },
-  nthr: { of: (b, i) => (b.nthr ? b.nthr[i] : NaN), middle: 0, note: "NTHR score of tokens of wrong responses; warm: lowers the right ones with it" },
+  nthr: { of: (b, i) => (b.nthr ? b.nthr[i] : NaN), middle: 0, note: "NTHR score, for tokens of wrong responses; warm: lowering it lowers correct responses too" },
   change: { of: (b, i) => (b.change ? b.change[i] : NaN), middle: 0, note: "Δ log p by the measured update" },
-  entropy: { of: (b, i) => b.entropy[i], middle: 0, positive: true, note: "of the next token, nats" },
+  entropy: { of: (b, i) => b.entropy[i], middle: 0, positive: true, note: "of the distribution that the token was drawn from, in nats" },
 };
 
 const viewer = {
@@ -21,12 +21,12 @@ const viewer = {
 
   view() {
     const values = (name) => [...new Set(data.rows.map((row) => row[name]))].sort((a, b) => (a > b ? 1 : -1));
-    if (!data.rows.length) return [el("p", { class: "muted" }, "No responses were recorded; train with rollouts_every=10, say.")];
+    if (!data.rows.length) return [el("p", { class: "muted" }, "No responses were recorded. To record them, train with rollouts_every=10, for example.")];
     const choice = (label, name, options) => el("label", {}, label, el("select", { id: `f-${name}`, onchange: (e) => this.change(name, e.target.value) },
       el("option", { value: "" }, "all"), options.map(([value, text]) => el("option", { value, selected: this.filter[name] === String(value) }, text ?? value))));
     const limit = (label, name) => el("label", {}, label, el("input", { type: "number", step: "any", id: `f-${name}`, value: this.filter[name] ?? "",
       oninput: (e) => this.change(name, e.target.value) }));
-    const top = this.list?.scrollTop ?? 0, before = [...(this.panes?.children ?? [])]; // a refresh must not make the page jump
+    const top = this.list?.scrollTop ?? 0, before = [...(this.panes?.children ?? [])]; // a refresh must not scroll the page
     this.count = el("span", { class: "muted", id: "count", role: "status" }, this.count?.textContent ?? "");
     this.space = el("div", { class: "space", style: { height: this.space?.style.height ?? "" } });
     this.list = el("div", { class: "list", id: "list", tabindex: 0, role: "listbox", "aria-label": "Responses", onscroll: () => this.rows() }, this.space);
@@ -58,7 +58,7 @@ const viewer = {
 
   change(name, value) { this.filter[name] = value; this.apply(); },
 
-  // Rows that pass the filters; a search then goes through the texts a few at a time.
+  // Shows the rows that pass the filters. A search goes through the texts a few at a time.
   async apply() {
     const f = this.filter, mine = ++this.search;
     const candidates = data.rows.filter((row) =>
@@ -117,7 +117,7 @@ const viewer = {
 
   move(by) { this.select(this.shown.findIndex((row) => this.same(row, this.selected)) + by); },
 
-  // Keep the chosen response and look at another beside it: the same problem's in another run, if there is one.
+  // Keeps the chosen response and shows another beside it: the other run's response to the same problem, if it exists.
   pin() {
     this.pinned = this.pinned ? null : this.selected;
     const other = this.pinned && data.rows.find((row) => row.run !== this.pinned.run && row.problem === this.pinned.problem && row.step === this.pinned.step);
@@ -130,9 +130,9 @@ const viewer = {
     tip.hide();
     const wanted = [this.pinned, this.selected].filter(Boolean);
     const panes = await Promise.all(wanted.map(async (row) => this.pane(row, await data.block(row))));
-    if (wanted.at(-1) !== (this.selected || this.pinned)) return; // meanwhile another was chosen
+    if (wanted.at(-1) !== (this.selected || this.pinned)) return; // the user has chosen another response meanwhile
     this.panes.replaceChildren(...panes);
-    this.comparing.textContent = this.pinned ? "Compare no more" : "Compare";
+    this.comparing.textContent = this.pinned ? "Stop comparing" : "Compare";
   },
 
   pane(row, block) {
@@ -162,7 +162,7 @@ const viewer = {
       el("details", { open: true }, el("summary", {}, "Prompt"), el("pre", { class: "prompt" }, data.prompts[row.prompt])),
       tokens,
       el("div", { class: "scale", style: { background: ramp } }), el("div", { class: "ends" }, el("span", {}, low), el("span", {}, `${this.shade}: ${shading.note}`), el("span", {}, high)),
-      el("details", { open: true }, el("summary", {}, "The verifier's parts"), table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [k, v]), ["reward", row.reward]])));
+      el("details", { open: true }, el("summary", {}, "Parts of the score"), table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [k, v]), ["reward", row.reward]])));
   },
 
   facts(b, i) {
@@ -173,7 +173,7 @@ const viewer = {
     return [...rows, ["token", `${i + 1} of ${b.length}`]];
   },
 
-  // The token before or after, with its values beside it.
+  // Moves to the token before or after, and shows its values.
   step(by) {
     const spans = [...this.panes.querySelectorAll(".pane:last-child .tokens span")];
     if (!spans.length) return;

@@ -1,0 +1,39 @@
+"""docs/rewards.md says what is there, and its Python runs."""
+
+import re
+import sys
+from dataclasses import fields
+
+import pytest
+
+from poise import rewards
+from poise._lib import user_code
+from support.pages import ROOT, snippets
+
+PAGE = ROOT / "docs/rewards.md"
+
+
+def test_the_table_has_every_built_in_reward_and_its_settings():
+    rows = re.findall(r"(?m)^\| `(\w+)` \| .* \| (.*) \|$", PAGE.read_text())
+    assert [name for name, _ in rows] == rewards.names()
+    for name, settings in rows:
+        named = set(re.findall(r"`(\w+)", settings))
+        assert named == {field.name for field in fields(rewards.TABLE[name])}
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys, quick):
+    file, usage = snippets(PAGE)
+    exec(compile(usage, str(PAGE), "exec"), {})
+    assert capsys.readouterr().out == "1.2 {'math': 1.0, 'format': 1.0} True\n"
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(user_code, "FOLDERS", [str(tmp_path)])
+    (tmp_path / "my_rewards.py").write_text(file)
+    with rewards.Rewards(["my_rewards.brief", "my_rewards.polite"], quick=quick) as scorer:
+        verdicts = scorer.score(
+            ["?"] * 3, ["yes please", "no", [{"role": "assistant", "content": "nein"}]], [[0] * 100] * 3,
+            {"language": ["en", "en", "de"]}, ["1", "2", "3"],
+        )  # fmt: skip
+    sys.modules.pop("my_rewards", None)
+    assert [v.reward for v in verdicts] == [1.5, 0.5, 0.5]
