@@ -232,7 +232,9 @@ def test_a_gold_column_by_name_and_one_that_is_missing():
         ("exact(", "cannot read"),
         ("", "cannot read"),
         ("no_such_module.reward", "no_such_module"),
-        ("json.dumps_", "dumps"),
+        ("hypothesis.nothing", "nothing"),
+        ("subprocess.Popen(args='touch owned')", "part of Python itself"),
+        ("os:system", "part of Python itself"),
     ],
 )
 def test_mistakes_are_answered(spec, message):

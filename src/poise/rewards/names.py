@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,8 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
             unknown("reward", name, TABLE)
             + "; for one of your own write file.py:name, or its dotted path, package.module.name"
         )
+    if name.partition(".")[0].partition(":")[0] in sys.stdlib_module_names and ".py:" not in name:
+        raise ValueError(f"reward {name!r} is part of Python itself, and no reward")  # os.system, subprocess.Popen
     found = _user_code.load("reward", name, object)
     module, _, inner = name.rpartition(":") if ":" in name else name.rpartition(".")
     call = given if brackets else None
