@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from poise.tasks import Attempt, TaskError, judge_all
-from poise.tasks.environment import Environment
+from poise.tasks.environment import Environment, environment
 from poise.tasks.watched import HungError, Worker
 
 
@@ -206,3 +206,36 @@ def test_a_worker_keeps_its_thread_until_a_call_hangs():
     assert worker.run(5, threading.get_ident) != first
     with pytest.raises(KeyError):
         worker.run(5, {}.__getitem__, "x")
+
+
+def test_rows_of_a_file_reach_reset(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"Row {i}. "}], "target": i} for i in range(1, 21)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = environment(Counter, file=str(file))
+    train, test = (task.epoch(split, 0, 0) for split in ("train", "test"))
+    assert (len(train), len(test)) == (18, 2)
+    assert not {p.data["row"]["target"] for p in train} & {p.data["row"]["target"] for p in test}
+    assert sorted(task.epoch("train", 0, 1), key=repr) == sorted(train, key=repr)
+    assert task.epoch("train", 0, 1) != train
+    assert list(islice(task.problems("train", 0), 36)) == [*train, *task.epoch("train", 0, 1)]
+    target = train[0].data["row"]["target"]
+    said, score = play(task, [call("add", number=target), "Done."], train[0])
+    assert said[0] == [{"role": "user", "content": f"Row {target}. Make the total {target}."}]
+    assert score.correct
+    assert environment(Counter, file=str(file), held_out=0).epoch("test", 0, 0) == []
+    for content, message in [("", "no rows"), ("{", "line 1"), ('{"target": 1}\n', "no row is left for training")]:
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            environment(Counter, file=str(file))
+
+
+def test_rows_in_both_files_are_refused(tmp_path):
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_text('{"target": 1}\n{"target": 2}\n')
+    two.write_text('{"target": 2}\n')
+    with pytest.raises(ValueError, match=r"are in .*two.jsonl as well"):
+        environment(Counter, file=str(one), test_file=str(two))
+    two.write_text('{"target": 3}\n')
+    task = environment(Counter, file=str(one), test_file=str(two))
+    assert [len(task.epoch(split, 0, 0)) for split in ("train", "test")] == [2, 1]

@@ -32,7 +32,7 @@ from poise.tasks.base import (
 )
 from poise.tasks.countdown import Countdown
 from poise.tasks.data import Data, Math
-from poise.tasks.environment import Environment
+from poise.tasks.environment import environment
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.tasks.search_qa import SearchQA
@@ -42,7 +42,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
     "countdown": Countdown,
     "data": Data,
-    "environment": Environment,
+    "environment": environment,
     "frozenlake": FrozenLake,
     "sokoban": Sokoban,
     "search-qa": SearchQA,

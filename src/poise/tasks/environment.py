@@ -12,8 +12,10 @@ the problem's number, so that all attempts at a problem are attempts at the same
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import count
 from random import Random
 from typing import Any, ClassVar
@@ -22,6 +24,7 @@ from poise._lib import user_code as _user_code
 from poise._lib.errors import check_range, short
 from poise.rewards import Rewards
 from poise.tasks.base import Attempt, Message, Problem, Score, Split, TaskError, check_split
+from poise.tasks.data.rows import DataError, read
 from poise.tasks.streams import check_whole, draw_of_split
 from poise.tasks.tools import Schema, answer_all
 from poise.tasks.watched import HungError, Worker, settled
@@ -73,7 +76,7 @@ class Environment:
         """Rows for ``reset``: without data there is only a number, of which one in ten is for testing."""
         check_split(split)
         rng = Random(f"environment {seed}")
-        for _ in count():
+        while True:
             number = draw_of_split("environment", split, rng, _draw_number)
             yield Problem(f"environment/{number}", "", "all", {"row": {"prompt": EMPTY}, "number": number})
 
@@ -107,6 +110,81 @@ class Environment:
         reward = own.reward + verdict.reward
         right = reward >= self.correct_at
         return Score(reward, right, {**own.parts, **verdict.parts}, verdict.answer, verdict.failed)
+
+
+@dataclass(frozen=True)
+class EnvironmentOfRows(Environment):
+    """An environment whose ``reset`` gets the rows of a file, epoch after epoch.
+
+    ``test_file`` holds the rows for testing; without one, the share ``held_out`` is chosen by a hash of the row.
+    """
+
+    file: str = ""
+    test_file: str | None = None
+    held_out: float = 0.1
+    _problems: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("environment", "held_out", self.held_out, 0.0, 0.9)
+        found = _problems_of(self.file)
+        test = found[: max(1, round(self.held_out * len(found)))] if self.held_out else []
+        if self.test_file:
+            test = _problems_of(self.test_file)
+        known = {_meaning(problem) for problem in test}
+        if self.test_file and any(_meaning(problem) in known for problem in found):
+            raise DataError(f"data {self.file}: some of its rows are in {self.test_file} as well: take them out of one")
+        train = [problem for problem in found if _meaning(problem) not in known]
+        if not train:
+            raise DataError(f"data {self.file}: no row is left for training: give more rows, or lower held_out")
+        object.__setattr__(self, "_problems", {"train": train, "test": test})
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """The rows of a split, epoch after epoch."""
+        for number in count():
+            if not self._problems[split]:
+                return
+            yield from self.epoch(split, seed, number)
+
+    def epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
+        """The rows of a split in the order of an epoch."""
+        check_split(split)
+        return Random(f"epoch {seed} {number} {split}").sample(self._problems[split], len(self._problems[split]))
+
+
+def environment(
+    factory: str | Callable[[], Any],
+    file: str | None = None,
+    test_file: str | None = None,
+    held_out: float = 0.1,
+    reward: str | Sequence[str] = (),
+    reward_weights: Sequence[float] | None = None,
+    correct_at: float = 1.0,
+    turns: int = 16,
+    timeout: float = 30.0,
+) -> Environment:
+    """An environment in TRL's shape, on rows of a file or without data. The settings are those of ``Environment``."""
+    own = (factory, reward, reward_weights, correct_at, turns, timeout)
+    if file is None:
+        return Environment(*own)
+    return EnvironmentOfRows(*own, file=file, test_file=test_file, held_out=held_out)
+
+
+def _problems_of(file: str) -> list[Problem]:
+    """The rows of a file as problems, in the order of their hashes."""
+    found = read(file)
+    if found.unreadable:
+        number, why = found.unreadable[0]
+        more = f" ({len(found.unreadable)} such lines)" if len(found.unreadable) > 1 else ""
+        raise DataError(f"data {file}, line {number}: {why}{more}")
+    if not found.rows:
+        raise DataError(f"data {file} has no rows")
+    problems = [Problem(f"{file}:{number}", "", "all", {"row": row, "number": number}) for number, row in found.rows]
+    return sorted(problems, key=_meaning)
+
+
+def _meaning(problem: Problem) -> str:
+    return sha256(json.dumps(problem.data["row"], sort_keys=True).encode()).hexdigest()
 
 
 def _draw_number(rng: Random) -> tuple[str, int]:
