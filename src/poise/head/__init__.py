@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities and the loss, without the logits of all tokens in memory."""
+"""Loss and log-probabilities from hidden states, without the logits of all tokens in memory."""
 
 from poise.head.loss import policy_loss, token_logp
 from poise.lm_head import Head, HeadLike, as_head

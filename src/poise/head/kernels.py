@@ -1,8 +1,7 @@
-"""The row pass in Triton: one program reads a token's logits and leaves their gradient in place.
+"""The row pass in Triton: one program reads a token's logits and overwrites them with their gradient.
 
-What it computes is what ``poise.head.rows`` computes in plain torch, which is the reference. A token's loss,
-metrics and derivatives stand here a second time, by hand: every setting is checked against ``poise.objective`` in
-tests/gpu.
+``poise.head.rows`` is the reference in plain torch. This module repeats a token's loss, metrics and derivatives by
+hand; tests/gpu compares every setting with ``poise.objective``.
 """
 # mypy: ignore-errors
 
@@ -19,7 +18,7 @@ from poise.lm_head import Head
 from poise.objective import KL_ESTIMATORS, Settings, Terms
 
 COLUMNS = tl.constexpr(len(TALLY))
-STATISTICS, OBJECTIVE, GIVEN = 0, 1, 2  # what a pass is for: nothing but logp and entropy, or which gradient
+STATISTICS, OBJECTIVE, UPSTREAM = 0, 1, 2  # a pass computes logp and entropy, or one of two gradients
 
 
 @triton.jit
@@ -30,7 +29,7 @@ def _log1p(x):
 
 @triton.jit
 def _excess(x):
-    """exp(x) − 1 − x, which would cancel for small x."""
+    """exp(x) − 1 − x, by a series for small x, where it would cancel."""
     series = x * x * 0.5 * (1 + x * (1 / 3 + x * (1 / 12 + x * (1 / 60 + x * (1 / 360)))))
     return tl.where(tl.abs(x) < 0.3, series, tl.exp(x) - 1 - x)
 
@@ -39,7 +38,7 @@ def _excess(x):
 def _objective(
     logp, row, old, ref, advantages, policy, bonus, clip_low, clip_high, dual_clip, kl_coef, KL: tl.constexpr
 ):  # fmt: skip
-    """The token's loss without entropy, its derivative with respect to the log-probability, and what it is made of."""
+    """The token's loss without entropy, its derivative with respect to the log-probability, and its parts."""
     advantage, weight = tl.load(advantages + row), tl.load(policy + row)
     gap = tl.where(weight > 0, logp - tl.load(old + row), 0.0)
     held = tl.minimum(tl.maximum(gap, -20.0), 20.0)
@@ -73,9 +72,63 @@ def _objective(
 
 
 @triton.jit
+def _store_tally(tally, share, loss, of_policy, low, high, drift, kl):
+    """The columns of ``TALLY`` except the entropy."""
+    tl.store(tally, loss)
+    tl.store(tally + 1, of_policy)
+    tl.store(tally + 2, low * share)
+    tl.store(tally + 3, high * share)
+    tl.store(tally + 4, drift * share)
+    tl.store(tally + 5, kl * share)
+
+
+@triton.jit
+def _row_sums(
+    logits, vocabulary, bias, own, scale, softcap, inverse_temperature,
+    ENTROPY: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The row's largest logit, Σ exp(logit − largest), and the same sum weighted by the distance to the own logit."""
+    top = own
+    sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocabulary
+        x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_last").to(tl.float32)
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
+        z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
+        higher = tl.maximum(top, tl.max(z, 0))
+        rescale = tl.exp2(top - higher)
+        e = tl.exp2(z - higher)
+        sums = sums * rescale + e
+        if ENTROPY:
+            moments = moments * rescale + e * (z - own)
+        top = higher
+    return top, tl.sum(sums, 0), tl.sum(moments, 0)
+
+
+@triton.jit
+def _row_gradient(
+    logits, vocabulary, bias, slope, slope_of_entropy, entropy, lift, scale, softcap, inverse_temperature,
+    ENTROPY: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Overwrite every logit but the target's with its gradient."""
+    for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocabulary
+        x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_first").to(tl.float32)
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
+        z, inner = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
+        p = tl.exp2(z + lift)
+        d = -slope * inner * p
+        if ENTROPY:
+            d -= slope_of_entropy * inner * p * ((z + lift) / LOG2E + entropy)
+        tl.store(logits + column, d.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
 def _row_kernel(
     logits, stride, vocabulary, targets, bias, logp_out, entropy_out, tally,
-    old, ref, advantages, policy, bonus, share, given, given_entropy,
+    old, ref, advantages, policy, bonus, share, grad_logp, grad_entropy,
     scale, softcap, inverse_temperature, clip_low, clip_high, dual_clip, kl_coef, entropy_coef,
     MODE: tl.constexpr, KL: tl.constexpr, ENTROPY: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -84,32 +137,19 @@ def _row_kernel(
     logits += row * stride
     target = tl.load(targets + row)
     known = (target >= 0) & (target < vocabulary)
-    target = tl.where(known, target, 0)  # what is not a token gets NaN, and writes nowhere else
+    target = tl.where(known, target, 0)  # an invalid target gets NaN, and writes nowhere else
     own = tl.where(known, tl.load(logits + target).to(tl.float32), float("nan"))
     own_bias = tl.load(bias + target).to(tl.float32) if BIAS else 0.0
     own, own_slope = finished(own, own_bias, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
-    # The target is left out of the sums, so that for a confident token nothing large cancels. Its logit, which is kept
-    # in `own`, is made so small that it counts for nothing; that costs no comparison for every element.
+    # The sums leave the target out, so that nothing large cancels for a confident token: its logit, kept in `own`, is
+    # overwritten with NEVER. That saves a comparison per element.
     tl.debug_barrier()
     tl.store(logits + target, NEVER)
     tl.debug_barrier()
 
-    top = own
-    sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < vocabulary
-        x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_last").to(tl.float32)
-        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-        z, inner = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
-        higher = tl.maximum(top, tl.max(z, 0))
-        rescale = tl.exp2(top - higher)
-        e = tl.exp2(z - higher)
-        sums = sums * rescale + e
-        if ENTROPY:
-            moments = moments * rescale + e * (z - own)
-        top = higher
-    others, spread = tl.sum(sums, 0), tl.sum(moments, 0)
+    top, others, spread = _row_sums(
+        logits, vocabulary, bias, own, scale, softcap, inverse_temperature, ENTROPY, BIAS, SOFTCAP, BLOCK
+    )  # fmt: skip
     mine = tl.exp2(own - top)
     total = others + mine
     logp = tl.where(mine > 1e-30, -_log1p(others / tl.maximum(mine, 1e-30)), (own - top - tl.log2(total)) / LOG2E)
@@ -124,36 +164,23 @@ def _row_kernel(
             loss, slope, of_policy, low, high, drift, kl = _objective(
                 logp, row, old, ref, advantages, policy, bonus, clip_low, clip_high, dual_clip, kl_coef, KL
             )  # fmt: skip
+            counts, tally = tl.load(share + row), tally + row * COLUMNS
             slope_of_entropy = 0.0
             if ENTROPY:
                 weight = tl.load(bonus + row)
                 slope_of_entropy = -entropy_coef * weight
                 carried = tl.where(weight > 0, entropy, 0.0)
                 loss += slope_of_entropy * carried
-            counts, tally = tl.load(share + row), tally + row * COLUMNS
-            tl.store(tally, loss)
-            tl.store(tally + 1, of_policy)
-            tl.store(tally + 2, low * counts)
-            tl.store(tally + 3, high * counts)
-            tl.store(tally + 4, drift * counts)
-            tl.store(tally + 5, kl * counts)
-            if ENTROPY:
                 tl.store(tally + 6, carried * counts)
+            _store_tally(tally, counts, loss, of_policy, low, high, drift, kl)
         else:
-            slope = tl.load(given + row)
-            slope_of_entropy = tl.load(given_entropy + row) if ENTROPY else 0.0
+            slope = tl.load(grad_logp + row)
+            slope_of_entropy = tl.load(grad_entropy + row) if ENTROPY else 0.0
         lift = logp * LOG2E - own
-        for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
-            column = start + tl.arange(0, BLOCK)
-            inside = column < vocabulary
-            x = tl.load(logits + column, mask=inside, other=NEVER, eviction_policy="evict_first").to(tl.float32)
-            shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-            z, inner = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
-            p = tl.exp2(z + lift)
-            d = -slope * inner * p
-            if ENTROPY:
-                d -= slope_of_entropy * inner * p * ((z + lift) / LOG2E + entropy)
-            tl.store(logits + column, d.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        _row_gradient(
+            logits, vocabulary, bias, slope, slope_of_entropy, entropy, lift, scale, softcap, inverse_temperature,
+            ENTROPY, BIAS, SOFTCAP, BLOCK,
+        )  # fmt: skip
         tl.debug_barrier()
         d = slope * (others / total)
         if ENTROPY:
@@ -172,20 +199,22 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 
 
 def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entropy: Tensor) -> None:
-    """Log-probabilities and entropies from ``W h``."""
+    """Write the log-probabilities and entropies (N,) of ``W h`` (N, V) into ``logp`` and ``entropy``."""
     _launch(STATISTICS, product, targets, head, logp=logp, entropy=entropy)
 
 
 def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Terms, settings: Settings) -> Tensor:
-    """The sums of what ``TALLY`` names; the gradient with respect to ``W h`` is left in its place."""
+    """The sums named by ``TALLY``; ``product`` (N, V) is overwritten with the loss gradient at ``W h``."""
     tally = torch.zeros((len(product), len(TALLY)), device=product.device)
     _launch(OBJECTIVE, product, targets, head, parts=parts, settings=settings, tally=tally)
     return tally.sum(0)
 
 
-def given_gradient(product: Tensor, targets: Tensor, head: Head, slope: Tensor, spread: Tensor | None) -> None:
-    """The gradient with respect to ``W h`` for given ones of log-probabilities and entropies, in its place."""
-    _launch(GIVEN, product, targets, head, slope=slope, spread=spread)
+def upstream_gradient(
+    product: Tensor, targets: Tensor, head: Head, grad_logp: Tensor, grad_entropy: Tensor | None
+) -> None:
+    """Overwrite ``product`` (N, V) with the gradient at ``W h``, from the gradients (N,) of its two outputs."""
+    _launch(UPSTREAM, product, targets, head, grad_logp=grad_logp, grad_entropy=grad_entropy)
 
 
 def _launch(
@@ -199,14 +228,14 @@ def _launch(
     parts: Terms | None = None,
     settings: Settings | None = None,
     tally: Tensor | None = None,
-    slope: Tensor | None = None,
-    spread: Tensor | None = None,
+    grad_logp: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
 ) -> None:
     rows, vocabulary = product.shape
     settings = settings or Settings()
     with_kl = mode == OBJECTIVE and settings.kl_coef != 0
     with_entropy = {
-        STATISTICS: True, OBJECTIVE: settings.entropy_coef != 0, GIVEN: spread is not None
+        STATISTICS: True, OBJECTIVE: settings.entropy_coef != 0, UPSTREAM: grad_entropy is not None
     }[mode]  # fmt: skip
     fields = (None,) * 6
     if parts is not None:
@@ -214,7 +243,8 @@ def _launch(
     block = min(4096, triton.next_power_of_2(vocabulary))
     with torch.cuda.device(product.device):
         _row_kernel[(rows,)](
-            product, product.stride(0), vocabulary, targets, head.bias, logp, entropy, tally, *fields, slope, spread,
+            product, product.stride(0), vocabulary, targets, head.bias, logp, entropy, tally, *fields,
+            grad_logp, grad_entropy,
             float(head.scale), float(head.softcap or 1.0), 1 / head.temperature, settings.clip_low,
             settings.clip_high, float("inf") if settings.dual_clip is None else float(settings.dual_clip),
             settings.kl_coef, settings.entropy_coef,
@@ -224,7 +254,7 @@ def _launch(
 
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """``values *= factor``, which costs a launch and nothing else where the factor, unknown to the host, is 1."""
+    """``values *= factor``. The host does not know the factor; if it is 1, this costs only a launch."""
     block = 4096
     with torch.cuda.device(values.device):
         _scale_kernel[(triton.cdiv(values.numel(), block),)](values, factor, values.numel(), BLOCK=block)

@@ -1,9 +1,11 @@
-"""Loss and log-probabilities straight from hidden states, in row chunks: logits exist for one chunk at a time.
+"""Loss and log-probabilities from hidden states, chunk by chunk: only one chunk of tokens has logits at a time.
 
-A token's gradient depends on its own row alone (its log-probability, the old one, its advantage, its weight), so the
-gradient of the logits is formed in the forward pass, in their place, and no logits are computed twice: ``6·N·d·V``
-FLOP, the three products that there must be. ``token_logp`` is for losses that see more than a token at a time, such as
-sequence-level ratios: there the chunks are computed again in the backward pass, ``8·N·d·V``.
+A token's gradient depends on its own row alone (its log-probability, the old one, its advantage, its weight). So the
+forward pass already replaces the logits by their gradient, and no logits are computed twice: ``6·N·d·V`` FLOP, the
+minimum of three matrix products. ``token_logp`` is for losses that couple several tokens, such as sequence-level
+ratios: its backward pass computes the chunks again, ``8·N·d·V``.
+
+Shapes: B responses, T response tokens (padded), N selected tokens, d hidden width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from poise.head import rows
 from poise.lm_head import Head, HeadLike, as_head
 from poise.objective import Settings, active, terms
 
-CUDA_CHUNK = 288 << 20  # bytes of logits at a time, or as much as the weight if that is more
-CPU_CHUNK = 4 << 20  # what a processor's caches like
-ALIGN = 128  # rows
+CUDA_CHUNK = 288 << 20  # bytes of logits per chunk; the size of the weight if that is more
+CPU_CHUNK = 4 << 20  # fits into a processor's caches
+ALIGN = 128  # a chunk's rows are a multiple of this
 
 
 def policy_loss(
@@ -43,13 +45,13 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``poise.objective.policy_loss`` from hidden states instead of log-probabilities: the same loss.
 
-    ``hidden`` is (B, T, d), where hidden[b, t] predicts targets[b, t], or (n, d) for the tokens that
-    ``poise.objective.active`` names, in row order; no others are computed. ``tokens`` (n,) are their flat indices
-    ``b·T + t``: give them where the host knows them already, or it has to wait for the device. ``head`` and ``targets``
-    are the batch's own unless given. ``memory`` bounds the bytes of logits that exist at a time: where they all fit
-    there is one chunk, which is the fastest. Gradients reach ``hidden``, and the head's weight (or master) and bias
-    where they want one; they are computed here, and ``backward`` only hands them on. Of the metrics, KL and entropy are
-    there where they have a coefficient; a token that is not active counts as one whose probability has not changed.
+    ``hidden`` is (B, T, d), where hidden[b, t] predicts targets[b, t], or (N, d) for the tokens of
+    ``poise.objective.active`` in row order; only these are computed. ``tokens`` (N,) are their flat indices
+    ``b·T + t``: pass them if the host knows them, else it has to wait for the device. ``head`` and ``targets`` default
+    to the batch's. ``memory`` limits the bytes of logits per chunk; a single chunk is fastest. Gradients reach
+    ``hidden``, and the head's weight (or master) and bias if they require one; they are computed here, and ``backward``
+    only hands them on. The metrics include KL and entropy only if their coefficient is not 0. A token that is not
+    active counts as one whose probability has not changed.
     """
     settings = settings or Settings()
     linear = _linear(_of_batch(batch) if head is None else head)
@@ -68,16 +70,17 @@ def policy_loss(
             "give (B, T, d), or the states of objective.active(batch, phase, settings) in row order"
         )
     inputs = (states, _learns(linear), linear.bias)
-    wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
-    gradients = _Gradients(states, linear, wanted)
-    with torch.no_grad(), _as_it_is(states):
+    required = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
+    gradients = _Gradients(states, linear, required)
+    with torch.no_grad(), _no_autocast(states):
         products = _products(states, linear, memory)
-        first = next(products, None)  # the device has work now, while the host goes on
-        every = terms(batch, phase, settings, normalizer, accumulator(states.dtype))
-        parts, chosen = every.at(tokens, ref=settings.kl_coef != 0), targets.flatten()[tokens]
+        first = next(products, None)  # the device computes this while the host goes on
+        all_terms = terms(batch, phase, settings, normalizer, accumulator(states.dtype))
+        parts, active_targets = all_terms.at(tokens, ref=settings.kl_coef != 0), targets.flatten()[tokens]
         totals = states.new_zeros(len(rows.TALLY), dtype=parts.share.dtype)
         for part, product in chain([first] if first else [], products):
-            totals += _row_pass(states).objective_gradient(product, chosen[part], linear, parts.at(part), settings)
+            row_pass = _row_pass(states)
+            totals += row_pass.objective_gradient(product, active_targets[part], linear, parts.at(part), settings)
             gradients.add(part, product)
         absent = {"kl": not settings.kl_coef, "entropy": not settings.entropy_coef}
         metrics = {f"optim/{n}": value for n, value in zip(rows.TALLY, totals, strict=True) if not absent.get(n)}
@@ -86,9 +89,9 @@ def policy_loss(
 
 
 def token_logp(hidden: Tensor, targets: Tensor, head: HeadLike, *, memory: int | None = None) -> tuple[Tensor, Tensor]:
-    """(N,) log-probabilities of ``targets`` (N,) and entropies, with gradients, for any loss made of them.
+    """(N,) log-probabilities of ``targets`` (N,) and entropies, with gradients, for any loss.
 
-    ``hidden`` is (N, d). Logits exist for one chunk of ``memory`` bytes at a time, and again in the backward pass.
+    ``hidden`` is (N, d). Only one chunk of ``memory`` bytes has logits at a time; the backward pass recomputes them.
     """
     linear = _linear(head)
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or hidden.shape[1] != linear.weight.shape[1]:
@@ -98,7 +101,7 @@ def token_logp(hidden: Tensor, targets: Tensor, head: HeadLike, *, memory: int |
 
 
 class _KnownGradients(torch.autograd.Function):
-    """A loss whose gradients are there already."""
+    """A loss whose gradients were computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: _Gradients, *inputs: Tensor | None) -> Tensor:  # noqa: ARG004
@@ -108,81 +111,81 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(None if found is None else _scaled(found, output) for found in ctx.gradients.take())
+        return None, None, *(None if grad is None else _scaled(grad, output) for grad in ctx.gradients.take())
 
 
 class _TwoPass(torch.autograd.Function):
-    """Log-probabilities and entropies; the backward pass computes the logits again."""
+    """Log-probabilities and entropies whose backward pass computes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, head: Head, targets: Tensor, memory: int | None, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = inputs[0]  # beside it what learns, for autograd alone
+        hidden = inputs[0]  # weight and bias follow: autograd needs to see them
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, targets, head.weight, head.bias)  # whoever changes them in between is told
+        ctx.save_for_backward(
+            hidden, targets, head.weight, head.bias
+        )  # autograd raises an error if they change in between
         ctx.head, ctx.memory = head, memory
         logp, entropy = _per_row(hidden), _per_row(hidden)
-        with _as_it_is(hidden):
+        with _no_autocast(hidden):
             for part, product in _products(hidden, head, memory):
                 _row_pass(hidden).statistics(product, targets[part], head, logp[part], entropy[part])
         return logp, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logp: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, targets, *_ = ctx.saved_tensors
         head, gradients = ctx.head, _Gradients(hidden, ctx.head, ctx.needs_input_grad[3:])
-        slope = torch.zeros_like(_per_row(hidden)) if of_logp is None else of_logp.contiguous()
-        spread = None if of_entropy is None else of_entropy.contiguous()
-        with _as_it_is(hidden):
+        grad_logp = torch.zeros_like(_per_row(hidden)) if grad_logp is None else grad_logp.contiguous()
+        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        with _no_autocast(hidden):
             for part, product in _products(hidden, head, ctx.memory):
-                own = None if spread is None else spread[part]
-                _row_pass(hidden).given_gradient(product, targets[part], head, slope[part], own)
+                part_entropy = None if grad_entropy is None else grad_entropy[part]
+                _row_pass(hidden).upstream_gradient(product, targets[part], head, grad_logp[part], part_entropy)
                 gradients.add(part, product)
         return None, None, None, *gradients.take()
 
 
 class _Gradients:
-    """Gradients for hidden states, weight and bias, gathered chunk by chunk. Sums over chunks are float32."""
+    """Gradients of hidden states, weight and bias, accumulated over chunks in float32."""
 
-    def __init__(self, states: Tensor, head: Head, wanted: Sequence[bool]) -> None:
+    def __init__(self, states: Tensor, head: Head, required: Sequence[bool]) -> None:
         self.states, self.weight = states.detach(), head.weight.detach().to(states.dtype)
-        places = (states, _learns(head), head.bias)
-        self.places = [place if wants else None for place, wants in zip(places, wanted, strict=True)]
-        self.found: list[Tensor | None] = [torch.empty_like(self.states) if wanted[0] else None, None, None]
+        inputs = (states, _learns(head), head.bias)
+        self.inputs = [x if is_required else None for x, is_required in zip(inputs, required, strict=True)]
+        self.gradients: list[Tensor | None] = [torch.empty_like(self.states) if required[0] else None, None, None]
         self.taken = False
 
     def add(self, part: slice, gradient: Tensor) -> None:
-        """Take in the gradient of ``W h`` for a chunk of rows."""
+        """Add the gradient of ``W h`` for a chunk of rows."""
         states = self.states[part]
-        of_states, of_weight, of_bias = self.found
-        if of_states is not None:
-            torch.mm(gradient, self.weight, out=of_states[part])
-        if self.places[1] is not None:
-            if of_weight is None:
-                whole = len(states) == len(self.states)  # nothing to sum: at once what is wanted
-                kind = self.places[1].dtype if whole else accumulator(gradient.dtype)
-                of_weight = self.found[1] = gradient.new_empty(self.weight.shape, dtype=kind)
-            multiply(of_weight, gradient.T, states, add=part.start > 0)
-        if self.places[2] is not None:
+        grad_states, grad_weight, grad_bias = self.gradients
+        if grad_states is not None:
+            torch.mm(gradient, self.weight, out=grad_states[part])
+        if self.inputs[1] is not None:
+            if grad_weight is None:
+                single = len(states) == len(self.states)  # one chunk: nothing to sum, so directly in the final dtype
+                dtype = self.inputs[1].dtype if single else accumulator(gradient.dtype)
+                grad_weight = self.gradients[1] = gradient.new_empty(self.weight.shape, dtype=dtype)
+            multiply(grad_weight, gradient.T, states, add=part.start > 0)
+        if self.inputs[2] is not None:
             total = gradient.sum(0, dtype=accumulator(gradient.dtype))
-            self.found[2] = total if of_bias is None else of_bias.add_(total)
+            self.gradients[2] = total if grad_bias is None else grad_bias.add_(total)
 
     def take(self) -> list[Tensor | None]:
-        """The gradients, each in the dtype of what it is for. They are handed out once, not kept."""
+        """The gradients, each in the dtype of its input. They can be taken once."""
         if self.taken:
             raise RuntimeError("the gradients of this loss are gone: backward() can only be called once on it")
-        self.taken, found, self.found = True, self.found, [None, None, None]
+        self.taken, gradients, self.gradients = True, self.gradients, [None, None, None]
         del self.states, self.weight
-        for i, place in enumerate(self.places):
-            gradient = found[i]
-            found[i] = (
-                None if place is None else torch.zeros_like(place) if gradient is None else gradient.to(place.dtype)
-            )
-        return found
+        for i, x in enumerate(self.inputs):
+            gradient = gradients[i]
+            gradients[i] = None if x is None else torch.zeros_like(x) if gradient is None else gradient.to(x.dtype)
+        return gradients
 
 
 def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """``W h`` for equal chunks of rows, each of at most ``memory`` bytes, one after the other in the same place."""
+    """``W h`` for equal chunks of rows, each of at most ``memory`` bytes. All chunks reuse the same buffer."""
     weight, count = head.weight.detach().to(hidden.dtype), len(hidden)
     size = head.vocabulary * hidden.element_size()
     if memory is None:
@@ -191,14 +194,14 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
     rows = -(-count // max(-(-count // most), 1))
     if ALIGN <= rows < count:
         rows = min(-(-rows // ALIGN) * ALIGN, most)
-    place = hidden.new_empty(rows, head.vocabulary)
+    buffer = hidden.new_empty(rows, head.vocabulary)
     for start in range(0, count, max(rows, 1)):
         part = slice(start, min(start + rows, count))
-        yield part, torch.mm(hidden.detach()[part], weight.T, out=place[: part.stop - start])
+        yield part, torch.mm(hidden.detach()[part], weight.T, out=buffer[: part.stop - start])
 
 
 def _row_pass(hidden: Tensor) -> ModuleType:
-    """Triton's kernels on CUDA where Triton can be used, else plain torch."""
+    """The module that computes rows: Triton kernels on CUDA if Triton can run, else plain torch."""
     if _triton.suits(hidden):
         from poise.head import kernels
 
@@ -223,25 +226,25 @@ def _check_shapes(hidden: Tensor, targets: Tensor, batch: TokenBatch, head: Head
         raise ValueError(f"policy_loss: hidden must be {allowed}, got {tuple(hidden.shape)}")
 
 
-def _as_it_is(values: Tensor) -> torch.autocast:
-    """No autocast inside: what is computed in which precision is decided here."""
+def _no_autocast(values: Tensor) -> torch.autocast:
+    """Inside, autocast is off: this module chooses the precision of each operation."""
     return torch.autocast(values.device.type, enabled=False)
 
 
 def _linear(head: HeadLike) -> Head:
-    found = as_head(head)
-    if not isinstance(found, Head):
+    linear = as_head(head)
+    if not isinstance(linear, Head):
         raise TypeError("a head that is an opaque callable cannot be fused: give its weight, or a poise.Head")
-    return found
+    return linear
 
 
 def _learns(head: Head) -> Tensor:
-    """Where the gradient of the weight goes."""
+    """The tensor that receives the gradient of the weight."""
     return head.weight if head.master is None else head.master
 
 
 def _computed(hidden: Tensor) -> Tensor:
-    """float16 cannot hold the gradients of logits, which are as small as 1 / tokens: it is computed in float32."""
+    """float16 cannot represent gradients of logits, which are as small as 1 / tokens: compute in float32 instead."""
     return hidden.float() if hidden.dtype == torch.float16 else hidden
 
 

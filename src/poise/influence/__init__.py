@@ -1,4 +1,4 @@
-"""How tokens pull on each other through the head: the scores behind NTHR."""
+"""How one token's gradient at the head moves another token: the scores behind NTHR."""
 
 from poise.influence.inner_products import Form, Scores, cheaper_form, default_block, group_scores, scores
 

@@ -1,7 +1,9 @@
-"""The elementwise steps behind ``poise.influence`` in plain torch: what runs without Triton, and its reference.
+"""The elementwise steps of ``poise.influence`` in plain torch: the code that runs without Triton, and its reference.
 
-``poise.influence.kernels`` has the same functions as Triton kernels. Arithmetic is in float32 (float64 where the input
-is); what is stored for a matrix product with half-precision operands is bfloat16, whose range is that of float32.
+``poise.influence.kernels`` has the same functions as Triton kernels. Arithmetic is float32, or float64 for
+float64 inputs. Half-precision operands of matrix products are stored as bfloat16, which has the range of float32.
+
+Shapes: N tokens of a group, N⁺ of them in its n⁺ correct responses, V vocabulary size, d hidden width.
 """
 
 from __future__ import annotations
@@ -14,20 +16,20 @@ from torch import Tensor
 from poise._lib.float32 import accumulator
 from poise.lm_head import Head
 
-LAG = 20.0  # how far the running maximum may rise before what was summed is brought to the new one
+LAG = 20.0  # how far the maximum may rise before the sums are rescaled to it
 
 
 @dataclass(eq=False)
 class Rows:
-    """What is known of each token's row of logits after some slices of the vocabulary."""
+    """Running statistics of each token's row of logits, over the slices of the vocabulary seen so far."""
 
-    top: Tensor  # (N,) near the largest logit so far, at most LAG below it
-    others: Tensor  # (N,) Σ exp(logit − top) over the tokens that were not sampled
+    top: Tensor  # (N,) the largest logit so far, up to LAG below it
+    others: Tensor  # (N,) Σ exp(logit − top) over all but the sampled token
     own: Tensor  # (N,) the logit of the sampled token
 
     @classmethod
     def start(cls, hidden: Tensor) -> Rows:
-        """Nothing seen yet."""
+        """The statistics before the first slice."""
         zeros = hidden.new_zeros(len(hidden), dtype=accumulator(hidden.dtype))
         return cls(torch.full_like(zeros, torch.finfo(zeros.dtype).min), zeros, zeros.clone())
 
@@ -38,17 +40,17 @@ class Rows:
 
 
 def stored(raw: Tensor) -> Tensor:
-    """The same memory, to hold operands of a product: float16 has not the range for them."""
+    """The same memory for operands of a product: bfloat16 in place of float16, whose range is too small."""
     return raw.view(torch.bfloat16) if raw.dtype == torch.float16 else raw
 
 
 def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, update: bool, write: bool) -> Tensor:
-    """Take in one slice of the vocabulary, ``raw = W h`` from column ``start`` on, and leave exponentials in its place.
+    """Process one slice of the vocabulary, ``raw = W h`` from column ``start`` on, and overwrite it.
 
-    With ``update`` the slice enters ``rows``, and ``exp(logit − top)`` is written with 0 for the sampled token, whose
-    part is not known before the last slice. Without, ``rows`` is final, and the row is ``π − e_y``, the sampled token's
-    entry ``−others / norm``: 1 − π is never formed. Without ``write`` what is left in ``raw`` means
-    nothing. Returns by what ``exp(−top)`` has shrunk.
+    With ``update``, the slice enters ``rows``, and ``raw`` becomes ``exp(logit − top)`` with 0 for the sampled token,
+    whose value is known only after the last slice. Without, ``rows`` is final, and ``raw`` becomes ``π − e_y``; the
+    sampled token's entry is ``−others / norm``, so that 1 − π is never computed. Without ``write``, the content of
+    ``raw`` is undefined. Returns the (N,) factors by which earlier values of ``exp(−top)`` shrink.
     """
     width = raw.shape[1]
     logits = head.finish(raw, slice(start, start + width))
@@ -73,7 +75,7 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
 
 def rescale(pairs: Tensor, left: Tensor, right: Tensor) -> None:
     """``pairs[k, k'] *= left[k] · right[k']``; nearly always by 1, see LAG."""
-    if pairs.is_cuda or bool((right != 1).any()):  # asking costs nothing on a CPU
+    if pairs.is_cuda or bool((right != 1).any()):  # on a CPU the check is free
         pairs.mul_(left[:, None]).mul_(right)
 
 
@@ -89,7 +91,7 @@ def columns(
     first: int,
     self_inclusive: bool,
 ) -> Tensor:
-    """The scores of all tokens k' from some tokens k = first, first + 1, … of correct responses.
+    """(N,) what the tokens k = first, first + 1, … of correct responses add to the scores of all tokens k'.
 
     With the sampled token's entry apart, ``e_y − π = a·e_y − q`` where ``a = 1 − π(y)`` and q is π with a 0 at y:
     ``⟨a·e_y − q, a'·e_y' − q'⟩ = a·a'·[y = y'] − a·q'(y) − a'·q(y') + ⟨q, q'⟩``. ``pairs`` has the last term times both
@@ -114,6 +116,6 @@ def columns(
 def combine(parts: Tensor, self_inclusive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """From one slice of each correct response's G_i, (n⁺, width, d): their sum, in dtype, and ⟨G_i, Σ_j≠i G_j⟩."""
     total = parts.sum(0)
-    # A response's own part is left out here, not taken off the end result, where it is far larger than the rest.
+    # Leave a response's own part out before the product: it is far larger than the rest, and would cancel.
     partners = total.expand_as(parts) if self_inclusive else total - parts
     return total.to(dtype), torch.linalg.vecdot(parts.flatten(1), partners.flatten(1))

@@ -1,4 +1,4 @@
-"""How tokens pull on each other through the head: the scores behind NTHR, exact at full vocabulary.
+"""How one token's gradient at the head moves another token: NTHR's scores, exact at full vocabulary.
 
 For two tokens k and k' with hidden states h, sampled tokens y and next-token distributions π, the inner product of the
 gradients of their log-probabilities with respect to the head is ``⟨e_y − π, e_y' − π'⟩ · ⟨h, h'⟩``. Summed over the
@@ -11,9 +11,9 @@ Two forms of the same sum, for N tokens of which N⁺ belong to correct response
 - linear: with ``G = Σ_k (e_y − π) hᵀ`` (V × d) the score of k' is ``(e_y' − π')ᵀ G h'``. Two passes, since G needs the
   normalisers: ``6·N·V·d`` FLOP.
 
-So the pair form is the cheaper one where N⁺ ≤ 2·d. Both walk the vocabulary in slices: neither G nor any tokens ×
-vocabulary array is ever whole. A head that is an opaque callable cannot be sliced; there rows are walked in blocks, in
-the pair form, and the head is called again and again on the same rows: for many tokens give a ``Head``.
+So the pair form is cheaper if N⁺ ≤ 2·d. Both process the vocabulary in slices: neither G nor any tokens × vocabulary
+array exists as a whole. A head that is an opaque callable cannot be sliced: the pair form then processes blocks of rows
+and calls the head repeatedly on the same rows. For many tokens pass a ``Head``.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ Form = Literal["auto", "pair", "linear"]
 
 
 class Scores(NamedTuple):
-    """What a group's tokens have to say about its correct responses."""
+    """The scores of a group's tokens against its correct responses."""
 
     negative: Tensor  # (N⁻,) the score s⁻ of each token of the incorrect responses
     positive: Tensor  # (n⁺,) the mean score s̄⁺ over the tokens of each correct response
 
 
 def default_block(device: torch.device, tokens: int, vocabulary: int) -> int:
-    """Elements of the largest temporary.
+    """Elements of the largest temporary tensor.
 
-    On a CPU what stays in its cache, 4 MiB in float32. On a GPU a fifth of tokens × vocabulary, between 32 MiB (enough
-    work for a launch) and 64 MiB in bfloat16.
+    On a CPU 4 MiB in float32, which stays in the cache. On a GPU a fifth of tokens × vocabulary, between 32 MiB (enough
+    work per launch) and 64 MiB in bfloat16.
     """
     return 1 << 20 if device.type == "cpu" else min(max(tokens * vocabulary // 5, 1 << 24), 1 << 25)
 
 
 def cheaper_form(n_positive: int, width: int) -> Form:
-    """By FLOP: see above."""
+    """The form with fewer FLOP: see the module's docstring."""
     return "pair" if n_positive <= 2 * width else "linear"
 
 
@@ -72,13 +72,12 @@ def scores(
 ) -> Scores:
     """Score the tokens of the incorrect responses, and each correct response, against the correct responses.
 
-    ``positive`` has one entry per correct response, none of them empty; ``negative`` holds the tokens of all incorrect
-    ones. A correct response is scored against the others, or with ``self_inclusive`` against itself too. ``block`` is
-    the number of elements of the largest temporary (``default_block``).
+    ``positive`` has one entry per correct response, none of them empty; ``negative`` has the tokens of all incorrect
+    ones. A correct response is scored against the others, or with ``self_inclusive`` also against itself. ``block`` is
+    the number of elements of the largest temporary tensor (``default_block``).
 
-    Half-precision hidden states on a GPU are multiplied as they are, with float32 sums: logits as the model makes
-    them, everything between the products in float32, bfloat16 operands. Elsewhere half precision is computed in
-    float32. ``half`` decides otherwise.
+    Half-precision hidden states on a GPU stay half precision in matrix products, which accumulate in float32;
+    everything between the products is float32. On a CPU they are converted to float32. ``half`` overrides the choice.
     """
     hidden = torch.cat([h for h, _ in positive] + [negative[0]])
     targets = torch.cat([y for _, y in positive] + [negative[1]])
@@ -100,10 +99,10 @@ def group_scores(
     block: int | None = None,
     half: bool | None = None,
 ) -> Scores:
-    """``scores`` of several groups, one after the other, without a wait for the device.
+    """``scores`` of several groups, without waiting for the device.
 
-    A group is the number of tokens of each of its correct responses and, last, of all its incorrect ones; ``hidden``
-    (N, d) and ``targets`` (N,) hold its tokens in this order, group after group, and so does what is returned.
+    A group lists the number of tokens of each correct response and, last, of all incorrect ones together. ``hidden``
+    (N, d), ``targets`` (N,) and the returned scores have the tokens in this order, group after group.
     """
     check_choice("scores", "form", form, ("auto", "pair", "linear"))
     head = as_head(head)
@@ -111,22 +110,22 @@ def group_scores(
         raise ValueError("scores: the linear form needs a head that can be sliced: a weight or a poise.Head")
     if half is None:
         half = hidden.is_cuda and hidden.element_size() == 2
-    if isinstance(head, Head) and not half:  # a callable gets hidden states as the model made them
+    if isinstance(head, Head) and not half:  # a callable gets the hidden states unchanged
         hidden = hidden.to(accumulator(hidden.dtype))
     counts = send([count for group in groups for count in group], hidden.device)
-    owner = torch.repeat_interleave(counts, output_size=len(hidden))  # to which response each token belongs
+    owner = torch.repeat_interleave(counts, output_size=len(hidden))  # (N,) the response of each token
     sums, correct, wrong, begin, first = [], [], [], 0, 0
     with torch.cuda.device_of(hidden):  # Triton launches on the current device; does nothing on a CPU
         for *lengths, rest in groups:
-            ours = slice(begin, begin + sum(lengths) + rest)
-            group = _Group(hidden[ours], targets[ours], owner[ours], lengths)
+            tokens = slice(begin, begin + sum(lengths) + rest)
+            group = _Group(hidden[tokens], targets[tokens], owner[tokens], lengths)
             sums.append(_sums(head, group, self_inclusive, form, block, half))
             correct.append(slice(first, first + len(lengths)))
-            wrong.append(slice(ours.stop - rest, ours.stop))
-            begin, first = ours.stop, first + len(lengths) + 1
-    by_token = torch.cat(sums)
-    means = torch.segment_reduce(by_token, "sum", lengths=counts, unsafe=True) / counts
-    return Scores(torch.cat([by_token[i] for i in wrong]), torch.cat([means[i] for i in correct]))
+            wrong.append(slice(tokens.stop - rest, tokens.stop))
+            begin, first = tokens.stop, first + len(lengths) + 1
+    token_scores = torch.cat(sums)
+    means = torch.segment_reduce(token_scores, "sum", lengths=counts, unsafe=True) / counts
+    return Scores(torch.cat([token_scores[i] for i in wrong]), torch.cat([means[i] for i in correct]))
 
 
 class _Group(NamedTuple):
@@ -144,7 +143,7 @@ def _sums(
     block: int | None,
     half: bool,
 ) -> Tensor:
-    """(N,) the score of each token. In a correct response only their sum counts: the linear form knows no more."""
+    """(N,) the score of each token. In a correct response only the sum is right: the linear form computes no more."""
     if not isinstance(head, Head):
         return _opaque(head, group, self_inclusive, block, half)
     if form == "auto":
@@ -164,7 +163,7 @@ def _pair(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor
             steps.rescale(pairs, shrink[:n_positive], shrink)
         values = stored(raw)
         multiply(pairs, values[:n_positive], values.T, add=start > 0)
-    del raw, values  # the slice's memory serves the rest
+    del raw, values  # free the slice for what follows
 
     at_targets = head.weight[targets].to(hidden.dtype)
     sums = pairs.new_zeros(len(hidden))
@@ -190,7 +189,7 @@ def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tens
     correct = hidden[:n_positive].to(_operand(hidden)).split(lengths)
     rest = hidden[n_positive:].to(exact)
     pulled, positive = torch.zeros_like(rest), rest.new_zeros(len(lengths))
-    wider = torch.finfo(exact).bits // torch.finfo(hidden.dtype).bits  # G_i are kept in float32
+    wider = torch.finfo(exact).bits // torch.finfo(hidden.dtype).bits  # G_i is float32
     width = _width(block, max(len(hidden), wider * len(lengths) * hidden.shape[1]))
     parts = hidden.new_empty(len(lengths), min(width, head.vocabulary), hidden.shape[1], dtype=exact)
     for start, raw in _products(head, hidden, width):
@@ -204,7 +203,7 @@ def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tens
         multiply(pulled, errors[n_positive:], total, add=True)
     sums = rest.new_zeros(len(hidden))
     sums[n_positive:] = torch.linalg.vecdot(pulled, rest)
-    firsts = [0, *accumulate(lengths[:-1])]  # a response's sum stands at its first token
+    firsts = [0, *accumulate(lengths[:-1])]  # a response's sum goes to its first token
     for first, value in zip(firsts, positive, strict=True):
         sums[first] = value
     return sums
@@ -225,7 +224,7 @@ def _opaque(
     size = max(1, (block or default_block(hidden.device, len(hidden), vocabulary)) // vocabulary)
     exact = hidden.to(accumulator(hidden.dtype))
     pairs = exact.new_empty(n_positive, len(hidden))
-    for left in _blocks(n_positive, 8 * size):  # each costs a pass of the head over all tokens
+    for left in _blocks(n_positive, 8 * size):  # each block costs a pass of the head over all tokens
         ours = errors(left)
         for right in _blocks(len(hidden), size):
             multiply(pairs[left, right], ours, errors(right).T)
@@ -236,7 +235,7 @@ def _opaque(
 
 
 def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
-    """``W h`` of every token, one slice of the vocabulary after the other, (N, width), all in the same memory."""
+    """``W h`` of every token, (N, width) per slice of the vocabulary. All slices reuse the same memory."""
     memory = hidden.new_empty(len(hidden), min(width, head.vocabulary))
     for vocabulary in _blocks(head.vocabulary, width):
         raw = memory[:, : vocabulary.stop - vocabulary.start]
@@ -250,7 +249,7 @@ def _operand(hidden: Tensor) -> torch.dtype:
 
 def _width(block: int, tokens: int) -> int:
     width = max(1, block // tokens)
-    return width - width % 128 if width > 256 else width  # rows of the slice stay aligned
+    return width - width % 128 if width > 256 else width  # keep the rows of the slice aligned
 
 
 def _blocks(count: int, size: int) -> list[slice]:
