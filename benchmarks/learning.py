@@ -26,7 +26,7 @@ from typing import Any
 
 PART = 47 << 20  # bytes of a part
 HERE = Path(__file__).resolve().parent
-HELD_OUT = 512
+HELD_OUT = 500
 
 EVALUATION = [f"evaluation.problems={HELD_OUT}", "evaluation.samples=4", "evaluation.every=25"]
 KEPT = ["rollouts_every=100", "checkpoint_every=0", "keep_checkpoints=1", "compile=false"]

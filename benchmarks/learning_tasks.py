@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from poise.tasks import Problem, Score, Split
 
-TEST_SHARE = 4  # one question in this many is held out
+TEST_SHARE = 3  # one question in this many is held out
 PATIENCE = 20_000  # draws without a new held-out question: then there is none left
 
 ANIMALS = tuple(
@@ -115,8 +115,8 @@ class Animal(Questions):
 class Sums(Questions):
     """Two numbers are added. ``digits`` writes them digit by digit, for small models that know nothing else."""
 
-    low: int = 2
-    high: int = 50
+    low: int = 1
+    high: int = 40
     digits: bool = False
 
     name: ClassVar[str] = "sums"
