@@ -13,6 +13,7 @@ import pytest
 
 from poise import rewards
 from poise.rewards import equality, maths
+from support.process_table import session, wait_until
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k_train.jsonl.gz"
 if not GSM8K.exists():
@@ -240,7 +241,7 @@ def test_what_takes_too_long_is_wrong_and_counted_and_its_neighbours_are_not_har
     counted = {}
     answers = [*SLOW, r"\frac{2}{\sqrt{2}}"]
     pids = [process.pid for process in maths.checks()._idle]
-    values = rewards.get("math(seconds=0.3)")(
+    values = rewards.get("math(seconds=0.6)")(
         completions=[f"\\boxed{{{answer}}}" for answer in answers],
         answer=[r"\sqrt{2}"] * len(answers),
         log_metric=counted.__setitem__,
@@ -271,11 +272,6 @@ if sys.argv[1:]:
 """
 
 
-def group_of(pid):
-    found = subprocess.run(["ps", "-o", "pid=,stat=", "-s", str(pid)], capture_output=True, text=True).stdout
-    return [int(line.split()[0]) for line in found.splitlines() if not line.split()[1].startswith("Z")]
-
-
 @pytest.mark.parametrize("busy", [False, True])
 def test_no_process_is_left(busy):
     parent = subprocess.Popen(
@@ -286,13 +282,10 @@ def test_no_process_is_left(busy):
         assert len(pids) == 1
         if busy:
             time.sleep(0.5)
-            assert len(group_of(pids[0])) == 2  # math-verify, and the fork that checks
+            assert len(session(pids[0])) == 2  # math-verify, and the fork that checks
             parent.kill()
         parent.wait(60)
-    end = time.monotonic() + 30
-    while any(group_of(pid) for pid in pids):
-        assert time.monotonic() < end, "it is still there"
-        time.sleep(0.02)
+    wait_until(lambda: not any(session(pid) for pid in pids))
 
 
 def test_without_math_verify(monkeypatch):

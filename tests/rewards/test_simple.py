@@ -262,8 +262,9 @@ GARBAGE = {
 @pytest.mark.parametrize("name", GARBAGE)
 def test_a_megabyte_of_garbage_is_scored_at_once(name):
     start = time.monotonic()
-    for spec in ("exact", "choice", "number", "format", "regex(pattern='§')"):
+    for spec in ("exact", "choice", "number", "math", "format", "regex(pattern='§')"):
         assert one(spec, GARBAGE[name], "42") == 0.0
+    assert one("math", GARBAGE[name], "x+1") == 0.0
     assert time.monotonic() - start < 60  # a hang, not a speed
 
 

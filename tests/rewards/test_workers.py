@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from poise._lib import user_code
 from poise.rewards import RewardError, Rewards, TrainerState
 from poise.rewards.processes import LostError, Process
+from support.process_table import alive, children, session, wait_until
 
 MODULE = """
 import asyncio, os, sys, time
@@ -110,10 +110,10 @@ def test_a_reward_that_never_runs_starts_no_process():
 @pytest.mark.parametrize("how", ["sleep", "spin", "die", "segfault", "child"])
 def test_a_row_that_hangs_fails_and_the_others_keep_their_values(how):
     texts = ["fine"] * 19 + [how]
-    verdicts = score("moody length", texts, timeout=1.0)
+    verdicts = score("moody length", texts, timeout=2.0)
     assert [v.reward for v in verdicts[:19]] == [4.5] * 19
     assert all(v.failed is None for v in verdicts[:19])
-    said = {"die": "exit code 3", "segfault": "SIGSEGV"}.get(how, "took longer than 1 seconds")
+    said = {"die": "exit code 3", "segfault": "SIGSEGV"}.get(how, "took longer than 2 seconds")
     assert verdicts[19].failed.startswith("reward 'moody' ")
     assert said in verdicts[19].failed
     assert verdicts[19].failed.endswith("(row q19)")
@@ -131,8 +131,8 @@ def test_many_rows_that_hang_stop_early():
 
 @pytest.mark.filterwarnings("default")
 def test_a_slow_batch_is_called_row_by_row_and_said():
-    with pytest.warns(RuntimeWarning, match="'slow' took longer than 1 seconds on 10 rows together"):
-        assert [v.reward for v in score("slow", ["a"] * 10, timeout=1.0)] == [1.0] * 10
+    with pytest.warns(RuntimeWarning, match="'slow' took longer than 2 seconds on 15 rows together"):
+        assert [v.reward for v in score("slow", ["a"] * 15, timeout=2.0)] == [1.0] * 15
 
 
 @pytest.mark.parametrize(
@@ -165,40 +165,18 @@ def test_columns_that_cannot_travel():
 
 def test_a_pattern_that_takes_for_ever():
     texts = ["fine"] * 19 + ["a" * 40 + "!"]
-    with Rewards("regex(pattern='(a+)+$')", timeout=1.0) as rewards:
+    with Rewards("regex(pattern='(a+)+$')", timeout=2.0) as rewards:
         verdicts = rewards.score(["?"] * 20, texts, [[]] * 20, {}, [f"q{i}" for i in range(20)])
     assert [v.failed is None for v in verdicts] == [True] * 19 + [False]
 
 
-def gone(pid):
-    """Whether the process has ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
-def wait_until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it is still there"
-        time.sleep(0.02)
-
-
-def children():
-    """The processes that this one has started and that run."""
-    found = subprocess.run(["ps", "-o", "pid=,stat=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    rows = [line.split() for line in found.stdout.splitlines()]
-    return {int(pid) for pid, state, *_ in rows if not state.startswith("Z")}
-
-
 def test_nothing_is_left_after_close_and_without_it():
-    before = children()
+    before = children(os.getpid())
     score("length moody", ["a"])
     rewards = Rewards("moody_rewards.length")
     rewards.score(["?"], ["a"], [[]], {}, ["1"])
     del rewards
-    wait_until(lambda: all(gone(pid) for pid in children() - before))
+    wait_until(lambda: children(os.getpid()) <= before)
 
 
 PARENT = """
@@ -222,12 +200,11 @@ def test_nothing_is_left_when_the_parent_ends_or_is_killed(tmp_path, text):
     assert len(pids) == 2
     if text:
         time.sleep(0.5)  # let the call begin
-        group = subprocess.run(["ps", "-o", "pid=", "-s", str(pids[1])], capture_output=True, text=True).stdout.split()
-        pids += [int(pid) for pid in group]
+        pids += session(pids[1])
         parent.send_signal(signal.SIGKILL)
     parent.wait(60)
     parent.stdout.close()
-    wait_until(lambda: all(gone(pid) for pid in pids))
+    wait_until(lambda: not alive(pids))
 
 
 def test_a_thread_that_started_a_worker_may_end():
@@ -246,7 +223,7 @@ def test_a_worker_that_is_stopped_does_not_block_the_sender():
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(LostError, match="took longer"):
         process.ask({"do": "call", "arguments": {"completions": ["x" * 1_000_000]}, "count": 1, "state": {}}, 0.5)
-    assert gone(process.pid)
+    assert not alive([process.pid])
 
 
 def test_the_worker_imports_neither_poise_nor_torch(tmp_path):
