@@ -45,7 +45,7 @@ def test_the_command_tries_a_regulator():
     words = ["doctor", "trl", "--config", str(SCALE / "trl-8gpu.yaml"), "use_vllm=false"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert "left aside, since GRPOConfig does not have them: model_name_or_path, people, problems" in done.output
+    assert "ignored, since GRPOConfig does not have them: model_name_or_path, people, problems" in done.output
     assert "these settings train with ar(alpha=0.3) | lopti(threshold=0.5), in 2 phase(s)" in done.output
     assert "tried ar(alpha=0.3) | lopti(threshold=0.5) on the embedded model" in done.output
     assert CliRunner().invoke(app, [*words, "num_iterations=1"]).exit_code == 1

@@ -324,7 +324,7 @@ def test_an_auxiliary_loss_moves_the_model_where_no_token_does(auxiliary, still,
     inputs = rollouts(trainer)
     monkeypatch.setattr(STOCK, "_compute_loss", lambda *_: torch.zeros(()))
     trainer._compute_loss(trainer.model, inputs | {"advantages": torch.zeros(8)})
-    assert (int(trainer._poise.moving[0]) == 0) is still
+    assert (int(trainer._poise.active_tokens[0]) == 0) is still
 
 
 class Second:

@@ -39,7 +39,7 @@ def test_a_checkpoint_says_what_it_was_trained_with_and_is_not_resumed_with_anot
 def test_a_checkpoint_of_stock_trl_is_grpo(tmp_path):
     build(tmp_path, kind=STOCK, max_steps=1, **SHORT).train()
     checkpoint = str(tmp_path / "checkpoint-1")
-    with pytest.raises(CannotRegulateError, match="was trained with 'grpo', and this run would go on with 'ar'"):
+    with pytest.raises(CannotRegulateError, match="was trained with 'grpo', and this run would continue with 'ar'"):
         build(tmp_path, "ar", max_steps=2, **SHORT).train(resume_from_checkpoint=checkpoint)
     build(tmp_path, "grpo", max_steps=2, **SHORT).train(resume_from_checkpoint=checkpoint)
     stock = build(tmp_path, kind=STOCK, max_steps=3, restore_callback_states_from_checkpoint=True, **SHORT)

@@ -162,7 +162,7 @@ def test_a_loss_that_goes_past_poise_is_noticed(tmp_path):
         def _generate_and_score_completions(self, inputs):
             return STOCK._generate_and_score_completions(self, inputs)
 
-    with pytest.raises(RuntimeError, match="computed past poise: ar had no effect"):
+    with pytest.raises(RuntimeError, match="the loss bypassed poise, so ar had no effect"):
         build(tmp_path, "ar", kind=Mine).train()
     with pytest.raises(RuntimeError, match="carries no weights of ar"):
         build(tmp_path, "ar", kind=Other).train()
@@ -181,7 +181,7 @@ def test_what_is_correct_is_never_guessed(tmp_path):
 @pytest.mark.parametrize(
     ("then", "message"),
     [
-        ("lopti", r"has made 2 phases \(low, high\), where there were 1"),
+        ("lopti", r"returned 2 phases \(low, high\), but 1 in the trial"),
         ("tr-grpo", "weights the KL term token by token"),
     ],
 )

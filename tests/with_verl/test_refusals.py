@@ -130,7 +130,7 @@ POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
         (["trainer.v1.trainer_mode=sync", "+trainer.v1.sync.regulator=lopti"], False, "without a regulator"),
         (["trainer.v1.poise_sync.regulator=null", f"{POLICY_LOSS}.loss_mode=poise", f"+{POLICY_LOSS}.regulator=ar",
           f"{POLICY_LOSS}._target_=poise.integrations.verl.RegulatedPolicyLoss"], False, "without a regulator"),
-        (["trainer.use_v1=False"], False, "takes verl's old trainer, past ar"),
+        (["trainer.use_v1=False"], False, "verl's old trainer, which ignores ar"),
         (["actor_rollout_ref.rollout.val_kwargs.do_sample=true", "actor_rollout_ref.rollout.temperature=0"], False,
          "REFUSED: .*temperature"),
     ],
@@ -138,5 +138,5 @@ POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 def test_what_the_doctor_says_of_settings(settings, fine, message):
     said = []
     scale = Path(__file__).parents[2] / "examples/scale"
-    assert doctor._settings(said.append, settings, scale, "verl-8gpu") is fine
+    assert doctor._check_settings(said.append, settings, scale, "verl-8gpu") is fine
     assert re.search(message, "\n".join(said))

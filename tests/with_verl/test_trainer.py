@@ -204,7 +204,7 @@ def test_a_trainer_of_another_mode_is_found_out():
     class Mine(verl_trainer.RegulatorMixin, get_trainer_cls("colocate_async")):
         pass
 
-    with pytest.raises(CannotRegulateError, match="not made from verl's trainer 'sync': set base_mode"):
+    with pytest.raises(CannotRegulateError, match="does not inherit from verl's trainer 'sync': set base_mode"):
         Mine(verl_cpu.config("lopti"))
     Mine.base_mode = "colocate_async"
     assert Mine(verl_cpu.config("lopti")).trainer_mode == "colocate_async"
@@ -262,5 +262,5 @@ def test_a_regulator_that_changes_its_mind_is_stopped():
     built = trainer("ar")
     batch = prepare(built, rollouts(), {})
     built.regulator = regulators.parse("lopti")
-    with pytest.raises(CannotRegulateError, match="where there was one when it was tried"):
+    with pytest.raises(CannotRegulateError, match="but one in the trial"):
         built._update_actor(batch, {})

@@ -1,1 +1,1 @@
-"""Poise inside other people's trainers. Each module needs the framework that it is named after."""
+"""Adapters for other trainers. Each module needs the framework that it is named after."""

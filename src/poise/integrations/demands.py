@@ -1,4 +1,4 @@
-"""What a regulator will ask of a framework, found out before anything is trained: it is run on a made-up batch."""
+"""Finds out before training what a regulator needs from a framework, by running it on a made-up batch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ ALL, PART, WEIGHTED = "all", "part", "weighted"
 
 
 class CannotRegulateError(ValueError):
-    """The framework, as it is set up, cannot do what the regulator asks for."""
+    """The framework, with these settings, cannot do what the regulator needs."""
 
 
 @dataclass(frozen=True)
 class Demands:
-    """How many phases a regulator has, and what becomes of the policy and KL terms in them."""
+    """The phases of a regulator, and what they do to the policy, KL and entropy terms."""
 
     phases: tuple[str, ...]  # their names
-    plain: bool  # every policy weight is 1: nothing is regulated
-    kl: str  # the KL and entropy terms: ALL of them in every phase, a PART by a mask, or WEIGHTED in some other way
+    plain: bool  # every policy weight is 1, so nothing is regulated
+    kl: str  # KL and entropy terms: ALL of them in every phase, a PART selected by a mask, or otherwise WEIGHTED
 
     @property
     def split(self) -> bool:
-        """Several phases that divide the KL and entropy terms between them."""
+        """Whether several phases divide the KL and entropy terms between them."""
         return len(self.phases) > 1 and self.kl != ALL
 
 
 def demands(phases: Sequence[Phase], batch: TokenBatch) -> Demands:
-    """What these phases ask for."""
+    """What these phases of a batch need."""
     mask = batch.mask
     kinds = {_kl_kind(phase.policy[mask], phase.kl[mask]) for phase in phases}
     worst = next(kind for kind in (WEIGHTED, PART, ALL) if kind in kinds)
@@ -42,17 +42,17 @@ def demands(phases: Sequence[Phase], batch: TokenBatch) -> Demands:
 
 
 def probe(regulator: Regulator) -> Demands:
-    """The same for a batch that holds every field, probabilities from near 0 to 1, and both signs of the advantage."""
+    """What the regulator needs on an example batch that has every field, many probabilities, and advantages ±1."""
     try:
-        batch = _made_up()
+        batch = _example_batch()
         return demands(regulator(batch), batch)
     except Exception as error:
-        error.add_note("This came up while the regulator was tried on a small made-up batch, before training.")
+        error.add_note("This happened when poise tried the regulator on a small made-up batch, before training.")
         raise
 
 
 def beyond(regulator: Regulator, scope: str) -> Regulator | None:
-    """The first part of a composition that looks further than ``scope``."""
+    """The first part of a composition that looks at more than ``scope`` (token, group, batch); None if no part does."""
     parts = regulator.parts if isinstance(regulator, Compose) else (regulator,)
     return next((part for part in parts if SCOPES.index(part.scope) > SCOPES.index(scope)), None)
 
@@ -60,12 +60,14 @@ def beyond(regulator: Regulator, scope: str) -> Regulator | None:
 def _kl_kind(policy: torch.Tensor, kl: torch.Tensor) -> str:
     if bool((kl == 1).all()):
         return ALL
-    # A mask on the loss takes the policy term away too, so it can serve only where that is 0 anyway.
+    # A mask on the loss removes the policy term too, so a mask is possible only where the policy weight is 0 anyway.
     is_mask = bool(((kl == 1) | (kl == 0)).all()) and bool((policy[kl == 0] == 0).all())
     return PART if is_mask else WEIGHTED
 
 
-def _made_up(groups: int = 2, group: int = 4, length: int = 16, width: int = 4, vocabulary: int = 11) -> TokenBatch:
+def _example_batch(
+    groups: int = 2, group: int = 4, length: int = 16, width: int = 4, vocabulary: int = 11
+) -> TokenBatch:
     rows = groups * group
     generator = torch.Generator().manual_seed(0)
     prob = torch.linspace(1e-4, 1.0, rows * length)[torch.randperm(rows * length, generator=generator)]

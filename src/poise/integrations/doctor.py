@@ -1,4 +1,4 @@
-"""Is poise alive inside a framework? verl loads plugins without a word when they fail, so somebody has to ask."""
+"""`poise doctor`: does poise work inside a framework? verl hides the errors of its plugins, so this shows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["trl", "verl"]
 
 
 def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = None, name: str = "ppo_trainer") -> bool:
-    """Say what there is, what is wrong and what to do; with settings, also whether verl can do what they ask for."""
+    """Report versions and whether verl has loaded poise; with settings, also whether verl and poise accept them."""
     for package in PACKAGES:
         say(f"{package:14s} {version(package)}")
     try:
@@ -28,72 +28,72 @@ def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = Non
     except (ImportError, CannotRegulateError) as error:
         say(f"NOT LIVE: {error}")
         return False
-    found = [_live(plugin, place, say) for plugin, place in zip(PLUGINS, (_losses, _trainers), strict=True)]
-    if all(found) and (overrides or config_path):
-        return _settings(say, overrides, config_path, name)
-    return all(found)
+    live = [_is_live(plugin, entry, say) for plugin, entry in zip(PLUGINS, (_loss, _trainer), strict=True)]
+    if all(live) and (overrides or config_path):
+        return _check_settings(say, overrides, config_path, name)
+    return all(live)
 
 
-def _losses() -> tuple[str, Any]:
+def _loss() -> tuple[str, Any]:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     return f"policy loss {LOSS!r}", POLICY_LOSS_REGISTRY.get(LOSS)
 
 
-def _trainers() -> tuple[str, Any]:
+def _trainer() -> tuple[str, Any]:
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
     return f"trainer {TRAINER!r}", TRAINER_REGISTRY.get(TRAINER)
 
 
-def _live(plugin: str, place: Callable[[], tuple[str, Any]], say: Say) -> bool:
-    """Whether verl has loaded the plugin by itself; otherwise the error that it kept to itself."""
+def _is_live(plugin: str, entry: Callable[[], tuple[str, Any]], say: Say) -> bool:
+    """Whether verl has loaded the plugin; if not, report the error that verl hid."""
     try:
-        what, found = place()
+        what, found = entry()
     except ImportError as error:
-        say(f"NOT LIVE: {plugin}: verl itself cannot be imported as far as it takes ({error}); install what is missing")
+        say(f"NOT LIVE: {plugin}: verl itself cannot be imported ({error}); install what is missing")
         return False
     if found is not None:
         say(f"live: {what} ({found.__module__})")
         return True
     say(f"NOT LIVE: {what} is not known to verl")
-    known = [entry for entry in metadata.entry_points(group="verl.plugins") if entry.name == plugin]
+    known = [point for point in metadata.entry_points(group="verl.plugins") if point.name == plugin]
     policy = os.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto")
     if not known:
-        say("  poise's entry points are not installed here: `pip install` poise again, in this environment")
+        say("  poise's entry points are not installed: `pip install` poise again in this environment")
     elif policy.strip().lower() != "auto" and plugin not in policy.lower().split(","):
         say(f"  VERL_USE_EXTERNAL_PLUGINS={policy} leaves it out: unset it, or add {plugin}")
     else:
         try:
             known[0].load()
-            say(f"  it loads now, but did not with verl: is {TESTED} the verl that your workers import?")
+            say(f"  the plugin loads now, but did not load with verl: do your workers import verl {TESTED}?")
         except Exception as error:
             say(f"  importing {known[0].value} fails: {type(error).__name__}: {error}")
     return False
 
 
-def _settings(say: Say, overrides: Sequence[str], config_path: Path | None, name: str) -> bool:
-    """verl's own configuration with these settings, checked as it will be when the run starts."""
+def _check_settings(say: Say, overrides: Sequence[str], config_path: Path | None, name: str) -> bool:
+    """Build verl's configuration with these settings, and check it as the run will."""
     from hydra import compose, initialize_config_dir, initialize_config_module
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    where = (
+    search_path = (
         initialize_config_module("verl.trainer.config", version_base=None)
         if config_path is None
         else initialize_config_dir(str(config_path.resolve()), version_base=None)
     )
     try:
-        with where:
+        with search_path:
             config = compose(name, overrides=list(overrides))
-        return _trained(say, config)
+        return _check_config(say, config)
     except (ValueError, TypeError, AssertionError, HydraException, OmegaConfBaseException) as error:
         say(f"REFUSED: {error}")
         return False
 
 
-def _trained(say: Say, config: Any) -> bool:
-    """What this configuration trains with; errors are those of the checks."""
+def _check_config(say: Say, config: Any) -> bool:
+    """Report which regulator this configuration trains with. The checks raise if they refuse it."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -110,9 +110,7 @@ def _trained(say: Say, config: Any) -> bool:
         check_config(config, regulator, wants := probe(regulator), str(text))
         say(f"these settings train with {text}, by the trainer {mode}, in {len(wants.phases)} phase(s)")
         if not known:
-            say(
-                f"  if {mode} is made with poise's RegulatorMixin: here it is not registered, so the doctor cannot tell"
-            )
+            say(f"  if {mode} uses poise's RegulatorMixin: it is not registered here, so the doctor cannot tell")
     elif loss.loss_mode == LOSS and not ours:
         say(f"these settings train with {loss.regulator}, by the loss {loss.base_loss}")
     else:
@@ -122,5 +120,5 @@ def _trained(say: Say, config: Any) -> bool:
             "policy_loss as docs/verl.md shows"
         )
         return False
-    validate_config(config, need_reference_policy(config), need_critic(config))  # what verl does first
+    validate_config(config, need_reference_policy(config), need_critic(config))  # verl's own first check
     return True

@@ -1,4 +1,4 @@
-"""`poise doctor trl`: which TRL is here, which regulators its settings can train, and what to do otherwise."""
+"""`poise doctor trl`: which TRL is installed, and which regulators these settings can train."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from poise.integrations.demands import probe
 from poise.regulators import TABLE, parse
 
 PACKAGES = ("poise", "trl", "torch", "transformers", "accelerate", "datasets", "peft", "vllm")
-# Settings that decide what the loss is: the update that the doctor takes keeps them, and is small otherwise.
+# Settings that change the loss. The doctor's trial update keeps these, and is small in all other respects.
 LOSS_SETTINGS = (
     "beta", "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "scale_rewards",
     "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold", "num_iterations",
@@ -27,48 +27,48 @@ Say = Callable[[str], None]
 
 
 def trl(say: Say, overrides: Sequence[str] = (), config: Path | None = None) -> bool:
-    """Say what there is; for a regulator whether these settings train it, else which regulators they train."""
+    """Report versions, and whether these settings can train the regulator they name, or else every regulator."""
     for package in PACKAGES:
         say(f"{package:14s} {version(package)}")
     try:
         from poise.integrations.trl import RegulatedGRPOTrainer
         from poise.integrations.trl_checks import check_trl
 
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             check_trl(RegulatedGRPOTrainer)
-        for warning in told:
+        for warning in caught:
             say(f"UNTESTED: {warning.message}")
-        if not told:
+        if not caught:
             say(f"live: TRL {version('trl')} is in the tested range")
-        settings = _given(overrides, config, say)
+        settings = _read_settings(overrides, config, say)
         text = settings.pop("regulator", None)
         args = _grpo_config(settings)
         _check_vllm(args)
     except (ImportError, ValueError, TypeError, OSError, RuntimeError, yaml.YAMLError) as error:
         say(f"NOT LIVE: {error}" if isinstance(error, ImportError) else f"REFUSED: {error}")
         return False
-    return _several(say, args, settings) if text is None else _one(say, str(text), args, settings)
+    return _every_regulator(say, args, settings) if text is None else _one_regulator(say, str(text), args, settings)
 
 
 def version(package: str) -> str:
-    """As installed."""
+    """The installed version of a package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
 
 
-def _given(overrides: Sequence[str], config: Path | None, say: Say) -> dict[str, Any]:
-    """The settings of a GRPOConfig, and ``regulator``, from a file for TRL's parser and from KEY=VALUE on top."""
+def _read_settings(overrides: Sequence[str], config: Path | None, say: Say) -> dict[str, Any]:
+    """The settings for GRPOConfig, and ``regulator``: those of a file for TRL's parser, changed by KEY=VALUE."""
     from trl import GRPOConfig
 
     known = {"regulator", *(field.name for field in fields(GRPOConfig))}
-    found = yaml.safe_load(config.read_text()) if config else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{config}: settings are lines of the form key: value")
-    if aside := sorted(found.keys() - known):
-        say(f"left aside, since GRPOConfig does not have them: {', '.join(aside)}")
+    settings = yaml.safe_load(config.read_text()) if config else {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{config}: write settings as lines of the form key: value")
+    if unknown := sorted(settings.keys() - known):
+        say(f"ignored, since GRPOConfig does not have them: {', '.join(unknown)}")
     for word in overrides:
         key, equals, value = word.partition("=")
         if not equals:
@@ -76,12 +76,12 @@ def _given(overrides: Sequence[str], config: Path | None, say: Say) -> dict[str,
         if key not in known:
             near = ", ".join(get_close_matches(key, known, n=3, cutoff=0.5))
             raise ValueError(f"GRPOConfig has no setting {short(key)}" + (f"; did you mean {near}?" if near else ""))
-        found[key] = value if key == "regulator" else _value(value)
-    return {key: value for key, value in found.items() if key in known}
+        settings[key] = value if key == "regulator" else _parse_value(value)
+    return {key: value for key, value in settings.items() if key in known}
 
 
-def _value(text: str) -> Any:
-    """As YAML has it, but 1e-3 is a number."""
+def _parse_value(text: str) -> Any:
+    """A YAML value, except that 1e-3 is a number."""
     try:
         return float(text) if "e" in text else yaml.safe_load(text)
     except ValueError:
@@ -89,7 +89,7 @@ def _value(text: str) -> Any:
 
 
 def _grpo_config(settings: dict[str, Any]) -> Any:
-    """TRL's own, which refuses what it cannot do. Neither a GPU nor the number of processes matters here."""
+    """TRL's GRPOConfig, which refuses invalid settings. GPUs and the number of processes play no part here."""
     from trl import GRPOConfig
 
     whole = settings.get("num_generations", GRPOConfig.num_generations)
@@ -98,7 +98,7 @@ def _grpo_config(settings: dict[str, Any]) -> Any:
 
 
 def _check_vllm(args: Any) -> None:
-    """TRL samples with the vLLM of its own range alone."""
+    """Raise unless TRL supports the installed vLLM."""
     if not args.use_vllm:
         return
     from packaging.requirements import Requirement
@@ -106,12 +106,12 @@ def _check_vllm(args: Any) -> None:
     (needed,) = [need for need in map(Requirement, metadata.requires("trl") or []) if need.name == "vllm"][:1]
     if (found := version("vllm")) == "not installed" or not needed.specifier.contains(found, prereleases=True):
         raise ValueError(
-            f"use_vllm=True needs vLLM {needed.specifier}, as TRL says; here it is {found}. pip install 'trl[vllm]'"
+            f"use_vllm=True needs vLLM {needed.specifier}, and vLLM is {found}; run pip install 'trl[vllm]'"
         )
 
 
 def _check(text: str, args: Any) -> int:
-    """Raise if these settings cannot train the regulator; how many phases it has."""
+    """Raise if these settings cannot train the regulator; return its number of phases."""
     from poise.integrations.trl_checks import check_config, check_needs
 
     regulator = parse(text)
@@ -121,8 +121,8 @@ def _check(text: str, args: Any) -> int:
     return len(wants.phases)
 
 
-def _several(say: Say, args: Any, settings: dict[str, Any]) -> bool:
-    """Every regulator by itself, with its default settings."""
+def _every_regulator(say: Say, args: Any, settings: dict[str, Any]) -> bool:
+    """Report for every regulator, with its default settings, whether these settings can train it."""
     say("with these settings:")
     for name in TABLE:
         try:
@@ -131,30 +131,30 @@ def _several(say: Say, args: Any, settings: dict[str, Any]) -> bool:
         except ValueError as error:
             say(f"  {name:13s} REFUSED: {error}")
     say("for one of them: poise doctor trl regulator=NAME KEY=VALUE ...")
-    return _tried(say, "constant(weight=0.5)", settings)
+    return _report_trial(say, "constant(weight=0.5)", settings)
 
 
-def _one(say: Say, text: str, args: Any, settings: dict[str, Any]) -> bool:
+def _one_regulator(say: Say, text: str, args: Any, settings: dict[str, Any]) -> bool:
     try:
         count = _check(text, args)
     except (ValueError, TypeError) as error:
         say(f"REFUSED: {error}")
         return False
     say(f"these settings train with {text}, in {count} phase(s)")
-    return _tried(say, text, settings, count)
+    return _report_trial(say, text, settings, count)
 
 
-def _tried(say: Say, text: str, settings: dict[str, Any], steps: int = 1) -> bool:
+def _report_trial(say: Say, text: str, settings: dict[str, Any], steps: int = 1) -> bool:
     try:
-        _try(text, settings, steps)
-    except Exception as error:  # whatever stops a run here would stop it there
+        _trial(text, settings, steps)
+    except Exception as error:  # any error here would also stop the real run
         say(f"REFUSED: {error}" if isinstance(error, ValueError) else f"REFUSED: {type(error).__name__}: {error}")
         return False
     say(f"tried {text} on the embedded model: TRL's loss with these settings weights tokens, and the model moved")
     return True
 
 
-def _try(text: str, settings: dict[str, Any], steps: int) -> None:
+def _trial(text: str, settings: dict[str, Any], steps: int) -> None:
     """Train the embedded model for one generation batch with the loss of these settings."""
     import torch
     import transformers
@@ -164,7 +164,7 @@ def _try(text: str, settings: dict[str, Any], steps: int) -> None:
     from poise.integrations.trl import RegulatedGRPOTrainer
     from poise.models.policy import EMBEDDED
 
-    constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL reports each trainer that is made; this one is nobody's business
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL reports every trainer it creates; do not report this one
     small = {
         "generation_batch_size": 4, "per_device_train_batch_size": 4, "num_generations": 2,
         "gradient_accumulation_steps": 1, "max_steps": steps, "max_completion_length": 8, "temperature": 2.0,

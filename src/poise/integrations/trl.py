@@ -1,22 +1,21 @@
-"""Regulators inside TRL: ``RegulatedGRPOTrainer``, and the mixin behind it for those who subclass already.
+"""Regulators inside TRL: ``RegulatedGRPOTrainer``, and ``RegulatorMixin`` for your own subclass of ``GRPOTrainer``.
 
 >>> trainer = RegulatedGRPOTrainer(model, reward, GRPOConfig(num_iterations=2, ...), dataset, regulator="lopti")
 
-TRL's loop, loss, checkpoints and logging stay as they are. Groups are whole only where TRL has just generated and
-scored (``_generate_and_score_completions``); there the regulator is run, and its weights join the batch as tensors that
-travel through TRL's shuffling and splitting. ``_compute_loss`` takes advantages of shape (B, T): weights are not
-negative, so weighting the advantage is weighting the clipped policy term. Whether the loss of this trainer does so is
-tested on the first batch (``trl_loss``). Where every weight is 1 the batch is left alone.
+TRL's loop, loss, checkpoints and logging stay as they are. Groups are whole only right after TRL has generated and
+scored them (``_generate_and_score_completions``). There the regulator runs, and its weights join the batch as tensors
+that TRL shuffles and splits. ``_compute_loss`` takes advantages of shape (B, T); weights are not negative, so weighting
+the advantage weights the clipped policy term, which ``trl_loss`` tests. If every weight is 1, the batch is left alone.
 
 The phases of a regulator are iterations of TRL (``num_iterations``): the step counter and the learning-rate schedule
-tick in each of them. What TRL cannot express is refused by ``trl_checks``. Evaluation is TRL's own, all tokens alike.
+tick in each phase. ``trl_checks`` refuses what TRL cannot express. Evaluation is TRL's own, without weights.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,42 +32,42 @@ except ImportError as error:
 from poise.batch import Phase, TokenBatch
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, demands, probe
 from poise.integrations.trl_checks import check_config, check_needs, check_start, check_trainer, check_trl
+from poise.integrations.trl_hidden import check_head, collected, head_of
 from poise.integrations.trl_loss import check_loss
 from poise.integrations.trl_record import check_resume, describe, tell_trackers, write_card, write_state
-from poise.lm_head import Head
 from poise.regulators import Regulator, parse, summary
 
 WEIGHTS, KEPT = "poise_weights", "poise_kept"  # (B, phases, T) in TRL's batch
-_FIELDS = {  # of TokenBatch, as TRL names them
+_FIELDS = {  # fields of TokenBatch, and TRL's names for them
     "targets": "completion_ids",
     "ref_logp": "ref_per_token_logps",
     "sampler_logp": "sampling_per_token_logps",
 }
-_Mixed: Any = object  # the mixin's methods call those of TRL's trainer by super()
+_Mixed: Any = object  # stands for TRL's trainer, whose methods the mixin calls by super()
 Correct = str | Callable[[Tensor], Tensor]
 Method = str | Regulator | Callable[[TokenBatch], Any]
 
 
 @dataclass
 class _State:
-    """What the mixin keeps between TRL's calls."""
+    """What the mixin remembers between TRL's calls."""
 
-    rewards: Tensor | None = None  # (all rows, reward functions), of the last generation
-    hooked: bool = False  # whether the loss under way went through us
-    moving: list[Tensor] = field(default_factory=list)  # how many tokens took part since the last optimizer step
+    rewards: Tensor | None = None  # (all rows, reward functions) of the last generation batch
+    loss_called: bool = False  # whether the current training step went through our _compute_loss
+    active_tokens: list[Tensor] = field(default_factory=list)  # counts since the last optimizer step
     head_checked: bool = False
     loss_checked: bool = False
-    plain: bool = False  # whether every weight of the last generation is 1
+    plain: bool = False  # whether every weight of the last generation batch is 1
     demands: Demands = field(default=Demands(("all",), True, ALL))
 
 
 class RegulatorMixin(_Mixed):  # type: ignore[misc]
-    """Puts a regulator into a subclass of TRL's ``GRPOTrainer``: ``class Mine(RegulatorMixin, MyTrainer)``.
+    """Adds a regulator to a subclass of TRL's ``GRPOTrainer``: ``class Mine(RegulatorMixin, MyTrainer)``.
 
-    ``regulator`` is the text form, a ``Regulator``, or a function from a batch to phases. ``correct`` tells methods
-    that need the verifier's word (NTHR) what it is: the name of a reward function that returns 0 or 1, or a function of
-    the rewards (B, reward functions) that returns bool (B,). A checkpoint says what it was trained with, and is not
-    resumed with another regulator unless ``change_regulator`` is True.
+    ``regulator`` is the text form, a ``Regulator``, or a function from a batch to phases. ``correct`` says which
+    responses are correct, for methods that need to know (NTHR): the name of a reward function that returns 0 or 1, or
+    a function of the rewards (B, reward functions) that returns bool (B,). A checkpoint names its regulator, and cannot
+    be resumed with another one unless ``change_regulator`` is True.
     """
 
     def __init__(
@@ -87,8 +86,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         self._poise = _State(demands=probe(self.regulator))
         if "correct" in self.regulator.needs and correct is None:
             raise CannotRegulateError(
-                f"{self._regulator_name} needs the verifier's word: pass correct=, the name of a reward function that "
-                "returns 0 or 1, or a function of the rewards (B, reward functions) that returns bool (B,)"
+                f"{self._regulator_name} needs to know which responses are correct: pass correct=, the name of a "
+                "reward function that returns 0 or 1, or a function of the rewards (B, reward functions) that returns "
+                "bool (B,)"
             )
         for value in (*args, *kwargs.values()):  # before the model is loaded
             if hasattr(value, "steps_per_generation"):
@@ -100,19 +100,19 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         check_trainer(self, self.regulator, self._poise.demands, self._regulator_name)
         if isinstance(correct, str) and correct not in self.reward_func_names:
             known = ", ".join(self.reward_func_names)
-            raise CannotRegulateError(f"correct={correct!r} is not a reward function (there are: {known})")
+            raise CannotRegulateError(f"correct={correct!r} is not a reward function; there are {known}")
         self.add_callback(_Callback(self))
 
-    # --- TRL's hooks, in the order in which a step passes through them
+    # --- Overrides of TRL's methods, in the order in which a step calls them
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, and a check that its loss went through ours."""
-        self._poise.hooked = False
+        """TRL's step, and a check that it called our loss."""
+        self._poise.loss_called = False
         loss = super().training_step(*args, **kwargs)
-        if not self._poise.hooked:
+        if not self._poise.loss_called:
             raise RuntimeError(
-                f"the loss was computed past poise: {self._regulator_name} had no effect. Something overrides "
-                "compute_loss or _compute_loss; put RegulatorMixin first among the bases, and call super() there"
+                f"the loss bypassed poise, so {self._regulator_name} had no effect. Something overrides compute_loss "
+                "or _compute_loss: put RegulatorMixin first among the bases, and call super() in your override"
             )
         return loss
 
@@ -125,14 +125,14 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return {**output, **self._weights(output)} if self.model.training else output
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        self._poise.hooked = True
+        self._poise.loss_called = True
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         if self._poise.plain:
-            self._count_moving(inputs)
+            self._count_active(inputs)
             return super()._compute_loss(model, inputs)
         if WEIGHTS not in inputs:
-            raise RuntimeError(f"the batch carries no weights of {self._regulator_name}: it was generated past poise")
+            raise RuntimeError(f"the batch carries no weights of {self._regulator_name}: its generation bypassed poise")
         weighted = {name: value for name, value in inputs.items() if name not in (WEIGHTS, KEPT)}
         if not self._poise.loss_checked:
             self._poise.loss_checked = check_loss(
@@ -140,37 +140,37 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             )
         phase = self._phase()
         weighted["advantages"] = _per_token(inputs["advantages"]) * inputs[WEIGHTS][:, phase]
-        if KEPT in inputs:  # never completion_mask: that is the attention mask too
+        if KEPT in inputs:  # not completion_mask, which is the attention mask too
             weighted["tool_mask"] = inputs[KEPT][:, phase]
-        self._count_moving(weighted)
+        self._count_active(weighted)
         return super()._compute_loss(model, weighted)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, with a section on the regulator."""
+        """TRL's model card, with a section on the regulator."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             write_card(self.args.output_dir, describe(self.regulator))
 
-    # --- ours
+    # --- The mixin's own methods
 
     def _phase(self) -> int:
-        """Which of the regulator's phases this iteration is."""
+        """The number of the phase that this iteration belongs to."""
         iteration = self._step // self.args.steps_per_generation % self.num_iterations
         return int(iteration) if len(self._poise.demands.phases) > 1 else 0
 
-    def _count_moving(self, inputs: dict[str, Any]) -> None:
-        """Count the tokens that take part, on the device: it is asked for once per optimizer step."""
-        moving = inputs["completion_mask"] * inputs.get("tool_mask", 1) != 0
+    def _count_active(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens that take part. The count stays on the device; it is read once per optimizer step."""
+        active = inputs["completion_mask"] * inputs.get("tool_mask", 1) != 0
         if self.beta == 0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled:
-            moving = moving & (_per_token(inputs["advantages"]) != 0)
-        self._poise.moving.append(moving.sum())
+            active = active & (_per_token(inputs["advantages"]) != 0)
+        self._poise.active_tokens.append(active.sum())
 
     @torch.no_grad()
     def _weights(self, output: dict[str, Any]) -> dict[str, Tensor]:
-        """Run the regulator on a fresh generation batch: what is to travel with it, and metrics for TRL's log."""
+        """Run the regulator on a new generation batch, log its metrics, and return the tensors to add to the batch."""
         wants = self._poise.demands
         if len(wants.phases) > 1 and self._step % (self.args.steps_per_generation * self.num_iterations):
-            raise RuntimeError("fresh rollouts would begin in the middle of their phases: TRL's step count is off")
+            raise RuntimeError("new rollouts would begin in the middle of their phases: TRL's step count is off")
         batch, rows = self._token_batch(output)
         phases = self.regulator(batch)
         self._poise.plain = self._check_phases(phases, batch)
@@ -180,31 +180,33 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             return {}
 
         length = output["completion_mask"].shape[1]
-        travels = {WEIGHTS: torch.stack([phase.policy[rows, :length] for phase in phases], 1)}
+        added = {WEIGHTS: torch.stack([phase.policy[rows, :length] for phase in phases], 1)}
         if wants.kl == PART and self.beta != 0:
-            kept = torch.stack([phase.kl[rows, :length] != 0 for phase in phases], 1)  # tool_mask is in there
-            travels[KEPT] = kept.to(output["completion_mask"].dtype)
-        return travels
+            kept = torch.stack([phase.kl[rows, :length] != 0 for phase in phases], 1)  # includes tool_mask
+            added[KEPT] = kept.to(output["completion_mask"].dtype)
+        return added
 
     def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> bool:
-        """The regulator must do what it did when it was tried, as far as TRL cares; True if it regulates nothing."""
+        """Raise if the phases need more of TRL than those of the trial before training. True if all weights are 1."""
         wants, now = self._poise.demands, demands(phases, batch)
         if len(phases) != len(wants.phases):
             names = ", ".join(phase.name for phase in phases)
             raise CannotRegulateError(
-                f"{self._regulator_name} has made {len(phases)} phases ({names}), where there were {len(wants.phases)} "
-                "when it was tried: return all phases every time, even those without a token"
+                f"{self._regulator_name} returned {len(phases)} phases ({names}), but {len(wants.phases)} in the trial "
+                "before training: always return all phases, even those without a token"
             )
         if (wants.plain and not now.plain) or now.kl not in (ALL, wants.kl):
             check_config(self.args, now, self._regulator_name)
         if self.beta != 0 and now.kl == PART != wants.kl:
-            raise CannotRegulateError(f"{self._regulator_name} masked no KL term when it was tried, but does now")
+            raise CannotRegulateError(
+                f"{self._regulator_name} masks KL terms, but did not in the trial before training"
+            )
         return wants.plain and now.plain
 
     def _token_batch(self, output: dict[str, Any]) -> tuple[TokenBatch, slice]:
-        """The whole generation batch, that of all processes, and which rows are ours.
+        """The generation batch of all processes, and which of its rows belong to this process.
 
-        Hidden states are not gathered: where they are needed it is the batch of this process, with whole groups.
+        Hidden states are not gathered. If the regulator needs them, it sees the batch of this process, in whole groups.
         """
         needs = self.regulator.needs
         mask = output["completion_mask"]
@@ -231,35 +233,35 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if entropy is not None:
             fields["entropy"] = whole(entropy.float())
         if hidden is not None:
-            fields |= {"hidden": hidden, "head": self._head()}
+            fields |= {"hidden": hidden, "head": head_of(self)}
         for name in needs & _FIELDS.keys():
             fields[name] = whole(self._field(output, name, old_logp))
         batch = TokenBatch(
             whole(old_logp.float()),
             whole(mask.long()),
             whole(output["advantages"].float()),
-            groups=torch.arange(len(scores), device=mask.device) // self.num_generations,  # by the order of prompts
+            groups=torch.arange(len(scores), device=mask.device)
+            // self.num_generations,  # TRL keeps a prompt's responses together
             **fields,
         )
         return batch, slice(None) if alone else ours
 
     def _field(self, output: dict[str, Any], name: str, old_logp: Tensor) -> Tensor:
-        """A field of the batch as TRL has it."""
-        if (values := output.get(_FIELDS[name])) is None:  # check_needs knows all other reasons
+        """An optional field of ``TokenBatch``, from TRL's batch."""
+        if (values := output.get(_FIELDS[name])) is None:  # check_needs has ruled out all other reasons
             raise CannotRegulateError(
                 f"{self._regulator_name} needs {name}, but rollout_func returned logprobs=None: return the "
                 "log-probability of each sampled token there"
             )
-        if name == "sampler_logp":  # NaN where vLLM has none; TRL takes the ratio to be 1 there, too
+        if name == "sampler_logp":  # NaN means unknown; like TRL, use a ratio of 1 there
             values = torch.where(values.isnan(), old_logp.to(values.dtype), values)
         return values
 
     def _old_policy(self, output: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probabilities, entropies and hidden states of the sampled tokens, before the update.
 
-        Where generation and update are aligned TRL has no old log-probabilities, and takes the current ones for them in
-        the loss. They are computed for the weights alone, so that TRL's loss remains what it is; without dropout, which
-        would make them noisy and use up random numbers.
+        If generation and update are aligned, TRL has no old log-probabilities and its loss uses the current ones. Then
+        we compute them for the weights only; without dropout, which would add noise and use up random numbers.
         """
         needs = self.regulator.needs
         logp = output.get("old_per_token_logps")
@@ -269,8 +271,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         known = inspect.signature(self._get_per_token_logps_and_entropies).parameters
         images = {name: output[name] for name in known if name in output}
         states: list[Tensor] = []
-        with self._without_dropout(), self._hidden_states(states, length):
-            found, entropy, _ = self._get_per_token_logps_and_entropies(
+        collecting = collected(self, states, length) if "hidden" in needs else nullcontext()
+        with self._without_dropout(), collecting:
+            current, entropy, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
                 torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
@@ -281,8 +284,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             )
         hidden = torch.cat(states) if states else None
         if hidden is not None and not self._poise.head_checked:
-            self._check_head(hidden, found, output)
-        return found if logp is None else logp, entropy, hidden
+            check_head(self, hidden, current, output, self._regulator_name)
+            self._poise.head_checked = True
+        return current if logp is None else logp, entropy, hidden
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
@@ -292,42 +296,6 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         finally:
             self.model.train()
 
-    @contextmanager
-    def _hidden_states(self, states: list[Tensor], length: int) -> Iterator[None]:
-        """Collects what the base model hands to the head at the places that predict the completion."""
-        if "hidden" not in self.regulator.needs:
-            yield
-            return
-        hook = self._causal_model().base_model.register_forward_hook(
-            lambda _module, _args, out: states.append(out.last_hidden_state[:, -length - 1 : -1].detach())
-        )
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _causal_model(self) -> Any:
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "peft_config") else model
-
-    def _head(self) -> Head:
-        model = self._causal_model()
-        return Head.of(model.get_output_embeddings(), model.config.get_text_config(), self.temperature)
-
-    def _check_head(self, hidden: Tensor, logp: Tensor, output: dict[str, Any]) -> None:
-        """Our log-probabilities from these hidden states against TRL's, for some tokens, once."""
-        row, column = (places[:64] for places in output["completion_mask"].nonzero(as_tuple=True))
-        logits = self._head()(hidden[row, column]).float()
-        ours = logits.log_softmax(-1).gather(-1, output["completion_ids"][row, column][:, None])[:, 0]
-        gap = float((ours - logp[row, column].float()).abs().max()) if len(row) else 0.0
-        exact = hidden.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
-        if not gap <= (1e-3 if exact else 0.3):
-            raise CannotRegulateError(
-                f"{type(self._causal_model()).__name__} does something between its base model and its head that poise "
-                f"does not know (log-probabilities differ by {gap:.2g}): {self._regulator_name} cannot be used with it"
-            )
-        self._poise.head_checked = True
-
     def _is_correct(self, rewards: Tensor) -> Tensor:
         if callable(self._correct):
             return self._correct(rewards)
@@ -335,22 +303,22 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if ((values != 0) & (values != 1)).any():
             found = values[(values != 0) & (values != 1)][0].item()
             raise CannotRegulateError(
-                f"the reward function {self._correct!r} returned {found:g}, so it does not say what is correct; pass "
-                "correct=, a function of the rewards (B, reward functions) that returns bool (B,)"
+                f"the reward function {self._correct!r} returned {found:g}, so it does not say what is correct (0 or "
+                "1); pass correct=, a function of the rewards (B, reward functions) that returns bool (B,)"
             )
         return values == 1
 
     def _summary(self, phases: list[Phase], batch: TokenBatch) -> dict[str, float]:
-        """``reg/…`` metrics over all processes."""
+        """The regulator's metrics (``reg/…``) over all processes."""
         numbers = summary(phases, batch)
         if batch.hidden is None or self.accelerator.num_processes == 1:
             return numbers
-        found = gather_object([numbers])  # each process has a batch of its own
-        names = {name: [one[name] for one in found if name in one] for one in found for name in one}
-        return {name: sum(values) / len(values) for name, values in names.items()}
+        gathered = gather_object([numbers])  # each process has its own batch
+        by_name = {name: [one[name] for one in gathered if name in one] for one in gathered for name in one}
+        return {name: sum(values) / len(values) for name, values in by_name.items()}
 
     def _start(self) -> None:
-        """Training begins, perhaps for the second time, perhaps in the middle: rollouts are made afresh."""
+        """Prepare for training, which may resume from a checkpoint or start again: it begins with new rollouts."""
         wants = self._poise.demands
         check_start(self.args, self.state, wants, self._regulator_name)
         method = describe(self.regulator)
@@ -359,20 +327,20 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         write_state(self.state, method)
         if self.is_world_process_zero():
             tell_trackers(self.callback_handler.callbacks, method)
-        self._poise.moving = []
+        self._poise.active_tokens = []
         if len(wants.phases) > 1:
             self._step, self._buffered_inputs = 0, None
 
-    def _hold_still(self) -> None:
-        """Keep the optimizer from moving the model by momentum alone, where no token of a phase took part.
+    def _skip_idle_step(self) -> None:
+        """If no token of the phase took part, keep the optimizer from moving the model by momentum alone.
 
-        A parameter without a gradient is left alone by every optimizer, with its state. Regulators with one phase are
-        left to TRL, which does step on a batch without advantages.
+        Optimizers skip a parameter without a gradient, and leave its state alone. With one phase this is left to TRL,
+        which does take a step on a batch without advantages.
         """
-        moving, self._poise.moving = self._poise.moving, []
+        counts, self._poise.active_tokens = self._poise.active_tokens, []
         if len(self._poise.demands.phases) == 1:
             return
-        idle = int(self.accelerator.reduce(torch.stack(moving).sum(), reduction="sum")) == 0
+        idle = int(self.accelerator.reduce(torch.stack(counts).sum(), reduction="sum")) == 0
         self._metrics["train"]["reg/idle_steps"].append(float(idle))
         if idle:
             for group in self.optimizer.param_groups:
@@ -381,7 +349,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
 
 def _per_token(advantages: Tensor) -> Tensor:
-    """(B,) as (B, 1); (B, T) as they are."""
+    """Advantages (B,) become (B, 1); (B, T) stay as they are."""
     return advantages if advantages.dim() == 2 else advantages[:, None]
 
 
@@ -393,7 +361,7 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         self.trainer._start()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.trainer._hold_still()
+        self.trainer._skip_idle_step()
 
 
 class RegulatedGRPOTrainer(RegulatorMixin, GRPOTrainer):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What TRL cannot be made to do with a regulator: refused before training starts, with what to do instead."""
+"""Refuses, before training starts, what TRL cannot do with a regulator; each message says what to do instead."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from poise.regulators import Regulator
 
 TESTED = "1.16"
 HOME = "trl.trainer.grpo_trainer"
-# What the mixin hangs on. All of these must be TRL's own.
+# The methods that the mixin overrides or calls. All of these must be TRL's own.
 HOOKS = (
     "training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "_generate_and_score_completions",
     "_calculate_rewards", "_get_per_token_logps_and_entropies",
 )  # fmt: skip
-# TRL's other trainers of this kind, by name, and why a regulator has no place in them.
+# TRL's other online trainers, and why they cannot be regulated.
 OTHERS = {
-    "RLOOTrainer": "its loss has one ratio for a whole response, so that there is no term of a token to weight",
-    "AsyncGRPOTrainer": "it takes responses from a queue one by one and packs them, so that no group is ever whole",
+    "RLOOTrainer": "its loss has one ratio for a whole response, so there are no per-token terms to weight",
+    "AsyncGRPOTrainer": "it takes responses from a queue one by one and packs them, so no group is ever whole",
     "OnlineDPOTrainer": "its loss compares pairs of whole responses and has no advantages",
 }
-# Loss types in which ``tool_mask`` leaves the denominator alone, so that it can take terms out of a phase.
+# Loss types whose denominator does not depend on ``tool_mask``, so that it can remove terms from a phase.
 MASKABLE = ("dapo", "dr_grpo", "cispo", "luspo")
 
 
 def check_trl(trainer: type) -> None:
-    """That the methods are TRL's own; a warning where the version is not the tested one."""
+    """Raise unless the trainer's methods are TRL's own; warn if the version is not the tested one."""
     base = next((kind for kind in trainer.__mro__ if (kind.__module__, kind.__name__) == (HOME, "GRPOTrainer")), None)
     if base is None:
         raise CannotRegulateError(f"{trainer.__name__} does not inherit from {HOME}.GRPOTrainer: {_other(trainer)}")
@@ -40,33 +40,33 @@ def check_trl(trainer: type) -> None:
             )
         if (found := getattr(vars(base)[name], "__module__", None)) != HOME:
             raise CannotRegulateError(
-                f"GRPOTrainer.{name} is not TRL's own but comes from {found}: it may compute the loss past poise. "
-                "Train without the library that patches it"
+                f"GRPOTrainer.{name} is not TRL's own but comes from {found}: its loss may bypass poise. Train without "
+                "the library that patches it"
             )
     if trl.__version__.split(".")[:2] != TESTED.split("."):
         warnings.warn(
-            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}. Whether its loss takes "
-            f"token weights is tested on the first batch; for the rest, 'trl=={TESTED}.*' is the safe choice",
+            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}. poise tests on the "
+            f"first batch whether its loss takes token weights; for all else, 'trl=={TESTED}.*' is the safe choice",
             stacklevel=3,
         )
 
 
 def _other(trainer: type) -> str:
-    """Why a trainer that is no GRPOTrainer cannot be regulated."""
+    """Why a trainer that is not a GRPOTrainer cannot be regulated."""
     names = [kind.__name__ for kind in trainer.__mro__]
     if "GRPOTrainer" in names:
         return (
-            "another library has put a class of that name in its place (Unsloth does), which computes the loss past "
-            "poise. Train without that library, or import poise.integrations.trl before it"
+            "another library, such as Unsloth, has replaced that class, and its loss bypasses poise. Train without "
+            "that library, or import poise.integrations.trl before it"
         )
     for name, reason in OTHERS.items():
         if name in names:
-            return f"{name} cannot be regulated, since {reason}. Use GRPOTrainer, or a subclass of it"
+            return f"{name} cannot be regulated, because {reason}. Use GRPOTrainer, or a subclass of it"
     return "RegulatorMixin belongs in front of GRPOTrainer or a subclass of it, as in class Mine(RegulatorMixin, Yours)"
 
 
 def check_config(args: Any, wants: Demands, name: str) -> None:
-    """What can be said from the GRPOConfig alone. ``name`` is the regulator, as the user wrote it."""
+    """All checks that need only the GRPOConfig. ``name`` is the regulator as the user wrote it."""
     _check_ratio(args, wants, name)
     _check_kl(args, wants, name)
     count = len(wants.phases)
@@ -75,8 +75,8 @@ def check_config(args: Any, wants: Demands, name: str) -> None:
     listed = ", ".join(wants.phases)
     if args.num_iterations != count:
         raise CannotRegulateError(
-            f"{name} updates in {count} phases ({listed}), each an iteration of TRL: set num_iterations={count} in "
-            f"GRPOConfig, not {args.num_iterations}"
+            f"{name} updates in {count} phases ({listed}), and each is an iteration of TRL: set num_iterations={count} "
+            f"in GRPOConfig, not {args.num_iterations}"
         )
     if args.steps_per_generation % args.gradient_accumulation_steps:
         raise CannotRegulateError(
@@ -87,39 +87,39 @@ def check_config(args: Any, wants: Demands, name: str) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise CannotRegulateError(
-            f"optim={optimizer!r} updates the weights inside the backward pass, so that a phase of {name} without a "
-            "token could not be kept from moving the model; take another optimizer, such as 'adamw_torch_fused'"
+            f"optim={optimizer!r} updates the weights inside the backward pass, so poise could not skip the step of a "
+            f"phase of {name} without a token; use another optimizer, such as 'adamw_torch_fused'"
         )
     if args.fp16 and not args.max_grad_norm:
         raise CannotRegulateError(
-            f"fp16 without gradient clipping cannot leave out the step of a phase of {name} without a token; set "
+            f"with fp16 and no gradient clipping, poise cannot skip the step of a phase of {name} without a token; set "
             "max_grad_norm (1e9 clips nothing), or bf16=True"
         )
     _check_saves(args, name)
 
 
 def check_needs(args: Any, regulator: Regulator, name: str) -> None:
-    """That TRL will compute what the regulator reads, as far as its settings decide that."""
+    """Raise if these settings keep TRL from computing what the regulator reads."""
     if "ref_logp" in regulator.needs and args.beta == 0:
         raise CannotRegulateError(
-            f"{name} needs ref_logp, the reference policy's log-probabilities, which TRL computes only for a KL "
-            "term; set beta in GRPOConfig to something other than 0, such as 0.001"
+            f"{name} needs ref_logp, the reference policy's log-probabilities, which TRL computes only for a KL term; "
+            "set beta in GRPOConfig to a value other than 0, such as 0.001"
         )
 
 
 def period(args: Any) -> int:
-    """Optimizer steps per generation batch, all iterations together."""
+    """Optimizer steps per generation batch, over all iterations."""
     return int(args.steps_per_generation * args.num_iterations) // int(args.gradient_accumulation_steps)
 
 
 def check_start(args: Any, state: Any, wants: Demands, name: str) -> None:
-    """What is known once training is about to start: how long it is, and where it resumes."""
+    """Checks at the start of training, when its length and the step it resumes from are known."""
     if len(wants.phases) == 1:
         return
     steps = period(args)
     if state.global_step % steps:
         whole = state.global_step // steps * steps
-        remedy = f"Resume from checkpoint-{whole}" if whole else "Start afresh"
+        remedy = f"Resume from checkpoint-{whole}" if whole else "Start again"
         raise CannotRegulateError(
             f"step {state.global_step} lies between the phases of {name}: a generation batch takes {steps} optimizer "
             f"steps, and its rollouts are not in the checkpoint. {remedy}, or from another multiple of {steps}"
@@ -129,15 +129,15 @@ def check_start(args: Any, state: Any, wants: Demands, name: str) -> None:
 
 
 def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str) -> None:
-    """What only the finished trainer can say: the model, the engine, the processes, the rewards."""
+    """Checks that need the finished trainer: its model, engine, processes and rewards."""
     if trainer.aux_loss_enabled and wants.split:
         raise CannotRegulateError(
             f"the MoE auxiliary loss would act in every phase of {name}; set router_aux_loss_coef=0 in GRPOConfig"
         )
     if trainer.is_deepspeed_enabled and len(wants.phases) > 1:
         raise CannotRegulateError(
-            f"DeepSpeed takes the optimizer step inside the backward pass, so that a phase of {name} without a token "
-            "could not be kept from moving the model; use FSDP or DDP"
+            f"DeepSpeed takes the optimizer step inside the backward pass, so poise could not skip the step of a phase "
+            f"of {name} without a token; use FSDP or DDP"
         )
     if "sampler_logp" in regulator.needs and not trainer.use_vllm and trainer.rollout_func is None:
         raise CannotRegulateError(
@@ -177,16 +177,15 @@ def _check_kl(args: Any, wants: Demands, name: str) -> None:
         return
     if bonus:
         raise CannotRegulateError(
-            f"{name} does not leave the entropy bonus alone, and TRL cannot weight it token by token; set "
-            "entropy_coef=0 and use_adaptive_entropy=False"
-            + ("" if wants.split else ", or kl_weighted=False where the method has it")
+            f"{name} weights the entropy bonus, and TRL cannot weight it token by token; set entropy_coef=0 and "
+            "use_adaptive_entropy=False" + ("" if wants.split else ", or kl_weighted=False if the method has it")
         )
     if args.beta == 0:
         return
     if wants.kl != PART:
         raise CannotRegulateError(
-            f"{name} weights the KL term token by token, which TRL cannot express; set beta=0, or kl_weighted=False "
-            "where the method has it, as in 'tr-grpo(kl_weighted=False)'"
+            f"{name} weights the KL term token by token, which TRL cannot express; set beta=0, or kl_weighted=False if "
+            "the method has it, as in 'tr-grpo(kl_weighted=False)'"
         )
     if args.loss_type not in MASKABLE:
         raise CannotRegulateError(
@@ -210,7 +209,7 @@ def _check_saves(args: Any, name: str) -> None:
     if args.max_steps > 0:
         _check_multiple("max_steps", args.max_steps, steps, name)
     field, value = _save_interval(args, args.save_steps, args.eval_steps)
-    if value is not None and value >= 1:  # a share of the steps is not known yet
+    if value is not None and value >= 1:  # below 1 it is a share of the steps, which is not known yet
         _check_multiple(field, value, steps, name)
 
 
@@ -225,6 +224,6 @@ def _save_interval(args: Any, save_steps: float, eval_steps: float | None) -> tu
 def _check_multiple(field: str, value: float | None, steps: int, name: str) -> None:
     if value is not None and value % steps:
         raise CannotRegulateError(
-            f"{field} ({value:g}) must be a multiple of {steps}: a generation batch takes that many optimizer steps "
-            f"with {name}, and training cannot go on from between its phases"
+            f"{field} ({value:g}) must be a multiple of {steps}: with {name} a generation batch takes that many "
+            "optimizer steps, and training cannot resume between its phases"
         )

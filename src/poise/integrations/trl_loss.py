@@ -1,19 +1,20 @@
-"""Does the loss of a trainer answer token weights? Asked of its first batch, before the first update.
+"""Tests on the first batch, before the first update, whether the loss of a trainer weights tokens.
 
-The adapter weights advantages token by token. That is regulation only where the loss answers in kind. Let g be the
-gradient of the loss in each token's log-probability, (B, T). For weights w and advantages A the loss must keep
+The adapter weights advantages token by token. That regulates tokens only if the loss treats advantages token by token.
+Let g be the gradient of the loss with respect to each token's log-probability, (B, T). For weights w and advantages A
+the loss must satisfy
 
-    g(w·A) − g(0) = w · (g(A) − g(0))        each token by itself, in proportion to its own weight,
+    g(w·A) − g(0) = w · (g(A) − g(0))        each token in proportion to its own weight,
     g(A as (B, T)) = g(A as the batch has them)
 
-and where a mask m takes tokens out of a phase, g(w·A, m) = m · (w·(g(A) − g(0)) + g(0)). A ratio or a mean over whole
-responses breaks the first, a loss that is written for advantages (B,) the second, a denominator that counts the mask
-the third. Random w and m leave nothing to chance.
+and, if a mask m removes tokens from a phase, g(w·A, m) = m · (w·(g(A) − g(0)) + g(0)). A ratio or a mean over whole
+responses breaks the first rule, a loss written for advantages (B,) the second, a denominator that counts the mask the
+third. Random w and m make an accidental pass all but impossible.
 
-It costs no forward pass: the trainer's log-probabilities come from ``_get_per_token_logps_and_entropies``, and for the
-time of the test that returns made-up ones. So neither PEFT nor DDP, FSDP or DeepSpeed takes part. Each process tests
-on its own, without the collectives that the loss has for its metrics; then they exchange what they found. What the loss
-writes down is forgotten again.
+The test runs no forward pass: the trainer gets its log-probabilities from ``_get_per_token_logps_and_entropies``, and
+during the test that method returns made-up ones. So PEFT, DDP, FSDP and DeepSpeed play no part. Each process tests on
+its own, without the collectives that the loss uses for its metrics; then the processes exchange their results. The
+trainer's state is restored afterwards.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ from torch import Tensor
 from poise.integrations.demands import CannotRegulateError
 
 SOURCE = "_get_per_token_logps_and_entropies"
-TOLERANCE = 0.01  # of a response's largest gradient: rounding in bfloat16 stays below, a broken rule far above
+TOLERANCE = 0.01  # of a response's largest gradient: bfloat16 rounding stays below, a broken rule is far above
 Loss = Callable[[Any, dict[str, Any]], Any]
 
 
 def check_loss(trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any], name: str, *, masks: bool) -> bool:
     """Raise if the loss does not weight tokens; False if this batch is too small to tell. ``masks``: test m too."""
-    with _untouched(trainer):
-        fault = _fault(_Stand(trainer, loss, model, inputs), masks=masks)
+    with _restored(trainer):
+        fault = _fault(_Bench(trainer, loss, model, inputs), masks=masks)
     faults = [fault] if trainer.accelerator.num_processes == 1 else gather_object([fault])
     known = [fault for fault in faults if fault is not None]
     if message := next(filter(None, known), None):
         raise CannotRegulateError(
             f"the loss of {_owner(trainer, loss)} cannot be regulated by {name}: {message}. It must take advantages of "
-            "shape (B, T) and weight the gradient of each token by its own, as that of TRL's GRPOTrainer does; "
-            "regulator='grpo' leaves any loss as it is"
+            "shape (B, T) and weight each token's gradient by its own advantage, as the loss of TRL's GRPOTrainer "
+            "does; regulator='grpo' works with every loss"
         )
     return bool(known)
 
 
-class _Stand:
+class _Bench:
     """The trainer's loss as a function of the advantages, on made-up log-probabilities."""
 
     def __init__(self, trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any]) -> None:
@@ -59,24 +60,24 @@ class _Stand:
         mask = inputs["completion_mask"]
         self.mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask) != 0
         self.generator = torch.Generator().manual_seed(0)
-        self.near = -self.random(0.1, 2.0)  # the old policy, the reference and the sampler
+        self.near = -self.random(0.1, 2.0)  # log-probabilities of the old policy, the reference and the sampler
         known = {"old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"} & inputs.keys()
-        ratio = {"importance_sampling_ratio"} & inputs.keys()  # real ones may be 0 for a whole batch
+        ratio = {"importance_sampling_ratio"} & inputs.keys()  # the batch's own may all be 0
         made_up = dict.fromkeys(known, self.near) | {field: torch.ones_like(inputs[field]) for field in ratio}
         self.inputs = inputs | made_up
-        # Half of the tokens as in a first update, half so far off that the loss clips: there it must keep the rule too.
+        # Half of the tokens are as in a first update, half so far off that the loss clips: the rules hold there too.
         moved = torch.where(self.random(0, 1) > 0.5, self.random(-0.01, 0.01), self.random(-0.4, 0.4))
-        self.tokens = _Tokens(trainer, self.near + moved, self.random(0.1, 2.0))
+        self.tokens = _FakePass(trainer, self.near + moved, self.random(0.1, 2.0))
 
     def random(self, low: float, high: float) -> Tensor:
-        """(B, T) uniform numbers, the same on every device."""
+        """Uniform numbers (B, T), the same on every device."""
         numbers = torch.rand(self.mask.shape, generator=self.generator) * (high - low) + low
         return numbers.to(self.mask.device)
 
     def gradient(self, advantages: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(2, B, T): of log-probabilities and entropies; 0 outside the mask."""
+        """Gradients (2, B, T) with respect to log-probabilities and entropies; 0 outside the mask."""
         changed = {"advantages": advantages} if mask is None else {"advantages": advantages, "tool_mask": mask}
-        torch.manual_seed(0)  # a loss that draws lots draws the same each time
+        torch.manual_seed(0)  # a loss that draws random numbers draws the same ones each time
         leaves = self.tokens.renew()
         with torch.enable_grad():
             value = self.loss(self.model, self.inputs | changed)
@@ -88,8 +89,8 @@ class _Stand:
 
 
 @dataclass
-class _Tokens:
-    """Stands in for the forward pass of the policy."""
+class _FakePass:
+    """Replaces the forward pass of the policy by made-up log-probabilities and entropies."""
 
     trainer: Any
     logp: Tensor
@@ -98,7 +99,7 @@ class _Tokens:
 
     def __post_init__(self) -> None:
         self.original = getattr(self.trainer, SOURCE)
-        setattr(self.trainer, SOURCE, self)  # until _untouched puts everything back
+        setattr(self.trainer, SOURCE, self)  # _restored undoes this
 
     def renew(self) -> list[Tensor]:
         self.logp, self.entropy = (x.detach().clone().requires_grad_() for x in (self.logp, self.entropy))
@@ -112,24 +113,26 @@ class _Tokens:
         return self.logp, self.entropy, self.logp.new_zeros(())
 
 
-def _fault(stand: _Stand, *, masks: bool) -> str | None:
-    """What is wrong; "" if nothing is, None if this batch cannot tell."""
-    mask, inputs = stand.mask, stand.inputs
-    reach = inputs["advantages"].abs().max().clamp(min=2) / 2  # weighted, they are as large as the batch's own
+def _fault(bench: _Bench, *, masks: bool) -> str | None:
+    """What is wrong with the loss; "" if nothing is, None if this batch cannot tell."""
+    mask, inputs = bench.mask, bench.inputs
+    reach = (
+        inputs["advantages"].abs().max().clamp(min=2) / 2
+    )  # so that weighted advantages are as large as the batch's own
     rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device) * reach
     ones = rows[:, None].expand(mask.shape).contiguous()
     try:
-        own = stand.gradient(ones if inputs["advantages"].dim() == 2 else rows)
-    except Exception as error:  # not about weights
-        error.add_note("This came up while poise tested the loss on made-up log-probabilities, before any update.")
+        own = bench.gradient(ones if inputs["advantages"].dim() == 2 else rows)
+    except Exception as error:  # not caused by weights
+        error.add_note("This happened when poise tested the loss on made-up log-probabilities, before any update.")
         raise
-    if not stand.tokens.asked:
-        return f"it takes log-probabilities from elsewhere than self.{SOURCE}, so that poise cannot test it"
-    weights = stand.random(0.2, 2.0) * (stand.random(0, 1) > 0.2)  # some are 0
-    kept = (stand.random(0, 1) > 0.4) & mask if masks else mask
+    if not bench.tokens.asked:
+        return f"it takes log-probabilities from elsewhere than self.{SOURCE}, so poise cannot test it"
+    weights = bench.random(0.2, 2.0) * (bench.random(0, 1) > 0.2)  # some are 0
+    kept = (bench.random(0, 1) > 0.4) & mask if masks else mask
     try:
-        plain, rest = stand.gradient(ones), stand.gradient(torch.zeros_like(ones))
-        weighted = stand.gradient(ones * weights, kept.to(inputs["completion_mask"].dtype) if masks else None)
+        plain, rest = bench.gradient(ones), bench.gradient(torch.zeros_like(ones))
+        weighted = bench.gradient(ones * weights, kept.to(inputs["completion_mask"].dtype) if masks else None)
     except Exception as error:
         return f"it fails on advantages of shape (B, T), with {type(error).__name__}: {error}"
     if not mask.any():
@@ -140,26 +143,26 @@ def _fault(stand: _Stand, *, masks: bool) -> str | None:
         return "its gradient changes when the same advantages come as (B, T) instead of (B,)"
     if _differ(weighted, torch.where(kept, weights * (plain - rest) + rest, 0.0), largest=plain.abs() + rest.abs()):
         return "the gradient of a token is not in proportion to its own advantage, or depends on those of others"
-    several = ((plain - rest)[0] != 0).sum(1) > 1  # in a response of one token there are no others
+    several = ((plain - rest)[0] != 0).sum(1) > 1  # a response of one token has no other tokens
     return "" if several.any() else None
 
 
 def _differ(found: Tensor, expected: Tensor, largest: Tensor | None = None) -> bool:
-    """By more than rounding, in some response."""
+    """Whether they differ by more than rounding in some response."""
     largest = expected.abs() if largest is None else largest
     allowed = TOLERANCE * largest.amax((0, 2)) + 1e-6 * largest.max()
-    return not bool(((found - expected).abs().amax((0, 2)) <= allowed).all())  # NaN differs
+    return not bool(((found - expected).abs().amax((0, 2)) <= allowed).all())  # NaN counts as different
 
 
 def _owner(trainer: Any, loss: Loss) -> str:
-    """The class whose loss it is."""
+    """The name of the class that defines the loss."""
     function = getattr(loss, "__func__", None)
     kinds = (kind for kind in type(trainer).__mro__ if vars(kind).get("_compute_loss") is function)
     return next((kind.__name__ for kind in kinds), type(trainer).__name__)
 
 
-class _Alone:
-    """An accelerator without its collectives: processes have batches of different sizes, and may fail apart."""
+class _WithoutCollectives:
+    """An accelerator without its collectives: batches differ in size between processes, and one process may fail."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -174,13 +177,13 @@ class _Alone:
 
 
 @contextmanager
-def _untouched(trainer: Any) -> Iterator[None]:
-    """Puts back the trainer's attributes, its metrics and the state of random numbers."""
+def _restored(trainer: Any) -> Iterator[None]:
+    """Restore the trainer's attributes, its metrics and the state of the random numbers afterwards."""
     before = dict(vars(trainer))
     containers = (list, dict, set, deque)
     vars(trainer).update({k: copy.copy(v) for k, v in before.items() if isinstance(v, containers)})
     trainer._metrics = copy.deepcopy(trainer._metrics)
-    trainer.accelerator = _Alone(trainer.accelerator)
+    trainer.accelerator = _WithoutCollectives(trainer.accelerator)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices):

@@ -1,4 +1,4 @@
-"""The regulator of a run, written where one looks for it later: checkpoints, the model card, the tracker's settings."""
+"""Writes the regulator of a run into checkpoints, the model card and the trackers' settings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import poise
 from poise.integrations.demands import CannotRegulateError
 from poise.regulators import Compose, Function, Regulator, text
 
-KEY = "poise"  # in trainer_state.json, under stateful_callbacks: what TRL keeps for others from save to resume
-STOCK = "grpo"  # what TRL itself trains with, and what an entry that is not there means
+KEY = "poise"  # in trainer_state.json under stateful_callbacks, which TRL saves and restores for others
+STOCK = "grpo"  # TRL's own update; also the meaning of a checkpoint without an entry
 
 
 def describe(regulator: Regulator) -> str:
-    """The text form; for a regulator without one, its class or function by name: the same in every process."""
+    """The text form, or the name of the class or function if there is none; the same in every process."""
     parts = regulator.parts if isinstance(regulator, Compose) else (regulator,)
     return " | ".join(_describe_one(part) for part in parts)
 
@@ -32,12 +32,12 @@ def _describe_one(part: Regulator) -> str:
 
 
 def check_resume(state: Any, regulator: str) -> None:
-    """Raise if the checkpoint that this run goes on from was trained with another regulator."""
+    """Raise if the checkpoint that this run resumes was trained with another regulator."""
     written = (state.stateful_callbacks or {}).get(KEY, {}).get("regulator", STOCK)
     if state.global_step and written != regulator:
         raise CannotRegulateError(
-            f"the checkpoint of step {state.global_step} was trained with {written!r}, and this run would go on with "
-            f"{regulator!r}; pass regulator={written!r}, or change_regulator=True if the change is meant"
+            f"the checkpoint of step {state.global_step} was trained with {written!r}, and this run would continue "
+            f"with {regulator!r}; pass regulator={written!r}, or change_regulator=True if you want the change"
         )
 
 
@@ -47,7 +47,7 @@ def write_state(state: Any, regulator: str) -> None:
 
 
 def write_card(folder: str, regulator: str) -> None:
-    """A section of the model card, where TRL has written one."""
+    """Add a section to the model card, if TRL has written one."""
     card = Path(folder) / "README.md"
     if not card.exists():
         return

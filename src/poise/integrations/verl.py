@@ -4,11 +4,11 @@ actor_rollout_ref.actor.policy_loss:
   _target_: poise.integrations.verl.RegulatedPolicyLoss
   loss_mode: poise
   regulator: ar(alpha=0.2)
-  base_loss: vanilla        # any loss of verl's that is a sum over tokens in proportion to their advantages
+  base_loss: vanilla        # any loss of verl that is a sum over tokens in proportion to their advantages
 
-A policy loss sees a micro-batch, and not the KL and entropy terms. Methods that look at the whole batch, or update in
-several phases, are for the trainer (``verl_trainer``). Both are entry points of the group ``verl.plugins``: ``import
-verl`` loads them, in every process. verl hides their errors, ``poise doctor verl`` shows them.
+A policy loss sees one micro-batch, and does not see the KL and entropy terms. For methods that look at the whole batch,
+or update in several phases, use the trainer (``verl_trainer``). Both are entry points of the group ``verl.plugins``:
+``import verl`` loads them, in every process. verl hides their errors; ``poise doctor verl`` shows them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from poise.batch import TokenBatch
 from poise.integrations.demands import CannotRegulateError
 from poise.integrations.verl_checks import LOSS, check_linear, check_policy_loss, check_verl
 
-_tried: set[tuple[str, str]] = set()  # losses that are known to be sums over tokens, by name and way to average
+_tried: set[tuple[str, str]] = set()  # (loss, loss_agg_mode) that passed check_linear
 
 
 @dataclass
 class RegulatedPolicyLoss(PolicyLossConfig):  # type: ignore[misc]
-    """The settings of a policy loss that weights tokens: verl's own, a regulator in its text form, and which loss."""
+    """Settings of the regulated policy loss: verl's own, the regulator in its text form, and the loss to weight."""
 
     loss_mode: str = LOSS
     regulator: str = ""
@@ -43,8 +43,8 @@ class RegulatedPolicyLoss(PolicyLossConfig):  # type: ignore[misc]
         check_verl()
         if self.loss_mode != LOSS:
             raise CannotRegulateError(
-                f"policy_loss.loss_mode is {self.loss_mode!r}, so that {self.regulator} would have no effect; set it "
-                f"to {LOSS!r}, and base_loss to {self.loss_mode!r}"
+                f"policy_loss.loss_mode is {self.loss_mode!r}, so {self.regulator} would have no effect; set it to "
+                f"{LOSS!r}, and base_loss to {self.loss_mode!r}"
             )
         check_policy_loss(self.regulator, self.base_loss)
 
@@ -59,11 +59,11 @@ def regulated_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """``base_loss``, with advantages that carry the regulator's weights."""
+    """``base_loss`` with advantages multiplied by the regulator's weights."""
     settings = config.policy_loss
     if not isinstance(settings, RegulatedPolicyLoss):
         raise CannotRegulateError(
-            f"loss_mode={LOSS!r} needs settings of its own: set policy_loss._target_ to "
+            f"loss_mode={LOSS!r} needs its own settings: set policy_loss._target_ to "
             "poise.integrations.verl.RegulatedPolicyLoss, and policy_loss.regulator"
         )
     base = get_policy_loss_fn(settings.base_loss)

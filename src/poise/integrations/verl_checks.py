@@ -1,6 +1,6 @@
-"""What verl cannot be made to do with a regulator: refused before training starts, with what to do instead.
+"""Refuses, before training starts, what verl cannot do with a regulator; each message says what to do instead.
 
-verl is imported inside the functions: importing verl imports its plugins, and those import this file.
+verl is imported inside the functions, because importing verl imports its plugins, and those import this file.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from poise.regulators import Regulator, parse
 
 TESTED = "0.9.1"
 LOSS, TRAINER = "poise", "poise_sync"  # our names in verl's registries
-# verl's losses that token weights on the advantages would not weight, or not only.
+# verl's losses in which weights on advantages do not weight tokens, or also do something else.
 UNFIT = {
-    "geo_mean": "has one ratio and one advantage for a whole response, in which token weights collapse to their mean",
-    "clip_cov": "selects tokens by their advantages, so that weights would change which; use poise's 'clip-cov'",
-    "kl_cov": "selects tokens by their advantages, so that weights would change which",
-    "dro": "has a penalty that does not depend on the advantage, so that weights would not reach it",
+    "geo_mean": "has one ratio and one advantage for a whole response, so token weights collapse to their mean",
+    "clip_cov": "selects tokens by their advantages, so weights would change the selection; use poise's 'clip-cov'",
+    "kl_cov": "selects tokens by their advantages, so weights would change the selection",
+    "dro": "has a penalty that does not depend on the advantage, so weights would not reach it",
 }
-# Losses, and ways to average, in which response_mask does nothing but leave tokens out: the others measure something
-# inside it (the ratio of a response, its length), and the loss of the remaining tokens would change.
+# Losses and averages in which response_mask only leaves tokens out. The others measure something inside the mask (the
+# ratio of a response, its length), so the loss of the remaining tokens would change.
 MASKABLE = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo")
 LENGTH_FREE = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-# What the trainer can put into a TokenBatch.
+# The optional fields of TokenBatch that the trainer can fill.
 AVAILABLE = frozenset({"groups", "rewards", "targets", "entropy", "ref_logp", "sampler_logp"})
 
 
 def check_verl() -> None:
-    """The version."""
+    """Raise unless this is the tested version of verl."""
     import verl
 
     if verl.__version__ != TESTED:
         raise CannotRegulateError(
-            f"poise.integrations.verl is tested with verl {TESTED}, this is {verl.__version__}: what it rests on may "
+            f"poise.integrations.verl is tested with verl {TESTED}, this is {verl.__version__}: its internals may "
             f"have changed. Install 'verl=={TESTED}'"
         )
 
 
 @cache
 def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
-    """A regulator that is to work inside a policy loss, which sees a few responses at a time and no KL term."""
+    """Raise unless the regulator works inside a policy loss, which sees a few responses at a time and no KL term."""
     if not text:
-        raise CannotRegulateError("policy_loss.regulator is missing: which one, say 'ar(alpha=0.2)'?")
+        raise CannotRegulateError("policy_loss.regulator is missing: set it, for example to 'ar(alpha=0.2)'")
     regulator = parse(text)
     wants = probe(regulator)
     if len(wants.phases) > 1 or (part := beyond(regulator, "token")) is not None:
@@ -58,25 +58,29 @@ def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
     if wants.kl != ALL:
         raise CannotRegulateError(
             f"{text} weights the KL and entropy terms, which verl adds after the policy loss; set kl_weighted=False, "
-            "as in 'tr-grpo(kl_weighted=False)', which is the same where there is no such term"
+            "as in 'tr-grpo(kl_weighted=False)'. Without KL and entropy terms the two are the same"
         )
     if base == LOSS:
-        raise CannotRegulateError("policy_loss.base_loss is the loss to be weighted, one of verl's, such as 'vanilla'")
+        raise CannotRegulateError(
+            "policy_loss.base_loss is the loss to weight: set it to one of verl's, such as 'vanilla'"
+        )
     if not wants.plain:
         _check_fit(base, text)
     return regulator, wants
 
 
 def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -> None:
-    """What can be said from verl's whole configuration. ``name`` is the regulator, as the user wrote it."""
+    """All checks that need verl's whole configuration. ``name`` is the regulator as the user wrote it."""
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss.get("loss_mode", "vanilla")
     if not config.trainer.get("use_v1", True):
-        raise CannotRegulateError(f"trainer.use_v1=False takes verl's old trainer, past {name}; set it to True")
+        raise CannotRegulateError(
+            f"trainer.use_v1=False selects verl's old trainer, which ignores {name}; set it to True"
+        )
     if loss == LOSS:
         raise CannotRegulateError(
             f"loss_mode={LOSS!r} and trainer_mode={TRAINER!r} would both weight the tokens; set "
-            "actor_rollout_ref.actor.policy_loss.loss_mode to a loss of verl's, such as 'vanilla'"
+            "actor_rollout_ref.actor.policy_loss.loss_mode to one of verl's losses, such as 'vanilla'"
         )
     if not wants.plain:
         _check_fit(loss, name)
@@ -87,9 +91,9 @@ def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -
 
 
 def check_linear(function: Any, config: Any, base: str, mode: str) -> None:
-    """Try a loss on a few made-up tokens: does a weight on a token's advantage weight that token's term, and no more?
+    """Raise unless a weight on a token's advantage weights exactly that token's term, tried on a few made-up tokens.
 
-    For verl's own losses a test says so. This is for those that others register.
+    Tests cover verl's own losses. This check is for losses that users register.
     """
     random = torch.Generator().manual_seed(0)
     old = -torch.rand(2, 3, generator=random, dtype=torch.float64) - 0.1
@@ -119,7 +123,7 @@ def check_linear(function: Any, config: Any, base: str, mode: str) -> None:
     if not (local and loss.abs() < 1e-6 and gradient.abs().max() < 1e-6):
         raise CannotRegulateError(
             f"the loss {base!r} with loss_agg_mode={mode!r} is not a sum over tokens in proportion to their "
-            "advantages: weights on advantages would do something else there. Use one of " + ", ".join(MASKABLE)
+            "advantages, so weights on advantages would do something else. Use one of " + ", ".join(MASKABLE)
         )
 
 
@@ -132,11 +136,11 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
     needs = regulator.needs
     if "hidden" in needs:
         raise CannotRegulateError(
-            f"{name} needs hidden states and the output weight, which verl's engines do not hand out and its queue is "
-            "not made for; use poise's own trainer, or TRL (docs/verl.md says what is missing)"
+            f"{name} needs hidden states and the output weight, which verl's engines do not return; use poise's own "
+            "trainer, or TRL (docs/verl.md says what is missing)"
         )
     if missing := sorted(needs - AVAILABLE):
-        raise CannotRegulateError(f"{name} needs {', '.join(missing)}, which verl's batches do not hold")
+        raise CannotRegulateError(f"{name} needs {', '.join(missing)}, which verl's batches do not have")
     rollout = config.actor_rollout_ref.rollout
     correction = config.algorithm.get("rollout_correction", None) or {}
     if "entropy" in needs and correction.get("bypass_mode", False):
@@ -151,13 +155,13 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
 
 
 def _check_terms(actor: Any, wants: Demands, loss: str, name: str) -> None:
-    """The KL loss and the entropy bonus, which response_mask can take out of a phase but not weight."""
+    """Check the KL loss and the entropy bonus, which response_mask can remove from a phase but not weight."""
     if not has_terms(actor) or wants.kl == ALL:
         return
     if wants.kl != PART:
         raise CannotRegulateError(
             f"{name} weights the KL and entropy terms token by token, which verl cannot express; set use_kl_loss=False "
-            "and entropy_coeff=0, or kl_weighted=False where the method has it, as in 'tr-grpo(kl_weighted=False)'"
+            "and entropy_coeff=0, or kl_weighted=False if the method has it, as in 'tr-grpo(kl_weighted=False)'"
         )
     if loss not in MASKABLE:
         raise CannotRegulateError(
@@ -172,7 +176,7 @@ def _check_terms(actor: Any, wants: Demands, loss: str, name: str) -> None:
 
 
 def has_terms(actor: Any) -> bool:
-    """Whether there is anything in verl's loss beside the policy term."""
+    """Whether verl's loss has a KL or entropy term besides the policy term."""
     return bool(actor.use_kl_loss) or float(actor.entropy_coeff) != 0
 
 
@@ -180,8 +184,8 @@ def _check_phases(config: Any, wants: Demands, name: str) -> None:
     listed = ", ".join(wants.phases)
     if config.actor_rollout_ref.actor.shuffle:
         raise CannotRegulateError(
-            f"with actor.shuffle=True it is not known which mini-batches have no token in a phase of {name} "
-            f"({listed}), and momentum would move the model there; set actor_rollout_ref.actor.shuffle=False"
+            f"with actor.shuffle=True poise cannot know which mini-batches have no token in a phase of {name} "
+            f"({listed}), and there momentum would move the model; set actor_rollout_ref.actor.shuffle=False"
         )
     mtp = config.actor_rollout_ref.model.get("mtp", None) or {}
     distillation = config.get("distillation", None) or {}

@@ -1,15 +1,15 @@
 """Regulators inside verl, as a trainer: for methods that look at the whole batch, or update in several phases.
 
 trainer.v1:
-  trainer_mode: poise_sync                # verl's synchronous trainer, and
+  trainer_mode: poise_sync                # verl's synchronous trainer with a regulator
   poise_sync:
     regulator: ar(alpha=0.3) | lopti(threshold=0.5)
 
-The controller of verl has the whole batch of a step, groups included, in its queue. Right before the actor is updated
-the regulator sees it, once; then, for each of its phases, weighted advantages take the place of the plain ones, verl
-updates the actor, and the plain ones come back. Weights are not negative, so weighting the advantage is weighting the
-clipped policy term. A phase that leaves out KL and entropy terms does so by ``response_mask``; the count that verl
-divides by comes from ``loss_mask``, which stays. What verl cannot express is refused by ``verl_checks``.
+verl's controller has the whole batch of a step, with whole groups, in its queue. Before each update of the actor the
+regulator sees this batch once. Then, for each phase, weighted advantages replace the plain ones in the queue, verl
+updates the actor, and the plain ones are put back. Weights are not negative, so weighting the advantage weights the
+clipped policy term. A phase removes KL and entropy terms by ``response_mask``; verl divides by a count that comes from
+``loss_mask``, which stays. ``verl_checks`` refuses what verl cannot express.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, 
 from poise.integrations.verl_checks import TRAINER, check_config, check_linear, check_verl, has_terms
 from poise.regulators import parse, summary
 
-ADVANTAGES, MASK = "advantages", "response_mask"  # what a phase changes in verl's queue
-_FIELDS = {  # of TokenBatch, as verl names them
+ADVANTAGES, MASK = "advantages", "response_mask"  # the fields that a phase replaces in verl's queue
+_FIELDS = {  # fields of TokenBatch, and verl's names for them
     "entropy": "entropy",
     "ref_logp": "ref_log_prob",
     "sampler_logp": "rollout_log_probs",
     "targets": "responses",
 }
-_Mixed: Any = object  # the mixin's methods call those of verl's trainer by super()
+_Mixed: Any = object  # stands for verl's trainer, whose methods the mixin calls by super()
 
 
 class RegulatorMixin(_Mixed):  # type: ignore[misc]
-    """Puts a regulator into a subclass of verl's ``PPOTrainer``: ``class Mine(RegulatorMixin, MyTrainer)``.
+    """Adds a regulator to a subclass of verl's ``PPOTrainer``: ``class Mine(RegulatorMixin, MyTrainer)``.
 
-    The regulator is ``trainer.v1.<trainer_mode>.regulator`` in verl's configuration, in its text form. ``base_mode`` is
-    the mode of verl whose trainer this is: verl's own code asks for it by name.
+    ``trainer.v1.<trainer_mode>.regulator`` in verl's configuration names the regulator in its text form. ``base_mode``
+    is the trainer_mode of the base class: verl's own code compares the mode by name.
     """
 
     base_mode = "sync"
@@ -57,15 +57,15 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         check_verl()
         if not isinstance(self, get_trainer_cls(self.base_mode)):
             raise CannotRegulateError(
-                f"{type(self).__name__} is not made from verl's trainer {self.base_mode!r}: set base_mode in the class "
-                "to the name of the one that it is made from"
+                f"{type(self).__name__} does not inherit from verl's trainer {self.base_mode!r}: set base_mode in the "
+                "class to the trainer_mode of its base class"
             )
         mode = config.trainer.v1.trainer_mode
         settings = config.trainer.v1.get(mode) or {}
         self._regulator_name = str(settings.get("regulator") or "")
         if not self._regulator_name:
             raise CannotRegulateError(
-                f"which regulator? Set it with +trainer.v1.{mode}.regulator=\"'lopti(threshold=0.4)'\""
+                f"the regulator is missing: set it with +trainer.v1.{mode}.regulator=\"'lopti(threshold=0.4)'\""
             )
         self.regulator = parse(self._regulator_name)
         self._wants: Demands = probe(self.regulator)
@@ -78,39 +78,39 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         super().__init__(config)
 
     def _init_dataloader(self) -> None:
-        """verl's, which also says how long the learning-rate schedule is: it ticks in each phase."""
+        """verl's method, which also sets the length of the learning-rate schedule. The schedule ticks in each phase."""
         super()._init_dataloader()
         self.config.actor_rollout_ref.actor.optim.total_training_steps *= len(self._wants.phases)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """verl's, once for each phase, with advantages that carry its weights."""
-        found, stored = self._token_batch(batch)
-        phases = self.regulator(found)
-        self._check_phases(phases, found)
-        metrics.update(summary(phases, found))
+        """verl's method, once for each phase, with advantages multiplied by the phase's weights."""
+        tokens, stored = self._token_batch(batch)
+        phases = self.regulator(tokens)
+        self._check_phases(phases, tokens)
+        metrics.update(summary(phases, tokens))
         for phase in phases:
-            rows = self._live_rows(found, phase)
+            rows = self._live_rows(tokens, phase)
             if not len(rows):
                 continue  # no token takes part: momentum alone must not move the model
             piece = batch if len(rows) == len(batch) else batch.select_keys([batch.keys[row] for row in rows])
-            made: dict[str, Any] = {}
-            with self._in_queue(batch, stored, self._weighted(stored, found, phase)):
-                super()._update_actor(piece, made)
+            measured: dict[str, Any] = {}
+            with self._in_queue(batch, stored, self._weighted(stored, tokens, phase)):
+                super()._update_actor(piece, measured)
             if len(phases) > 1:
-                own = [key for key in made if key.startswith("actor/") and "/perf/" not in key]
-                made |= {f"reg/{phase.name}/{key}": made[key] for key in own}
-            metrics.update(made)  # verl's own names hold the last phase
+                own = [key for key in measured if key.startswith("actor/") and "/perf/" not in key]
+                measured |= {f"reg/{phase.name}/{key}": measured[key] for key in own}
+            metrics.update(measured)  # under verl's own names, the last phase stays
             batch.extra_info.update(piece.extra_info)
         return batch
 
     def _token_batch(self, batch: Any) -> tuple[TokenBatch, TensorDict]:
-        """The batch of this step as the regulator sees it, from verl's queue; and what of the queue will change."""
+        """The batch of this step from verl's queue, for the regulator; and the fields that phases will replace."""
         extra = {ours: theirs for ours, theirs in _FIELDS.items() if ours in self.regulator.needs}
         names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values()]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
         numbers: dict[str, int] = {}
         owners = [
-            key if tag.get("is_padding", False) else str(uid)  # verl fills up batches with copies that have no token
+            key if tag.get("is_padding", False) else str(uid)  # verl pads batches with copies that have no token
             for key, tag, uid in zip(batch.keys, batch.tags, data.pop("uid").tolist(), strict=True)
         ]
         groups = [numbers.setdefault(name, len(numbers)) for name in owners]
@@ -127,18 +127,18 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return found, stored
 
     def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> None:
-        """The regulator must do what it did when it was tried, as far as verl cares."""
+        """Raise if the phases need more of verl than those of the trial before training."""
         now = demands(phases, batch)
         if len(now.phases) > 1 and len(self._wants.phases) == 1:
             raise CannotRegulateError(
-                f"{self._regulator_name} has made {len(now.phases)} phases ({', '.join(now.phases)}), where there was "
-                "one when it was tried: return all phases every time, even those without a token"
+                f"{self._regulator_name} returned {len(now.phases)} phases ({', '.join(now.phases)}), but one in the "
+                "trial before training: always return all phases, even those without a token"
             )
         if now.kl not in (ALL, self._wants.kl):
             check_config(self.config, self.regulator, now, self._regulator_name)
 
     def _weighted(self, stored: TensorDict, batch: TokenBatch, phase: Phase) -> TensorDict:
-        """What takes the place of the plain advantages, and of the mask where there are terms to be left out."""
+        """The advantages for a phase, and its mask if the phase leaves out KL or entropy terms."""
         lengths = stored[MASK]
         weighted = {ADVANTAGES: response_to_nested(batch.token_advantages * phase.policy, lengths)}
         if has_terms(self.config.actor_rollout_ref.actor) and demands([phase], batch).kl == PART:
@@ -148,6 +148,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
     @contextmanager
     def _in_queue(self, batch: Any, stored: TensorDict, weighted: TensorDict) -> Iterator[None]:
+        """Put the weighted fields into verl's queue, and the stored ones back afterwards."""
         place = {"keys": batch.keys, "partition_id": batch.partition_id}
         tq.kv_batch_put(**place, fields=weighted)
         try:
@@ -156,20 +157,20 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             tq.kv_batch_put(**place, fields=stored.select(*weighted.keys()))
 
     def _live_rows(self, batch: TokenBatch, phase: Phase) -> list[int]:
-        """The rows of those mini-batches in which some token takes part; all rows where there is but one phase.
+        """The rows of the mini-batches in which some token takes part; all rows if there is only one phase.
 
-        verl hands each process a run of rows, and each takes its mini-batches from its run in order. Whole mini-batches
-        are left out, so the others stay what they are.
+        verl gives each process a contiguous block of rows, and each process takes its mini-batches from its block in
+        order. Only whole mini-batches are left out, so the others stay the same.
         """
         count = len(batch.mask)
         if len(self._wants.phases) == 1:
             return list(range(count))
         terms = phase.kl != 0 if has_terms(self.config.actor_rollout_ref.actor) else torch.zeros_like(batch.mask)
-        moving = ((phase.policy * batch.token_advantages != 0) | terms).any(1)
-        processes = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # known since verl balanced the batch
+        active = ((phase.policy * batch.token_advantages != 0) | terms).any(1)
+        processes = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # verl fills this when it balances the batch
         size = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         rows = torch.arange(count).view(processes, -1, size // processes)  # process, mini-batch, row
-        live: Tensor = moving[rows].any(2).any(0)
+        live: Tensor = active[rows].any(2).any(0)
         return rows[:, live].flatten().tolist()
 
 
