@@ -65,7 +65,7 @@ def test_descriptions_are_the_same_in_every_process():
     assert describe(regulators.parse("lopti(0.5)|ar")) == "lopti(threshold=0.5) | ar"
     assert describe(Mine(0.3)).endswith("Mine(power=0.3)")
     found = describe(regulators.parse("ar") | function)
-    assert found.startswith("ar | test_trl_record:")
+    assert found.startswith(f"ar | {__name__}:")
     assert "0x" not in found
 
 

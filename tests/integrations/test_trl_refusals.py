@@ -149,7 +149,9 @@ def test_a_patched_trainer_is_refused(monkeypatch, tmp_path):
     ):
         Replaced(regulator="ar")
     monkeypatch.setattr(STOCK, "compute_loss", lambda *_: None)
-    with pytest.raises(CannotRegulateError, match=r"GRPOTrainer.compute_loss is not TRL's own but comes from test_trl"):
+    with pytest.raises(
+        CannotRegulateError, match=r"GRPOTrainer.compute_loss is not TRL's own but comes from .*test_trl"
+    ):
         build(tmp_path, "ar")
 
 
