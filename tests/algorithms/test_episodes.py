@@ -18,6 +18,7 @@ from poise.rollout.sampling import Sampling
 from poise.rollout.types import Rollouts
 from poise.tasks import Problem, RewardError, Score
 from poise.training.batches import group_numbers, stack, token_batch
+from poise.training.records import environment_turns
 from poise.training.update import accumulate
 
 TEMPLATES = {
@@ -231,3 +232,16 @@ class Marked(Uneven):
 
 def test_rows_in_no_group_have_one_of_their_own():
     assert group_numbers(["a", None, "a", ("b", 1), None]) == [0, 1, 0, 2, 3]
+
+
+def test_records_tell_the_environment_from_the_model():
+    policy = load_policy("embedded", device="cpu")
+    sampler = Sampler(policy, NativeEngine(policy), Twice(), max_tokens=7)
+    problems = list(islice(Twice().problems("train", 0), 3))
+    for sample in sampler.play(problems, seed=1):
+        ((place, text),) = environment_turns(sample)
+        assert text == " Are you sure? <|end|> "
+        first, second = (message["content"] for message in sample.messages if message["role"] == "assistant")
+        own = sample.tokens[sample.own]
+        assert policy.decode(own[:place].tolist()) == first
+        assert policy.decode(own[place:].tolist()) == second

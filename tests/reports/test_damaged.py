@@ -70,6 +70,8 @@ TOKENS = {  # what poise tokens and poise report refuse
     "prompt a list": records(prompt=["a"]),
     "reward a text": records(reward="<b>"),
     "parts a list": records(parts=[1]),
+    "environment a text": records(environment="<b>"),
+    "environment without numbers": records(environment=[["<b>", "x"]]),
     "tokens cut off": tokens(lambda data: data[:-50]),
     "tokens cut in the header": tokens(lambda data: data[:50]),
     "tokens empty": tokens(lambda _: b""),

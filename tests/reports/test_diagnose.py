@@ -233,3 +233,4 @@ def test_shades_are_as_strong_as_the_values_are_far():
     assert spans("nthr").keys() == {1, 2}
     assert [row["place"] for row in extremes(tokens, texts, "gradient", 2)] == [3, 2]
     assert json.dumps(extremes(tokens, texts, "weight", 3))
+    assert shaded(tokens, texts, "weight", [(1, "no\nentry\x1b[2J")]).plain == "a\n  │ no\n  │ entry\\x1b[2J\nbc"

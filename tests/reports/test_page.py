@@ -41,6 +41,8 @@ def test_blocks_hold_the_exact_values(tmp_path):
     size = struct.unpack_from("<I", block)[0]
     assert block[4 : 4 + size].decode() == "alpha beta answer2x3"
     at = 4 + -(-size // 4) * 4
+    assert struct.unpack_from("<I", block, at)[0] == 0  # no environment spoke
+    at += 4
     for name in run["fields"]:
         values = torch.tensor(struct.unpack_from(f"<4{'i' if name == 'id' else 'f'}", block, at))
         expected = kept[name][12:16]
@@ -52,6 +54,21 @@ def test_blocks_hold_the_exact_values(tmp_path):
     assert at == len(block)
     with pytest.raises(KeyError):
         source.block((0, 2, 99))
+
+
+def test_what_the_environment_said_stands_between_the_replies(page, tmp_path):
+    said = "You moved left.\n" + HOSTILE
+    folder = make_run(tmp_path / "run", steps=(1,), records=[response(1, 0, environment=[[2, said]]), response(1, 1)])
+    look(page, tmp_path, folder)
+    see(page, ".environment", "You moved left.")
+    kinds = page.eval_on_selector(
+        ".tokens", "(box) => [...box.children].map((each) => each.className === 'environment')"
+    )
+    assert kinds == [False, False, True, False, False]
+    assert page.evaluate("() => window.hacked") is None
+    page.keyboard.press("j")
+    see(page, ".pane h3", "Wrong")
+    assert page.locator(".environment").count() == 0
 
 
 def test_a_step_that_a_resumed_run_wrote_anew_is_read_anew(tmp_path):

@@ -201,6 +201,6 @@ def tokens(
             verdict += "" if record.get("finished", True) else ", cut off"
             rich.print(f"step {chosen}, response {i}: {verdict}, reward {record['reward']}; shaded by {by}")
             rich.print(visible(record["prompt"]), style="dim")
-            rich.print(shaded(one, texts, by))
+            rich.print(shaded(one, texts, by, record.get("environment", [])))
             with Console(0) as console:
                 console.table(extremes(one, texts, by, top))

@@ -115,6 +115,12 @@ def _checked(records: list[dict[str, Any]], arrays: dict[str, Tensor], texts: di
 def _check_record(record: dict[str, Any], name: str) -> None:
     for key in TEXTS:
         _check(isinstance(record[key], str), f"{name}: {key} is not a string")
+    turns = record.get("environment", [])
+    usable = isinstance(turns, list) and all(
+        isinstance(turn, list) and len(turn) == 2 and type(turn[0]) is int and isinstance(turn[1], str)
+        for turn in turns
+    )
+    _check(usable, f"{name}: environment is not a list of numbers and texts")
     for key in ("correct", "finished"):
         _check(isinstance(record[key], bool), f"{name}: {key} is neither true nor false")
     for key, value in [("reward", record["reward"]), *record["parts"].items()]:

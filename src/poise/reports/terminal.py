@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 
 import torch
@@ -42,18 +42,24 @@ def available(tokens: Arrays) -> list[str]:
     return [name for name in SHADES if name not in ("nthr", "change") or name in tokens]
 
 
-def shaded(tokens: Arrays, texts: Mapping[int, str], by: str) -> Text:
-    """One response as shaded text; ``tokens`` are its arrays. Control characters of the model are shown as escapes."""
+def shaded(tokens: Arrays, texts: Mapping[int, str], by: str, environment: Sequence[tuple[int, str]] = ()) -> Text:
+    """One response as shaded text; ``tokens`` are its arrays. Control characters are shown as escapes.
+
+    ``environment`` has what was said between the replies, each with the number of tokens before it. It is dim, on lines
+    of its own.
+    """
     value_of, middle = SHADES[by]
     values = value_of(tokens).tolist()
     most = max((abs(value - middle) for value in values if isfinite(value)), default=0.0) or 1.0
     if by == "probability":
         most = 1.0
-    text = Text()
-    for token, value in zip(tokens["id"].tolist(), values, strict=True):
+    text, said = Text(), dict(environment)
+    for place, (token, value) in enumerate(zip(tokens["id"].tolist(), values, strict=True), 1):
         strength = abs(value - middle) / most if isfinite(value) else 0.0
         tone = WARM if value > middle or by == "probability" else COOL
         text.append(visible(texts[token]), _style(strength, tone) if strength > 0.01 else "")
+        if place in said:
+            text.append("".join(f"\n  │ {visible(line)}" for line in said[place].splitlines()) + "\n", "dim")
     return text
 
 

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,8 +31,22 @@ def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str,
             "correct": sample.score.correct,
             "parts": dict(sample.score.parts),
             "finished": sample.finished,
-            **({"messages": sample.messages} if len(sample.messages) > 1 else {}),
+            **({"environment": said} if (said := environment_turns(sample)) else {}),
         }
+
+
+def environment_turns(sample: Sample) -> list[tuple[int, str]]:
+    """What the environment said between the replies, each with the number of the model's own tokens before it."""
+    texts: list[str] = []
+    for before, message in pairwise(sample.messages):
+        if message["role"] == "assistant":
+            continue
+        if before["role"] == "assistant":
+            texts.append(message["content"])
+        else:
+            texts[-1] += "\n" + message["content"]
+    ends = sample.own[:-1] & ~sample.own[1:]  # own tokens that the environment's follow
+    return list(zip(sample.own.cumsum(0)[:-1][ends].tolist(), texts, strict=False))
 
 
 def token_arrays(rollouts: Rollouts, batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:

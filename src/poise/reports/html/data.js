@@ -50,15 +50,22 @@ async function ask(path) {
 }
 
 function unpack(bytes, run, count) {
-  const size = new DataView(bytes).getUint32(0, true);
+  let at = 0;
+  const text = () => {
+    const size = new DataView(bytes).getUint32(at, true);
+    const found = new TextDecoder().decode(new Uint8Array(bytes, at + 4, size));
+    at += 4 + Math.ceil(size / 4) * 4;
+    return found;
+  };
+  const [response, environment] = [text(), text()];
   const block = Object.create(null); // a field may have any name, even "__proto__"
-  let at = 4 + Math.ceil(size / 4) * 4;
   for (const name of run.fields) {
     if (at + 4 * count > bytes.byteLength) break;
     block[name] = name === "id" ? new Int32Array(bytes, at, count) : new Float32Array(bytes, at, count);
     at += 4 * count;
   }
-  block.text = new TextDecoder().decode(new Uint8Array(bytes, 4, size));
+  block.text = response;
+  block.environment = new Map(environment ? JSON.parse(environment) : []); // after how many tokens, what was said
   block.length = count;
   block.words = Array.from(block.id, (i) => run.words[i]);
   block.weights = Object.keys(block).filter((name) => name.startsWith("weight/"));

@@ -1,12 +1,14 @@
 """The data of the page: a small index, read at once, and one block per response, read when you open that response.
 
-A block is zlib-compressed. It holds the length of the response's text, the text in UTF-8, zeros up to a multiple of 4,
-then the arrays of the run's ``fields`` in order, as little-endian 4-byte numbers. Token ids are replaced by their index
-in the run's ``words``.
+A block is zlib-compressed. It holds the length of the response's text, the text in UTF-8, zeros up to a multiple of 4;
+in the same form, as JSON, what an environment said between the replies, each with the number of tokens before it; then
+the arrays of the run's ``fields`` in order, as little-endian 4-byte numbers. Token ids are replaced by their index in
+the run's ``words``.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -77,8 +79,8 @@ class Source:
         records, (_, arrays) = self._records(run, step), self._step(run, step, self._written(run, step))
         if not 0 <= row < len(records):
             raise KeyError(at)
-        text = records[row]["text"].encode("utf-8", "surrogatepass")
-        head = len(text).to_bytes(4, "little") + text + bytes(-len(text) % 4)
+        turns = records[row].get("environment")
+        head = _sized(records[row]["text"]) + _sized(json.dumps(turns) if turns else "")
         begin, end = arrays["start"][row : row + 2].tolist()
         missing = torch.full((end - begin,), torch.nan)
         columns = [arrays[name][begin:end] if name in arrays else missing for name in self._fields[run]]
@@ -131,6 +133,12 @@ class Source:
         numbers = [words.setdefault(texts[i], len(words)) for i in ids.tolist()]
         fields += [name for name in sorted(arrays, key=_order) if name != "start" and name not in fields]
         return records, arrays | {"id": torch.tensor(numbers, dtype=torch.int32)[inverse]}
+
+
+def _sized(text: str) -> bytes:
+    """The text, after its length, filled up with zeros to a multiple of 4."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    return len(encoded).to_bytes(4, "little") + encoded + bytes(-len(encoded) % 4)
 
 
 def _order(name: str) -> tuple[bool, str]:

@@ -145,7 +145,9 @@ const viewer = {
       const [strength, tone] = Number.isFinite(values[i]) ? at(values[i]) : [0, "warm"];
       return el("span", { "data-i": i, class: shown !== word && "odd", style: { background: strength > 0.004 ? `rgba(var(--${tone}), ${(0.62 * Math.min(1, strength)).toFixed(3)})` : "" } }, shown.replaceAll("\n", "↵\n"));
     });
-    const tokens = el("div", { class: "tokens", tabindex: 0, "aria-label": "Response, token by token" }, spans);
+    const turns = spans.flatMap((span, i) => block.environment.has(i + 1)
+      ? [span, el("div", { class: "environment", "aria-label": "The environment" }, block.environment.get(i + 1))] : [span]);
+    const tokens = el("div", { class: "tokens", tabindex: 0, "aria-label": "Response, token by token" }, turns);
     const tell = (event) => {
       const i = event.target.dataset?.i;
       if (i === undefined) return tip.hide();
