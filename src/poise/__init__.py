@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from poise.batch import Phase, TokenBatch
     from poise.head import Head
     from poise.regulators import Regulator, regulator, token_weights
+    from poise.tasks import task
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "objective",
     "regulator",
     "regulators",
+    "task",
     "token_weights",
 ]
 
@@ -37,7 +39,7 @@ __all__ = [
 _MODULES = ("advantages", "batch", "diagnostics", "head", "objective", "regulators")
 _OWNERS = {
     "Head": "head", "Phase": "batch", "Regulator": "regulators", "TokenBatch": "batch",
-    "algorithm": "algorithms", "regulator": "regulators", "token_weights": "regulators",
+    "algorithm": "algorithms", "regulator": "regulators", "task": "tasks", "token_weights": "regulators",
 }  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def test_a_foreign_adapter_is_not_unpickled(config, weights, message):
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text(config)
     Path("adapter", weights).write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    assert message in fails("eval", "adapter")
+    assert message in fails("eval", "adapter", "task.name=kk")
     assert not Path("ran").exists()
 
 
@@ -140,7 +140,7 @@ def test_a_foreign_model_runs_no_code_and_is_refused_with_a_sentence(name):
     file, text, message = HARMED[name]
     path = Path("model", file)
     path.write_text(text if isinstance(text, str) else json.dumps(json.loads(path.read_text()) | text))
-    assert message in fails("eval", "model", "--device", "cpu")
+    assert message in fails("eval", "model", "task.name=kk", "device=cpu")
     assert not Path("ran").exists()
 
 
@@ -154,7 +154,7 @@ def test_what_the_user_names_is_consent():
     sys.modules.pop("spy_module")
     Path("ran").unlink()
     Path("mine.yaml").write_text("base: below.yaml\n")
-    Path("below.yaml").write_text("regulator: spy_module.Mine\n")
+    Path("below.yaml").write_text("base: demo\nregulator: spy_module.Mine\n")
     assert poise("train", "mine.yaml", "--dry-run").exit_code == 0
     assert Path("ran").exists()
 

@@ -42,9 +42,7 @@ def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
     summary = json.loads((run / "summary.json").read_text())
     assert summary["before"]["n"] == summary["after"]["n"] == 2
     out = tmp_path / "eval.json"
-    shown = poise(
-        "eval", run, "--people", "2", "--n", "2", "--problems", "3", "--max-tokens", "48", "--json", out
-    ).output
+    shown = poise("eval", run, "task.people=2", "samples=2", "problems=3", "max_tokens=48", "--json", out).output
     assert "pass@2" in shown
     assert "maj@2" in shown
     assert json.loads(out.read_text())["n"] == 3
@@ -53,7 +51,7 @@ def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
 def test_a_lora_run_can_be_measured_and_trained_on(tmp_path):
     run = tmp_path / "run"
     poise("train", "demo", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-3", "prompts=6", "group=4")
-    measured = ["--people", "2", "--n", "1", "--problems", "2", "--max-tokens", "48"]
+    measured = ["task.people=2", "samples=1", "problems=2", "max_tokens=48"]
     assert "avg@1" in poise("eval", run, *measured).output
     assert poise("train", "demo", *SMALL, f"run={tmp_path / 'next'}", f"model={run}").exit_code == 0
     merged, base = load_policy(str(run), device="cpu"), load_policy("embedded", device="cpu")
@@ -114,7 +112,7 @@ def flip(path):
 
 def test_a_damaged_checkpoint_is_not_measured_nor_trained_on(copy, tmp_path):
     newest, before = copy / "checkpoints" / "step-000002", copy / "checkpoints" / "step-000001"
-    measured = ["--people", "2", "--n", "1", "--problems", "1", "--max-tokens", "8"]
+    measured = ["task.people=2", "samples=1", "problems=1", "max_tokens=8"]
     flip(newest / "model" / "model.safetensors")
     why = "step-000002 cannot be used: model/model.safetensors is damaged: its SHA-256 is not the one written down"
     for args in (
@@ -132,7 +130,7 @@ def test_a_damaged_checkpoint_is_not_measured_nor_trained_on(copy, tmp_path):
     (newest / "manifest.json").unlink()
     assert "manifest.json is missing" in fails("eval", newest / "model", *measured)
     plain = shutil.copytree(copy / "checkpoints" / "step-000003" / "model", tmp_path / "plain")
-    assert poise("eval", plain, *measured).exit_code == 0  # an ordinary model folder has no manifest
+    assert poise("eval", plain, "task.name=kk", *measured).exit_code == 0  # an ordinary model folder has no manifest
 
 
 def write(name, text):
@@ -196,7 +194,7 @@ def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
         tmp_path / "file" / "x.html": "file is not a folder",
     }.items():
         assert message in fails("report", trained, "--out", place)
-        assert message in fails("eval", "embedded", "--problems", "1", "--n", "1", "--max-tokens", "8", "--json", place)
+        assert message in fails("eval", "embedded", "problems=1", "samples=1", "max_tokens=8", "--json", place)
     assert (tmp_path / "pipe").is_fifo()
 
 
@@ -224,16 +222,25 @@ def test_the_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
 
 def test_tasks():
     assert poise("tasks").output.startswith("kk")
-    shown = poise("tasks", "show", "kk", "--people", "4", "--seed", "0").output
+    shown = poise("tasks", "show", "kk", "task.people=4", "seed=0").output
     assert "<think>" in shown
     assert "reward=3.0" in shown
-    assert shown == poise("tasks", "show", "kk", "--people", "4", "--seed", "0").output
+    assert shown == poise("tasks", "show", "kk", "task.people=4", "seed=0").output
 
 
 def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
-    settings = ["steps=3", "batch=4", "width=32", "layers=1", "heads=2", "vocabulary=400", "people=2"]
+    settings = [
+        "steps=3",
+        "batch=4",
+        "width=32",
+        "layers=1",
+        "heads=2",
+        "vocabulary=400",
+        "task.people=2",
+        "device=cpu",
+    ]
     for name in ("a", "b"):
-        assert poise("warmstart", tmp_path / name, *settings, "--device", "cpu").exit_code == 0
+        assert poise("warmstart", tmp_path / name, *settings).exit_code == 0
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
     assert weights[0] == weights[1]
     policy = load_policy(str(tmp_path / "a"), device="cpu")
@@ -258,25 +265,39 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["train", "--resume", "run=/nonexistent"], "there is no run in"),
         (["train", "--resume", "run=x", "seed=2"], "cannot be changed"),
         (["eval", "/nonexistent/model"], "there is no such folder"),
-        (["eval", "nobody/nothing"], "neither a folder here nor a model that could be fetched"),
+        (["eval", "nobody/nothing", "task.name=kk"], "neither a folder here nor a model that could be fetched"),
         (["train", "tracking=wandbb"], "did you mean 'wandb'"),
         (["train", "device=cuda", "run=/proc/nowhere/x"], "nowhere"),
-        (["eval", "embedded", "--task", "kq"], "did you mean 'kk'"),
-        (["eval", "embedded", "peple=3"], "did you mean 'people'"),
-        (["tasks", "show", "kk", "--people", "99"], "people"),
-        (["tasks", "show", "kk", "--split", "tset"], "did you mean 'test'"),
+        (["eval", "embedded", "task.name=kq"], "did you mean 'kk'"),
+        (["eval", "embedded", "peple=3"], "did you mean 'task.people'"),
+        (["tasks", "show", "kk", "task.people=99"], "people must be between"),
+        (["tasks", "show", "kk", "split=tset"], "did you mean 'test'"),
         (["warmstart", "x", "stepz=3"], "did you mean 'steps'"),
         (["warmstart", "x", "steps=[1"], "cannot read the value"),
-        (["tasks", "show", "kk", "people=[1"], "cannot read the value"),
-        (["tasks", "show", "kk", "people=!!int x"], "cannot read the value"),
+        (["tasks", "show", "kk", "task.people=[1"], "cannot read the value"),
+        (["tasks", "show", "kk", "task.people=!!int x"], "cannot read the value"),
         (["warmstart", "x", "steps=many"], "warmstart: steps must be a number, got 'many'"),
         (["warmstart", "x", "steps=1.5"], "warmstart: steps must be a whole number, got 1.5"),
         (["warmstart", "x", "width=30", "heads=4"], "width = 30 must be a multiple of heads = 4"),
-        (["warmstart", "x", "--device", "gpu"], "must be auto, or a device of torch"),
-        (["eval", "embedded", "--device", "gpu"], "must be auto, or a device of torch"),
-        (["eval", "embedded", "people=[3"], "cannot read the value"),
+        (["warmstart", "x", "device=gpu"], "must be auto, or a device of torch"),
+        (["eval", "embedded", "device=gpu"], "must be auto, or a device of torch"),
+        (["eval", "embedded", "task.people=[3"], "cannot read the value"),
         (["eval", "embedded", "people"], "write key=value"),
-        (["eval", "embedded", "--n", "99999999999"], "must be at most 2147483647"),
+        (["eval", "embedded", "samples=99999999999"], "must be at most 2147483647"),
+        (["eval", "embedded", "steps=3"], "unknown key 'steps'"),
+        (["eval", "embedded", "regulator=ar"], "unknown key 'regulator'"),
+        (["eval", "nobody/nothing"], "no task is named: write task.name=NAME (kk,"),
+        (["train", "model=nobody/nothing"], "no task is named: write task.name=NAME (kk,"),
+        (["train", "task=kk"], "task.name=kk"),
+        (["tasks", "show"], "no task is named"),
+        (["tasks", "show", "kk", "countdown"], "one task at a time, got kk and countdown"),
+        (["tasks", "show", "kk", "people=4"], "unknown key 'people'; did you mean 'task.people'?"),
+        (["tasks", "show", "kk", "task.peple=4"], "unknown key 'task.peple'; did you mean 'task.people'?"),
+        (["tasks", "show", "kk", "steps=4"], "unknown key 'steps'"),
+        (["tasks", "show", "kk", "seed=-1"], "seed = -1: must be at least 0"),
+        (["warmstart", "x", "task.peple=3"], "unknown key 'task.peple'; did you mean 'task.people'?"),
+        (["warmstart", "x", "people=3"], "unknown key 'people'; did you mean 'task.people'?"),
+        (["warmstart", "x", "task.name=frozenlake"], "task 'frozenlake'"),
         (["train", "steps=1e999999"], "steps = inf: must be a finite number"),
         (["train", "a." * 9999 + "a=1"], "the key has 10000 levels, more than 20"),
         (["train", "regulator=subprocess.Popen('true')"], "is not a regulator"),
@@ -286,6 +307,44 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
 def test_mistakes_are_explained(args, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert message in " ".join(fails(*args).split())
+
+
+@pytest.mark.parametrize(
+    ("args", "spelling"),
+    [
+        (["eval", "embedded", "--people", "4-5"], "--people is now task.people=4-5: settings are written key=value"),
+        (["eval", "embedded", "--people=4-5"], "--people is now task.people=4-5"),
+        (["eval", "embedded", "--n", "8"], "--n is now samples=8"),
+        (["eval", "embedded", "--max-tokens", "8"], "--max-tokens is now max_tokens=8"),
+        (["eval", "embedded", "--task", "kk"], "--task is now task.name=kk"),
+        (["eval", "embedded", "--remote-code", "problems=3"], "--remote-code is now remote_code=VALUE"),
+        (["diagnose", "embedded", "--task", "kk"], "--task is now task.name=kk"),
+        (["tasks", "show", "kk", "--people", "4"], "--people is now task.people=4"),
+        (["tasks", "show", "kk", "--seed", "3"], "--seed is now seed=3"),
+        (["tasks", "show", "kk", "--split", "test"], "--split is now split=test"),
+        (["warmstart", "x", "--device", "cpu"], "--device is now device=cpu"),
+        (["train", "--steps", "3"], "--steps is now steps=3"),
+        (["train", "--lr=1e-6"], "--lr is now optim.lr=1e-6"),
+        (["train", "--temperature", "1"], "rollout.temperature=1 or evaluation.temperature=1"),
+        (["train", "--data", "questions.jsonl"], "--data is now data=questions.jsonl"),
+    ],
+)
+def test_a_setting_written_as_an_option_is_answered_with_its_spelling(args, spelling):
+    assert spelling in " ".join(fails(*args).split())
+
+
+def test_an_option_that_is_no_setting_is_left_to_the_parser():
+    assert "No such option" in poise("train", "--nonsense").output
+
+
+def test_a_warm_started_model_is_measured_on_its_task(tmp_path):
+    small = ["steps=1", "batch=2", "width=32", "layers=1", "heads=2", "vocabulary=400", "device=cpu"]
+    said = poise("warmstart", tmp_path / "model", *small, "task.people=4").output
+    assert f"poise eval {tmp_path / 'model'}" in " ".join(said.split())
+    tiny = ["samples=1", "problems=1", "max_tokens=4"]
+    assert "on task kk (people=(4,)" in poise("eval", tmp_path / "model", *tiny).output
+    assert "on task kk (people=(2, 3)" in poise("eval", "embedded", *tiny).output
+    assert "on task kk (people=(5,)" in poise("eval", "embedded", *tiny, "task.people=5").output
 
 
 def test_a_mistyped_run_is_not_asked_of_the_hub(tmp_path, monkeypatch):

@@ -102,8 +102,22 @@ def test_inheritance_goes_by_the_folder_of_the_recipe(write):
     assert (config.rollout.temperature, config.rollout.max_tokens) == (0.9, 4096)
 
 
-def test_an_empty_recipe_is_the_defaults(write):
-    assert load(write("# nothing yet\n")) == Config()
+def test_a_recipe_of_a_task_alone_is_the_defaults(write):
+    assert load(write("task: {name: kk}\n")) == Config(task={"name": "kk"})
+
+
+@pytest.mark.parametrize("text", ["# nothing yet\n", "task: {people: 3}\n", "task: {}\n", "steps: 3\n"])
+def test_a_recipe_without_a_task_is_told_what_to_write(write, text):
+    told = problem(recipe=write(text))
+    assert told.startswith("no task is named: write task.name=NAME (kk, ")
+    assert "data=FILE reward=NAME" in told
+    assert "environment=file.py:Class" in told
+
+
+def test_a_model_of_ones_own_without_a_recipe_has_the_defaults_for_pretrained_models():
+    config = load(None, ["model=some/model", "task.name=kk"])
+    assert config == Config(model="some/model", task={"name": "kk"})
+    assert load(None, ["model=embedded"]) == load("demo")
 
 
 @pytest.mark.parametrize(
@@ -153,5 +167,5 @@ def test_a_file_that_is_no_text(tmp_path):
 
 
 def test_keys_that_are_no_text(write):
-    assert "1" in problem(recipe=write("1: 2\n"))
-    assert problem("task={}", recipe=write("task: 3\nzzz: 1\n")).startswith("unknown key 'zzz'")
+    assert "1" in problem(recipe=write("task: {name: kk}\n1: 2\n"))
+    assert problem("task={name: kk}", recipe=write("task: 3\nzzz: 1\n")).startswith("unknown key 'zzz'")

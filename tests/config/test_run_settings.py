@@ -37,15 +37,15 @@ def test_a_run_is_measured_on_its_own_task_with_its_own_settings(tmp_path, monke
     cut = after["cut_off"], after["greedy_cut_off"]
     assert "cut off at 48 tokens: {} of 3 samples, {} of 3 greedy responses".format(*cut) in shown
     for checkpoint in ("checkpoints/step-000001", "checkpoints/step-000001/model"):
-        assert "on task short (people=(2,)" in poise("eval", run / checkpoint, "--problems", "1").output
-    changed = ["--people", "3", "phrasing=varied", "--n", "2", "--problems", "2", "--temperature", "1", "--seed", "0",
-               "--top-k", "0", "--max-tokens", "4", "--json", out]  # fmt: skip
+        assert "on task short (people=(2,)" in poise("eval", run / checkpoint, "problems=1").output
+    changed = ["task.people=3", "task.phrasing=varied", "samples=2", "problems=2", "temperature=1", "seed=0", "top_k=0",
+               "max_tokens=4", "--json", out]  # fmt: skip
     shown = poise("eval", run, *changed).output
     assert "on task short (people=(3,)" in shown
     assert "cut off at 4 tokens: 4 of 4 samples, 2 of 2 greedy responses" in shown
-    assert json.loads(out.read_text())["settings"] == {"people": "3", "phrasing": "varied"}
-    assert "on task kk (people=(3, 4, 5, 6, 7)" in poise("eval", run, "--task", "kk", *changed[3:]).output
-    assert "greedy samples are all the same" in fails("eval", run, "--temperature", "0", "--n", "2")
+    assert json.loads(out.read_text())["settings"] == {"people": 3, "phrasing": "varied"}
+    assert "on task kk (people=(3, 4, 5, 6, 7)" in poise("eval", run, "task.name=kk", *changed[2:]).output
+    assert "greedy samples are all the same" in fails("eval", run, "temperature=0", "samples=2")
     monkeypatch.delitem(tasks.TASKS, "short")
     assert "unknown task 'short'" in fails("eval", run)
     assert "unknown task 'short'" in fails("diagnose", run, "--out", tmp_path / "diagnose")

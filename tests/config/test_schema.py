@@ -33,7 +33,7 @@ def test_every_advantage_is_a_function():
 
 
 def test_defaults_work_and_cannot_be_changed():
-    config = Config()
+    config = Config(task={"name": "kk"})
     assert config.model == "embedded"
     assert config.task.build().name == "kk"
     with pytest.raises(ValueError, match="frozen"):
@@ -82,7 +82,12 @@ texts = st.text(min_size=1).filter(lambda text: text.isprintable()) | st.sampled
     st.none() | st.fixed_dictionaries({"rank": st.integers(1, 9), "targets": st.lists(texts, min_size=1, max_size=2)}),
 )
 def test_whatever_is_in_it_survives_the_trip(tmp_path_factory, run, track, lr, dual, people, lora):
-    groups = {"optim": {"lr": lr}, "objective": {"dual_clip": dual}, "task": {"people": people}, "lora": lora}
+    groups = {
+        "optim": {"lr": lr},
+        "objective": {"dual_clip": dual},
+        "task": {"name": "kk", "people": people},
+        "lora": lora,
+    }
     config = Config(run=run, tracking=[track], **groups)
     path = tmp_path_factory.mktemp("trip") / "mine.yaml"
     path.write_text(dump(config), encoding="utf-8")

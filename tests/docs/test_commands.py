@@ -25,9 +25,9 @@ SIZES = {  # put at the end of a command, where it wins
         "evaluation.problems=1",
         "evaluation.samples=1",
     ],
-    "eval": ["--people", "2", "--n", "2", "--problems", "2", "--max-tokens", "48"],
+    "eval": ["task.people=2", "samples=2", "problems=2", "max_tokens=48"],
     "diagnose": ["--batches", "1", "prompts=1", "group=4", *TINY],
-    "warmstart": ["steps=3", "batch=4", "width=32", "layers=1", "heads=2", "vocabulary=400", "people=2"],
+    "warmstart": ["steps=3", "batch=4", "width=32", "layers=1", "heads=2", "vocabulary=400", "task.people=2"],
 }
 MINE = """
 from dataclasses import dataclass

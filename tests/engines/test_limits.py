@@ -98,7 +98,7 @@ def test_evaluation_names_the_problem_that_is_too_long():
 def test_poise_eval_says_it_without_a_traceback():
     from poise.cli.app import app
 
-    done = CliRunner().invoke(app, ["eval", "embedded", "--people", "2", "--problems", "1", "--max-tokens", "1020"])
+    done = CliRunner().invoke(app, ["eval", "embedded", "task.people=2", "problems=1", "max_tokens=1020"])
     assert done.exit_code == 1
     assert "1024 positions" in done.output
     assert "set max_tokens to" in done.output

@@ -65,7 +65,7 @@ def test_diagnose_says_what_it_found_and_leaves_the_model_alone(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     before = load_policy("embedded", device="cpu").model.state_dict()
     arguments = ("--regulator", "grpo", "--regulator", "lopti", "--regulator", "nthr", "--batches", 2, "--warmup", 1)
-    done = call("diagnose", "embedded", "--task", "kk", *arguments, "--intervals", "0.5,0.9", *SMALL)
+    done = call("diagnose", "embedded", *arguments, "--intervals", "0.5,0.9", *SMALL)
     assert done.exit_code == 0, done.output
     folder = RunFolder.open("runs/diagnose-embedded", resume=False)
     found = folder.read_json("diagnose.json")
@@ -164,7 +164,9 @@ def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
     [
         (["--intervals", "0.5,0.2"], "rise from 0 to 1"),
         (["--regulator", "lopty"], "did you mean 'lopti'"),
-        (["--task", "kx"], "kx"),
+        (["task.name=kx"], "unknown task 'kx'"),
+        (["--task", "kk"], "--task is now task.name=kk"),
+        (["regulator=ar"], "with --regulator"),
         (["promps=3"], "promps"),
     ],
 )

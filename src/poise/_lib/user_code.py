@@ -1,43 +1,49 @@
-"""Code of the user's own by its dotted path: the one place where a name in the settings is imported.
+"""The one loader of the user's own code: settings name it as ``file.py:Name`` or ``package.module.Name``.
 
-Importing a module runs it. So a name is imported only with the user's consent: he typed it, wrote it in Python, or
-named the recipe that has it. Settings that come with a run folder may be anybody's; they are read within ``untrusted``,
-where nothing but the package's own code is loaded. docs/security.md has the rule for users.
+Importing a module runs it. So a name is imported only with the user's consent: the user typed it, wrote it in Python,
+or chose the recipe that has it. Settings that come with a run folder may be anybody's; they are read within
+``untrusted``, where ``load`` refuses everything but poise's own code. docs/security.md has the rule for users.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import inspect
-import re
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
+from poise._lib.calls import split_bars
 from poise._lib.errors import unknown
 
-FOLDERS: list[str] = []  # where modules are looked for when nothing installed has their name; the command line adds one
-_SOURCE: ContextVar[str | None] = ContextVar("source", default=None)
+FOLDERS: list[str] = []  # searched for modules after everything that is installed; the command line adds one
+TASK_CODE = ("name", "reward", "factory")  # the settings of a task that may name code
 _MARK = "_poise_kind"
+_FILES: dict[str, str] = {}  # modules loaded from a file: their name, and the file as the user wrote it
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UntrustedError(ValueError):
-    """Settings that nobody vouched for name code to run."""
+    """Settings that the user did not write name code to run."""
 
 
 class UserCodeError(RuntimeError):
-    """Code of the user's own that raised while it ran, or whose result cannot be used."""
+    """The user's own code raised while it ran, or returned what cannot be used."""
 
 
 @contextmanager
 def blamed(regulator: str) -> Iterator[None]:
-    """Within, an error of a regulator of the user's own says where in his code it is; poise's own stay as they are."""
+    """Turn an exception of a user's own regulator into one that names its file and line; leave poise's as they are."""
     try:
         yield
     except Exception as error:
@@ -51,31 +57,68 @@ def blamed(regulator: str) -> Iterator[None]:
         raise UserCodeError(f"regulator {regulator!r} failed: {type(error).__name__}: {error}{at}") from error
 
 
+# Consent
+
+
+@dataclass(frozen=True)
+class _Untrusted:
+    source: str  # where the settings come from
+    consent: frozenset[str]  # paths that the user typed on top of them
+
+
+_UNTRUSTED: ContextVar[_Untrusted | None] = ContextVar("untrusted", default=None)
+
+
 @contextmanager
-def untrusted(source: str) -> Iterator[None]:
-    """Within, ``load`` refuses all code but the package's own. ``source`` is where the settings come from."""
-    token = _SOURCE.set(source)
+def untrusted(source: str, typed: Iterable[Any] = ()) -> Iterator[None]:
+    """Within, ``load`` refuses all code but poise's own and what the user typed.
+
+    ``source`` is where the settings come from; ``typed`` are the values that the user put on top of them.
+    """
+    consent = frozenset(path for value in typed for path in _paths(value))
+    token = _UNTRUSTED.set(_Untrusted(source, consent))
     try:
         yield
     finally:
-        _SOURCE.reset(token)
+        _UNTRUSTED.reset(token)
 
 
-def check_trusted(what: str) -> None:
-    """Raise within ``untrusted``; ``what`` is the setting that asks for code."""
-    if (source := _SOURCE.get()) is not None:
+def check_trusted(what: str, path: str | None = None) -> None:
+    """Raise within ``untrusted``, unless the user typed ``path``; ``what`` is the setting that asks for code."""
+    settings = _UNTRUSTED.get()
+    if settings is not None and path not in settings.consent:
         raise UntrustedError(
-            f"{what}: {source} asks to run code that is not part of poise, and it was not loaded; "
+            f"{what}: {settings.source} asks to run code that is not part of poise, and it was not loaded; "
             "if you trust whoever wrote it, add --trust (in Python: trust=True)"
         )
 
 
 def asks_for_code(settings: Mapping[str, Any]) -> bool:
-    """Whether settings, as ``untrusted`` sees them, would be refused: then ``--resume`` needs ``--trust``."""
-    named = f"{settings.get('regulator', '')}|{settings.get('algorithm', '')}"
-    names = re.sub(r"\(.*?\)", "", named, flags=re.DOTALL).split("|")
-    foreign = [name for name in names if re.search("[.:]", name) and not name.strip().startswith("poise.")]
-    return bool(foreign or settings.get("remote_code"))
+    """Whether ``untrusted`` would refuse these settings: then ``--resume`` needs ``--trust``."""
+    task = settings.get("task")
+    named = [task.get(key) for key in TASK_CODE] if isinstance(task, Mapping) else []
+    named += [settings.get("regulator"), settings.get("algorithm")]
+    return any(is_foreign(path) for value in named for path in _paths(value)) or bool(settings.get("remote_code"))
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a name in the settings leads to code that is not part of poise. Names in poise's tables have no dots."""
+    module, _, _ = _split_path(name)
+    return ("." in name or ":" in name) and (module.endswith(".py") or module.partition(".")[0] != "poise")
+
+
+def _paths(value: Any) -> list[str]:
+    """The names in a value as settings have it: ``"ar | mine.py:Mine(power=2)"`` names ar and mine.py:Mine."""
+    if isinstance(value, str):
+        return [part.partition("(")[0].strip() for part in split_bars(value)]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [path for part in value for path in _paths(part)]
+
+
+# Loading
 
 
 def mark(kind: str, thing: F) -> F:
@@ -84,17 +127,24 @@ def mark(kind: str, thing: F) -> F:
     return thing
 
 
-def load(kind: str, path: str, base: type | None = None) -> Any:
-    """The object behind ``package.module.Name`` or ``package.module:Name``, which is not called here.
+def load(
+    kind: str,
+    path: str,
+    base: type | None = None,
+    *,
+    accepts: Callable[[Any], bool] | None = None,
+    expected: str = "",
+) -> Any:
+    """The class or function behind ``file.py:Name``, ``package.module.Name`` or ``package.module:Name``, not called.
 
-    It must be a subclass or an instance of ``base``, or marked as a ``kind``: a name in the settings must not reach
-    just any function there is. What goes wrong is a ``ValueError`` or a ``TypeError``.
+    It must be a subclass or an instance of ``base``, pass ``accepts``, or be marked as a ``kind``: a name in the
+    settings must not reach any function there is. ``expected`` says so in words, for the message. What goes wrong is a
+    ``ValueError`` or a ``TypeError``.
     """
-    module_name, _, names = path.partition(":") if ":" in path else path.rpartition(".")
-    if module_name.partition(".")[0] != "poise":
-        check_trusted(f"{kind} {path!r}")
-        sys.path += [folder for folder in FOLDERS if folder not in sys.path]
-    found: Any = _import(kind, path, module_name)
+    module_name, _, names = _split_path(path)
+    if is_foreign(path):
+        check_trusted(f"{kind} {path!r}", path)
+    found: Any = _module(kind, path, module_name)
     place = getattr(found, "__file__", None)
     for name in names.split("."):
         if not hasattr(found, name):
@@ -104,25 +154,63 @@ def load(kind: str, path: str, base: type | None = None) -> Any:
         found = getattr(found, name)
     if not callable(found):
         raise TypeError(f"{kind} {path!r} is not callable")
-    if not _is_one(kind, found, base):
-        inherit = f"let a class inherit from poise.{base.__name__}, " if base else ""
+    if not (_is_one(kind, found, base) or (accepts is not None and accepts(found))):
+        expected = expected or (f"let a class inherit from poise.{base.__name__}" if base else "")
         article = "an" if kind[0] in "aeiou" else "a"
-        raise TypeError(f"{path!r} is not {article} {kind}: {inherit}or write @poise.{kind} above a function or class")
+        hint = f"{expected}, or " if expected else ""
+        raise TypeError(f"{path!r} is not {article} {kind}: {hint}write @poise.{kind} above a function or class")
     return found
 
 
-def _import(kind: str, path: str, module_name: str) -> Any:
+def path_to(thing: Any) -> str:
+    """The path that ``load`` finds a class or function by."""
+    return f"{_FILES.get(thing.__module__, thing.__module__)}:{thing.__qualname__}"
+
+
+def _split_path(path: str) -> tuple[str, str, str]:
+    """Module or file, separator, name."""
+    return path.rpartition(":") if ":" in path else path.rpartition(".")
+
+
+def _module(kind: str, path: str, name: str) -> ModuleType:
+    """The module of that name or file, imported."""
+    file = Path(os.path.expanduser(name)).absolute() if name.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ValueError(f"{kind} {path!r}: there is no file {file}")
+    if is_foreign(path):
+        folders = [*FOLDERS, str(file.parent)] if file else FOLDERS  # a file may import those beside it
+        sys.path += [folder for folder in folders if folder not in sys.path]
     try:
-        return importlib.import_module(module_name)
+        return importlib.import_module(name) if file is None else _from_file(file, name)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and (module_name + ".").startswith(missing + "."):
-            raise ValueError(f"{kind} {path!r}: there is no module {module_name!r} to import") from None
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-        at = f"{frames[-1].filename}, line {frames[-1].lineno}: " if len(frames) > 2 else ""
-        raise ValueError(
-            f"{kind} {path!r}: importing {module_name} failed: {at}{type(error).__name__}: {error}"
-        ) from error
+        if missing and (name + ".").startswith(missing + "."):
+            raise ValueError(f"{kind} {path!r}: there is no module {name!r} to import") from None
+        own = (__file__, "<frozen")
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
+        skipped = 1 if file is None else 0  # importlib's own import_module
+        at = f"{frames[-1].filename}, line {frames[-1].lineno}: " if len(frames) > skipped else ""
+        raise ValueError(f"{kind} {path!r}: importing {name} failed: {at}{type(error).__name__}: {error}") from error
+
+
+def _from_file(file: Path, written: str) -> ModuleType:
+    """The module of a file. It is loaded once, under a name that no installed module has."""
+    file = file.resolve()
+    name = f"{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _FILES[name] = written
+    return module
 
 
 def _is_one(kind: str, found: Any, base: type | None) -> bool:

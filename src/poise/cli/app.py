@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from poise import __version__
-from poise.cli import doctor, evaluate, look, tasks, train, warmstart
+from poise.cli import diagnose, doctor, evaluate, look, tasks, train, warmstart
+from poise.cli.spelling import Command
 
 
 def _version(asked: bool) -> None:
@@ -34,18 +35,19 @@ def build() -> typer.Typer:
     """The whole command line."""
     app = _group("Reinforcement learning with verifiable rewards, token by token.", no_args_is_help=True)
     app.callback()(_main)
-    app.command("train")(train.train)
-    app.command("eval")(evaluate.evaluate)
-    app.command("warmstart")(warmstart.warmstart)
-    for command in (look.diagnose, look.report, look.tokens):
-        app.command()(command)
-    about_tasks = _group("List the tasks, or look at a problem of one.", invoke_without_command=True)
+    app.command("train", cls=Command)(train.train)
+    app.command("eval", cls=Command)(evaluate.evaluate)
+    app.command("diagnose", cls=Command)(diagnose.diagnose)
+    app.command("report")(look.report)
+    app.command("tokens")(look.tokens)
+    app.command("warmstart", cls=Command)(warmstart.warmstart)
+    about_tasks = _group("List the tasks, or show a problem of one.", invoke_without_command=True)
     about_tasks.callback()(tasks.list_tasks)
-    about_tasks.command()(tasks.show)
+    about_tasks.command("show", cls=Command)(tasks.show)
     app.add_typer(about_tasks, name="tasks")
-    about_frameworks = _group("Is poise alive inside another framework?", no_args_is_help=True)
-    about_frameworks.command()(doctor.trl)
-    about_frameworks.command()(doctor.verl)
+    about_frameworks = _group("Check whether poise works inside TRL or verl.", no_args_is_help=True)
+    about_frameworks.command("trl")(doctor.trl)
+    about_frameworks.command("verl")(doctor.verl)
     app.add_typer(about_frameworks, name="doctor")
     return app
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings.")]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Load code of your own that the run folder names: read docs/security.md.")
+    bool, typer.Option("--trust", help="Run code that the folder's settings name; docs/security.md says why this asks.")
 ]
 
 
 def fail(message: object) -> NoReturn:
-    """Say what is wrong, without a traceback, and leave."""
+    """Print what is wrong, without a traceback, and exit with status 1."""
     from poise.runs.console import visible
 
     print(f"poise: {visible(str(message))}", file=sys.stderr)
@@ -23,7 +25,7 @@ def fail(message: object) -> NoReturn:
 
 
 def home(path: Any) -> Any:
-    """Typed paths with ``~`` expanded, for ``callback=`` of an option: shells leave ``--out=~/x`` as it is."""
+    """A callback that expands ``~`` in a path or several: shells leave ``--out=~/x`` as it is."""
     from poise._lib.files import expand
 
     try:
@@ -36,7 +38,7 @@ def home(path: Any) -> Any:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Errors that say what to do are shown as they are; any other is a bug and keeps its traceback."""
+    """Print errors that tell the user what to do as they are; any other is a bug and keeps its traceback."""
     from poise._lib.user_code import UserCodeError
     from poise.config.schema import ConfigError
     from poise.models.policy import ModelError
@@ -57,7 +59,7 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Something to say where things stand with: a line that changes on a terminal, plain lines elsewhere."""
+    """A function that shows progress: one changing line on a terminal, plain lines elsewhere."""
     from rich.console import Console
 
     if not sys.stderr.isatty():
@@ -65,3 +67,9 @@ def progress() -> Iterator[Callable[[str], None]]:
         return
     with Console(stderr=True, markup=False, highlight=False).status("starting") as status:
         yield status.update
+
+
+def check_folder_is_free(place: Path, remedy: str) -> None:
+    """Stop with a message unless ``place`` is a new or an empty folder."""
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        fail(f"{place} {'is not empty' if place.is_dir() else 'is a file'}: {remedy}")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from poise.cli.common import home
+from poise.cli.common import Settings, home
 
 
 def trl(
-    args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
+    args: Settings = None,
     config: Annotated[
         Path | None, typer.Option(callback=home, help="Settings as TRL's parser reads them, YAML.")
     ] = None,
@@ -32,7 +32,7 @@ def trl(
 
 
 def verl(
-    args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
+    args: Settings = None,
     config_path: Annotated[
         Path | None, typer.Option(callback=home, help="A folder with configurations of yours.")
     ] = None,

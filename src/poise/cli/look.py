@@ -1,15 +1,15 @@
-"""The commands that show what happened: diagnose, report, tokens."""
+"""The commands that show what happened in a run: report, tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated
 
 import typer
 
-from poise.cli.common import Trust, explained, fail, home, progress
+from poise.cli.common import explained, fail, home, progress
 
 
 @contextmanager
@@ -20,101 +20,6 @@ def _looking() -> Iterator[None]:
             yield
         except (ValueError, RecursionError) as error:
             fail(f"a file of the run is damaged: {error}")
-
-
-def diagnose(
-    model: Annotated[str, typer.Argument(callback=home, help="A hub id, a model folder, a run folder, or 'embedded'.")],
-    args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
-    task: Annotated[Optional[str], typer.Option(help="The task; of a run: its own.")] = None,  # noqa: UP045
-    regulator: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            help="A method to measure; may be given several times. The first is what others are held against."
-        ),
-    ] = None,
-    intervals: Annotated[str, typer.Option(help="Edges between the intervals of probability.")] = "0.25,0.5,0.75",
-    batches: Annotated[int, typer.Option(min=1, help="Batches that are measured; error bars are over them.")] = 2,
-    warmup: Annotated[int, typer.Option(min=1, help="Batches that only feed the optimizer's second moments.")] = 1,
-    out: Annotated[
-        Path | None, typer.Option(callback=home, help="A new folder for figures, responses and report.")
-    ] = None,
-    trust: Trust = False,
-) -> None:
-    """See which tokens drive an update of a model, and what each method would change about it. Nothing is trained.
-
-    Settings are those of `poise train`. A run is measured with its own.
-
-    Examples:
-
-    - `poise diagnose embedded --task kk`
-    - `poise diagnose runs/demo --batches 4`
-    - `poise diagnose Qwen/Qwen2.5-0.5B-Instruct --task kk task.people=2-3 prompts=16 rollout.max_tokens=512`
-    - `poise diagnose embedded --regulator grpo --regulator "ar(alpha=0.3)" --intervals 0.1,0.9`
-    """
-    from poise.config.run_settings import describe_sampling, describe_task, is_run
-    from poise.diagnostics.intervals import Intervals
-    from poise.models.memory import OutOfMemoryError
-    from poise.reports.diagnose import METHODS
-    from poise.reports.diagnose import diagnose as run
-    from poise.reports.html import write_report
-    from poise.runs.console import visible
-    from poise.runs.folder import RunFolder
-    from poise.training.update import NotFiniteError
-
-    with explained():
-        try:
-            cuts = Intervals.cut([float(edge) for edge in intervals.split(",")])
-        except ValueError as error:
-            fail(f"--intervals {intervals}: {error}")
-        config = _settings(model, task, args or [], trust)
-        place = out or (Path(model) / "diagnose" if is_run(model) else Path("runs") / f"diagnose-{Path(model).name}")
-        if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            why = "is not empty" if place.is_dir() else "is a file"
-            fail(f"{place} {why}: choose another folder with --out")
-        folder = RunFolder.create(place, config.model_dump(mode="json"))
-        print(visible(f"{model} on task {describe_task(config)}, split train:"))
-        sampling = describe_sampling(config, config.rollout.temperature)
-        print(f"{batches} batches of {config.prompts} problems × {config.group} responses at {sampling}", flush=True)
-        try:
-            with progress() as say:
-                found = run(
-                    config,
-                    folder,
-                    methods=regulator or METHODS,
-                    intervals=cuts,
-                    batches=batches,
-                    warmup=warmup,
-                    say=say,
-                )
-        except BaseException as error:
-            folder.discard()
-            if isinstance(error, ValueError | TypeError | NotFiniteError | OutOfMemoryError):
-                fail(error)
-            raise
-        page = write_report([place], place / "report.html")
-    print("\n".join(f"- {sentence}" for sentence in found["verdict"]))
-    print(f"cut off at {config.rollout.max_tokens} tokens: {found['cut_off']} of {found['responses']} responses")
-    print(visible(f"\nfigures: {place / 'diagnose.json'}   report: {page}"))
-
-
-def _settings(model: str, task: str | None, args: list[str], trust: bool) -> Any:
-    """The settings of a run; for a model, those of the demo or of the baseline recipe, with small batches."""
-    from poise import config as configs
-    from poise.config.documents import split_overrides
-    from poise.config.run_settings import of_run, run_of
-    from poise.runs.folder import RunFolder
-
-    named = [f"task.name={task}"] if task else []
-    if (run := run_of(model)) is not None:
-        changes, regulated = split_overrides([*named, *args])
-        if regulated:
-            fail("methods are given with --regulator")
-        RunFolder.open(run, resume=False).newest()  # says so where there is none
-        return of_run(run, {**changes, "model": model}, trust=trust, regulator=False)
-    if model == "embedded":  # within a minute on a laptop
-        return configs.load("demo", ["prompts=6", *named, *args])
-    small = [f"model={model}", "prompts=8", "rollout.max_tokens=512"]
-    return configs.load("grpo", [*small, *named, *args])
 
 
 def report(
@@ -157,7 +62,7 @@ def report(
 
 def tokens(
     run: Annotated[str, typer.Argument(callback=home, help="A run folder.")],
-    step: Annotated[Optional[int], typer.Option(help="A recorded step; by default the last.")] = None,  # noqa: UP045
+    step: Annotated[int | None, typer.Option(help="A recorded step; by default the last.")] = None,
     by: Annotated[
         str, typer.Option(help="probability, weight, advantage, gradient, entropy, nthr or change.")
     ] = "weight",

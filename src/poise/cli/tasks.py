@@ -3,54 +3,64 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from poise import tasks
-from poise.cli.common import fail
+from poise.cli.common import explained, fail
 
 
 def list_tasks(context: typer.Context) -> None:
     """List the tasks and their settings."""
-    if context.invoked_subcommand is None:
-        for name in tasks.names():
-            doc = (tasks.TASKS[name].__doc__ or "").strip().splitlines()
-            print(f"{name:6s} {doc[0] if doc else ''}\n       settings: {', '.join(tasks.settings_of(name))}")
+    if context.invoked_subcommand is not None:
+        return
+    rows = [(name, maker, ", ".join(tasks.settings_of(name))) for name, maker in tasks.TASKS.items()]
+    rows += [(f"{prefix}/NAME", maker, "those of NAME") for prefix, maker in tasks.PREFIXES.items()]
+    width = max(len(name) for name, *_ in rows)
+    for name, maker, settings in rows:
+        about = (maker.__doc__ or "").strip().partition("\n")[0]
+        print(f"{name:{width}s} {about}\n{'':{width}s} settings: {settings}")
 
 
 def show(
-    name: Annotated[str, typer.Argument()],
-    args: Annotated[Optional[list[str]], typer.Argument(metavar="[SETTING=VALUE]...")] = None,  # noqa: UP045
-    people: Annotated[Optional[str], typer.Option(help="For kk: how many people.")] = None,  # noqa: UP045
-    seed: Annotated[int, typer.Option()] = 0,
-    split: Annotated[str, typer.Option(help="train or test")] = "train",
+    args: Annotated[list[str] | None, typer.Argument(metavar="[TASK] [KEY=VALUE]...")] = None,
 ) -> None:
-    """Look at a problem: its prompt, a worked solution where the task has one, and its score.
+    """Show a problem: its prompt, a worked solution where the task has one, and the score of that.
+
+    TASK is a name from `poise tasks`, or `file.py:Class`. Settings of the task are written as everywhere else, with
+    `task.` in front. `seed` (0) chooses the problem; `split` is `train` or `test`.
 
     Examples:
 
-    - `poise tasks show kk --people 4 --seed 0`
-    - `poise tasks show kk --people 3 style=compact phrasing=plain`
+    - `poise tasks show kk task.people=4 seed=0`
+    - `poise tasks show kk task.people=3 task.style=compact task.phrasing=plain split=test`
     """
-    task = _task(name, people, args or [])
-    try:
-        problem = next(islice(task.problems(split, seed), 1))  # type: ignore[arg-type]
-    except ValueError as error:
-        fail(error)
-    print(f"{problem.id} (difficulty {problem.difficulty}, {split})\n\n{problem.prompt}")
-    if isinstance(task, tasks.Demonstrates):
-        text = task.demonstration(problem, seed=seed)
-        print(f"\n--- a worked solution\n{text}\n\n--- its score\n{task.score(problem, text)}")
+    from poise.config.run_settings import task_to_show
+
+    with explained():
+        task, seed, split = task_to_show(args or [])
+        try:
+            problem = next(islice(task.problems(split, seed), 1), None)  # type: ignore[arg-type]
+        except ValueError as error:
+            fail(error)
+        if problem is None:
+            fail(f"the task has no problems of split {split}")
+        print(f"{problem.id} (difficulty {problem.difficulty}, {split})")
+        for message in tasks.begin(task, problem).start():
+            print(
+                f"\n{message['content']}"
+                if message["role"] == "user"
+                else f"\n[{message['role']}] {message['content']}"
+            )
+        if isinstance(task, tasks.Demonstrates):
+            _show_demonstration(task, problem, seed)
 
 
-def _task(name: str, people: str | None, args: list[str]) -> tasks.Task:
-    from poise.config.documents import split_overrides
-
-    try:
-        settings, _ = split_overrides(args)
-        if people is not None:
-            settings["people"] = people
-        return tasks.get(name, **settings)
-    except (ValueError, TypeError) as error:
-        fail(error)
+def _show_demonstration(task: tasks.Task, problem: tasks.Problem, seed: int) -> None:
+    assert isinstance(task, tasks.Demonstrates)
+    text = task.demonstration(problem, seed=seed)
+    episode = tasks.begin(task, problem)
+    episode.start()
+    episode.step(text)
+    print(f"\n--- a worked solution\n{text}\n\n--- its score\n{tasks.judge(task, problem, episode)}")

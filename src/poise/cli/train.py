@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from poise.cli.common import Trust, explained, fail
 
+if TYPE_CHECKING:
+    from poise.config.schema import Config
+
 
 def train(
-    args: Annotated[Optional[list[str]], typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,  # noqa: UP045
+    args: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in run=DIR; steps=N may raise its end.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print every setting there is, resolved, and stop.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only the result, no progress.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every setting with its value, and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")] = False,
     trust: Trust = False,
 ) -> None:
-    """Train a model. Without a recipe: the demo, with the embedded model, on any laptop.
+    """Train a model. Without a recipe this is the demo: the embedded model, on any laptop.
+
+    RECIPE is the name of a shipped recipe or a YAML file. Without one, and with a model of your own, settings have
+    defaults for pretrained models, and you name the task: `task.name=…` (see `poise tasks`), `data=FILE reward=…`, or
+    `environment=file.py:Class`.
 
     Examples:
 
     - `poise train`
     - `poise train ar model=Qwen/Qwen2.5-0.5B-Instruct task.people=3-5 run=runs/ar`
     - `poise train demo regulator="ar(alpha=0.3) | lopti(threshold=0.5)" seed=1 run=runs/both`
+    - `poise train model=Qwen/Qwen2.5-0.5B-Instruct task.name=my_tasks.py:Mine run=runs/mine`
     - `poise train --resume run=runs/ar`
     """
     from poise import config as configs
-    from poise.config.documents import split_overrides
-    from poise.config.run_settings import of_run
     from poise.runs.console import visible
 
     recipe, overrides = _split(args or [])
     with explained():
-        if resume:
-            if recipe is not None:
-                fail("--resume takes its settings from the run folder: leave the recipe out")
-            if extra := sorted({item.partition("=")[0] for item in overrides} - {"run", "steps"}):
-                fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= can)")
-            given, _ = split_overrides(overrides)
-            if "run" not in given:
-                fail("--resume needs to know which run: poise train --resume run=DIR")
-            config = of_run(str(given["run"]), given, trust=trust)
-        else:
-            config = configs.load(recipe, overrides)
+        config = _resumed(recipe, overrides, trust) if resume else configs.load(recipe, overrides)
         if dry_run:
             settings = configs.dump(config)
             print(visible(settings) if resume else settings)  # a run folder's may be anybody's
@@ -54,7 +48,22 @@ def train(
         from poise import trainer
 
         summary = trainer.train(config, resume=resume, quiet=quiet)
-        _report(config.run, summary)
+        _report(config, summary)
+
+
+def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
+    """The settings of the run that is to go on."""
+    from poise.config.documents import split_overrides
+    from poise.config.run_settings import of_run
+
+    if recipe is not None:
+        fail("--resume takes its settings from the run folder: leave the recipe out")
+    if extra := sorted({item.partition("=")[0] for item in overrides} - {"run", "steps"}):
+        fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= can)")
+    changes, _ = split_overrides(overrides)
+    if "run" not in changes:
+        fail("--resume needs to know which run: poise train --resume run=DIR")
+    return of_run(str(changes["run"]), changes, trust=trust)
 
 
 def _split(args: list[str]) -> tuple[str | None, list[str]]:
@@ -64,25 +73,26 @@ def _split(args: list[str]) -> tuple[str | None, list[str]]:
     return (recipes[0] if recipes else None), [arg for arg in args if "=" in arg]
 
 
-def _report(run: str, summary: dict[str, Any]) -> None:
+def _report(config: Config, summary: dict[str, Any]) -> None:
+    """Print accuracy before and after, and draw the curve."""
     from poise.runs.console import Console
     from poise.runs.folder import RunFolder
     from poise.runs.plots import curve
 
-    folder = RunFolder.open(run, resume=False)
+    folder = RunFolder.open(config.run, resume=False)
     with Console(0) as console:
         console.before_after_table(_rows(summary))
     for when in ("before", "after"):
         if cut := summary[when].get("cut_off"):
-            limit = folder.config["rollout"]["max_tokens"]
+            limit = config.rollout.max_tokens
             total = summary[when]["n"] * summary[when]["samples"]
             print(f"{when} training, {cut} of {total} samples were cut off at rollout.max_tokens={limit}")
-    name = f"eval/{folder.config['task']['name']}/avg@{summary['before']['samples']}"
+    name = f"eval/{config.task.build().name}/avg@{summary['before']['samples']}"
     ends = [
         {"step": 0, name: summary["before"]["accuracy"]},
         {"step": summary["steps"], name: summary["after"]["accuracy"]},
     ]
-    curve(folder.path / "curve.png", [ends[0], *folder.metrics(), ends[1]], f"{run}: {folder.config['regulator']}")
+    curve(folder.path / "curve.png", [ends[0], *folder.metrics(), ends[1]], f"{config.run}: {config.regulator}")
     print(
         f"curve: {folder.path / 'curve.png'}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model"
     )

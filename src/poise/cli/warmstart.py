@@ -4,50 +4,71 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poise._lib.errors import unknown
-from poise.cli.common import explained, fail, home
+from poise.cli.common import Settings, check_folder_is_free, explained, fail, home
+
+if TYPE_CHECKING:
+    from poise.training.warm_start import Warmstart
 
 
 def warmstart(
-    out: Annotated[Path, typer.Argument(callback=home, help="Where the model goes.")],
-    args: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,  # noqa: UP045
-    device: Annotated[str, typer.Option()] = "auto",
+    out: Annotated[Path, typer.Argument(callback=home, help="A new folder for the model.")],
+    args: Settings = None,
 ) -> None:
-    """Train a tiny model on noisy worked solutions: how the embedded model was made.
+    """Train a model on worked solutions of a task. This is how the embedded model was made.
+
+    Settings are `task.name` and those of the task (`task.…`), `steps`, `batch`, `lr`, `seed`, `workers`, `compile` and
+    `device`; then `width`, `layers`, `heads` and `vocabulary` for a new model, or `model` (a folder, a run or a hub id)
+    to start from another. What you leave out is as for the embedded model.
 
     Examples:
 
     - `poise warmstart my-model steps=2000 batch=128`
-    - `poise warmstart my-model noise=0.1 people=2-4 layers=6 workers=8`
+    - `poise warmstart my-model task.noise=0.1 task.people=2-4 layers=6 workers=8`
+    - `poise warmstart my-model model=Qwen/Qwen2.5-0.5B-Instruct task.name=countdown steps=500 batch=32 lr=1e-5`
     """
     from poise.config.documents import split_overrides
     from poise.runs.console import Console
     from poise.training.warm_start import embedded
     from poise.training.warm_start import train as run
 
-    settings = embedded()
-    own = {f.name for f in fields(settings)} - {"task_settings"}
     with explained():
-        given, _ = split_overrides(args or [])
-    own_changes = {key: value for key, value in given.items() if key in own}
-    for key, parsed in given.items():
-        if key in own:
-            continue
-        if key in settings.task_settings or key in ("depth", "phrasing", "instruction"):
-            settings = replace(settings, task_settings={**settings.task_settings, key: parsed})
-        else:
-            fail(unknown("setting of warmstart", key, [*own, *settings.task_settings]))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        fail(f"{out} {'is not empty' if out.is_dir() else 'is a file'}: choose another folder")
+        changes, _ = split_overrides(args or [])
+        device = str(changes.pop("device", "auto"))
+        settings = _changed(embedded(), changes)
+    check_folder_is_free(out, "choose another folder")
+    with explained(), Console(settings.steps) as console:
+        run(settings, out, device=device, say=console.step)
+    print(f"saved to {out}; measure it on its task with: poise eval {out}")
+
+
+def _changed(settings: Warmstart, changes: dict[str, Any]) -> Warmstart:
+    """The settings with what was typed in their place. Another task begins with its own defaults."""
+    from poise import tasks
+    from poise.config.messages import unknown_key
+    from poise.training.warm_start import NEW_MODEL
+
+    task = changes.pop("task", {})
+    if not isinstance(task, dict):
+        fail(f"task = {task!r}: write task.name={task}")
+    own = [field.name for field in fields(settings) if not field.name.startswith("task")]
+    if changes.get("model") is not None:  # it has its own shape
+        shape: dict[str, Any] = {field.name: field.default for field in fields(settings) if field.name in NEW_MODEL}
+        settings = replace(settings, **shape)
     try:
-        settings = replace(settings, **own_changes)
+        name = task.get("name", settings.task)
+        chosen = (settings.task_settings if name == settings.task else {}) | task
+        chosen.pop("name", None)
+        settings = replace(settings, task=name, task_settings=chosen)
+        known = [*own, "device", "task.name", *(f"task.{key}" for key in tasks.settings_of(name))]
+        for key in [*changes, *(f"task.{key}" for key in chosen)]:
+            if key not in known:
+                fail(unknown_key(key, known))
+        settings = replace(settings, **changes)
         settings.build_task()
     except (ValueError, TypeError) as error:
         fail(error)
-    with explained(), Console(settings.steps) as console:
-        run(settings, out, device=device, say=console.step)
-    print(f"saved to {out}; measure it with: poise eval {out} --people {settings.task_settings.get('people', '3-7')}")
+    return settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,15 @@ from poise._lib.errors import short, unknown
 FOLDER = Path(__file__).parents[1] / "recipes"
 LARGEST = 100_000  # characters of a recipe or an override
 DEEPEST = 20  # levels of a document, and recipes that inherit from each other
+# Keys that stand for a setting of the task; a file of rows may feed an environment, so that one comes first.
+SHORT_FORMS = {
+    "environment": "factory",
+    "data": "file",
+    "reward": "reward",
+    "reward_weights": "reward_weights",
+    "reward_timeout": "reward_timeout",
+}
+SHORT_NAMES = {"environment": "environment", "data": "data"}  # and for its name
 _FLOAT = "tag:yaml.org,2002:float"
 _DATE = "tag:yaml.org,2002:timestamp"
 _EXPONENT = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
@@ -58,17 +67,18 @@ def _merge(below: Document, above: Document) -> Document:
     return merged
 
 
-def split_overrides(overrides: Sequence[str]) -> tuple[Document, Document]:
-    """``key=value`` texts as a document, and those that change a setting of the regulator by name apart from it.
+def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | None = None) -> tuple[Document, Document]:
+    """Two documents of ``key=value`` texts: the settings, and apart from them those of the regulator's parts.
 
-    They are gathered before they are merged, so that their order does not matter unless a key is given twice.
+    ``short_keys`` has the dotted key for each key that may be written without its group. The order of the texts does
+    not matter, unless a key is given twice.
     """
     document: Document = {}
     regulator: Document = {}
     problems = []
     for text in overrides:
         key, equals, written = text.partition("=")
-        path = [part.strip() for part in key.split(".")]
+        path = [part.strip() for part in (short_keys or {}).get(key.strip(), key).split(".")]
         if not equals or not all(path):
             problems.append(f"override {short(text)}: write key=value, such as optim.lr=1e-6")
             continue
@@ -88,7 +98,30 @@ def split_overrides(overrides: Sequence[str]) -> tuple[Document, Document]:
         document = _merge(document, {path[0]: value})
     if problems:
         raise ConfigError(problems)
-    return document, regulator
+    return expand_short_forms(document), regulator
+
+
+def expand_short_forms(document: Document) -> Document:
+    """``data``, ``reward``, ``environment`` and so on as the settings of a task that they stand for."""
+    given = [key for key in SHORT_FORMS if key in document]
+    task = document.get("task", {})
+    if not given or not isinstance(task, dict):  # a task that is no group is refused by the schema
+        return document
+    problems = [
+        f"{key} is short for task.{SHORT_FORMS[key]}, and both are given: leave one of them out"
+        for key in given
+        if SHORT_FORMS[key] in task
+    ]
+    key, name = next(((key, name) for key, name in SHORT_NAMES.items() if key in given), ("", task.get("name")))
+    if task.get("name", name) != name:
+        problems.append(
+            f"{key}={document[key]} means task.name={name}, but task.name={short(task['name'])[1:-1]} is given too: "
+            "leave one of them out"
+        )
+    if problems:
+        raise ConfigError(problems)
+    task = ({"name": name} if name else {}) | task | {SHORT_FORMS[key]: document[key] for key in given}
+    return {key: value for key, value in document.items() if key not in given} | {"task": task}
 
 
 def parse(text: str) -> Any:
@@ -131,6 +164,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> Document:
     if not isinstance(document, dict):
         raise ConfigError([f"{path}: a recipe is made of lines key: value, got {type(document).__name__}"])
     base = document.pop("base", None)
+    document = expand_short_forms(document)
     if base is None:
         return document
     if not isinstance(base, str):

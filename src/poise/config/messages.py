@@ -38,9 +38,9 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
     path = ".".join(str(part)[:LONGEST] for part in problem["loc"])
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        return _unknown_key(path, known)
+        return unknown_key(path, known)
     if kind == "unknown_setting":
-        return _unknown_key(f"{path}.{problem['ctx']['key'][:LONGEST]}", known)
+        return unknown_key(f"{path}.{problem['ctx']['key'][:LONGEST]}", known)
     if kind == "value_error":
         reason = problem["msg"].removeprefix("Value error, ")
         if isinstance(value, dict):  # what is wrong with a group as a whole names the field itself
@@ -55,7 +55,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
     return f"{path} = {short(value)}: {reason}"
 
 
-def _unknown_key(path: str, known: Sequence[str]) -> str:
+def unknown_key(path: str, known: Sequence[str]) -> str:
     """The message for a key that there is not. The one that was meant may be in another group."""
     near = {key: _likeness(path, key) for key in known}
     best = max(near.values())

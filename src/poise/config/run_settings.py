@@ -1,57 +1,138 @@
-"""The settings of a run folder, for the commands that go on with a run or look at one."""
+"""The settings of a run folder or a model, for the commands that go on with a run, measure one or look at one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+import yaml
+
 from poise._lib.errors import short
 from poise._lib.files import read_json
-from poise.config.documents import Document, merge
-from poise.config.schema import Config, restore
+from poise.config.documents import SHORT_FORMS, ConfigError, Document, merge, parse, read, split_overrides
+from poise.config.groups import EvaluationConfig, RolloutConfig
+from poise.config.messages import unknown_key
+from poise.config.schema import Config, keys, resolve, restore
+from poise.models.loading import EMBEDDED, locate
 from poise.runs.folder import RunFolder
+from poise.tasks import Task
 
-# How a model is measured that is no run's.
-_MEASURED: Document = {"rollout": {"max_tokens": 512, "batch": 256}, "evaluation": {"samples": 8, "problems": 200}}
+# How a model is measured that no run made.
+_MEASUREMENT: Document = {"rollout": {"max_tokens": 512, "batch": 256}, "evaluation": {"samples": 8, "problems": 200}}
+# The keys of poise eval that need no group: those of evaluation and of rollout.
+SHORT_KEYS = {
+    **{name: f"rollout.{name}" for name in RolloutConfig.model_fields},
+    **{name: f"evaluation.{name}" for name in EvaluationConfig.model_fields if name != "every"},
+}
+_EVALUATED = ("task", "rollout", "evaluation", "device", "dtype", "remote_code")  # what changes an evaluation
 
 
 def is_run(model: str) -> bool:
-    """Whether a folder is a run's, be it one that was stopped before its first checkpoint."""
+    """Whether a folder is a run's, even one that was stopped before its first checkpoint."""
     try:
-        found = read_json(Path(model) / "config.json")
+        settings = read_json(Path(model) / "config.json")
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and "rollout" in found
+    return isinstance(settings, dict) and "rollout" in settings
 
 
 def run_of(model: str) -> str | None:
-    """The folder of the run that a model is of: of a run itself, of a checkpoint, or of the model in one."""
+    """The run folder that a model belongs to, if it is a run, a checkpoint of one, or the model in a checkpoint."""
     place = Path(model)
     above = [folder.parent for folder in place.absolute().parents if folder.name == "checkpoints" and place.is_dir()]
     return next((str(folder) for folder in (place, *above) if is_run(str(folder))), None)
 
 
 def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool = True) -> Config:
-    """The settings of the run in a folder, changed. Code that they name is loaded only with ``trust``.
+    """The settings of the run in a folder, changed. Code that the run names is loaded only with ``trust``.
 
-    Without ``regulator`` the run's regulator stays a text: whoever only samples has no use for its code.
+    Without ``regulator`` the run's regulator stays a text: a command that only samples does not need its code.
     """
-    document = merge(RunFolder.open(path, resume=False).config, changes)
+    document = RunFolder.open(path, resume=False).config
+    return _restored(document, changes, f"the run in {path}", trust=trust, regulator=regulator)
+
+
+def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
+    """What ``poise eval`` measures a model with: the settings of its run or its folder, changed by ``overrides``."""
+    changes, regulator = split_overrides(overrides, SHORT_KEYS)
+    evaluation = changes.get("evaluation")
+    if isinstance(evaluation, dict) and evaluation.get("temperature") == 0:
+        evaluation.setdefault("samples", 1)  # greedy samples are all the same
+    if (run := run_of(model)) is None:
+        locate(model)  # raises where there is no such folder, before anything is said about its task
+        document = merge(_MEASUREMENT, _folder_task(model))
+    else:
+        document = RunFolder.open(run, resume=False).config
+    if wrong := [*(key for key in changes if not _evaluated(key)), *(f"regulator.{key}" for key in regulator)]:
+        task = merge(document, changes).get("task")  # and not its regulator, whose code would be loaded for its keys
+        known = [*SHORT_KEYS, *SHORT_FORMS, *(key for key in keys({"task": task}) if _evaluated(key))]
+        raise ConfigError([unknown_key(key, known) for key in wrong])
+    source = f"the model in {model}" if run is None else f"the run in {run}"
+    return _restored(document, {**changes, "model": model}, source, trust=trust, regulator=False)
+
+
+def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
+    """What ``poise diagnose`` measures a model with: the settings of its run, or a recipe's with small batches."""
+    changes, regulator = split_overrides(overrides)
+    if regulator or "regulator" in changes:
+        raise ConfigError(["regulator: name the methods to measure with --regulator, once for each"])
+    changes["model"] = model
+    if (run := run_of(model)) is not None:
+        RunFolder.open(run, resume=False).newest()  # raises where there is none
+        return of_run(run, changes, trust=trust, regulator=False)
+    locate(model)
+    if model == "embedded":  # within a minute on a laptop
+        document = merge(read("demo"), {"prompts": 6})
+    else:
+        document = merge(read("grpo"), {"prompts": 8, "rollout": {"max_tokens": 512}})
+        document = {key: value for key, value in document.items() if key != "task"} | _folder_task(model)
+    return _restored(document, changes, f"the model in {model}", trust=trust)
+
+
+def task_to_show(words: Sequence[str]) -> tuple[Task, int, str]:
+    """The task, the seed and the split that ``poise tasks show`` is given: a task's name, and overrides."""
+    names = [word for word in words if "=" not in word]
+    if len(names) > 1:
+        raise ConfigError([f"one task at a time, got {' and '.join(names)}; settings are written key=value"])
+    overrides = [*(f"task.name={name}" for name in names), *(word for word in words if "=" in word)]
+    changes, regulator = split_overrides(overrides)
+    seed, split = changes.pop("seed", 0), str(changes.pop("split", "train"))
+    wrong = [*(key for key in changes if key != "task"), *(f"regulator.{key}" for key in regulator)]
+    if wrong:
+        known = ["seed", "split", *SHORT_FORMS, *(key for key in keys(changes) if key.startswith("task."))]
+        raise ConfigError([unknown_key(key, known) for key in wrong])
+    config = restore({**changes, "seed": seed}, trust=True)
+    return config.task.build(), config.seed, split
+
+
+def _restored(document: Document, changes: Document, source: str, *, trust: bool, regulator: bool = True) -> Config:
+    """``document``, which may be anybody's, with changes that the user typed."""
+    document = resolve(document, changes, {})
     kept: Document = {}
     if not regulator:
         kept["regulator"] = str(document.get("regulator", "grpo"))
         document["regulator"] = "grpo"
     if changes.get("remote_code") is True:  # the user's own word, not the run's
         kept["remote_code"], document["remote_code"] = True, False
-    return restore(document, source=f"the run in {path}", trust=trust).model_copy(update=kept)
+    return restore(document, source=source, trust=trust, typed=changes).model_copy(update=kept)
 
 
-def to_evaluate(model: str, changes: Document, *, trust: bool = False) -> Config:
-    """What ``poise eval`` measures a model with: the task and the settings of its run, where it has one, changed."""
-    changes = {**changes, "model": model}
-    if (run := run_of(model)) is not None:
-        return of_run(run, changes, trust=trust, regulator=False)
-    return restore(merge(_MEASURED, changes), trust=True)  # typed, all of it
+def _folder_task(model: str) -> Document:
+    """The task that a model was warm-started on, which ``poise warmstart`` writes beside it; nothing for others."""
+    path = (EMBEDDED if model == "embedded" else Path(model)) / "warmstart.yaml"
+    try:
+        settings = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    match settings:
+        case {"task": str(name), "task_settings": dict(chosen)}:
+            return {"task": {**chosen, "name": name}}
+    return {}
+
+
+def _evaluated(key: str) -> bool:
+    return key.partition(".")[0] in _EVALUATED
 
 
 def describe_task(config: Config) -> str:

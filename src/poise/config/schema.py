@@ -9,24 +9,13 @@ a path) inherits from another. Whatever is wrong, ``load`` raises one ``ConfigEr
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from poise import algorithms, regulators, tasks
 from poise._lib import user_code as _user_code
@@ -43,205 +32,25 @@ from poise.config.documents import (
     to_yaml,
     too_deep,
 )
+from poise.config.groups import (
+    EvaluationConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    RolloutConfig,
+    TaskConfig,
+)
 from poise.config.messages import explain
 from poise.config.regulator_settings import change_regulator, parts_of, settings_of
-from poise.objective import Settings
+from poise.config.values import Count, CountOrZero, Group, Real, Text
 from poise.runs.trackers import TRACKERS
 
-__all__ = ["Config", "ConfigError", "dump", "load", "recipes"]
+__all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "resolve", "restore"]
+
+MOST_PROBLEMS = 20  # explained at once
 
 
-def _number(value: Any) -> Any:
-    # pydantic would take true for 1 and "3" for 3.
-    if isinstance(value, bool | str):
-        raise ValueError("must be a number")
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, so that settings are the same after a trip through YAML or JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _usable(value: str) -> str:
-    os.fsencode(value)  # most texts are names of files
-    if "\0" in value:
-        raise ValueError("must not contain the character NUL")
-    return value
-
-
-LARGEST = 2**31 - 1  # so that counts and seeds fit wherever they go
-TOLD = 20  # problems that are explained at once
-Whole = Annotated[int, BeforeValidator(_number), Field(ge=-LARGEST, le=LARGEST)]
-Real = Annotated[float, BeforeValidator(_number)]
-Count = Annotated[Whole, Field(ge=1)]
-CountOrZero = Annotated[Whole, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_usable)]
-
-
-class _Group(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class TaskConfig(_Group):
-    """A task by name. Every other key is a setting of that task: ``task: {name: kk, people: 3-7}``."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Text = "kk"
-    _task: tasks.Task = PrivateAttr()  # built once: a task may hold a whole dataset
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the task, those that are given."""
-        return dict(self.model_extra or {})
-
-    def build(self) -> tasks.Task:
-        """The task itself."""
-        return self._task
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_written(cls, value: Any) -> Any:
-        return _plain(value)
-
-    @model_validator(mode="after")
-    def _can_be_built(self) -> Self:
-        if self.name in tasks.TASKS:
-            for key in self.settings:
-                if key not in tasks.settings_of(self.name):
-                    raise PydanticCustomError("unknown_setting", "unknown setting {key}", {"key": key})
-        try:
-            self._task = tasks.get(self.name, **self.settings)
-        except TypeError as error:  # which pydantic does not take for a refusal
-            raise ValueError(str(error)) from None
-        return self
-
-
-class RolloutConfig(_Group):
-    """How responses are sampled."""
-
-    max_tokens: Count = 1024  # longest response; of several turns: longest reply
-    # Longest episode of several turns: replies and what the environment says, without the prompt; null: no limit but
-    # the model's positions. An episode that reaches it is scored as it stands, and counts as cut off.
-    max_episode_tokens: Count | None = None
-    temperature: Annotated[Real, Field(gt=0)] = 1.0
-    batch: CountOrZero = 0  # sequences that are decoded together; 0: all of a step
-    max_prompt: Count = 512  # longest prompt, in tokens
-    # Tokens to draw from: the most likely ones that together reach top_p, or top_k of them; 1 and 0: all. Ratios and
-    # entropies are of the whole distribution all the same.
-    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
-    top_k: CountOrZero = 0
-    # auto: native where the model can use it, else transformers; vllm needs the extra of that name
-    engine: Literal["auto", "native", "transformers", "vllm"] = "auto"
-    vllm_memory: Annotated[Real, Field(gt=0, le=1)] = 0.3  # share of the device's memory that vLLM may take
-    # Where the old policy's log-probabilities come from: the sampler, or a forward pass of the training model. The
-    # second costs that pass, and is for samplers whose arithmetic differs from the trainer's.
-    old_logp: Literal["sampled", "recomputed"] = "sampled"
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that a prompt and its response may have together."""
-        return self.max_prompt + max(self.max_tokens, self.max_episode_tokens or 0)
-
-    @model_validator(mode="after")
-    def _a_reply_fits_into_its_episode(self) -> Self:
-        if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_tokens:
-            raise ValueError(
-                f"max_episode_tokens = {self.max_episode_tokens} is less than max_tokens = {self.max_tokens}, the "
-                "longest reply: lower max_tokens, or raise max_episode_tokens"
-            )
-        return self
-
-
-class OptimConfig(_Group):
-    """AdamW, and how a step's responses are cut up for it. The learning rate is one for pretrained models."""
-
-    lr: Annotated[Real, Field(gt=0)] = 1e-6
-    weight_decay: Annotated[Real, Field(ge=0)] = 0.01
-    betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    grad_clip: Annotated[Real, Field(gt=0)] = 1.0
-    warmup_steps: CountOrZero = 0
-    # Most responses per optimizer step, spread evenly over the steps; 0, or more than there are: all of them.
-    mini_batch: CountOrZero = 0
-    micro_tokens: Count | None = None  # tokens per pass, null: by the device; changes memory and speed, not the result
-
-
-class ObjectiveConfig(_Group):
-    """``poise.objective.Settings``, field by field; the meaning, the ranges and the defaults are those."""
-
-    clip_low: Real = Settings.clip_low
-    clip_high: Real = Settings.clip_high
-    dual_clip: Real | None = Settings.dual_clip
-    kl: str = Settings.kl
-    kl_coef: Real = Settings.kl_coef
-    entropy_coef: Real = Settings.entropy_coef
-    aggregation: str = Settings.aggregation
-    max_length: Whole | None = Settings.max_length
-    importance_cap: Real | None = Settings.importance_cap
-
-    def settings(self) -> Settings:
-        """What the objective takes."""
-        return Settings(**self.model_dump())
-
-    @model_validator(mode="after")
-    def _in_range(self) -> Self:
-        try:
-            self.settings()
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix("objective: ")) from None
-        return self
-
-
-class EvaluationConfig(_Group):
-    """How accuracy on held-out problems is measured: before training, after it and every so many steps."""
-
-    every: CountOrZero = 0  # steps; 0: only before and after
-    problems: Count = 200
-    samples: Count = 1  # per problem: the k of avg@k, pass@k and maj@k
-    seed: CountOrZero = 0  # of the problems
-    temperature: Annotated[Real, Field(ge=0)] | None = None  # None: as in training; 0: greedy
-
-    @model_validator(mode="after")
-    def _samples_can_differ(self) -> Self:
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                f"samples = {self.samples} at temperature 0: greedy samples are all the same, so take 1, or another "
-                "temperature"
-            )
-        return self
-
-
-class LoraConfig(_Group):
-    """Train low-rank adapters in place of all the weights."""
-
-    rank: Count = 16
-    alpha: Annotated[Real, Field(gt=0)] = 32
-    dropout: Real = 0.0  # nothing else is allowed
-    targets: str | tuple[str, ...] = "all-linear"  # or the names of the modules
-
-    @field_validator("dropout")
-    @classmethod
-    def _no_dropout(cls, value: float) -> float:
-        if value != 0:
-            raise ValueError(
-                "must be 0: with dropout the update would not see the policy that sampled, and the probability ratio "
-                "would not begin at 1; for regularisation use a smaller lora.rank or optim.weight_decay"
-            )
-        return value
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _known_targets(cls, value: Any) -> Any:
-        names = isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)
-        if value != "all-linear" and not names:
-            raise ValueError("must be all-linear, or a list of module names such as [q_proj, v_proj]")
-        return value if isinstance(value, str) else tuple(value)
-
-
-class Config(_Group):
+class Config(Group):
     """One training run."""
 
     model: Text = "embedded"  # hub id, folder, or the tiny model that ships with the package
@@ -253,7 +62,7 @@ class Config(_Group):
     regulator: Text = "grpo"  # in its text form
     algorithm: Text = "grpo"  # in its text form: what is sampled and compared
     advantage: Literal["group-zscore", "group-centered", "leave-one-out", "reinforce-pp"] = "group-zscore"
-    task: TaskConfig = TaskConfig()
+    task: TaskConfig  # has no default: a run says what it is about
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -354,28 +163,43 @@ class Config(_Group):
 
 
 def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a recipe, by name or path (None: the demo), with ``key=value`` overrides on top.
+    """The configuration of a recipe, by name or path, with ``key=value`` overrides on top.
 
-    Keys are dotted, values YAML. ``regulator.alpha=0.3`` changes that setting of the one part of the regulator that has
-    it.
+    Without a recipe it is the demo; with another model than the embedded one, the defaults of ``Config``, which are for
+    pretrained models. Keys are dotted, values YAML. ``regulator.alpha=0.3`` changes that setting of the one part of the
+    regulator that has it.
     """
-    document = read("demo" if recipe is None else recipe)
     changes, settings = split_overrides(overrides)
+    if recipe is None and changes.get("model", "embedded") == "embedded":
+        recipe = "demo"
+    return _validated(resolve({} if recipe is None else read(recipe), changes, settings))
+
+
+def resolve(document: Document, changes: Document, regulator_settings: Document) -> Document:
+    """``document`` with the changes of ``split_overrides`` on top."""
     document = merge(document, changes)
-    if settings:
-        document["regulator"] = change_regulator(str(document.get("regulator", "grpo")), settings)
-    return _validated(document)
+    if regulator_settings:
+        document["regulator"] = change_regulator(str(document.get("regulator", "grpo")), regulator_settings)
+    return document
 
 
-def restore(document: Document, *, source: str = "this run", trust: bool = False) -> Config:
+def restore(
+    document: Document, *, source: str = "this run", trust: bool = False, typed: Document | None = None
+) -> Config:
     """The configuration of a whole document, such as the config.json of a run, which may be anybody's.
 
-    Unless ``trust`` is given, no code is run that it names (docs/security.md). ``source`` names it in messages.
+    Unless ``trust`` is given, no code is run that it names (docs/security.md), except what is named in ``typed``: the
+    part of it that the user typed. ``source`` names the document in messages.
     """
     if trust:
         return _validated(document)
-    with _user_code.untrusted(source):
+    with _user_code.untrusted(source, (typed or {}).values()):
         return _validated(document)
+
+
+def dump(config: Config) -> str:
+    """The whole configuration as YAML, a recipe in itself."""
+    return to_yaml(config.model_dump(mode="json"))
 
 
 def _validated(document: Document) -> Config:
@@ -384,32 +208,50 @@ def _validated(document: Document) -> Config:
     try:
         return Config.model_validate(document)
     except ValidationError as error:
-        known = [*_keys(Config, ""), *_task_keys(document), *_regulator_keys(document)]
-        found = error.errors(include_url=False)
-        more = [f"… and {len(found) - TOLD} problems more"] if len(found) > TOLD else []
-        raise ConfigError([*(explain(problem, known) for problem in found[:TOLD]), *more]) from None
+        problems = error.errors(include_url=False)
+        known = keys(document)
+        lines = [
+            _no_task() if _lacks_task(problem) else explain(problem, known) for problem in problems[:MOST_PROBLEMS]
+        ]
+        more = [f"… and {len(problems) - MOST_PROBLEMS} more problems"] if len(problems) > MOST_PROBLEMS else []
+        raise ConfigError([*lines, *more]) from None
 
 
-def dump(config: Config) -> str:
-    """The whole configuration as YAML, a recipe in itself."""
-    return to_yaml(config.model_dump(mode="json"))
+def _lacks_task(problem: ErrorDetails) -> bool:
+    return problem["type"] == "missing" and problem["loc"] in (("task",), ("task", "name"))
 
 
-# The keys there are, for whoever mistypes one
+def _no_task() -> str:
+    names = ", ".join(tasks.names())
+    return (
+        f"no task is named: write task.name=NAME ({names}, or one of your own, task.name=file.py:Class), "
+        "data=FILE reward=NAME, or environment=file.py:Class"
+    )
 
 
-def _keys(model: type[BaseModel], prefix: str) -> list[str]:
-    keys: list[str] = []
+# The keys that exist, for messages about one that does not
+
+
+def keys(document: Document) -> list[str]:
+    """The dotted keys that a document may have, those of its task and its regulator included.
+
+    This loads the code of a regulator of the user's own.
+    """
+    return [*_schema_keys(Config, ""), *_task_keys(document), *_regulator_keys(document)]
+
+
+def _schema_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        kinds = [kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if _is_group(kind)]
-        keys += [prefix + name, *(_keys(kinds[0], f"{prefix}{name}.") if kinds else ())]
-    return keys
+        yield prefix + name
+        kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        for group in [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Group)]:
+            yield from _schema_keys(group, f"{prefix}{name}.")
 
 
 def _task_keys(document: Document) -> list[str]:
     task = document.get("task")
-    name = task.get("name", "kk") if isinstance(task, dict) else "kk"
-    return [f"task.{setting}" for setting in tasks.settings_of(name)] if name in tasks.names() else []
+    name = task.get("name") if isinstance(task, dict) else None
+    return [f"task.{setting}" for setting in tasks.settings_of(name)] if name in tasks.TASKS else []
 
 
 def _regulator_keys(document: Document) -> list[str]:
@@ -418,7 +260,3 @@ def _regulator_keys(document: Document) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [f"regulator.{setting}" for part in parts for setting in settings_of(part)]
-
-
-def _is_group(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, _Group)

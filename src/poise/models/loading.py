@@ -31,7 +31,7 @@ def load_model(
     name: str, *, device: str = "auto", dtype: str = "auto", lora: Any = None, seed: int = 0, remote_code: bool = False
 ) -> tuple[Any, Any]:
     """The model, on its device and in evaluation mode, and its tokenizer. Settings are those of ``load_policy``."""
-    source = _resolve(name)
+    source = locate(name)
     folder = Path(source)
     verify_model(folder)
     if (folder / "adapter_config.json").exists():
@@ -93,7 +93,7 @@ def progress_bars(shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _resolve(name: str) -> str:
+def locate(name: str) -> str:
     """The model's folder or hub id. A run stands for the model of its newest checkpoint."""
     if name == "embedded":
         return str(EMBEDDED)
@@ -102,17 +102,22 @@ def _resolve(name: str) -> str:
         return str(RunFolder.open(folder, resume=False).newest() / "model")
     if (folder / MANIFEST).exists() and (folder / "model").is_dir():  # a checkpoint
         return str(folder / "model")
+    _check_exists(name, folder)
     return str(folder) if name.startswith("~") else name
 
 
-def _check_folder(name: str, folder: Path) -> None:
-    """Refuse a path that is not a model's folder. Beside other runs, ``name`` is a mistyped run and not a hub id."""
+def _check_exists(name: str, folder: Path) -> None:
+    """Refuse a path that leads nowhere. Beside other runs, ``name`` is a mistyped run and not a hub id."""
     runs = []
     if not folder.exists() and folder.parent != Path():
         runs = sorted(metrics.parent.name for metrics in folder.parent.glob("*/metrics.jsonl"))
     if not folder.exists() and (name.startswith(("/", ".", "~")) or runs):
         beside = f"; runs there: {', '.join(runs)}" if runs else ""
         raise ModelError(f"{name}: there is no such folder{beside}")
+
+
+def _check_folder(name: str, folder: Path) -> None:
+    """Refuse a folder that holds no model."""
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model")
 

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from poise._lib import user_code as _user_code
-from poise._lib.calls import read_call
+from poise._lib.calls import read_call, split_bars
 from poise._lib.errors import unknown
 from poise.batch import TokenBatch
 from poise.regulators.amplify import Amplify
@@ -66,7 +66,7 @@ def parse(text: str | Callable[[TokenBatch], Any]) -> Regulator:
     """
     if not isinstance(text, str):
         return as_regulator(text)
-    parts = [_parse_one(part, text) for part in _split(text)]
+    parts = [_parse_one(part, text) for part in split_bars(text)]
     return parts[0] if len(parts) == 1 else Compose(tuple(parts))
 
 
@@ -119,24 +119,6 @@ def _check_settings(name: str, settings: dict[str, Any], allowed: list[str]) -> 
     for key in settings:
         if key not in allowed:
             raise TypeError(unknown(f"setting of {name}", key, allowed))
-
-
-def _split(text: str) -> list[str]:
-    """Split at the bars outside brackets and quotes."""
-    parts, depth, quote, start = [], 0, "", 0
-    for i, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char == "|" and depth == 0:
-            parts.append(text[start:i])
-            start = i + 1
-    return [*parts, text[start:]]
 
 
 def _parse_one(part: str, whole: str) -> Regulator:

@@ -1,11 +1,16 @@
-"""Tasks: problems and their verifiers. One table maps the names to the classes."""
+"""Tasks: problems and their verifiers. One table maps the names to the classes.
+
+Settings name a task by its name in the table (``kk``), by a prefix and the rest (``rg/chain_sum``), or as a class of
+the user's own (``file.py:Mine``, ``package.module.Mine``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import signature
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter, isclass, signature
+from typing import Any, TypeVar
 
+from poise._lib import user_code as _user_code
 from poise._lib.errors import unknown
 from poise.rewards.base import RewardError
 from poise.tasks.base import (
@@ -34,7 +39,9 @@ from poise.tasks.countdown import Countdown
 from poise.tasks.data import Data, Math
 from poise.tasks.environment import environment
 from poise.tasks.frozenlake import FrozenLake
+from poise.tasks.gym import gym
 from poise.tasks.knights_knaves import KnightsKnaves
+from poise.tasks.reasoning_gym import reasoning_gym
 from poise.tasks.search_qa import SearchQA
 from poise.tasks.sokoban import Sokoban
 
@@ -48,8 +55,17 @@ TASKS: dict[str, Callable[..., Any]] = {
     "search-qa": SearchQA,
     "math": Math,
 }
+# Of ``rg/chain_sum`` the row "rg" is given "chain_sum", and returns what builds that task from its settings. A
+# ValueError says that there is no such task.
+PREFIXES: dict[str, Callable[[str], Callable[..., Any]]] = {
+    "gym": gym,
+    "rg": reasoning_gym,
+}
+
+C = TypeVar("C", bound=Callable[..., Any])
 
 __all__ = [
+    "PREFIXES",
     "SPLITS",
     "TASKS",
     "Attempt",
@@ -74,27 +90,80 @@ __all__ = [
     "judge_all",
     "names",
     "settings_of",
+    "task",
     "training_problems",
+    "unknown_settings",
 ]
 
 
 def names() -> list[str]:
-    """The names ``get`` knows."""
-    return list(TASKS)
+    """The names that ``get`` knows, prefixes included."""
+    return [*TASKS, *(f"{prefix}/NAME" for prefix in PREFIXES)]
+
+
+def task(thing: C) -> C:
+    """Mark a class of tasks, or a function that returns one, so that settings may name it.
+
+    >>> @poise.task
+    ... def easy(size: int = 3):
+    ...     return Mine(size=size, hints=True)
+
+    Then ``task.name=mymodule.easy task.size=4`` finds it. A class needs no mark if it has ``problems`` and one of
+    ``score``, ``score_all`` and ``episode``.
+    """
+    return _user_code.mark("task", thing)
+
+
+def get(name: str, **settings: Any) -> Task:
+    """The task of that name with these settings: ``get("kk", people="3-7")``, ``get("mine.py:Mine", size=3)``."""
+    maker = _maker(name)
+    for setting in unknown_settings(name, settings):
+        raise TypeError(f"task {name!r}: " + unknown("setting", setting, settings_of(name)))
+    try:
+        built: Task = maker(**settings)
+    except (TypeError, ValueError, OSError):
+        raise
+    except Exception as error:  # a user's class may raise anything
+        if not _user_code.is_foreign(name):
+            raise
+        raise ValueError(f"task {name!r}: {type(error).__name__}: {error}") from error
+    if _user_code.is_foreign(name) and not _is_task(built):
+        raise TypeError(f"task {name!r} is not a task: it lacks {_EXPECTED}")
+    return built
 
 
 def settings_of(name: str) -> list[str]:
     """The settings that the task of that name takes."""
-    if name not in TASKS:
-        raise ValueError(unknown("task", str(name), TASKS))
-    return list(signature(TASKS[name]).parameters)
+    return list(signature(_maker(name)).parameters)
 
 
-def get(name: str, **settings: Any) -> Task:
-    """The task of that name with these settings: ``get("kk", people="3-7")``."""
-    allowed = settings_of(name)
-    for setting in settings:
-        if setting not in allowed:
-            raise TypeError(f"task {name!r}: " + unknown("setting", setting, allowed))
-    task: Task = TASKS[name](**settings)
-    return task
+def unknown_settings(name: str, settings: Iterable[str]) -> list[str]:
+    """Those of ``settings`` that the task of that name does not take."""
+    allowed: Mapping[str, Parameter] = signature(_maker(name)).parameters
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in allowed.values()):
+        return []
+    return [setting for setting in settings if setting not in allowed]
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    """What builds the task of that name from its settings."""
+    if name in TASKS:
+        return TASKS[name]
+    prefix, slash, rest = name.partition("/")
+    if slash and prefix in PREFIXES:
+        if _user_code.is_foreign(rest):  # gymnasium imports the module in "module:Name"
+            _user_code.check_trusted(f"task {name!r}", name)
+        return PREFIXES[prefix](rest)
+    if not any(sign in name for sign in ".:"):
+        raise ValueError(unknown("task", name, names()) + "; for one of your own write file.py:Class")
+    maker: Callable[..., Any] = _user_code.load("task", name, accepts=_is_task, expected=f"give a class {_EXPECTED}")
+    if isclass(maker) and not hasattr(maker, "name"):
+        maker.name = maker.__name__  # type: ignore[attr-defined] # what it is called in metrics
+    return maker
+
+
+_EXPECTED = "problems(split, seed) and one of score, score_all and episode"
+
+
+def _is_task(thing: Any) -> bool:
+    return hasattr(thing, "problems") and any(hasattr(thing, name) for name in ("score", "score_all", "episode"))

@@ -1,0 +1,173 @@
+"""Groups of settings: the task, sampling, the optimizer, the objective, evaluation, LoRA."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from poise import tasks
+from poise.config.values import Count, CountOrZero, Group, Real, Text, Whole, lists_for_tuples
+from poise.objective import Settings
+
+
+class TaskConfig(Group):
+    """A task by name. Every other key is a setting of that task: ``task: {name: kk, people: 3-7}``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Text
+    _task: tasks.Task = PrivateAttr()  # built once: a task may hold a whole dataset
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The task's settings as they were written; those left out have the task's defaults."""
+        return dict(self.model_extra or {})
+
+    def build(self) -> tasks.Task:
+        """The task itself."""
+        return self._task
+
+    @model_validator(mode="before")
+    @classmethod
+    def _readable(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"must be a group of settings, key: value; for the task of that name: task.name={value}")
+        return lists_for_tuples(value)
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Self:
+        try:
+            for key in tasks.unknown_settings(self.name, self.settings):
+                if key.startswith("reward") and "reward" not in tasks.settings_of(self.name):
+                    raise ValueError(
+                        f"task {self.name!r} scores responses itself and has no setting {key}; {key}= goes with "
+                        "data=FILE or environment=file.py:Class"
+                    )
+                raise PydanticCustomError("unknown_setting", "unknown setting {key}", {"key": key})
+            self._task = tasks.get(self.name, **self.settings)
+        except TypeError as error:  # which pydantic does not take for a refusal
+            raise ValueError(str(error)) from None
+        return self
+
+
+class RolloutConfig(Group):
+    """How responses are sampled."""
+
+    max_tokens: Count = 1024  # longest response; of several turns: longest reply
+    # Longest episode of several turns: replies and what the environment says, without the prompt; null: no limit but
+    # the model's positions. An episode that reaches it is scored as it stands, and counts as cut off.
+    max_episode_tokens: Count | None = None
+    temperature: Annotated[Real, Field(gt=0)] = 1.0
+    batch: CountOrZero = 0  # sequences that are decoded together; 0: all of a step
+    max_prompt: Count = 512  # longest prompt, in tokens
+    # Tokens to draw from: the most likely ones that together reach top_p, or top_k of them; 1 and 0: all. Ratios and
+    # entropies are of the whole distribution all the same.
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    top_k: CountOrZero = 0
+    # auto: native where the model can use it, else transformers; vllm needs the extra of that name
+    engine: Literal["auto", "native", "transformers", "vllm"] = "auto"
+    vllm_memory: Annotated[Real, Field(gt=0, le=1)] = 0.3  # share of the device's memory that vLLM may take
+    # Where the old policy's log-probabilities come from: the sampler, or a forward pass of the training model. The
+    # second costs that pass, and is for samplers whose arithmetic differs from the trainer's.
+    old_logp: Literal["sampled", "recomputed"] = "sampled"
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a prompt and its response may have together."""
+        return self.max_prompt + max(self.max_tokens, self.max_episode_tokens or 0)
+
+    @model_validator(mode="after")
+    def _a_reply_fits_into_its_episode(self) -> Self:
+        if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_tokens:
+            raise ValueError(
+                f"max_episode_tokens = {self.max_episode_tokens} is less than max_tokens = {self.max_tokens}, the "
+                "longest reply: lower max_tokens, or raise max_episode_tokens"
+            )
+        return self
+
+
+class OptimConfig(Group):
+    """AdamW, and how a step's responses are cut up for it. The learning rate is one for pretrained models."""
+
+    lr: Annotated[Real, Field(gt=0)] = 1e-6
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.01
+    betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    grad_clip: Annotated[Real, Field(gt=0)] = 1.0
+    warmup_steps: CountOrZero = 0
+    # Most responses per optimizer step, spread evenly over the steps; 0, or more than there are: all of them.
+    mini_batch: CountOrZero = 0
+    micro_tokens: Count | None = None  # tokens per pass, null: by the device; changes memory and speed, not the result
+
+
+class ObjectiveConfig(Group):
+    """``poise.objective.Settings``, field by field; the meaning, the ranges and the defaults are those."""
+
+    clip_low: Real = Settings.clip_low
+    clip_high: Real = Settings.clip_high
+    dual_clip: Real | None = Settings.dual_clip
+    kl: str = Settings.kl
+    kl_coef: Real = Settings.kl_coef
+    entropy_coef: Real = Settings.entropy_coef
+    aggregation: str = Settings.aggregation
+    max_length: Whole | None = Settings.max_length
+    importance_cap: Real | None = Settings.importance_cap
+
+    def settings(self) -> Settings:
+        """What the objective takes."""
+        return Settings(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Self:
+        try:
+            self.settings()
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("objective: ")) from None
+        return self
+
+
+class EvaluationConfig(Group):
+    """How accuracy on held-out problems is measured: before training, after it and every so many steps."""
+
+    every: CountOrZero = 0  # steps; 0: only before and after
+    problems: Count = 200
+    samples: Count = 1  # per problem: the k of avg@k, pass@k and maj@k
+    seed: CountOrZero = 0  # of the problems
+    temperature: Annotated[Real, Field(ge=0)] | None = None  # None: as in training; 0: greedy
+
+    @model_validator(mode="after")
+    def _samples_can_differ(self) -> Self:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"samples = {self.samples} at temperature 0: greedy samples are all the same, so take 1, or another "
+                "temperature"
+            )
+        return self
+
+
+class LoraConfig(Group):
+    """Train low-rank adapters in place of all the weights."""
+
+    rank: Count = 16
+    alpha: Annotated[Real, Field(gt=0)] = 32
+    dropout: Real = 0.0  # nothing else is allowed
+    targets: str | tuple[str, ...] = "all-linear"  # or the names of the modules
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError(
+                "must be 0: with dropout the update would not see the policy that sampled, and the probability ratio "
+                "would not begin at 1; for regularisation use a smaller lora.rank or optim.weight_decay"
+            )
+        return value
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _known_targets(cls, value: Any) -> Any:
+        names = isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)
+        if value != "all-linear" and not names:
+            raise ValueError("must be all-linear, or a list of module names such as [q_proj, v_proj]")
+        return value if isinstance(value, str) else tuple(value)
