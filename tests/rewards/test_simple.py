@@ -234,6 +234,7 @@ def test_a_gold_column_by_name_and_one_that_is_missing():
         ("no_such_module.reward", "no_such_module"),
         ("hypothesis.nothing", "nothing"),
         ("subprocess.Popen(args='touch owned')", "part of Python itself"),
+        ("folder/mine.py", "which function of the file, folder/mine.py:name"),
         ("os:system", "part of Python itself"),
     ],
 )

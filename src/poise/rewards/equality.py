@@ -51,14 +51,14 @@ def spelling(answer: str) -> str:
         return " ".join(answer[: 4 * LONGEST].split())
     answer = clean(answer)
     opening, items, closing = _collection(answer)
-    values = [number(_right_side(item)) for item in items]
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < len(values):
+    values = _values(items)
+    if values is None:
         return answer.casefold() if _WORDS.fullmatch(answer) else _squeezed(answer)
-    if len(numbers) == 1 and not opening:
-        return canonical(numbers[0])
-    ordered = sorted(numbers) if opening in ("", r"\{") else numbers
-    return opening + ",".join(canonical(value) for value in ordered) + closing
+    if opening not in ("", r"\{"):
+        return opening + ",".join(canonical(value) for _, value in values) + closing
+    if len({name for name, _ in values}) > 1:
+        return ",".join(f"{name}={canonical(value)}" for name, value in sorted(values))
+    return ",".join(canonical(value) for value in sorted({value for _, value in values}))
 
 
 def _compare(answer: str, gold: str) -> bool | None:
@@ -88,10 +88,9 @@ def _compare_items(answer: tuple[str, list[str], str], gold: tuple[str, list[str
     brackets = [(opening.strip("\\{"), closing.strip("\\}")) for opening, _, closing in (answer, gold)]
     if brackets[0] != brackets[1]:
         return False if len(answer[1]) > 1 and len(gold[1]) > 1 else None
-    values = [[number(_right_side(item)) for item in items] for items in (answer[1], gold[1])]
-    if None not in values[0] and None not in values[1]:
-        said, right = ([value for value in side if value is not None] for side in values)
-        return said == right if brackets[0] != ("", "") else _as_set(said) == _as_set(right)
+    said, right = _values(answer[1]), _values(gold[1])
+    if said is not None and right is not None:
+        return _compare_values(said, right, ordered=brackets[0] != ("", ""))
     if len(answer[1]) != len(gold[1]):
         return False if brackets[0] != ("", "") else None
     if brackets[0] == ("", ""):
@@ -101,8 +100,28 @@ def _compare_items(answer: tuple[str, list[str], str], gold: tuple[str, list[str
     return False if False in verdicts else None if None in verdicts else True
 
 
-def _as_set(values: list[Fraction]) -> list[Fraction]:
-    return sorted(set(values))
+def _values(items: list[str]) -> list[tuple[str, Fraction]] | None:
+    """Variable ("" without one) and value of each item; None if one has no plain value. ``x=1, 2`` is x twice."""
+    name, found = "", []
+    for item in items:
+        sign, value = _equals(item), number(_right_side(item))
+        if value is None:
+            return None
+        name = name if sign is None else _squeezed(item[:sign])
+        found.append((name, value))
+    return found
+
+
+def _compare_values(said: list[tuple[str, Fraction]], right: list[tuple[str, Fraction]], ordered: bool) -> bool | None:
+    names = [{name for name, _ in side if name} for side in (said, right)]
+    values = [[value for _, value in side] for side in (said, right)]
+    if max(map(len, names)) > 1 and names[0] and names[1]:  # x=1, y=2
+        return sorted(said) == sorted(right)
+    if ordered or max(map(len, names)) > 1:
+        return values[0] == values[1]
+    if names[0] and names[1] and names[0] != names[1]:
+        return None
+    return set(values[0]) == set(values[1])
 
 
 def _collection(text: str) -> tuple[str, list[str], str]:

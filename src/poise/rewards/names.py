@@ -68,6 +68,8 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
         if given:
             raise TypeError(f"{name}: give its settings by name, such as {name}(setting=value)")
         return Spec(kind(**named), False, kind.__module__, kind.__qualname__, [], named)
+    if name.endswith(".py"):
+        raise ValueError(f"reward {name!r}: say which function of the file, {name}:name")
     if not re.search(r"[.:]", name):
         raise ValueError(
             unknown("reward", name, TABLE)
