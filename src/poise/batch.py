@@ -6,7 +6,7 @@ Shapes: B responses, T response tokens (padded), d hidden width, V vocabulary si
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -100,11 +100,6 @@ class TokenBatch:
         for row, group in enumerate(self.groups.tolist()):
             members.setdefault(group, []).append(row)
         return list(members.values())
-
-    def group_rows(self) -> Iterator[Tensor]:
-        """``group_members`` as index tensors on the batch's device."""
-        for rows in self.group_members():
-            yield torch.tensor(rows, device=self.mask.device)
 
     def hidden_of(self, rows: Tensor) -> Tensor:
         """Hidden states (n, T, d) of some rows, from the stored tensor or from the function."""

@@ -92,8 +92,8 @@ class Trainer:
         self.notes: list[str] = []  # shown as soon as there is a console
         self.clock = Clock()
         check_settings(self.policy, config.rollout.max_prompt, config.rollout.max_tokens)
-        evaluation = at_once(config.evaluation.problems, config.evaluation.samples)
-        responses = max(config.prompts * config.group, evaluation)
+        per_evaluation = at_once(config.evaluation.problems, config.evaluation.samples)
+        responses = max(config.prompts * config.group, per_evaluation)
         self.sampler = build_sampler(config, self.policy, self.notes.append, responses=responses, clock=self.clock)
         check_same_data(self.sampler.task, folder)
         self.master_weights = self.policy.master_weights = MasterWeights(self.policy.model)

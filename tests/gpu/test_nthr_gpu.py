@@ -176,7 +176,7 @@ def test_flags_are_those_of_float64_but_for_a_margin(n_correct):
         assert torch.equal(ours.policy, batch.mask.float())
         return
     assert 0 < ours.metrics["flagged_share"] < 1
-    for rows in batch.group_rows():
+    for rows in batch.group_members():
         right, wrong = rows[:2], rows[2:]
         take = lambda r: (exact.hidden[r][batch.mask[r]], targets[r][batch.mask[r]])  # noqa: E731
         result = scores(exact.head, [take(r) for r in right], take(wrong))

@@ -255,7 +255,7 @@ def test_the_linear_form_refuses_an_opaque_head():
 def expected_weights(batch, beta=1.0, eta=None, self_inclusive=False):
     """The method, from its definition."""
     weight = batch.mask.double()
-    for rows in batch.group_rows():
+    for rows in batch.group_members():
         right = [int(r) for r in rows if batch.correct[r]]
         wrong = [int(r) for r in rows if not batch.correct[r]]
         if not wrong or len(right) < (1 if self_inclusive else 2):

@@ -22,6 +22,12 @@ def run(tmp_path):
 # Creating and opening
 
 
+def test_a_run_that_never_began_leaves_nothing(run):
+    run.write_json("data.json", {"fingerprint": "x"})
+    run.discard()
+    assert not run.path.exists()
+
+
 def test_create_refuses_what_is_there_and_says_how_to_go_on(run, tmp_path):
     assert run.config == {"seed": 3, "clip": math.inf}
     with pytest.raises(FileExistsError, match=r"choose another run=DIR.*poise train --resume run=\S*first"):

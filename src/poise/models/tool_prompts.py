@@ -1,4 +1,4 @@
-"""Tools in a prompt: through the chat template where it knows them, else as text, as Hermes' models write it."""
+"""Tools in a prompt: through the chat template if it supports them, else as text in the format of Hermes models."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _KNOWN: dict[str, bool] = {}  # by template
 
 
 def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
-    """What the chat template is given beside the messages."""
+    """The chat template's arguments besides the messages."""
     return {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
 
 
 def announce(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> list[Message]:
-    """The opening messages with the tools in the first one, where the chat template does not show them itself."""
+    """The opening messages, with the tools described in the first one unless the chat template shows them."""
     if not tools or knows_tools(tokenizer):
         return list(messages)
     first, *others = messages
-    told = INSTRUCTION.format("\n".join(json.dumps(tool["function"]) for tool in tools))
-    parts = (first["content"], told) if first["role"] == "system" else (told, first["content"])
+    instruction = INSTRUCTION.format("\n".join(json.dumps(tool["function"]) for tool in tools))
+    parts = (first["content"], instruction) if first["role"] == "system" else (instruction, first["content"])
     return [{**first, "content": "\n\n".join(parts)}, *others]
 
 
 def knows_tools(tokenizer: Any) -> bool:
-    """Whether the chat template shows schemas and renders a tool's result after a reply. It is tried, once."""
+    """Whether the chat template shows schemas and renders a tool's result after a reply: tried once per template."""
     template = str(tokenizer.chat_template)
     if template not in _KNOWN:
         _KNOWN[template] = "tools" in template and _renders(tokenizer)
@@ -52,21 +52,23 @@ def _renders(tokenizer: Any) -> bool:
     ]
     try:
         text = tokenizer.apply_chat_template(dialogue, tools=[tool], tokenize=False)
-    except Exception:  # a chat template is a program of the model's, and may raise anything
+    except Exception:  # a chat template is third-party code and may raise anything
         return False
     return str(text).count(_PROBE) >= 2
 
 
 def known_roles(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
-    """The messages with tools' results as the user's, where the template lacks that role; those to one reply as one,
-    because templates want the roles to alternate."""
+    """The messages, with results of tools as user messages if the template lacks the role "tool".
+
+    Results that follow the same reply become one message, because templates expect the roles to alternate.
+    """
     if all(message["role"] != "tool" for message in messages) or knows_tools(tokenizer):
         return list(messages)
-    found: list[Message] = []
+    renamed: list[Message] = []
     for is_tool, run in groupby(messages, lambda message: message["role"] == "tool"):
         if is_tool:
             results = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in run)
-            found.append({"role": "user", "content": "\n".join(results)})
+            renamed.append({"role": "user", "content": "\n".join(results)})
         else:
-            found += run
-    return found
+            renamed += run
+    return renamed

@@ -1,6 +1,6 @@
 """The run folder: everything that a run writes, and what it resumes from.
 
-    config.json                    the run's settings
+    config.json, data.json         the run's settings; the fingerprint of its dataset, if it has one
     metrics.jsonl                  one line per step, append-only
     environment.json               versions and hardware
     rollouts/step-000010.jsonl.gz  the responses of a step, with their scores
@@ -56,7 +56,7 @@ from poise.runs.lock import OWNER
 T = TypeVar("T")
 _STEP = r"step-(\d{6,})"
 _OWN = (
-    *("config.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "curve.png"),
+    *("config.json", "data.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "curve.png"),
     *("rollouts", "tokens", "checkpoints"),
 )
 _COPY = "put the file back from a copy"
@@ -122,8 +122,8 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove the files of a run that never began, so that its folder can be used again."""
-        for path in (self._config, self._rollouts, self._tokens):
-            remove(path)
+        for name in _OWN:
+            remove(self.path / name)
         if not any(self.path.iterdir()):
             self.path.rmdir()
 

@@ -1,4 +1,4 @@
-"""Worked solutions of a task as rows to train on: batches that the seed and their number fix."""
+"""Worked solutions of a task as rows to train on. The seed and a batch's number determine the batch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from poise.models.prompts import plain
 from poise.rollout.types import Rollouts
 from poise.tasks import Demonstrates, Message, Problem, Task, begin
 
-MOST_TURNS = 64  # of an expert that finds no end
+MOST_TURNS = 64  # an expert that has not finished by then is cut off
 
 
 @dataclass(frozen=True)
 class Row:
-    """One demonstration: the prompt, what follows it, and which of that is the expert's."""
+    """One demonstration: the prompt, the tokens after it, and which of them the expert wrote."""
 
     prompt: list[int]
     tokens: list[int]
@@ -30,7 +30,7 @@ class Row:
 
 
 def check_shows(task: Task) -> None:
-    """Refuse a task that cannot show how it is done."""
+    """Refuse a task without worked solutions."""
     if isinstance(task, Demonstrates):
         return
     try:
@@ -45,7 +45,7 @@ def check_shows(task: Task) -> None:
 
 
 def dialogue(task: Task, problem: Problem, seed: int) -> Iterator[tuple[list[Message], str]]:
-    """Turn by turn what is said to the expert, and the expert's reply."""
+    """For each turn, the messages to the expert and the expert's reply."""
     episode = begin(task, problem)
     said = episode.start()
     if isinstance(task, Demonstrates):
@@ -60,7 +60,7 @@ def dialogue(task: Task, problem: Problem, seed: int) -> Iterator[tuple[list[Mes
 
 
 def encode_row(policy: Policy, turns: Iterator[tuple[list[Message], str]]) -> Row:
-    """A demonstration as the model will see and write it: through its chat template, each reply with its end."""
+    """Encode a demonstration through the chat template, each reply with its end token."""
     tokenizer = policy.tokenizer
     messages: list[Message] = []
     prompt: list[int] = []
@@ -72,14 +72,14 @@ def encode_row(policy: Policy, turns: Iterator[tuple[list[Message], str]]) -> Ro
         else:
             between = policy.encode_next(messages, said, tokens[-1])
             tokens, own = tokens + between, own + [False] * len(between)
-        written = [*plain(tokenizer, reply), tokenizer.eos_token_id]
-        tokens, own = tokens + written, own + [True] * len(written)
+        reply_ids = [*plain(tokenizer, reply), tokenizer.eos_token_id]
+        tokens, own = tokens + reply_ids, own + [True] * len(reply_ids)
         messages = [*messages, *said, {"role": "assistant", "content": reply}]
     return Row(prompt, tokens, own)
 
 
 class Demonstrations(Dataset[list[Row]]):
-    """Batch number i, made from the seed and i alone, so that the count of worker processes does not matter."""
+    """Batch i depends on the seed and i alone, so that the number of worker processes does not matter."""
 
     def __init__(self, task: Task, policy: Policy, *, batches: int, batch: int, seed: int) -> None:
         self.task, self.policy, self.batches, self.batch, self.seed = task, policy, batches, batch, seed
@@ -97,19 +97,19 @@ class Demonstrations(Dataset[list[Row]]):
 
 
 def as_rollouts(rows: Sequence[Row], device: torch.device) -> Rollouts:
-    """The rows side by side, as the packed passes take them. Nobody sampled them: log-probabilities are 0."""
+    """The rows as ``Rollouts`` for packed passes. They were not sampled, so log-probabilities are 0."""
 
     def padded(parts: list[Tensor]) -> Tensor:
         return send(pad_sequence(parts, batch_first=True), device)
 
     tokens = padded([torch.tensor(row.tokens) for row in rows])
-    nothing = torch.zeros(tokens.shape, device=device)
+    zeros = torch.zeros(tokens.shape, device=device)
     return Rollouts(
         prompts=[row.prompt for row in rows],
         tokens=tokens,
         mask=padded([torch.tensor(row.own) for row in rows]),
-        logp=nothing,
-        entropy=nothing,
+        logp=zeros,
+        entropy=zeros,
         finished=torch.ones(len(rows), dtype=torch.bool, device=device),
         extents=[(len(row.tokens), sum(row.own)) for row in rows],
     )

@@ -42,12 +42,12 @@ def build_sampler(
 
 
 def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str], None]) -> None:
-    """Leave out of a dataset what is too long for the model, and tell what else there is to know about it."""
+    """Drop a dataset's problems whose prompts are too long, and note its size and what its reader reported."""
     if not isinstance(task, Data):
         return
 
     def too_long(problem: Problem) -> bool:
-        # A token is at least one byte, so that most prompts need not be encoded to know that they fit.
+        # A token has at least one byte, so a prompt with few bytes fits without being encoded.
         messages = problem.data["messages"]
         if sum(len(message["content"].encode()) for message in messages) + 100 * len(messages) <= max_prompt:
             return False
@@ -60,13 +60,13 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
 
 
 def check_same_data(task: Task, folder: RunFolder) -> None:
-    """Refuse to go on with a run whose dataset has changed since it began."""
+    """Refuse to resume a run whose dataset has changed since it began."""
     if not isinstance(task, Data):
         return
-    kept = folder.read_json("data.json")
-    if kept is None:
+    saved = folder.read_json("data.json")
+    if saved is None:
         folder.write_json("data.json", {"fingerprint": task.fingerprint})
-    elif not isinstance(kept, dict) or kept.get("fingerprint") != task.fingerprint:
+    elif not isinstance(saved, dict) or saved.get("fingerprint") != task.fingerprint:
         raise TaskError(
             f"the data in {task.file} are not those that the run in {folder.path} began with: put them back, or begin "
             "another run=DIR"
