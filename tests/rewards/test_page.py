@@ -7,7 +7,6 @@ from dataclasses import fields
 import pytest
 
 from poise import rewards
-from poise._lib import user_code
 from support.pages import ROOT, snippets
 
 PAGE = ROOT / "docs/rewards.md"
@@ -28,12 +27,11 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys, quick):
     assert capsys.readouterr().out == "1.2 {'math': 1.0, 'format': 1.0} True\n"
 
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(user_code, "FOLDERS", [str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(file)
-    with rewards.Rewards(["my_rewards.brief", "my_rewards.polite"], quick=quick) as scorer:
+    with rewards.Rewards(["my_rewards.py:brief", "my_rewards.py:polite"], quick=quick) as scorer:
         verdicts = scorer.score(
             ["?"] * 3, ["yes please", "no", [{"role": "assistant", "content": "nein"}]], [[0] * 100] * 3,
             {"language": ["en", "en", "de"]}, ["1", "2", "3"],
         )  # fmt: skip
-    sys.modules.pop("my_rewards", None)
     assert [v.reward for v in verdicts] == [1.5, 0.5, 0.5]

@@ -235,6 +235,8 @@ def test_a_gold_column_by_name_and_one_that_is_missing():
         ("hypothesis.nothing", "nothing"),
         ("subprocess.Popen(args='touch owned')", "part of Python itself"),
         ("folder/mine.py", "which function of the file, folder/mine.py:name"),
+        ("poise.rewards.simple.Exact", "go by their short names: exact"),
+        ("poise._lib.files:os.remove(path='x')", "go by their short names"),
         ("os:system", "part of Python itself"),
     ],
 )

@@ -94,6 +94,54 @@ def test_the_same_values_as_in_this_process():
         assert score(names, texts) == score(names, texts, quick=names != "chatty")
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_file_by_its_path(tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my folder"
+    folder.mkdir()
+    (folder / "beside.py").write_text("SCALE = 2.0\n")
+    (folder / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "import beside\n"
+        "@dataclass\n"
+        "class Scaled:\n"
+        "    scale: float = beside.SCALE\n"
+        "    def __call__(self, completions, **_): return [self.scale] * len(completions)\n"
+        "def half(completions, **_): return [0.5] * len(completions)\n"
+    )
+    specs = ["my folder/mine.py:half", "my folder/mine.py:Scaled", f"{folder}/mine.py:Scaled(scale=3)"]
+    with Rewards(specs, quick=quick) as rewards:
+        monkeypatch.chdir(folder)  # found when it was named
+        verdict = rewards.score(["?"], ["a"], [[]], {}, ["1"])[0]
+    sys.modules.pop("beside", None)
+    assert verdict.parts == {"half": 0.5, "Scaled": 2.0, "Scaled_2": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("none.py:x", "there is no file"),
+        ("moody_rewards.py:lenght", "did you mean 'length'"),
+        ("moody_rewards.py:calls", "not callable"),
+        ("moody_rewards.py:make(valeu=1)", "unexpected keyword argument"),
+        ("broken.py:x", "broken.py, line 1: SyntaxError|SyntaxError"),
+    ],
+)
+def test_files_that_do_not_have_it(tmp_path, monkeypatch, spec, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("def x(:\n")
+    with pytest.raises((ValueError, TypeError), match=message):
+        Rewards(spec)
+
+
+def test_settings_of_others_name_no_code():
+    with user_code.untrusted("the run"):
+        for spec in ("moody_rewards.length", "moody_rewards.py:length"):
+            with pytest.raises(user_code.UntrustedError, match="--trust"):
+                Rewards(spec)
+        Rewards(["math", "regex(pattern='x')"])
+
+
 def test_one_process_per_reward_which_stays():
     texts = ["a"] * 3
     with Rewards(["moody_rewards.pids", "moody_rewards.counting"]) as rewards:

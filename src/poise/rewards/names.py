@@ -75,8 +75,7 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
             unknown("reward", name, TABLE)
             + "; for one of your own write file.py:name, or its dotted path, package.module.name"
         )
-    if name.partition(".")[0].partition(":")[0] in sys.stdlib_module_names and ".py:" not in name:
-        raise ValueError(f"reward {name!r} is part of Python itself, and no reward")  # os.system, subprocess.Popen
+    _check_reach(name)
     found = _user_code.load("reward", name, object)
     module, _, inner = name.rpartition(":") if ":" in name else name.rpartition(".")
     call = given if brackets else None
@@ -86,6 +85,14 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
         raise ValueError(f"reward {text!r}: {type(error).__name__}: {error}") from error
     module = str(Path(module).expanduser().resolve()) if module.endswith(".py") else module
     return Spec(reward, True, module, inner, call, named)
+
+
+def _check_reach(name: str) -> None:
+    """Raise where a path leads to functions that no one wrote as rewards: what is found there may be called."""
+    if not _user_code.is_foreign(name):  # needs nobody's consent, so nothing but the table is reached
+        raise ValueError(f"reward {name!r}: poise's own rewards go by their short names: {', '.join(TABLE)}")
+    if re.split("[.:]", name)[0] in sys.stdlib_module_names and ".py:" not in name:  # os.system, subprocess.Popen
+        raise ValueError(f"reward {name!r} is part of Python itself, and no reward")
 
 
 def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
