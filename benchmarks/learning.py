@@ -92,7 +92,7 @@ def studies(smollm2: str) -> list[Study]:
             "embedded",
             ["task.name=kk", "task.people=2-3", "steps=50", "rollout.max_tokens=144", "evaluation.problems=300",
              "evaluation.samples=4", "optim.lr=2e-4", "compile=false"],
-            [*EMBEDDED, "steps=9000", "batch=512", "workers=6"],
+            [*EMBEDDED, "steps=6000", "batch=256", "workers=15"],
         ),
     ]  # fmt: skip
 
