@@ -129,7 +129,7 @@ def test_it_stops_where_the_accuracy_is_enough(tmp_path: Path, monkeypatch: pyte
         small = Warmstart("frozenlake", LAKE, **{**SMALL, "steps": 5}, stop_at=goal, max_tokens=3)
         train(small, tmp_path / str(goal), device="cpu", say=lambda *told: said.append(told))
         assert said[-1][0] == last
-    assert [step for step, found in said if "accuracy" in found] == [2, 2, 4]
+    assert [step for step, found in said if "reward/accuracy" in found] == [2, 2, 4]
 
 
 def test_workers_do_not_change_the_rows(tmp_path: Path) -> None:

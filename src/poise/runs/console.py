@@ -28,11 +28,13 @@ from rich.text import Text
 Sample = tuple[str, str, float, bool]  # prompt, completion, reward, correct
 
 SHOWN = (  # metric, format
+    ("loss", "loss {:.3f}"),
     ("reward/mean", "reward {:.2f}"),
     ("reward/accuracy", "accuracy {:.2f}"),
     ("rollout/length", "length {:.0f}"),
     ("rollout/entropy", "entropy {:.2f}"),
     ("time/tokens_per_s", "{:,.0f} tok/s"),
+    ("memory", "{:.1f} GiB at most"),
 )
 WINDOW = 20  # the last steps, which predict the remaining time
 

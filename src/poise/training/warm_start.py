@@ -183,7 +183,7 @@ def train(
         optimizer.step()
         schedule.step()
         if say and (step % 100 == 0 or step == settings.steps):
-            say(step, {"loss": loss.item()})
+            say(step, {"loss": loss.item(), **_memory(policy.device)})
         if goal and step % MEASURE_EVERY == 0 and goal.reached(step, say):
             break
     _save(policy, masters, settings, out)
@@ -205,7 +205,7 @@ class _Goal:
             samples = self.sampler.play(problems, seed=step)
         accuracy = sum(sample.score.correct for sample in samples) / len(samples)
         if say:
-            say(step, {"accuracy": accuracy})
+            say(step, {"reward/accuracy": accuracy})
         return accuracy >= (self.settings.stop_at or 0.0)
 
 
@@ -236,6 +236,11 @@ def _policy(settings: Warmstart, task: Task, device: str) -> Policy:
     tokenizer = build_tokenizer(task, settings.vocabulary, settings.seed)
     model = build_model(settings, tokenizer).to(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
     return Policy(model, tokenizer, compiled=can_compile(where) if settings.compile is None else settings.compile)
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """GiB at the peak, where that is known."""
+    return {"memory": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
 
 
 def _as_they_are(rows: list[Row]) -> list[Row]:
