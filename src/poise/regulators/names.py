@@ -83,7 +83,7 @@ def text(regulator: Regulator) -> str:
         kind, values = target, list(regulator.settings)
     else:
         raise ValueError(f"{regulator!r} has no text form: it is neither a dataclass nor a function with a name")
-    name = names.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
+    name = names.get(kind) or _user_code.path_to(kind)
     if "<" in name:
         raise ValueError(f"{name} has no text form: it is not defined at the top of a module")
     return name + (f"({', '.join(f'{k}={v!r}' for k, v in values)})" if values else "")
