@@ -17,7 +17,7 @@ VOCABULARY, LENGTH, PROMPTS, GROUP = 8, 6, 16, 8
 
 
 class Model(nn.Module):
-    """The smallest causal language model that can be sampled from."""
+    """A tiny recurrent language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,14 +26,14 @@ class Model(nn.Module):
         self.head = nn.Linear(32, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids (B, T) to hidden states (B, T, d) and logits (B, T, V)."""
+        """Map token ids (B, T) to hidden states (B, T, d) and logits (B, T, V)."""
         hidden = self.rnn(self.embed(tokens))[0]
         return hidden, self.head(hidden)
 
 
 @torch.no_grad()
 def sample(model: Model, prompts: Tensor) -> Tensor:
-    """Prompt and response tokens, (B, 1 + T)."""
+    """Sample a response to each prompt; return prompts and responses, (B, 1 + T)."""
     tokens = prompts
     for _ in range(LENGTH):
         chosen = torch.multinomial(model(tokens)[1][:, -1].softmax(-1), 1)
@@ -42,7 +42,7 @@ def sample(model: Model, prompts: Tensor) -> Tensor:
 
 
 def score_tokens(model: Model, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability and entropy of every response token, and the hidden state that predicted it."""
+    """The log-probability and entropy of every response token, and the hidden state that predicted it."""
     hidden, logits = model(tokens[:, :-1])
     logp = logits.log_softmax(-1)
     return logp.gather(2, tokens[:, 1:, None])[..., 0], -(logp.exp() * logp).sum(-1), hidden
@@ -72,7 +72,7 @@ def train(method: str = "ar(alpha=0.2)", steps: int = 60, seed: int = 0) -> list
             for rows in mini_batches:
                 mini, mini_phase = batch.rows(rows), phase.rows(rows)
                 if not objective.active(mini, mini_phase, settings).any():
-                    continue  # an optimizer step would move the model by momentum alone
+                    continue  # no active token: momentum alone must not move the model
                 logp, *_ = score_tokens(model, tokens[rows])
                 norm = objective.normalizer(mini, settings)
                 loss, _ = objective.policy_loss(logp, mini, mini_phase, settings, normalizer=norm)

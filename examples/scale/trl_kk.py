@@ -19,26 +19,26 @@ from poise.tasks.knights_knaves import KnightsKnaves
 
 @dataclass
 class TaskArguments:
-    """What is neither TRL's nor the model's."""
+    """The settings that belong neither to TRL nor to the model."""
 
-    regulator: str = field(default="grpo", metadata={"help": "In its text form, such as 'ar(alpha=0.2)'."})
-    people: str = field(default="3-7", metadata={"help": "How many, from-to."})
+    regulator: str = field(default="grpo", metadata={"help": "The regulator, such as 'ar(alpha=0.2)'."})
+    people: str = field(default="3-7", metadata={"help": "How many people a puzzle has, from-to."})
     problems: int = field(default=4500, metadata={"help": "How many puzzles to train on."})
 
 
 def parser() -> Any:
-    """TRL's own: settings come from --config, and from the command line on top of it."""
+    """TRL's parser: it reads --config, and the command line overrides it."""
     return TrlParser((TaskArguments, GRPOConfig, ModelConfig))
 
 
 def loading(args: GRPOConfig, model: ModelConfig) -> dict[str, Any]:
-    """What the trainer is told about the model. Revision, dtype and attention go through ``args``, as TRL wants it."""
-    given = {
+    """The trainer's arguments about the model. TRL takes revision, dtype and attention from ``args``."""
+    settings = {
         "revision": model.model_revision,
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,
     }
-    args.model_init_kwargs = given | (args.model_init_kwargs or {})
+    args.model_init_kwargs = settings | (args.model_init_kwargs or {})
     return {
         "model": model.model_name_or_path,
         "peft_config": get_peft_config(model),
@@ -47,7 +47,7 @@ def loading(args: GRPOConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 def build(own: TaskArguments, args: GRPOConfig, model: ModelConfig) -> RegulatedGRPOTrainer:
-    """TRL's trainer with a regulator, on puzzles."""
+    """TRL's trainer with a regulator, on Knights & Knaves puzzles."""
     task = KnightsKnaves(people=own.people)
     problems = list(islice(task.problems("train", seed=0), own.problems))
 
@@ -66,7 +66,7 @@ def build(own: TaskArguments, args: GRPOConfig, model: ModelConfig) -> Regulated
 
 
 def main() -> None:
-    """Train."""
+    """Train, or resume from ``resume_from_checkpoint``."""
     own, args, model = parser().parse_args_and_config()
     build(own, args, model).train(resume_from_checkpoint=args.resume_from_checkpoint)
 

@@ -20,14 +20,14 @@ TASK = KnightsKnaves(people="3-7")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
 ) -> dict[str, float]:
-    """verl's contract: ``score`` is the reward, whatever else is there is logged."""
+    """The reward, as verl expects it: ``score`` is the reward, and verl logs all other entries."""
     problem = Problem(str((extra_info or {}).get("index", "")), "", data_source, json.loads(ground_truth))
     score = TASK.score(problem, solution_str)
     return {"score": score.reward, "acc": float(score.correct)}
 
 
 def rows(split: Literal["train", "test"], count: int) -> list[dict[str, Any]]:
-    """Problems in the columns that verl's data loader expects."""
+    """Problems with the columns that verl's data loader expects."""
     return [
         {
             "data_source": "kk",
@@ -40,7 +40,7 @@ def rows(split: Literal["train", "test"], count: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write both splits; they share no puzzle, by meaning."""
+    """Write both splits. They share no puzzle, not even in other words."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
