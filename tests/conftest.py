@@ -1,5 +1,6 @@
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("fixed")
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to the hub; read when its library is imported, later
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,7 @@ def browser():
 def page(browser):
     """A page that reports what it asks for, and that fails the test on any error in its console."""
     opened = browser.new_page(viewport={"width": 1200, "height": 900})
+    opened.set_default_timeout(60_000)  # milliseconds: only so that a test that fails ends
     opened.wrong, opened.asked = [], []
     opened.on("pageerror", lambda error: opened.wrong.append(str(error)))
     opened.on("console", lambda told: told.type in ("error", "warning") and opened.wrong.append(told.text))
@@ -52,6 +58,15 @@ def served(tmp_path):
     yield folder, f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def short_evaluation(monkeypatch):
+    """For tests that do not look at accuracy, most of a small run: replies to held-out problems end after 4 tokens."""
+    from poise import trainer
+
+    held_out = trainer.held_out
+    monkeypatch.setattr(trainer, "held_out", lambda sampler, *rest: held_out(replace(sampler, max_tokens=4), *rest))
 
 
 @pytest.fixture

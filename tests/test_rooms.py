@@ -68,3 +68,21 @@ def test_everything_that_touches_transformers_is_in_models_and_engines():
                 others.add(room)
     assert others <= {"models", "engines", "integrations", "training"}  # training: the warm start builds a model
     assert not others & LIBRARY
+
+
+TESTS = Path(__file__).parent
+
+
+def test_no_test_imports_another():
+    """What several tests need is in tests/support, which imports nothing of the tests."""
+    own = {path.name.removesuffix(".py") for path in TESTS.rglob("*") if path.suffix == ".py" or path.is_dir()}
+    own = own - {path.stem for path in (TESTS / "support").iterdir()} - {"support"} | {"tests"}
+    assert "test_rooms" in own
+    found = []
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module] if node.level == 0 else ["tests"]
+            found += [f"{path.relative_to(TESTS)}:{node.lineno}" for name in names if name.split(".")[0] in own]
+    assert not found, "\n".join(found)

@@ -1,4 +1,4 @@
-"""A checkpoint to save and load in tests, and what to do to it."""
+"""Checkpoints of one tensor and one number: how to write, read and damage them."""
 
 import json
 
@@ -7,6 +7,8 @@ from safetensors.torch import load_file, save_file
 
 
 def write(value, *, weights=True):
+    """The function that fills a checkpoint with ``value``, for ``RunFolder.save_checkpoint``."""
+
     def fill(folder):
         (folder / "model").mkdir()
         if weights:
@@ -17,6 +19,7 @@ def write(value, *, weights=True):
 
 
 def read(folder):
+    """The value of a checkpoint, once its files agree on it; for ``RunFolder.load_checkpoint``."""
     weights = load_file(folder / "model" / "model.safetensors")["w"]
     value = json.loads((folder / "state.json").read_text())
     assert weights.eq(value).all()
@@ -24,10 +27,12 @@ def read(folder):
 
 
 def names(folder):
+    """The names of all files in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def flip(folder):
+    """Flip one bit of the weights."""
     path = folder / "model" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 1

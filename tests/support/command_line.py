@@ -1,4 +1,4 @@
-"""The command line in this process."""
+"""Commands of poise, run in this process: a process of their own would import torch and transformers anew."""
 
 from typer.testing import CliRunner
 
@@ -11,6 +11,7 @@ SMALL = [
 
 
 def poise(*args):
+    """Run ``poise …``. An exception that a user would see as a traceback is raised here."""
     result = CliRunner().invoke(app, [str(arg) for arg in args])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -18,6 +19,7 @@ def poise(*args):
 
 
 def fails(*args):
+    """Run a command that must end with an error message; returns what it printed."""
     result = poise(*args)
     assert result.exit_code == 1, result.output
     assert "Traceback" not in result.output

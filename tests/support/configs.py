@@ -1,4 +1,4 @@
-"""What is wrong with settings, in the words a user reads."""
+"""The messages that a user gets for wrong settings."""
 
 import pytest
 
@@ -6,12 +6,14 @@ from poise.config.schema import ConfigError, load
 
 
 def problems(*overrides, recipe="demo"):
+    """All messages, one for each mistake."""
     with pytest.raises(ConfigError) as caught:
         load(recipe, overrides)
     return caught.value.problems
 
 
 def problem(*overrides, recipe="demo"):
+    """The message for the only mistake: one line."""
     (line,) = problems(*overrides, recipe=recipe)
     assert "\n" not in line
     return line

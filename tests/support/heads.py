@@ -68,18 +68,21 @@ def plain(hidden: Tensor, head: Head, batch: TokenBatch, phase: Phase, settings:
 
 
 def fused(hidden: Tensor, head: Head, batch: TokenBatch, phase: Phase, settings: Settings, **kw: Any) -> Any:
+    """The loss from hidden states, without all logits at once."""
     return policy_loss(
         hidden, batch, phase, settings, normalizer=objective.normalizer(batch, settings), head=head, **kw
     )
 
 
 def gradients(loss: Tensor, hidden: Tensor, head: Head) -> list[Tensor]:
+    """The gradients of a loss: of hidden states, weight and, where there is one, bias."""
     return list(torch.autograd.grad(loss, [x for x in (hidden, head.weight, head.bias) if x is not None]))
 
 
 def assert_same(
     found: tuple[Tensor, Any], expected: tuple[Tensor, Any], hidden: Tensor, head: Head, tol: float
 ) -> None:
+    """Assert that two losses, their metrics and their gradients are the same within ``tol``."""
     torch.testing.assert_close(found[0], expected[0], rtol=tol, atol=tol)
     assert expected[1].keys() - found[1].keys() <= {"optim/kl"}  # which is left out where it has no coefficient
     for name, value in found[1].items():
@@ -91,4 +94,5 @@ def assert_same(
 
 
 def error(found: Tensor, reference: Tensor) -> float:
+    """The relative error, in the Euclidean norm."""
     return float((found.double() - reference.double()).norm() / reference.double().norm())

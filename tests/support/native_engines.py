@@ -10,7 +10,7 @@ NATIVE = [name for name in ARCHITECTURES if name != "gemma2"]  # whose attention
 
 
 class SlotEngine(NativeEngine):
-    """With CUDA's slots and its few numbers of rows, but nothing recorded and no kernel."""
+    """As on CUDA, with fixed slots and few numbers of rows, but without CUDA graphs and kernels."""
 
     def _decoder_for(self, requests):
         class Fixed(Decoder):

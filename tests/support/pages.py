@@ -1,4 +1,4 @@
-"""The Python that a page shows."""
+"""The documents, and the Python code in them."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def snippets(page):
+    """The Python code blocks of a page, in order."""
     text = page.read_text()
     return [re.sub(r"(?m)^ {3}", "", code) if indent else code
             for indent, code in re.findall(r"(?ms)^( {3})?```python\n(.*?)^ *```", text)]  # fmt: skip

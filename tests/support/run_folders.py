@@ -1,4 +1,4 @@
-"""Run folders made by hand, and a browser to look at their reports with."""
+"""Run folders without a training run, and a browser to open their reports."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ WORDS = {0: "alpha", 1: " beta", 2: "\n", 3: " gamma", 4: "<|end|>"}
 
 
 def response(step, number, **changes):
+    """The record of a response; every other one is right."""
     right = number % 2 == 0
     record = {
         "step": step, "problem": f"p/{number // 2}", "difficulty": "2" if number % 4 < 2 else "3",
@@ -30,6 +31,7 @@ def response(step, number, **changes):
 
 
 def arrays(responses, length=4, seed=0):
+    """Random values for the tokens of some responses, as ``RunFolder.save_tokens`` takes them."""
     g = torch.Generator().manual_seed(seed)
     count = responses * length
     return {
@@ -45,6 +47,7 @@ def arrays(responses, length=4, seed=0):
 
 
 def make_run(path, steps=(1, 2), responses=6, config=None, records=None, texts=WORDS, **fields):
+    """A run folder with some recorded steps."""
     folder = RunFolder.create(path, {"model": "tiny", "regulator": "grpo", "optim": {"lr": 1e-6}, **(config or {})})
     folder.write_json("environment.json", {"torch": "2", "device": "cpu"})
     for step in steps:
@@ -53,6 +56,7 @@ def make_run(path, steps=(1, 2), responses=6, config=None, records=None, texts=W
 
 
 def add_step(folder, step, responses=6, records=None, texts=WORDS, **fields):
+    """Record one more step, as a run under way does."""
     folder.save_rollouts(step, records or [response(step, i) for i in range(responses)])
     count = len(records) if records else responses
     folder.save_tokens(step, arrays(count, seed=step, **fields), texts)
@@ -81,11 +85,14 @@ def look(page, tmp_path, *folders, tab="responses"):
 
 
 def see(page, selector, text, whole=False):
-    """Wait until an element shows a text. (Not wait_for_function: the page's policy forbids its eval.)"""
+    """Wait until an element shows a text. (Not wait_for_function: the page's policy forbids its eval.)
+
+    The time limit is there so that a test that fails ends; playwright's own is too short for a busy machine.
+    """
     from playwright.sync_api import expect
 
     found = expect(page.locator(selector).first)
-    (found.to_have_text if whole else found.to_contain_text)(text)
+    (found.to_have_text if whole else found.to_contain_text)(text, timeout=60_000)
 
 
 def next_frame(page):

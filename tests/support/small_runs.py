@@ -11,34 +11,57 @@ from poise import trainer
 from poise.runs.folder import RunFolder
 
 SMALL = [
-    "steps=4", "prompts=4", "group=4", "task.people=2", "rollout.max_tokens=48", "evaluation.problems=4",
+    "steps=4", "prompts=4", "group=4", "task.people=2", "rollout.max_tokens=48", "evaluation.problems=3",
     "evaluation.samples=2", "checkpoint_every=2", "device=cpu", "rollouts_every=2",
 ]  # fmt: skip
 
 
 def make(tmp_path, *overrides, recipe="demo", name="run"):
+    """The config of a small run in ``tmp_path / name``."""
     return configs.load(recipe, [*SMALL, f"run={tmp_path / name}", *overrides])
 
 
 def run(tmp_path, *overrides, **kwargs):
+    """Train a small run; returns its folder and its summary."""
     config = make(tmp_path, *overrides, **kwargs)
     summary = trainer.train(config, quiet=True)
     return RunFolder.open(config.run, resume=False), summary
 
 
 def parameters(folder):
+    """The weights in the newest checkpoint of a run."""
     tensors = load_file(folder.newest() / "parameters.safetensors")
     return {name: value.clone() for name, value in tensors.items()}  # not a view of a file that may change
 
 
-def command(*args, **kwargs):
+def command(*args, start=("-m", "poise"), **kwargs):
     """``poise …`` in a process of its own; use it in a with statement."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        [sys.executable, "-m", "poise", *args],
+        [sys.executable, *start, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=env,
         **kwargs,
     )
+
+
+KILLED_AT = """
+import os, signal, sys
+from poise.__main__ import main
+from poise.runs.folder import RunFolder
+function, number = sys.argv.pop(1), int(sys.argv.pop(1))
+real = getattr(RunFolder, function)
+def killing(folder, step, *rest):
+    if step == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(folder, step, *rest)
+setattr(RunFolder, function, killing)
+main()
+"""
+
+
+def killed_at(function, step, *args):
+    """``poise …`` in a process that is killed where it calls that function of ``RunFolder`` for that step."""
+    return command(function, str(step), *args, start=("-c", KILLED_AT))

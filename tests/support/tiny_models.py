@@ -29,13 +29,14 @@ ARCHITECTURES = {
 
 
 class Words:
-    """As much of a tokenizer as an engine needs."""
+    """The part of a tokenizer that engines use."""
 
     eos_token_id = 5
     chat_template = None
 
 
 def tiny(name, device="cpu", dtype=torch.float32, *, compiled=False):
+    """A policy with a small random model of an architecture; its weights depend on nothing else."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name](), attn_implementation="sdpa").eval()
     with torch.no_grad():
@@ -56,6 +57,7 @@ LEARNED = {  # a table of positions, of which there are no more than in the conf
 
 
 def learned(name, positions):
+    """A policy whose model has a learned table of positions."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(LEARNED[name](positions), attn_implementation="sdpa")
     return Policy(model.eval(), Words())
@@ -91,6 +93,7 @@ def head_alone(name, device="cpu", dtype=torch.bfloat16):
 
 
 def prompts(n, seed=0):
+    """Random prompts of 2 to 13 tokens, without the end token."""
     g = torch.Generator().manual_seed(seed)
     return [
         torch.randint(6, VOCABULARY, (int(k),), generator=g).tolist() for k in torch.randint(2, 14, (n,), generator=g)
