@@ -25,8 +25,8 @@ def questions(name: str) -> list[str]:
     import reasoning_gym
 
     try:
-        data = reasoning_gym.create_dataset(name, size=2**31 - 1, seed=0)
-        return [str(data[number]["question"]) for number in (6, 1234)]
+        data = reasoning_gym.create_dataset(name, size=64, seed=0)
+        return [str(data[number]["question"]) for number in (6, 12)]
     except Exception as error:
         return [str(error)]
 
@@ -42,7 +42,7 @@ def examine(name: str) -> list[str]:
     each = (time.perf_counter() - made) / COUNT
     notes = [f"{made - start:.1f} s to begin"] if made - start > 1 else []
     notes += [f"{each:.2f} s a problem"] if each > 0.1 else []
-    gold = [task._entries(problem.data["number"])["answer"] for problem in problems]
+    gold = [task._entry(problem.data["number"])["answer"] for problem in problems]
     if not all(isinstance(answer, str) for answer in gold):
         notes.append("no gold answer")
     else:
@@ -52,7 +52,7 @@ def examine(name: str) -> list[str]:
         got = [task.score(p, f"<answer>{answer}</answer>").reward for p in problems]
         fair = [a != answer and r > 0 for a, r in zip(gold, got, strict=True)]
         notes += [f"{answer!r} scores {got}"] if any(fair) else []
-    raw = [task._ask(NONSENSE, task._entries(problem.data["number"])) for problem in problems]
+    raw = [task._ask(NONSENSE, task._entry(problem.data["number"])) for problem in problems]
     notes += [f"its own scorer gives nonsense {max(raw):g}"] if max(raw) > 0 else []
     return notes
 

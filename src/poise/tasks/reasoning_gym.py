@@ -19,7 +19,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from inspect import Parameter, Signature, signature
 from random import Random
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from poise._lib.errors import check_range, unknown
 from poise.tasks.arithmetic import ExpressionError, evaluate
 from poise.tasks.base import Problem, Score, Split, check_split
 from poise.tasks.replies import last_answer
-from poise.tasks.streams import draw_of_split
+from poise.tasks.streams import PATIENCE, split_of
 from poise.tasks.watched import HungError, Worker
 
 INSTRUCTION = "Think first, then answer, in this form: <think>your reasoning</think><answer>your answer</answer>"
@@ -36,6 +36,7 @@ NONSENSE = "xyzzy"
 LONGEST = 10_000  # characters of an answer
 FULL = 1 - 1e-9
 TEST_SHARE = 4  # one question in this many is for testing: some generators take seconds for each that is drawn
+BLOCK = 64  # questions that are made from one seed
 EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 SYMBOLIC = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
 NUMBERS = ("countdown", "puzzle24")
@@ -92,23 +93,22 @@ class ReasoningGym:
     instruction: str = INSTRUCTION
     partial: bool = False
     timeout: float = 10.0
-    _entries: Any = field(init=False, repr=False, compare=False)
     _worker: Worker = field(init=False, repr=False, compare=False)
-    _data: Any = field(init=False, repr=False, compare=False)
+    _block: Callable[[int], Any] = field(init=False, repr=False, compare=False)
+    _entry: Callable[[int], dict[str, Any]] = field(init=False, repr=False, compare=False)
+    _scorer: Callable[[str, dict[str, Any]], Any] = field(init=False, repr=False, compare=False)
 
     concurrent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_range(self.name, "timeout", self.timeout, 0.01)
-        from reasoning_gym import create_dataset
-
+        object.__setattr__(self, "_worker", Worker())
+        object.__setattr__(self, "_block", lru_cache(16)(self._create))
+        object.__setattr__(self, "_entry", lru_cache(4096)(self._make))
         try:
-            data = create_dataset(self.dataset, size=2**31 - 1, seed=0, **self.settings)
+            object.__setattr__(self, "_scorer", self._block(0).score_answer)
         except Exception as error:  # settings are checked with assertions
             raise ValueError(f"{self.name}: {type(error).__name__}: {error}") from error
-        object.__setattr__(self, "_data", data)
-        object.__setattr__(self, "_entries", lru_cache(4096)(data.__getitem__))
-        object.__setattr__(self, "_worker", Worker())
 
     @property
     def name(self) -> str:
@@ -116,26 +116,37 @@ class ReasoningGym:
         return f"rg/{self.dataset}"
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Questions of one split: neither a question nor the number it is made from is in both."""
+        """Questions of one split: neither a question nor the seed it is made from is in both."""
         check_split(split)
-        rng = Random(f"{self.name} {seed}")
-        while True:
-            number = draw_of_split(self.name, split, rng, partial(self._draw, split), share=TEST_SHARE)
-            question = str(self._entries(number)["question"])
-            prompt = f"{question}\n{self.instruction}".strip()
-            yield Problem(f"{self.name}/{number}", prompt, "all", {"number": number, "question": question})
+        missed = 0
+        for number in _numbers(split, Random(f"{self.name} {seed}")):
+            question = str(self._entry(number)["question"])
+            if split_of(question, TEST_SHARE) == split:
+                prompt = f"{question}\n{self.instruction}".strip()
+                yield Problem(f"{self.name}/{number}", prompt, "all", {"number": number, "question": question})
+                missed = 0
+            elif (missed := missed + 1) > PATIENCE:
+                raise RuntimeError(
+                    f"{self.name}: no {split} question among {PATIENCE}: it has too few of them"
+                )
 
-    def _draw(self, split: Split, rng: Random) -> tuple[str, int]:
-        """A question, and the number it is made from: even ones are for training."""
-        number = 2 * rng.getrandbits(29) + (split == "test")
-        return str(self._entries(number)["question"]), number
+    def _create(self, block: int) -> Any:
+        from reasoning_gym import create_dataset
+
+        # Most generators make question i from seed + i: blocks that are BLOCK apart share none.
+        return create_dataset(self.dataset, size=BLOCK, seed=block * BLOCK, **self.settings)
+
+    def _make(self, number: int) -> dict[str, Any]:
+        block, index = divmod(number, BLOCK)
+        found: dict[str, Any] = self._block(block)[index]
+        return found
 
     def score(self, problem: Problem, text: str) -> Score:
         """The scorer's word, with the guards that it needs."""
         answer = last_answer(text)
         if answer is None or len(answer) > LONGEST:
             return Score(0.0, False)
-        entry = self._entries(problem.data["number"])
+        entry = self._entry(problem.data["number"])
         if entry["question"] != problem.data["question"]:
             return Score(0.0, False, failed=f"{self.name} makes another question from the same number")
         try:
@@ -162,7 +173,7 @@ class ReasoningGym:
 
     def _ask(self, answer: str, entry: dict[str, Any]) -> float:
         try:
-            return min(1.0, max(0.0, float(self._data.score_answer(answer, entry))))
+            return min(1.0, max(0.0, float(self._scorer(answer, entry))))
         except Exception:  # on answers that its author did not think of
             return 0.0
 
@@ -174,6 +185,13 @@ class ReasoningGym:
             except Exception:
                 return False
         return self.dataset not in SYMBOLIC or is_small_formula(answer)
+
+
+def _numbers(split: Split, rng: Random) -> Iterator[int]:
+    """Numbers of questions, block after block; even blocks are for training."""
+    while True:
+        block = 2 * rng.getrandbits(23) + (split == "test")
+        yield from range(block * BLOCK, (block + 1) * BLOCK)
 
 
 def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
