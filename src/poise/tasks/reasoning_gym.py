@@ -126,9 +126,7 @@ class ReasoningGym:
                 yield Problem(f"{self.name}/{number}", prompt, "all", {"number": number, "question": question})
                 missed = 0
             elif (missed := missed + 1) > PATIENCE:
-                raise RuntimeError(
-                    f"{self.name}: no {split} question among {PATIENCE}: it has too few of them"
-                )
+                raise RuntimeError(f"{self.name}: no {split} question among {PATIENCE}: it has too few of them")
 
     def _create(self, block: int) -> Any:
         from reasoning_gym import create_dataset

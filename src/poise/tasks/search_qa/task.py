@@ -74,7 +74,7 @@ class SearchQA:
             prompt = f"{question.text} {self.instruction}".strip()
             data = {"world": number, "size": self.size, **asdict(question)}
             yield Problem(f"search-qa/{number}/{'-'.join(question.chain)}/{question.start}", prompt,
-                          f"{question.hops} hops", data)  # fmt: skip
+                          f"{question.hops} hop{'s' * (question.hops > 1)}", data)  # fmt: skip
 
     def episode(self, problem: Problem) -> SearchEpisode:
         """One dialogue with the tools."""
