@@ -27,6 +27,7 @@ from typing import Any
 PART = 47 << 20  # bytes of a part
 HERE = Path(__file__).resolve().parent
 HELD_OUT = 500
+OWN = "task.name=benchmarks/learning_tasks.py:"
 
 EVALUATION = [f"evaluation.problems={HELD_OUT}", "evaluation.samples=4", "evaluation.every=25"]
 KEPT = ["rollouts_every=100", "checkpoint_every=0", "keep_checkpoints=1", "compile=false"]
@@ -37,7 +38,7 @@ PRETRAINED = [
 # About five million parameters, trained on worked solutions until it can do something.
 SMALL = ["width=256", "layers=6", "heads=8", "batch=256", "lr=1e-3", "steps=3000", "workers=4", "compile=false"]
 SMALL_RL = ["steps=200", "group=16", "optim.lr=1e-4", "optim.warmup_steps=5", *EVALUATION, *KEPT]
-SUMS = ["task.name=sums", "task.low=10", "task.high=99", "task.digits=true"]
+SUMS = [OWN + "Sums", "task.low=10", "task.high=99", "task.digits=true"]
 COUNTDOWN = ["task.name=countdown", "task.numbers=3", "task.largest=30"]
 LAKE = ["task.name=frozenlake", "task.side=4", "task.turns=6"]
 EMBEDDED = ["task.name=kk", "task.people=2-3", "task.style=compact", "task.noise=0.2", "task.wording=1.0"]
@@ -69,9 +70,9 @@ def studies(smollm2: str) -> list[Study]:
     """What is run on a GPU."""
     short = ["rollout.max_tokens=8", "rollout.max_prompt=64", "prompts=64"]
     return [
-        Study("smollm2-largest", ["task.name=largest", f"model={smollm2}", *PRETRAINED]),
-        Study("smollm2-animal", ["task.name=animal", f"model={smollm2}", *PRETRAINED]),
-        Study("smollm2-sums", ["task.name=sums", f"model={smollm2}", *PRETRAINED, "rollout.temperature=0.7"]),
+        Study("smollm2-largest", [OWN + "Largest", f"model={smollm2}", *PRETRAINED]),
+        Study("smollm2-animal", [OWN + "Animal", f"model={smollm2}", *PRETRAINED]),
+        Study("smollm2-sums", [OWN + "Sums", f"model={smollm2}", *PRETRAINED, "rollout.temperature=0.7"]),
         Study(
             "small-sums",
             [*SUMS, *SMALL_RL, *short],
@@ -147,15 +148,12 @@ class Studies:
         found = self.found[study.name]
         if found.get("exit") or time.monotonic() > self.ends:
             return
-        own = {"sums", "largest", "animal"}
-        begin = ["benchmarks/learning_tasks.py"] if study.task["name"] in own else ["-m", "poise"]
-        shown = "poise" if begin[0] == "-m" else f"python {begin[0]}"
-        found["commands"].append(" ".join([shown, *(f'"{word}"' if " " in word else word for word in words)]))
+        found["commands"].append(" ".join(["poise", *words]))
         threads = str(max(1, (os.cpu_count() or 1) // len(self.chosen)))
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
         with open(self.runs / f"{study.name}.log", "ab") as log:
             running = subprocess.Popen(
-                [sys.executable, *begin, *words], stdout=log, stderr=log, env=environment, cwd=HERE.parent
+                [sys.executable, "-m", "poise", *words], stdout=log, stderr=log, env=environment, cwd=HERE.parent
             )
             try:
                 found["exit"] = running.wait(max(1.0, self.ends - time.monotonic()))
@@ -205,20 +203,18 @@ def _environment() -> dict[str, Any]:
 
 def constant_answers(study: Study) -> dict[str, Any]:
     """How many held-out problems differ, and what replies reach that do not look at them."""
-    import learning_tasks
     import yaml
 
     from poise import tasks
 
-    learning_tasks.register()
     settings = {key: yaml.safe_load(value) for key, value in study.task.items()}
     task = tasks.get(settings.pop("name"), **settings)
     problems = tasks.draw(task, "test", 0, HELD_OUT)
     found: dict[str, Any] = {"held_out": len(problems), "different": len({p.prompt for p in problems})}
     trained = {p.prompt for p in tasks.draw(task, "train", 0, 4 * HELD_OUT)}
     found["also_in_training"] = sum(p.prompt in trained for p in problems)
-    if study.task["name"] in learning_tasks.TASKS:
-        found["constant"] = learning_tasks.constants(problems)
+    if hasattr(task, "constants"):
+        found["constant"] = task.constants(problems)
     elif study.task["name"] == "frozenlake":
         found["constant"] = {move: _always(task, problems, move) for move in ("up", "down", "left", "right")}
     return found
@@ -341,8 +337,10 @@ def main() -> None:
     out, runs = args.out.resolve(), (args.runs or args.out / "runs").resolve()
     out.mkdir(parents=True, exist_ok=True)
     runs.mkdir(parents=True, exist_ok=True)
+    smollm2 = args.smollm2 and args.smollm2.resolve()
+    os.chdir(HERE.parent)  # where the tasks' file is found
     began = time.monotonic()
-    model = "embedded" if args.tiny or not args.smollm2 else prepared(args.smollm2, runs)
+    model = "embedded" if args.tiny or not smollm2 else prepared(smollm2, runs)
     print(f"{model} is ready after {time.monotonic() - began:.0f} s", flush=True)
     if args.prepare:
         return

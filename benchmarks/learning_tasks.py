@@ -1,8 +1,7 @@
 """Small generated tasks for benchmarks/learning.py: short questions with short answers, held-out ones never trained on.
 
-    python benchmarks/learning_tasks.py train task.name=largest model=… run=…
-
-is ``poise train …`` with these tasks beside poise's own (and likewise ``warmstart``, ``eval`` and ``tasks``).
+poise train task.name=benchmarks/learning_tasks.py:Largest model=… run=…
+poise tasks show benchmarks/learning_tasks.py:Sums
 """
 
 from __future__ import annotations
@@ -74,6 +73,17 @@ class Questions(ABC):
         """The answer."""
         return str(problem.data["answer"])
 
+    def constants(self, problems: Sequence[Problem]) -> dict[str, float]:
+        """What replies reach that do not look at the question: the best single answer, the best place in a list."""
+        answers = [str(problem.data["answer"]) for problem in problems]
+        found = {"answer": max(Counter(answers).values()) / len(problems)}
+        places: Counter[int] = Counter()
+        for problem, answer in zip(problems, answers, strict=True):
+            listed = re.findall(r"\w+", problem.prompt.rpartition(":")[2].replace(" or ", " "))
+            if answer in listed and ":" in problem.prompt:
+                places[listed.index(answer)] += 1
+        return found | ({"place": max(places.values()) / len(problems)} if places else {})
+
 
 @dataclass(frozen=True)
 class Largest(Questions):
@@ -139,32 +149,3 @@ class Sums(Questions):
 
 def _apart(number: int | str) -> str:
     return " ".join(str(number))
-
-
-TASKS = {task.name: task for task in (Largest, Animal, Sums)}
-
-
-def constants(problems: Sequence[Problem]) -> dict[str, float]:
-    """What replies reach that do not look at the question: the best single answer, and the best place in a list."""
-    answers = [str(problem.data["answer"]) for problem in problems]
-    found = {"answer": max(Counter(answers).values()) / len(problems)}
-    places: Counter[int] = Counter()
-    for problem, answer in zip(problems, answers, strict=True):
-        listed = re.findall(r"\w+", problem.prompt.rpartition(":")[2].replace(" or ", " "))
-        if answer in listed and ":" in problem.prompt:
-            places[listed.index(answer)] += 1
-    return found | ({"place": max(places.values()) / len(problems)} if places else {})
-
-
-def register() -> None:
-    """Put these tasks beside poise's own."""
-    from poise import tasks
-
-    tasks.TASKS.update(TASKS)
-
-
-if __name__ == "__main__":
-    register()
-    from poise.__main__ import main
-
-    main()

@@ -21,52 +21,46 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
-@pytest.fixture
-def table(benchmarks: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:  # noqa: ARG001
-    import learning_tasks
-
-    monkeypatch.setattr(tasks, "TASKS", {**tasks.TASKS, **learning_tasks.TASKS})
-    return learning_tasks.TASKS
+NAMES = ("Largest", "Animal", "Sums")
 
 
-def test_held_out_questions_are_different_ones_and_none_is_trained_on(table: dict[str, Any]) -> None:
-    for name in table:
-        task = tasks.get(name)
+def own_task(name: str) -> Any:
+    return tasks.get(f"{BENCHMARKS}/learning_tasks.py:{name}")
+
+
+def test_held_out_questions_are_different_ones_and_none_is_trained_on() -> None:
+    for name in NAMES:
+        task = own_task(name)
         held_out, trained = tasks.draw(task, "test", 0, 500), tasks.draw(task, "train", 5, 2000)
         assert len({problem.prompt for problem in held_out}) == 500
         assert not {problem.id for problem in held_out} & {problem.id for problem in trained}
         for problem in held_out[:20]:
-            assert task.score(problem, task.demonstration(problem)).correct  # type: ignore[attr-defined]
+            assert task.score(problem, task.demonstration(problem)).correct
             assert not task.score(problem, "I do not know.").correct
 
 
 @pytest.mark.parametrize(
     ("name", "data", "reply", "right"),
     [
-        ("sums", {"answer": "109", "options": []}, "27 + 82 = 109.", True),
-        ("sums", {"answer": "1090", "options": []}, "It is 1,090", True),
-        ("sums", {"answer": "109", "options": []}, "109 is more than 100", False),
-        ("animal", {"answer": "cow", "options": ["cow", "hat"]}, "A cow, as you know", True),
-        ("animal", {"answer": "cow", "options": ["cow", "hat"]}, "A cow is no hat", False),
-        ("animal", {"answer": "cow", "options": ["cow", "hat"]}, "Cowboys", False),
+        ("Sums", {"answer": "109", "options": []}, "27 + 82 = 109.", True),
+        ("Sums", {"answer": "1090", "options": []}, "It is 1,090", True),
+        ("Sums", {"answer": "109", "options": []}, "109 is more than 100", False),
+        ("Animal", {"answer": "cow", "options": ["cow", "hat"]}, "A cow, as you know", True),
+        ("Animal", {"answer": "cow", "options": ["cow", "hat"]}, "A cow is no hat", False),
+        ("Animal", {"answer": "cow", "options": ["cow", "hat"]}, "Cowboys", False),
     ],
 )
-def test_the_last_answer_counts(
-    table: dict[str, Any], name: str, data: dict[str, Any], reply: str, right: bool
-) -> None:
-    assert table[name]().score(tasks.Problem("1", "?", "all", data), reply).correct is right
+def test_the_last_answer_counts(name: str, data: dict[str, Any], reply: str, right: bool) -> None:
+    assert own_task(name).score(tasks.Problem("1", "?", "all", data), reply).correct is right
 
 
-def test_constant_answers_by_hand(table: dict[str, Any]) -> None:
-    import learning_tasks
-
-    assert table
+def test_constant_answers_by_hand() -> None:
     problems = [
         tasks.Problem("1", "Which number is the largest: 1, 5 or 2?", "all", {"answer": "5"}),
         tasks.Problem("2", "Which number is the largest: 7, 9 or 2?", "all", {"answer": "9"}),
         tasks.Problem("3", "Which number is the largest: 5, 1 or 2?", "all", {"answer": "5"}),
     ]
-    assert learning_tasks.constants(problems) == {"answer": 2 / 3, "place": 2 / 3}
+    assert own_task("Largest").constants(problems) == {"answer": 2 / 3, "place": 2 / 3}
 
 
 def test_a_file_in_parts_is_the_same_file_again(benchmarks: None, tmp_path: Path) -> None:  # noqa: ARG001
