@@ -13,10 +13,10 @@ from poise.cli.common import Settings, home
 def trl(
     args: Settings = None,
     config: Annotated[
-        Path | None, typer.Option(callback=home, help="Settings as TRL's parser reads them, YAML.")
+        Path | None, typer.Option(callback=home, help="A YAML file of settings for TRL's parser.")
     ] = None,
 ) -> None:
-    """Tell which TRL is here and which regulators it can train; with a regulator, try it with settings of GRPOConfig.
+    """Show the installed TRL and the regulators it can train; with a regulator, try it with settings of GRPOConfig.
 
     Examples:
 
@@ -33,12 +33,10 @@ def trl(
 
 def verl(
     args: Settings = None,
-    config_path: Annotated[
-        Path | None, typer.Option(callback=home, help="A folder with configurations of yours.")
-    ] = None,
-    config_name: Annotated[str, typer.Option(help="Which one.")] = "ppo_trainer",
+    config_path: Annotated[Path | None, typer.Option(callback=home, help="A folder with your configurations.")] = None,
+    config_name: Annotated[str, typer.Option(help="The configuration in that folder.")] = "ppo_trainer",
 ) -> None:
-    """Tell whether verl has loaded poise, which it does not say itself; with settings, whether they can be trained.
+    """Check whether verl has loaded poise, which verl does not show; with settings, whether verl can train them.
 
     Examples:
 

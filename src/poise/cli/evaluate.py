@@ -88,6 +88,8 @@ def _measure(config: Config) -> dict[str, Any]:
         f"cut off at {rollout.max_tokens} tokens: {summary['cut_off']} of {summary['n'] * summary['samples']} samples, "
         f"{summary['greedy_cut_off']} of {summary['n']} greedy responses"
     )
+    if failed := summary.get("failed"):
+        print(f"{failed} samples got no verdict, because the reward or the environment failed; they count as wrong")
     return summary
 
 

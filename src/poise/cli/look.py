@@ -13,8 +13,8 @@ from poise.cli.common import explained, fail, home, progress
 
 
 @contextmanager
-def _looking() -> Iterator[None]:
-    """What a run folder holds was written whole; a file that cannot be read all the same was damaged since."""
+def _reading() -> Iterator[None]:
+    """Report unreadable files as damage: poise writes the files of a run whole."""
     with explained():
         try:
             yield
@@ -25,10 +25,12 @@ def _looking() -> Iterator[None]:
 def report(
     runs: Annotated[list[str], typer.Argument(callback=home, help="Run folders; several are compared.")],
     out: Annotated[
-        Path | None, typer.Option(callback=home, help="The file; by default report.html in the run.")
+        Path | None, typer.Option(callback=home, help="The file to write; default: report.html in the run.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Serve it on this machine, and keep it up to date.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="For --watch; 0: any that is free.")] = 0,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the report on this machine and keep it up to date.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --watch; 0: any free port.")] = 0,
 ) -> None:
     """Write a run, or several side by side, as one HTML file that opens from disk and needs no network.
 
@@ -41,17 +43,17 @@ def report(
     from poise.reports.html import serve, write_report
     from poise.runs.console import visible
 
-    with _looking():
+    with _reading():
         if watch:
             server = serve(runs, port)
-            print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
+            print(f"http://127.0.0.1:{server.server_port}  (stop with Ctrl-C)", flush=True)
             try:
                 server.serve_forever()
             finally:
                 server.server_close()
             return
         place = out or (Path(runs[0]) / "report.html" if len(runs) == 1 else Path("report.html"))
-        if out is None and place.is_symlink():  # whoever made the run chose where it leads
+        if out is None and place.is_symlink():  # the author of the run chose its target
             fail(f"{place} is a link to another file: name the file to write with --out")
         if place.is_dir():
             fail(f"--out {place} is a folder: name a file, such as {place / 'report.html'}")
@@ -62,13 +64,13 @@ def report(
 
 def tokens(
     run: Annotated[str, typer.Argument(callback=home, help="A run folder.")],
-    step: Annotated[int | None, typer.Option(help="A recorded step; by default the last.")] = None,
+    step: Annotated[int | None, typer.Option(help="A recorded step; default: the last.")] = None,
     by: Annotated[
         str, typer.Option(help="probability, weight, advantage, gradient, entropy, nthr or change.")
     ] = "weight",
-    response: Annotated[int, typer.Option(min=0, help="Which response of the step, the first being 0.")] = 0,
-    n: Annotated[int, typer.Option("--n", min=1, help="How many responses from there on.")] = 1,
-    top: Annotated[int, typer.Option(min=0, help="List so many tokens with the most extreme values.")] = 8,
+    response: Annotated[int, typer.Option(min=0, help="Number of the first response to show; they start at 0.")] = 0,
+    n: Annotated[int, typer.Option("--n", min=1, help="How many responses to show.")] = 1,
+    top: Annotated[int, typer.Option(min=0, help="How many tokens with the most extreme values to list.")] = 8,
 ) -> None:
     """Show responses token by token, shaded by weight, probability and so on.
 
@@ -85,11 +87,11 @@ def tokens(
     from poise.runs.console import Console, visible
     from poise.runs.folder import RunFolder
 
-    with _looking():
+    with _reading():
         folder = RunFolder.open(run, resume=False)
         steps = [s for s in folder.recorded() if folder.tokens_path(s).exists()]
         if not steps:
-            fail(f"{run} has no recorded tokens; train with rollouts_every=10, say")
+            fail(f"{run} has no recorded tokens; train with rollouts_every=10, for example")
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
             fail(f"step {chosen} was not recorded; recorded are {', '.join(map(str, steps))}")

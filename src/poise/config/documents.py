@@ -1,4 +1,4 @@
-"""Recipes as documents: YAML files, what they inherit, and overrides. ``schema`` knows what the keys mean."""
+"""Recipes as plain documents: YAML files, inheritance, overrides. ``schema`` gives the keys their meaning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poise._lib.errors import short, unknown
 FOLDER = Path(__file__).parents[1] / "recipes"
 LARGEST = 100_000  # characters of a recipe or an override
 DEEPEST = 20  # levels of a document, and recipes that inherit from each other
-# Keys that stand for a setting of the task; a file of rows may feed an environment, so that one comes first.
+# Short forms of task settings.
 SHORT_FORMS = {
     "environment": "factory",
     "data": "file",
@@ -22,7 +22,7 @@ SHORT_FORMS = {
     "reward_weights": "reward_weights",
     "reward_timeout": "reward_timeout",
 }
-SHORT_NAMES = {"environment": "environment", "data": "data"}  # and for its name
+SHORT_NAMES = {"environment": "environment", "data": "data"}  # the task they imply; the first wins, as it may take data
 _FLOAT = "tag:yaml.org,2002:float"
 _DATE = "tag:yaml.org,2002:timestamp"
 _EXPONENT = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
@@ -31,7 +31,7 @@ Document = dict[str, Any]
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration: ``problems`` holds a line for each."""
+    """An invalid configuration: ``problems`` holds a line for each mistake."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -47,7 +47,7 @@ def recipes() -> list[str]:
 
 
 def read(recipe: str | Path) -> Document:
-    """The document of a recipe, on top of those that it inherits from."""
+    """The document of a recipe, with what it inherits filled in."""
     return _read(_find(recipe), ())
 
 
@@ -55,7 +55,7 @@ def merge(below: Document, above: Document) -> Document:
     """``above`` on top of ``below``: groups are merged, anything else is replaced."""
     task, other = below.get("task"), above.get("task")
     if isinstance(task, dict) and isinstance(other, dict) and "name" in other and other["name"] != task.get("name"):
-        below = below | {"task": {}}  # another task has other settings: those of the one before would only be errors
+        below = below | {"task": {}}  # another task has other settings
     return _merge(below, above)
 
 
@@ -135,7 +135,7 @@ def parse(text: str) -> Any:
 
 
 def too_deep(value: Any, levels: int = DEEPEST) -> bool:
-    """Whether groups and lists stand in each other further than any setting needs."""
+    """Whether groups and lists are nested deeper than any setting needs."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
     return parts is not None and (levels == 0 or any(too_deep(part, levels - 1) for part in parts))
 

@@ -47,35 +47,34 @@ class TaskConfig(Group):
                     )
                 raise PydanticCustomError("unknown_setting", "unknown setting {key}", {"key": key})
             self._task = tasks.get(self.name, **self.settings)
-        except TypeError as error:  # which pydantic does not take for a refusal
+        except (TypeError, OSError, tasks.TaskError) as error:  # pydantic turns only a ValueError into a message
             raise ValueError(str(error)) from None
         return self
 
 
 class RolloutConfig(Group):
-    """How responses are sampled."""
+    """Sampling."""
 
     max_tokens: Count = 1024  # longest response; of several turns: longest reply
     # Longest episode of several turns: replies and what the environment says, without the prompt; null: no limit but
     # the model's positions. An episode that reaches it is scored as it stands, and counts as cut off.
     max_episode_tokens: Count | None = None
     temperature: Annotated[Real, Field(gt=0)] = 1.0
-    batch: CountOrZero = 0  # sequences that are decoded together; 0: all of a step
+    batch: CountOrZero = 0  # sequences decoded together; 0: all of a step
     max_prompt: Count = 512  # longest prompt, in tokens
-    # Tokens to draw from: the most likely ones that together reach top_p, or top_k of them; 1 and 0: all. Ratios and
-    # entropies are of the whole distribution all the same.
+    # Nucleus and top-k sampling; 1 and 0: off. Probability ratios and entropies are still of the full distribution.
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
     top_k: CountOrZero = 0
-    # auto: native where the model can use it, else transformers; vllm needs the extra of that name
+    # auto: native if the model supports it, else transformers; vllm is opt-in and needs the extra "vllm"
     engine: Literal["auto", "native", "transformers", "vllm"] = "auto"
-    vllm_memory: Annotated[Real, Field(gt=0, le=1)] = 0.3  # share of the device's memory that vLLM may take
-    # Where the old policy's log-probabilities come from: the sampler, or a forward pass of the training model. The
-    # second costs that pass, and is for samplers whose arithmetic differs from the trainer's.
+    vllm_memory: Annotated[Real, Field(gt=0, le=1)] = 0.3  # share of the device's memory for vLLM
+    # Source of the old policy's log-probabilities: the sampler, or a forward pass of the training model. The pass costs
+    # time; use it if the sampler computes differently from the trainer.
     old_logp: Literal["sampled", "recomputed"] = "sampled"
 
     @property
     def longest(self) -> int:
-        """The most tokens that a prompt and its response may have together."""
+        """The largest number of tokens of a prompt and its response together."""
         return self.max_prompt + max(self.max_tokens, self.max_episode_tokens or 0)
 
     @model_validator(mode="after")
@@ -89,20 +88,22 @@ class RolloutConfig(Group):
 
 
 class OptimConfig(Group):
-    """AdamW, and how a step's responses are cut up for it. The learning rate is one for pretrained models."""
+    """AdamW and the batch sizes of the update. The default learning rate suits pretrained models."""
 
     lr: Annotated[Real, Field(gt=0)] = 1e-6
     weight_decay: Annotated[Real, Field(ge=0)] = 0.01
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
     grad_clip: Annotated[Real, Field(gt=0)] = 1.0
     warmup_steps: CountOrZero = 0
-    # Most responses per optimizer step, spread evenly over the steps; 0, or more than there are: all of them.
+    # Maximum number of responses per optimizer step; a batch is split evenly. 0, or more than the batch: one step.
     mini_batch: CountOrZero = 0
-    micro_tokens: Count | None = None  # tokens per pass, null: by the device; changes memory and speed, not the result
+    micro_tokens: Count | None = (
+        None  # tokens per pass; null: chosen by device; affects memory and speed, not the result
+    )
 
 
 class ObjectiveConfig(Group):
-    """``poise.objective.Settings``, field by field; the meaning, the ranges and the defaults are those."""
+    """The fields of ``poise.objective.Settings``, with the same meanings, ranges and defaults."""
 
     clip_low: Real = Settings.clip_low
     clip_high: Real = Settings.clip_high
@@ -115,7 +116,7 @@ class ObjectiveConfig(Group):
     importance_cap: Real | None = Settings.importance_cap
 
     def settings(self) -> Settings:
-        """What the objective takes."""
+        """The settings as the objective takes them."""
         return Settings(**self.model_dump())
 
     @model_validator(mode="after")
@@ -128,7 +129,7 @@ class ObjectiveConfig(Group):
 
 
 class EvaluationConfig(Group):
-    """How accuracy on held-out problems is measured: before training, after it and every so many steps."""
+    """Evaluation on held-out problems: before training, after it, and every ``every`` steps."""
 
     every: CountOrZero = 0  # steps; 0: only before and after
     problems: Count = 200
@@ -147,12 +148,12 @@ class EvaluationConfig(Group):
 
 
 class LoraConfig(Group):
-    """Train low-rank adapters in place of all the weights."""
+    """LoRA: train low-rank adapters instead of all weights."""
 
     rank: Count = 16
     alpha: Annotated[Real, Field(gt=0)] = 32
-    dropout: Real = 0.0  # nothing else is allowed
-    targets: str | tuple[str, ...] = "all-linear"  # or the names of the modules
+    dropout: Real = 0.0  # must be 0
+    targets: str | tuple[str, ...] = "all-linear"  # or a list of module names
 
     @field_validator("dropout")
     @classmethod

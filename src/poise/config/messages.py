@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a configuration, in plain words."""
+"""Pydantic's validation errors in plain words."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORDS = {
 
 
 def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
-    """One line for one problem: the field, its value and what is allowed. ``known`` are the dotted keys there are."""
+    """One line for one problem: the field, its value and what is allowed. ``known`` lists all dotted keys."""
     path = ".".join(str(part)[:LONGEST] for part in problem["loc"])
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
@@ -43,7 +43,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
         return unknown_key(f"{path}.{problem['ctx']['key'][:LONGEST]}", known)
     if kind == "value_error":
         reason = problem["msg"].removeprefix("Value error, ")
-        if isinstance(value, dict):  # what is wrong with a group as a whole names the field itself
+        if isinstance(value, dict):  # the message about a whole group names the field itself
             return f"{path}: {reason}" if path else reason
         return f"{path} = {short(value)}: {reason}"
     reason = _PHRASES.get(kind) or problem["msg"]
@@ -56,7 +56,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def unknown_key(path: str, known: Sequence[str]) -> str:
-    """The message for a key that there is not. The one that was meant may be in another group."""
+    """The message for a key that does not exist. The user may have meant a key of another group."""
     near = {key: _likeness(path, key) for key in known}
     best = max(near.values())
     if best >= 0.6:
@@ -68,5 +68,5 @@ def unknown_key(path: str, known: Sequence[str]) -> str:
 
 
 def _likeness(written: str, key: str) -> float:
-    """How alike the last parts of two dotted keys are: the group may well be the mistake."""
+    """Similarity of the last parts of two dotted keys: the mistake may be the group."""
     return SequenceMatcher(None, written.rpartition(".")[2].lower(), key.rpartition(".")[2]).ratio()

@@ -12,7 +12,7 @@ from poise.config.documents import ConfigError, Document
 
 
 def change_regulator(text: str, settings: Document) -> str:
-    """The text of a regulator after settings of its parts have been changed by name."""
+    """The text form of a regulator with some settings of its parts changed by name."""
     try:
         parts = parts_of(text)
     except (TypeError, ValueError) as error:
@@ -20,12 +20,12 @@ def change_regulator(text: str, settings: Document) -> str:
     problems = []
     changes: dict[int, Document] = {}
     for key, value in settings.items():
-        having = [at for at, part in enumerate(parts) if key in settings_of(part)]
-        if len(having) == 1:
-            changes.setdefault(having[0], {})[key] = value
+        owners = [at for at, part in enumerate(parts) if key in settings_of(part)]
+        if len(owners) == 1:
+            changes.setdefault(owners[0], {})[key] = value
         else:
-            problems.append(_not_one(key, [parts[at] for at in having], text, parts))
-    for at, change in changes.items():  # all of a part's at once: what one may be can depend on another
+            problems.append(_no_single_owner(key, [parts[at] for at in owners], text, parts))
+    for at, change in changes.items():  # all settings of a part at once: their limits may depend on each other
         try:
             parts[at] = _changed(parts[at], change)
             regulators.text(parts[at])
@@ -38,14 +38,14 @@ def change_regulator(text: str, settings: Document) -> str:
 
 
 def parts_of(text: str) -> list[regulators.Regulator]:
-    """What stands between the bars."""
+    """The regulators between the bars."""
     whole = regulators.parse(text)
     return list(whole.parts) if isinstance(whole, regulators.Compose) else [whole]
 
 
-def _not_one(key: str, having: list[regulators.Regulator], text: str, parts: list[regulators.Regulator]) -> str:
-    if having:
-        names = " and ".join(regulators.text(part) for part in having)
+def _no_single_owner(key: str, owners: list[regulators.Regulator], text: str, parts: list[regulators.Regulator]) -> str:
+    if owners:
+        names = " and ".join(regulators.text(part) for part in owners)
         return f"regulator.{key}: {names} both have it; write the regulator out, regulator={text!r}"
     own = [name for part in parts for name in settings_of(part)]
     near = get_close_matches(key[:LONGEST].lower(), own, n=1, cutoff=0.5)
@@ -56,7 +56,7 @@ def _not_one(key: str, having: list[regulators.Regulator], text: str, parts: lis
 
 
 def settings_of(part: regulators.Regulator) -> list[str]:
-    """The names of its settings."""
+    """The names of a regulator's settings."""
     target = part.function if isinstance(part, regulators.Function) else part
     if is_dataclass(target):
         return [field.name for field in fields(target) if field.init]

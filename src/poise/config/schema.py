@@ -1,10 +1,10 @@
-"""What a run is made of: settings with defaults that work, read from a recipe and changed by overrides.
+"""The settings of a run: defaults that work, read from a recipe and changed by overrides.
 
 >>> config = load("grpo", ["regulator=ar", "regulator.alpha=0.3", "task.people=3-5", "optim.lr=2e-6"])
 >>> print(dump(config))
 
 A recipe is a YAML file with the keys of ``Config``, or the name of one that ships with the package; ``base: name`` (or
-a path) inherits from another. Whatever is wrong, ``load`` raises one ``ConfigError`` with a line per problem.
+a path) inherits from another. ``load`` reports all problems at once, in one ``ConfigError`` with a line for each.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Config(Group):
     seed: CountOrZero = 0
     prompts: Count = 16  # per step
     group: Count = 8  # responses per prompt
-    regulator: Text = "grpo"  # in its text form
-    algorithm: Text = "grpo"  # in its text form: what is sampled and compared
+    regulator: Text = "grpo"  # text form, such as ar(alpha=0.3) | lopti
+    algorithm: Text = "grpo"  # text form; decides what is sampled and compared
     advantage: Literal["group-zscore", "group-centered", "leave-one-out", "reinforce-pp"] = "group-zscore"
-    task: TaskConfig  # has no default: a run says what it is about
+    task: TaskConfig  # required
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -70,13 +70,13 @@ class Config(Group):
     lora: LoraConfig | None = None
     checkpoint_every: CountOrZero = 50  # steps; 0: only at the end
     keep_checkpoints: Count = 2
-    rollouts_every: CountOrZero = 10  # steps between samples written down token by token; 0: never
-    stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None  # held-out accuracy that is enough
+    rollouts_every: CountOrZero = 10  # steps between recordings of responses, token by token; 0: never
+    stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None  # stop once held-out accuracy reaches this
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; the optimizer's weights are float32
-    compile: bool | None = None  # layers through torch.compile for the update; null: on CUDA, where it can
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computation; the optimizer keeps float32 weights
+    compile: bool | None = None  # torch.compile for the update; null: on CUDA, if it works there
     tracking: tuple[str, ...] = ()
-    remote_code: bool = False  # whether a model's own Python may run
+    remote_code: bool = False  # let the model's repository run its own Python
 
     @field_validator("model", "run")
     @classmethod
@@ -88,7 +88,7 @@ class Config(Group):
 
     @property
     def test_temperature(self) -> float:
-        """The temperature that held-out problems are sampled at."""
+        """The sampling temperature for held-out problems."""
         asked = self.evaluation.temperature
         return self.rollout.temperature if asked is None else asked
 
