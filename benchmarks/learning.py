@@ -39,7 +39,7 @@ PRETRAINED = [
 SMALL = ["width=256", "layers=6", "heads=8", "batch=256", "lr=1e-3", "steps=3000", "workers=4", "compile=false"]
 SMALL_RL = ["steps=200", "group=16", "optim.lr=1e-4", "optim.warmup_steps=5", *EVALUATION, *KEPT]
 SUMS = [OWN + "Sums", "task.low=10", "task.high=99", "task.digits=true"]
-COUNTDOWN = ["task.name=countdown", "task.numbers=3", "task.largest=30"]
+COUNTDOWN = ["task.name=countdown", "task.numbers=3", "task.largest=40"]
 LAKE = ["task.name=frozenlake", "task.side=4", "task.turns=6"]
 EMBEDDED = ["task.name=kk", "task.people=2-3", "task.style=compact", "task.noise=0.2", "task.wording=1.0"]
 
@@ -81,13 +81,14 @@ def studies(smollm2: str) -> list[Study]:
         Study(
             "small-countdown",
             [*COUNTDOWN, *SMALL_RL, "rollout.max_tokens=128", "prompts=32"],
-            [*COUNTDOWN, *SMALL, "vocabulary=600", "stop_at=0.2", "max_tokens=128"],
+            [*COUNTDOWN, *SMALL, "vocabulary=600", "stop_at=0.2", "max_tokens=128", "steps=2000"],
         ),
         Study(
             "small-frozenlake",
             [*LAKE, *SMALL_RL, "rollout.max_tokens=4", "rollout.max_prompt=256", "prompts=16", "steps=150",
              "evaluation.every=50", "evaluation.samples=2"],
-            [*LAKE, *SMALL, "batch=128", "vocabulary=600", "stop_at=0.35", "max_tokens=4"],
+            [*LAKE, *SMALL, "batch=128", "vocabulary=600", "stop_at=0.35", "max_tokens=4", "steps=1200",
+             "workers=6"],
         ),
         Study(
             "embedded",
