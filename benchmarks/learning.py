@@ -26,7 +26,7 @@ from typing import Any
 
 PART = 47 << 20  # bytes of a part
 HERE = Path(__file__).resolve().parent
-HELD_OUT = 500
+HELD_OUT = 512
 OWN = "task.name=benchmarks/learning_tasks.py:"
 
 EVALUATION = [f"evaluation.problems={HELD_OUT}", "evaluation.samples=4", "evaluation.every=25"]
