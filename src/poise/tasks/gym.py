@@ -31,7 +31,10 @@ _COLOURED = re.compile(r"\x1b\[[\d;]{1,8}m(.{0,8}?)\x1b\[0m")
 
 
 def gym(name: str) -> Callable[..., Gym]:
-    """What builds the task ``gym/name``."""
+    """Environments of gymnasium with a text rendering; NAME is the id.
+
+    Returns what builds the task.
+    """
     try:
         from gymnasium import registry
     except ImportError as error:

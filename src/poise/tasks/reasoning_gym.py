@@ -50,7 +50,10 @@ _POWER = re.compile(r"(?:\*\*|\^)\s*(\(?\s*-?\s*\d{1,2}(?![\d.])(?!\s*(?:\*\*|\^
 
 
 def reasoning_gym(name: str) -> Callable[..., ReasoningGym]:
-    """What builds the task ``rg/name``; its parameters are the generator's settings and our own."""
+    """Puzzles of reasoning-gym; NAME is one of its generators.
+
+    Returns what builds the task. Its parameters are the generator's settings and our own.
+    """
     kinds = _generators()
     if name not in kinds:
         raise ValueError(unknown("generator of reasoning-gym", name, kinds))
