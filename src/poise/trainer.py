@@ -66,7 +66,10 @@ def _open_to_resume(config: Config) -> RunFolder:
     requested = config.model_dump(mode="json")
     complete = merge(requested, updated)  # config.json may come from a version with fewer settings
     if others := [key for key in complete if complete[key] != requested.get(key)]:
-        raise TrainError(f"a resumed run keeps its settings; {others[0]} is another in {folder.path}/config.json")
+        raise TrainError(
+            f"a resumed run keeps its settings, but {others[0]} differs from {folder.path}/config.json: leave it out, "
+            "or begin another run=DIR"
+        )
     if config.steps < done:
         raise TrainError(
             f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
@@ -259,8 +262,8 @@ class Trainer:
         if before is None:
             if done:
                 raise TrainError(
-                    f"{self.folder.path}/before.json is missing: it holds the accuracy before training, which the "
-                    f"weights of step {done} cannot tell any more; put it back, or begin again in another run=DIR"
+                    f"{self.folder.path}/before.json is missing: it holds the accuracy before training, which "
+                    f"cannot be measured any more at step {done}; put it back, or begin again in another run=DIR"
                 )
             before = self._evaluate(report).summary()
             self.folder.write_json("before.json", before)

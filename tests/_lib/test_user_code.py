@@ -98,13 +98,13 @@ def test_the_code_of_a_foreign_runs_model_needs_consent():
         ('{"base_model_name_or_path": "embedded"}', "adapter_model.bin", "has no adapter_model.safetensors"),
         ('{"base_model_name_or_path": ', "adapter_model.safetensors", "names no model"),
         ("[]", "adapter_model.safetensors", "names no model"),
-        ('{"base_model_name_or_path": "adapter"}', "adapter_model.safetensors", "on top of itself"),
+        ('{"base_model_name_or_path": "adapter"}', "adapter_model.safetensors", "its base model is the adapter itself"),
         ('{"base_model_name_or_path": "embedded"}', "adapter_model.safetensors", "the adapter cannot be loaded"),
         ("[" * 100_000, "adapter_model.safetensors", "names no model"),
         (
             '{"base_model_name_or_path": "embedded", "megatron_config": {"a": 1}, "megatron_core": "spy_module"}',
             "adapter_model.safetensors",
-            "asks for code of Megatron's",
+            "needs code of Megatron",
         ),
     ],
 )

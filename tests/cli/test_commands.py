@@ -92,7 +92,7 @@ def test_what_cannot_be_resumed_is_left_as_it_is(copy):
     for wrong in ("steps=0", "steps=two", "steps=", "steps=[1"):
         assert "steps" in fails("train", "--resume", f"run={copy}", wrong)
     other = configs.restore({**RunFolder(copy).config, "seed": 7})
-    with pytest.raises(TrainError, match="a resumed run keeps its settings; seed is another"):
+    with pytest.raises(TrainError, match="a resumed run keeps its settings, but seed differs from"):
         trainer.train(other, resume=True, quiet=True)
     assert contents(copy) == before
     with owned(copy, make=False):
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_not_measured_nor_trained_on(copy, tmp_path):
     newest, before = copy / "checkpoints" / "step-000002", copy / "checkpoints" / "step-000001"
     measured = ["task.people=2", "samples=1", "problems=1", "max_tokens=8"]
     flip(newest / "model" / "model.safetensors")
-    why = "step-000002 cannot be used: model/model.safetensors is damaged: its SHA-256 is not the one written down"
+    why = "step-000002 cannot be used: model/model.safetensors is damaged: its SHA-256 differs from the manifest's"
     for args in (
         ["eval", copy, *measured],
         ["eval", newest, *measured],
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_not_measured_nor_trained_on(copy, tmp_path):
     assert not (tmp_path / "next").exists()
     assert poise("eval", before, *measured).exit_code == 0
     shutil.move(before, newest.with_name("step-000003"))
-    assert "it is of step 1, and was given another name" in fails("eval", copy, *measured)
+    assert "it belongs to step 1, but has another name" in fails("eval", copy, *measured)
     (newest / "manifest.json").unlink()
     assert "manifest.json is missing" in fails("eval", newest / "model", *measured)
     plain = shutil.copytree(copy / "checkpoints" / "step-000003" / "model", tmp_path / "plain")
@@ -144,14 +144,14 @@ MISTAKES = {  # what was done to a run, and what --resume says
     "unknown key 'sed'": lambda run: edit(run, {"sed": 1}),
     "seed = 'x'": lambda run: edit(run, {"seed": "x"}),
     "a run with seed 0; this one has seed 5": lambda run: edit(run, {"seed": 5}),
-    "put back what was changed there": lambda run: edit(run, {"prompts": 3}),
+    "undo the changes there": lambda run: edit(run, {"prompts": 3}),
     "it has no config.json": lambda run: (run / "config.json").unlink(),
     "metrics.jsonl, line 1: this is not": write("metrics.jsonl", '{"a": 1}\n{"step": 2}\n'),
     "before.json cannot be read as JSON": write("before.json", ""),
     "before.json does not hold the accuracy": write("before.json", '{"accuracy": 1, "table": {"greedy": 1}}'),
     "before.json is missing": lambda run: (run / "before.json").unlink(),
     "metrics up to step 2, but no checkpoint": lambda run: shutil.rmtree(run / "checkpoints"),
-    "holds what poise diagnose measured": write("diagnose.json", "{}"),
+    "is a folder of poise diagnose": write("diagnose.json", "{}"),
     "Is a directory": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
     "does not exist": shutil.rmtree,
 }

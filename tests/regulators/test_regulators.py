@@ -267,7 +267,7 @@ def test_phases_may_be_yielded_and_must_have_names_of_their_own():
         yield Phase.of(batch, 3.0, name="two")
 
     assert [phase.policy.max() for phase in regulators.Function(generated)(batch)] == [2, 3]
-    with pytest.raises(ValueError, match="names of their own"):
+    with pytest.raises(ValueError, match="distinct names"):
         regulators.Function(lambda b: [Phase.of(b), Phase.of(b)])(batch)
 
 

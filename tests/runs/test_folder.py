@@ -135,7 +135,7 @@ def test_metrics_are_valid_json(run):
     line = (run.path / "metrics.jsonl").read_text()
     assert line == '{"step": 1, "a": null, "b": null, "c": 0.5, "d": 7}\n'
     assert run.metrics() == [json.loads(line)]
-    with pytest.raises(ValueError, match="'step' is taken"):
+    with pytest.raises(ValueError, match="'step' is reserved"):
         run.log(2, {"step": 2.0})
 
 

@@ -74,7 +74,7 @@ def test_what_a_manifest_says_is_shown_as_text(run, capsys):
     run.save_checkpoint(10, write(10))
     manifest(r'{"files": {}, "step": "\u001b[31m"}')(run.save_checkpoint(20, write(20, weights=False)))
     assert run.load_checkpoint(read) == (10, 10)
-    assert r"it is of step \x1b[31m" in capsys.readouterr().err
+    assert r"it belongs to step \x1b[31m" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_read_cannot_make_sense_of_counts_as_damaged(run):
@@ -90,9 +90,9 @@ def test_a_checkpoint_of_another_step_or_run_is_not_taken(run, tmp_path):
     run.save_checkpoint(20, write(20))
     checkpoints = run.path / "checkpoints"
     others = {
-        "it is of step 20, and was given another name": RunFolder(run.path),
+        "it belongs to step 20, but has another name": RunFolder(run.path),
         "a run with seed 4; this one has seed 3": RunFolder.create(tmp_path / "seed", {"seed": 4}),
-        "other settings than config.json has": RunFolder.create(tmp_path / "lr", {"seed": 3, "optim": {"lr": 1}}),
+        "settings other than those in config.json": RunFolder.create(tmp_path / "lr", {"seed": 3, "optim": {"lr": 1}}),
     }
     for why, other in others.items():
         if other.path != run.path:

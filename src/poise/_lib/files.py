@@ -190,5 +190,5 @@ def verify(folder: Path, within: str = "") -> dict[str, Any]:
             raise ValueError(f"{name} has {path.stat().st_size} bytes instead of {size}")
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise ValueError(f"{name} is damaged: its SHA-256 is not the one written down")
+                raise ValueError(f"{name} is damaged: its SHA-256 differs from the manifest's")
     return about

@@ -27,7 +27,7 @@ def get(text: str, group: int) -> Algorithm:
     factory = TABLE.get(name) or _user_code.load("algorithm", name)
     allowed = list(signature(factory).parameters)
     if args:
-        raise TypeError(f"{name}: settings of an algorithm are given by name, {name}(setting=value)")
+        raise TypeError(f"{name}: pass an algorithm's settings by name, {name}(setting=value)")
     for key in settings:
         if key not in allowed:
             raise TypeError(unknown(f"setting of {name}", key, allowed))

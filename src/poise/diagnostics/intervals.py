@@ -22,7 +22,7 @@ class Intervals:
         rising = all(low < high for low, high in pairwise(self.edges))
         if len(self.edges) < 3 or not rising or self.edges[0] != 0 or self.edges[-1] != 1:
             raise ValueError(
-                f"intervals: edges rise from 0 to 1 and make two intervals at least, such as 0, 0.5, 1; "
+                f"intervals: edges must rise from 0 to 1 and form at least two intervals, such as 0, 0.5, 1; "
                 f"got {', '.join(f'{edge:g}' for edge in self.edges)}"
             )
 

@@ -57,7 +57,7 @@ def policy_loss(
     linear = _linear(_of_batch(batch) if head is None else head)
     targets = batch.targets if targets is None else targets
     if targets is None:
-        raise ValueError("policy_loss: targets are missing: give targets=, or a batch that has them")
+        raise ValueError("policy_loss: targets are missing: pass targets=, or a batch that has them")
     if settings.kl_coef and batch.ref_logp is None:
         raise ValueError("policy_loss: kl_coef is not 0, so the batch needs ref_logp")
     _check_shapes(hidden, targets, batch, linear)
@@ -175,7 +175,7 @@ class _Gradients:
     def take(self) -> list[Tensor | None]:
         """The gradients, each in the dtype of its input. They can be taken once."""
         if self.taken:
-            raise RuntimeError("the gradients of this loss are gone: backward() can only be called once on it")
+            raise RuntimeError("the gradients of this loss were used: backward() can only be called once on it")
         self.taken, gradients, self.gradients = True, self.gradients, [None, None, None]
         del self.states, self.weight
         for i, x in enumerate(self.inputs):
@@ -211,9 +211,9 @@ def _row_pass(hidden: Tensor) -> ModuleType:
 
 def _of_batch(batch: TokenBatch) -> HeadLike:
     if batch.head is None:
-        raise ValueError("policy_loss: the head is missing: give head=, or a batch that has one")
+        raise ValueError("policy_loss: the head is missing: pass head=, or a batch that has one")
     if isinstance(batch.head, Tensor) and torch.is_grad_enabled():
-        raise ValueError("policy_loss: a batch cuts gradients off a weight; give head=weight, or a batch with a Head")
+        raise ValueError("policy_loss: a batch detaches its weight; pass head=weight, or a batch with a Head")
     return batch.head
 
 

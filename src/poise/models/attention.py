@@ -121,7 +121,7 @@ def _check(module: nn.Module, settings: dict[str, Any]) -> None:
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         unknown.append("is_causal=False")
     if unknown:
-        raise NotImplementedError(f"{type(module).__name__}: packed attention does not know {', '.join(unknown)}")
+        raise NotImplementedError(f"{type(module).__name__}: packed attention does not support {', '.join(unknown)}")
 
 
 @cache

@@ -161,8 +161,8 @@ def _check_attention(name: str, config: Any, remote_code: bool) -> None:
     implementation = str(getattr(config, "_attn_implementation", None))
     if "/" in implementation and not remote_code:
         raise ModelError(
-            f"{name}: its config.json asks for attention from {implementation}, which is code of somebody else's: take "
-            "attn_implementation out of it, or, if you trust that code, set remote_code=true"
+            f"{name}: its config.json asks for attention from {implementation}, which is third-party code: "
+            "remove attn_implementation from it or, if you trust that code, set remote_code=true"
         )
 
 
@@ -181,7 +181,7 @@ def _load_adapted(folder: Path, *, device: str, dtype: str, remote_code: bool) -
     try:
         model, tokenizer = load_model(base, device=device, dtype=dtype, remote_code=remote_code)
     except RecursionError:
-        raise ModelError(f"{folder}: this adapter is one on top of itself (base_model_name_or_path)") from None
+        raise ModelError(f"{folder}: its base model is the adapter itself (base_model_name_or_path)") from None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # _check_weights refuses them below
@@ -208,7 +208,7 @@ def _base_model(folder: Path) -> str:
     except (ValueError, KeyError, TypeError):
         base = None
     if not isinstance(base, str):
-        raise ModelError(f"{folder / 'adapter_config.json'} names no model (base_model_name_or_path): put back a copy")
+        raise ModelError(f"{folder / 'adapter_config.json'} names no model (base_model_name_or_path): restore it")
     if config.get("megatron_config"):  # peft would import the module that this names
-        raise ModelError(f"{folder / 'adapter_config.json'} asks for code of Megatron's, which poise does not load")
+        raise ModelError(f"{folder / 'adapter_config.json'} needs code of Megatron, which poise does not load")
     return base

@@ -216,7 +216,7 @@ class Policy:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # third-party model code may raise anything
-            raise ModelError(f"{name} cannot read a text by its token ids alone ({first_line(error)})") from error
+            raise ModelError(f"{name} cannot run on token ids alone ({first_line(error)})") from error
         if not fits:
             raise ModelError(
                 f"{name} does something between trunk and head that poise does not know; please report the architecture"

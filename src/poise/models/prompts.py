@@ -133,8 +133,8 @@ def _pieces(tokenizer: Any, messages: Sequence[Message], arguments: dict[str, An
         at += len(content) + len(behind)
     if not exact or at != len(whole):
         raise PromptError(
-            "the chat template does not hand a message's text on as it is, and the text holds control tokens, or is "
-            "one of several turns"
+            "the chat template changes a message's text; poise needs it unchanged where the text holds control tokens, "
+            "and in a dialogue of several turns"
         )
     return pieces
 

@@ -73,7 +73,7 @@ class Regulator(ABC):
                 phase.check(batch)
         names = [phase.name for phase in phases]
         if not phases or len(set(names)) < len(names):
-            raise ValueError(f"{type(self).__name__} must return phases with names of their own, got {names}")
+            raise ValueError(f"{type(self).__name__} must return phases with distinct names, got {names}")
         return phases
 
     def __or__(self, other: Callable[[TokenBatch], list[Phase]]) -> Regulator:

@@ -54,7 +54,7 @@ def get(name: str, *args: Any, **settings: Any) -> Regulator:
     if inspect.isclass(target):
         return _build(name, target, args, settings)
     if args:
-        raise TypeError(f"{name}: settings of a function are given by name")
+        raise TypeError(f"{name}: pass a function's settings by name, {name}(setting=value)")
     _check_settings(name, settings, list(inspect.signature(target).parameters)[1:])
     return Function(target, tuple(settings.items()))
 
@@ -110,7 +110,7 @@ def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any
 def _load(name: str) -> Any:
     if not any(sign in name for sign in ".:"):
         raise ValueError(
-            unknown("regulator", name, TABLE) + "; for one of your own give its dotted path, package.module.Name"
+            unknown("regulator", name, TABLE) + "; for your own, write its dotted path, package.module.Name"
         )
     return _user_code.load("regulator", name, Regulator)
 

@@ -112,7 +112,7 @@ class RunFolder:
             way = "; begin one without --resume" if resume else ""
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
         if resume and (run.path / "diagnose.json").exists():
-            raise FileExistsError(f"{run.path} holds what poise diagnose measured: there is nothing to go on with")
+            raise FileExistsError(f"{run.path} is a folder of poise diagnose, with nothing to resume")
         if resume:
             check_own(run.path / name for name in _OWN)
             for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):
@@ -166,7 +166,7 @@ class RunFolder:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of one step. NaN and infinities become null."""
         if "step" in metrics:
-            raise ValueError("metrics: the name 'step' is taken, it is the number of the step")
+            raise ValueError("metrics: the name 'step' is reserved for the step's number")
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         line = dumps({"step": step, **numbers})
         with self._metrics.open("ab", buffering=0) as file:
@@ -307,11 +307,11 @@ class RunFolder:
         """Raise ValueError or OSError unless the checkpoint of a step is intact and belongs to this run."""
         about = verify(self._checkpoints / _name(step), within)
         if about.get("step", step) != step:
-            raise ValueError(f"it is of step {about['step']}, and was given another name")
+            raise ValueError(f"it belongs to step {about['step']}, but has another name")
         if about.get("seed", self._origin["seed"]) != self._origin["seed"]:
-            raise ValueError(f"it is of a run with seed {about['seed']}; this one has seed {self._origin['seed']}")
+            raise ValueError(f"it belongs to a run with seed {about['seed']}; this one has seed {self._origin['seed']}")
         if about.get("config", self._origin["config"]) != self._origin["config"]:
-            raise ValueError("it was saved with other settings than config.json has: put back what was changed there")
+            raise ValueError("it was saved with settings other than those in config.json: undo the changes there")
 
     def newest(self) -> Path:
         """The folder of the newest checkpoint."""

@@ -49,7 +49,7 @@ def restore_optimizer(optimizer: Optimizer, names: Named, tensors: Mapping[str, 
     extra = [name for name in tensors if name not in expected]
     if extra:
         hint = unknown("name", extra[0], expected) if len(expected) < 10 else f"first {extra[0]!r}"
-        raise ValueError(f"restore_optimizer: the saved state has {len(extra)} too many: {hint}")
+        raise ValueError(f"restore_optimizer: the saved state has {len(extra)} unexpected tensors: {hint}")
     for name, like in expected.items():
         saved = tensors[name]
         if (saved.shape, saved.dtype) != (like.shape, like.dtype):
