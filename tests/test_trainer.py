@@ -19,7 +19,7 @@ from poise.tasks.knights_knaves import KnightsKnaves
 from poise.trainer import Trainer, TrainError
 from support.batches import random_batch
 from support.command_line import poise
-from support.small_runs import SMALL, killed_at, make, parameters, run
+from support.small_runs import SHORT, SMALL, killed_at, make, parameters, run
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ class TestSameUpdate:
     @pytest.mark.long
     def test_resuming_a_killed_run_is_exact(self, tmp_path):
         """Killed twice, in a process of its own: before step 2 is logged, and between its log and its checkpoint."""
-        small = [*SMALL, "steps=3", "evaluation.problems=1", "checkpoint_every=1", "regulator=lopti(threshold=0.9)"]
+        settings = ("steps=3", "evaluation.problems=1", "checkpoint_every=1", "regulator=lopti(threshold=0.9)")
+        small = [*SMALL, *SHORT, *settings]
         assert poise("train", "demo", *small, f"run={tmp_path / 'whole'}").exit_code == 0
         killed = f"run={tmp_path / 'killed'}"
         for args, function, logged in ([["demo", *small], "log", 1], [["--resume"], "save_checkpoint", 2]):
@@ -174,14 +175,15 @@ class TestSameUpdate:
         a, b = (RunFolder.open(tmp_path / name, resume=False) for name in ("whole", "killed"))
         for name, value in parameters(a).items():
             assert torch.equal(value, parameters(b)[name]), name
+        assert all(line["optim/grad_norm"] > 0 for line in a.metrics())
         strip = lambda line: {k: v for k, v in line.items() if not k.startswith("time/")}  # noqa: E731
         assert [strip(line) for line in a.metrics()] == [strip(line) for line in b.metrics()]
         assert a.read_json("summary.json")["after"] == b.read_json("summary.json")["after"]
 
     @pytest.mark.usefixtures("short_evaluation")
     def test_more_steps_may_be_asked_for(self, tmp_path):
-        long, _ = run(tmp_path, "steps=2", name="long")
-        short, _ = run(tmp_path, "steps=1", name="short")
+        long, _ = run(tmp_path, *SHORT, "steps=2", name="long")
+        short, _ = run(tmp_path, *SHORT, "steps=1", name="short")
         config = configs.restore({**short.config, "steps": 2})
         trainer.train(config, resume=True, quiet=True)
         for name, value in parameters(long).items():
@@ -220,12 +222,13 @@ class TestLora:
         assert not torch.equal(adapter(3, others=0), adapter(4, others=0))
 
     def test_a_run_is_its_seed_and_resumes_bit_for_bit(self, tmp_path):
-        lora = ("lora.rank=4", "seed=3", "optim.lr=1e-3", "checkpoint_every=1")
+        lora = (*SHORT, "lora.rank=4", "seed=3", "optim.lr=1e-3", "checkpoint_every=1")
         torch.manual_seed(0)
         whole, _ = run(tmp_path, *lora, "steps=2", name="whole")
         torch.manual_seed(1)
         run(tmp_path, *lora, "steps=1", name="cut")
         trainer.train(make(tmp_path, *lora, "steps=2", name="cut"), resume=True, quiet=True)
+        assert all(line["optim/grad_norm"] > 0 for line in whole.metrics())
         first, second = parameters(whole), parameters(RunFolder.open(tmp_path / "cut", resume=False))
         assert first.keys() == second.keys()
         assert all(torch.equal(value, second[name]) for name, value in first.items())
@@ -234,7 +237,7 @@ class TestLora:
 @pytest.mark.usefixtures("short_evaluation")
 class TestMistakes:
     def test_an_existing_run_folder(self, tmp_path):
-        run(tmp_path, "steps=1", "checkpoint_every=1")
+        run(tmp_path, *SHORT, "steps=1", "checkpoint_every=1")
         with pytest.raises(FileExistsError, match="--resume run="):
             run(tmp_path)
 
@@ -257,7 +260,7 @@ class TestMistakes:
 
     @pytest.mark.parametrize(("bad", "message"), [("raise", "raised ZeroDivisionError"), ("nan", "is nan")])
     def test_a_reward_that_raises_or_is_nan_loses_nothing(self, tmp_path, monkeypatch, bad, message):
-        config = make(tmp_path, "steps=3", "checkpoint_every=100")
+        config = make(tmp_path, *SHORT, "steps=3", "checkpoint_every=100")
         held = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
         calls, real = iter(range(10**9)), type(held.sampler.task).score
 
@@ -286,7 +289,7 @@ class TestMistakes:
             assert torch.equal(value, before[name])
 
     def test_an_unreadable_checkpoint_gives_way_to_the_one_before(self, tmp_path, capsys):
-        folder, _ = run(tmp_path, "steps=2", "checkpoint_every=1")
+        folder, _ = run(tmp_path, *SHORT, "steps=2", "checkpoint_every=1")
         expected = parameters(folder)
         damaged = folder.newest() / "parameters.safetensors"
         damaged.write_bytes(damaged.read_bytes()[:-100])
@@ -296,7 +299,7 @@ class TestMistakes:
             assert torch.equal(value, parameters(folder)[name])
 
     def test_a_full_disk_while_checkpointing(self, tmp_path, monkeypatch):
-        config = make(tmp_path, "steps=2", "checkpoint_every=1")
+        config = make(tmp_path, *SHORT, "steps=2", "checkpoint_every=1")
         held = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
         real = os.fsync
 
@@ -329,7 +332,7 @@ def test_early_stop(tmp_path):
 
 @pytest.mark.usefixtures("short_evaluation")
 def test_tensorboard(tmp_path):
-    folder, _ = run(tmp_path, "tracking=tensorboard", "steps=1")
+    folder, _ = run(tmp_path, *SHORT, "tracking=tensorboard", "steps=1")
     assert list(Path(folder.path).rglob("events.out.tfevents*"))
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from poise.__main__ import main
 from poise._lib import user_code as _user_code
 from poise.config.schema import ConfigError, load, restore
 from poise.models.policy import EMBEDDED
 from support.command_line import SMALL, fails, poise
+
+pytestmark = pytest.mark.usefixtures("short_evaluation")
 
 SPY = "from pathlib import Path\nPath('ran').touch()\n"
 MINE = (
@@ -208,15 +211,25 @@ def test_a_module_in_the_current_folder_is_not_taken_for_an_installed_one(start)
     assert not Path("ran").exists()
 
 
-@pytest.mark.parametrize(("wanted", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
-def test_the_process_of_a_command(wanted, found):
+def test_the_process_of_a_command():
     Path("yaml.py").write_text(SPY.replace("ran", "wrong"))
-    shown = command("-m", "poise", "train", "--dry-run", "regulator=spy_module.Mine", OMP_DISPLAY_ENV="true", **wanted)
+    shown = command("-m", "poise", "train", "--dry-run", "regulator=spy_module.Mine", OMP_DISPLAY_ENV="true")
     assert "regulator: spy_module.Mine" in shown  # found beside the command, without PYTHONPATH
     assert Path("ran").exists()
     assert not Path("wrong").exists()  # what is installed comes first
     if "OMP_WAIT_POLICY" in shown:  # GNU's library prints what it has read; others keep it to themselves
-        assert f"OMP_WAIT_POLICY = '{found}'" in shown  # waiting threads spin only if the user wants them to
+        assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(None, "passive"), ("active", "active")])
+def test_waiting_threads_spin_only_if_the_user_wants_them_to(monkeypatch, wanted, found):
+    monkeypatch.setenv("OMP_WAIT_POLICY", wanted or "")
+    if wanted is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(sys, "argv", ["poise", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert os.environ["OMP_WAIT_POLICY"] == found
 
 
 def test_a_run_of_ones_own_regulator_trains_and_resumes():

@@ -53,14 +53,18 @@ def test_what_a_link_leads_to_is_not_emptied(tmp_path):
 
 
 def test_a_killed_owner_holds_nothing(tmp_path):
+    heard, tells = os.pipe()
+
     def hold():
         with owned(tmp_path, make=False):
             (tmp_path / "config.json").touch()
-            time.sleep(60)
+            os.write(tells, b"held")
+            signal.pause()
 
     pid = child(hold)
-    while not (tmp_path / "config.json").exists():
-        time.sleep(0.01)
+    os.close(tells)
+    assert os.read(heard, 4) == b"held"
+    os.close(heard)
     with pytest.raises(BusyError, match=f"process {pid} "), owned(tmp_path, make=False):
         pass
     os.kill(pid, signal.SIGKILL)

@@ -14,6 +14,8 @@ SMALL = [
     "steps=4", "prompts=4", "group=4", "task.people=2", "rollout.max_tokens=48", "evaluation.problems=3",
     "evaluation.samples=2", "checkpoint_every=2", "device=cpu", "rollouts_every=2",
 ]  # fmt: skip
+# Replies too short to be right, for runs whose reward does not matter; the entropy term still moves the weights.
+SHORT = ["rollout.max_tokens=12", "objective.entropy_coef=0.01"]
 
 
 def make(tmp_path, *overrides, recipe="demo", name="run"):

@@ -1,4 +1,4 @@
-"""Twenty updates on the same responses, by the fast path and by the plain one: losses, and where the weights end."""
+"""Updates on the same responses, by the fast path and by the plain one: losses, and where the weights end."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from poise.training.update import update
 from support.tiny_models import sample
 
 SETTINGS = Settings(kl_coef=0.001)
-STEPS = 20
 
 
-def sampled(device: str) -> list[tuple[Rollouts, TokenBatch]]:
-    """What twenty steps of the embedded model before training would see, advantages made up so that all move it."""
+def sampled(device: str, steps: int = 20) -> list[tuple[Rollouts, TokenBatch]]:
+    """What steps of the embedded model before training would see, advantages made up so that all move it."""
     policy = load_policy("embedded", device=device, dtype="float32")
     engine, task, made = CachedEngine(policy), KnightsKnaves(), []
-    for step in range(STEPS):
+    for step in range(steps):
         prompts = [policy.encode(problem.prompt) for problem in islice(task.problems("train", step), 3)]
         rollouts = sample(engine, prompts, 4, max_tokens=48, temperature=1.0, seed=step)
         groups = torch.arange(3, device=device).repeat_interleave(4)

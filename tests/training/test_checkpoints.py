@@ -225,9 +225,8 @@ KILLS = textwrap.dedent("""
     run = RunFolder.create(sys.argv[1], {})
     random.seed(0)
     result = {"kills": 0, "halves": 0, "steps": [0], "said": []}
-    until = time.monotonic() + 2
     span = 0.08
-    while result["kills"] < 12 or result["steps"][-1] <= 5 or (result["kills"] < 60 and time.monotonic() < until):
+    while result["kills"] < 20 or result["steps"][-1] <= 5 or result["halves"] < 3:  # until some did hit the writing
         start = result["steps"][-1]
         child = os.fork()
         if not child:
@@ -257,11 +256,9 @@ KILLS = textwrap.dedent("""
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path / "run")], capture_output=True, text=True, timeout=60
-    )
+        [sys.executable, "-c", KILLS, str(tmp_path / "run")], capture_output=True, text=True, timeout=600
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["kills"] >= 10
-    assert result["halves"] >= 3  # some kills did hit the writing
-    assert result["steps"][-1] > 5
+    assert result["kills"] >= 20
     assert result["said"] == []  # what a kill leaves is never a checkpoint in place that cannot be read

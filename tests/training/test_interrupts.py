@@ -14,15 +14,19 @@ from poise.trainer import Trainer
 from poise.training.interrupts import Stopper
 from support.small_runs import SMALL, command, make, run
 
+pytestmark = pytest.mark.usefixtures("short_evaluation")
+QUICK = ["prompts=2", "group=2", "rollout.max_tokens=8", "evaluation.problems=1", "evaluation.samples=1"]
+
 
 def test_ctrl_c_leaves_a_resumable_folder_and_says_how(tmp_path):
-    with command("train", *SMALL, "steps=500", "checkpoint_every=1000", f"run={tmp_path / 'run'}") as process:
+    small = [*SMALL, *QUICK, "steps=5000", "checkpoint_every=9999", "rollouts_every=0"]
+    with command("train", *small, f"run={tmp_path / 'run'}") as process:
         for line in process.stdout:
-            if line.startswith("step") and "2/500" in line:
+            if line.startswith("step") and " 2/5000 " in line:
                 process.send_signal(signal.SIGINT)
                 break
         rest = process.stdout.read()
-        assert process.wait(60) == 130, rest
+        assert process.wait() == 130, rest
     assert f"poise train --resume run={tmp_path / 'run'}" in rest
     assert "Traceback" not in rest
     folder = RunFolder.open(tmp_path / "run")
@@ -41,7 +45,7 @@ def test_signals_finish_the_step_and_save_it(tmp_path, monkeypatch, name):
     monkeypatch.setattr(Trainer, "step", step)
     before = signal.getsignal(getattr(signal, name))
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, "evaluation.problems=1", "checkpoint_every=100", "prompts=2", "group=2")
+        run(tmp_path, *QUICK, "checkpoint_every=100")
     assert RunFolder.open(tmp_path / "run").checkpoints() == [1]
     assert signal.getsignal(getattr(signal, name)) == before
 
@@ -60,15 +64,15 @@ def test_a_reader_that_has_gone_does_not_end_the_run(tmp_path):
     """``poise train 2>&1 | head -1``, and not even the first line."""
     read, write = os.pipe()
     os.close(read)
-    small = ["steps=1", "evaluation.problems=1", "prompts=2", "group=2", f"run={tmp_path / 'run'}"]
-    done = subprocess.run([sys.executable, "-m", "poise", "train", *SMALL, *small], stdout=write, stderr=write)
+    small = [*SMALL, *QUICK, "steps=1", f"run={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, "-m", "poise", "train", *small], stdout=write, stderr=write)
     os.close(write)
     assert done.returncode == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
 
 
 def test_a_line_that_cannot_be_logged_is_no_finished_step(tmp_path, monkeypatch):
-    config = make(tmp_path, "checkpoint_every=100", "evaluation.problems=1")
+    config = make(tmp_path, *QUICK, "checkpoint_every=100")
     real = RunFolder.log
 
     def log(folder, step, metrics):
@@ -85,7 +89,7 @@ def test_a_line_that_cannot_be_logged_is_no_finished_step(tmp_path, monkeypatch)
 
 
 def test_a_signal_during_the_evaluation_before_training_begins_no_step(tmp_path, monkeypatch):
-    config, real = make(tmp_path, "evaluation.problems=1"), trainer.Trainer._evaluate
+    config, real = make(tmp_path, *QUICK), trainer.Trainer._evaluate
 
     def interrupted(held, console):
         signal.raise_signal(signal.SIGTERM)
