@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(*command, folder, **env):
     done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, env=os.environ | env, capture_output=True, text=True, check=False
+        [sys.executable, *command], cwd=folder, env=os.environ | env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -29,7 +29,7 @@ def installed(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-index"]
-    run("pip", "install", *options, "--target", str(folder / "here"), str(source), folder=folder)
+    run("-m", "pip", "install", *options, "--target", str(folder / "here"), str(source), folder=folder)
     return folder / "here"
 
 
@@ -43,12 +43,23 @@ def test_everything_is_shipped(installed):
     assert files(installed / "poise") == files(ROOT / "src/poise")
 
 
+COMMANDS = """
+import shlex, sys
+import poise
+from poise.cli.app import app
+for command in sys.argv[1:]:
+    app(shlex.split(command), standalone_mode=False)
+print(poise.__file__)
+"""
+
+
 def test_recipes_model_and_report_are_found_there(installed, tmp_path):
+    """In one process: each would import torch and transformers anew."""
     env = {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    assert "model: embedded" in run("poise", "train", "demo", "--dry-run", folder=tmp_path, **env)
-    small = ["steps=1", "prompts=1", "group=2", "task.people=2", "rollout.max_tokens=16", "evaluation.problems=1"]
-    run("poise", "train", "demo", *small, "run=one", folder=tmp_path, **env)
-    run("poise", "report", "one", folder=tmp_path, **env)
+    small = "steps=1 prompts=1 group=2 task.people=2 rollout.max_tokens=16 evaluation.problems=1"
+    commands = ["train demo --dry-run", f"train demo {small} run=one", "report one", "tasks"]
+    shown = run("-c", COMMANDS, *commands, folder=tmp_path, **env)
+    assert shown.splitlines()[-1] == str(installed / "poise" / "__init__.py")
+    assert "model: embedded" in shown
+    assert "\nkk " in shown
     assert (tmp_path / "one/report.html").read_text().startswith("<!doctype html>")
-    where = run("poise", "tasks", folder=tmp_path, **env)
-    assert where.startswith("kk")

@@ -12,6 +12,7 @@ from support import fsdp_runs
 from support.processes import close, launch
 
 
+@pytest.mark.long
 def test_fsdp2_trains_as_stock_trl_and_as_one_process(tmp_path):
     launch(fsdp_runs.__file__, tmp_path)
     sharded = torch.load(tmp_path / "result.pt")

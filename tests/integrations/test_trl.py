@@ -48,7 +48,7 @@ def gradient(trainer, loss):
 # --- TRL is left as it is
 
 
-@pytest.mark.parametrize(("steps", "dropout"), [(8, None), (3, 0.3)])
+@pytest.mark.parametrize(("steps", "dropout"), [(4, None), (3, 0.3)])
 def test_grpo_is_stock_trl_bit_for_bit(steps, dropout, tmp_path):
     settings = {"max_steps": steps, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     if dropout:
@@ -305,6 +305,7 @@ def test_rollouts_without_a_spread_do_not_move_the_model(tmp_path):
     assert [row["reg/idle_steps"] for row in trainer.state.log_history[:-1]] == [1.0, 1.0]
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one(tmp_path):
     alone = trl_runs.train_together(tmp_path, processes=1)
     processes.launch(trl_runs.__file__, tmp_path)
