@@ -27,8 +27,20 @@ SIZES = {  # put at the end of a command, where it wins
     ],
     "eval": ["task.people=2", "samples=2", "problems=2", "max_tokens=48"],
     "diagnose": ["--batches", "1", "prompts=1", "group=4", *TINY],
+    "other task": [
+        "steps=1",
+        "prompts=2",
+        "group=2",
+        "model=embedded",
+        "device=cpu",
+        "rollout.max_tokens=16",
+        "rollout.max_prompt=900",
+        "evaluation.problems=1",
+        "evaluation.samples=1",
+    ],
     "warmstart": ["steps=3", "batch=4", "width=32", "layers=1", "heads=2", "vocabulary=400", "task.people=2"],
 }
+OTHER_TASKS = ("task.name=", "environment=", "data=")
 MINE = """
 from dataclasses import dataclass
 from poise import Phase, Regulator
@@ -69,6 +81,11 @@ def run_small(words):
     if "--resume" in words:
         assert "already at step 1" in run(*words)
         run(*words, "steps=2")
+    elif verb == "train" and any(
+        word.startswith(OTHER_TASKS) for word in words
+    ):  # the embedded model is lost there: it need not learn
+        run(*words, *SIZES["other task"])
+        return
     else:
         run(*words, *SIZES.get(verb, []))
     if verb == "train":

@@ -110,6 +110,8 @@ class Sampler:
         for problem in problems:
             episode = begin(self.task, problem)
             messages = episode.start()
+            if not problem.prompt:  # the environment wrote it: records show it
+                problem = replace(problem, prompt=messages[-1]["content"])
             tools: Tools = episode.tools() if hasattr(episode, "tools") else ()
             key = repr((messages, tools))
             if key not in known:
