@@ -42,9 +42,9 @@ GROWTH = ("size", "rows", "length")
 BY_SIZE = ("14M", "135M", "360M", "1.1B", "1.7B")
 
 
-def random_policy(shape: str, device: str) -> Policy:
+def random_policy(shape: str, device: str, dtype: torch.dtype | None = None) -> Policy:
     tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     return Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=device == "cuda")
 
 

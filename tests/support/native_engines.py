@@ -12,7 +12,9 @@ NATIVE = [name for name in ARCHITECTURES if name != "gemma2"]  # whose attention
 class SlotEngine(NativeEngine):
     """As on CUDA, with fixed slots and few numbers of rows, but without CUDA graphs and kernels."""
 
-    def _decoder_for(self, requests):
+    def _decoder_for(self, requests, least=(0, 0)):
+        del least
+
         class Fixed(Decoder):
             def decoded_rows(self, n):
                 return next(s for s in graphs.sizes(self.cache.slots) if s >= n) if n else 0

@@ -17,6 +17,7 @@ from poise.models.policy import ModelError, Policy, first_line
 from poise.models.prompts import PromptError
 from poise.models.tool_prompts import Tools
 from poise.rollout.sampling import Sampling
+from poise.rollout.session import Session, session
 from poise.rollout.types import Engine, Request, Rollouts
 from poise.tasks import (
     Attempt,
@@ -25,6 +26,7 @@ from poise.tasks import (
     Problem,
     Score,
     ScoresTogether,
+    SingleTurn,
     Task,
     begin,
     explained,
@@ -68,16 +70,30 @@ class Sampler:
         An attempt depends on the seed, its place in the list, and its problem, not on the other attempts.
         """
         games = self._start(problems)
+        longest = max((len(game.prompt) + game.room for game in games), default=None) if self.max_episode else None
+        with session(self.engine, longest) as engine:
+            self._play(games, engine, seed)
+        return [game.sample() for game in games]
+
+    def _play(self, games: Sequence[_Game], engine: Session, seed: int) -> None:
+        """Turn after turn, until all episodes are over. The engine may keep their keys and values from turn to turn."""
         turn, live = 0, list(range(len(games)))
         while live:
             playing = [games[i] for i in live]
             requests = [
-                Request(game.ids(), min(self.max_tokens, game.room), self.policy.end_tokens, number)
+                Request(
+                    game.ids(),
+                    min(self.max_tokens, game.room),
+                    self.policy.end_tokens,
+                    number,
+                    keep=not isinstance(game.episode, SingleTurn),
+                    continues=number if turn else None,
+                )
                 for number, game in zip(live, playing, strict=True)
             ]
             with _Replies(self.policy, self.task, playing) as replies:
                 with self.clock("rollout"):
-                    rollouts = self.engine.sample(requests, self.sampling, _turn_seed(seed, turn), replies.take)
+                    rollouts = engine.sample(requests, self.sampling, _turn_seed(seed, turn), replies.take)
                 with self.clock("score"):
                     replies.finish(rollouts)
             turn += 1
@@ -87,7 +103,6 @@ class Sampler:
             with self.clock("score"):
                 self._score([game for game in playing if game.over])
             live = [i for i in live if not games[i].over]
-        return [game.sample() for game in games]
 
     def greedy(self) -> Sampler:
         """The same, always taking the most likely token."""

@@ -42,6 +42,10 @@ class Decoding(Protocol):
         """(n, H, D) attention of one new token per sequence to the cached ones and to itself."""
         ...
 
+    def attend_text(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """(L, H, D) attention of packed tokens, whose keys are stored, to all that precede them in their sequences."""
+        ...
+
 
 def attention(
     module: nn.Module,
@@ -78,6 +82,8 @@ def _decode(
         step: Tensor = decoding.attend(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, window)
         return step.contiguous()[:, None]  # contiguous, like transformers' own functions: JetMoE takes a view
     decoding.keep(layer, key[0], value[0])
+    if packing.cached_S is not None:
+        return decoding.attend_text(layer, query[0].transpose(0, 1), scale, window).contiguous()[None]
     out: Tensor = _over_segments(query, key, value, packing, scale, window)
     return out
 
@@ -171,6 +177,34 @@ def over_slots(
     allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     k, v = (repeat_kv(x.transpose(1, 2), q.shape[1] // x.shape[2]) for x in (keys, values))
     return scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=allowed[:, None, None], scale=scale)[:, :, 0]
+
+
+def text_over_slots(
+    q: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor, used: Tensor, longest_q: int,
+    scale: float | None, window: int | None,
+) -> Tensor:  # fmt: skip
+    """Attention of (L, H, D) packed queries, several per slot, over (S, length, G, D) keys, by the flash kernel.
+
+    The queries of a slot belong to the last of its first ``used`` (n,) keys. ``starts_q`` are the boundaries of the
+    slots' queries, ``starts_k`` (n + 1,) where the slots begin. All three are int32.
+    """
+    out: Tensor = _kernel(
+        q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), starts_q, starts_k, longest_q, keys.shape[1], 0.0,
+        True, False, scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        seqused_k=used,
+    )[0]  # fmt: skip
+    return out
+
+
+def text_over_keys(q: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None) -> Tensor:
+    """Attention of the last (N, H, D) queries of one sequence over all of its (G, T, D) keys, in the keys' dtype."""
+    n, total = len(q), keys.shape[1]
+    positions = torch.arange(total, device=q.device)
+    distance = positions[total - n :, None] - positions
+    allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    k, v = (repeat_kv(x[None], q.shape[1] // len(x)) for x in (keys, values))
+    out = scaled_dot_product_attention(q.transpose(0, 1)[None].to(k.dtype), k, v, attn_mask=allowed, scale=scale)
+    return out[0].transpose(0, 1).to(q.dtype)
 
 
 def repeat(x: Tensor, index: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class Packed:
     longest_q: int
     longest_k: int
     segments: Segments
+    # (S,) on the host: how many keys of each segment's sequence an engine's cache holds already; None: no cache
+    cached_S: Tensor | None = None
 
     @cached_property
     def padded(self) -> Padded:
@@ -152,6 +154,23 @@ def layout_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Pa
         [list(prompt) for prompt in prompts], zero, one, zero, zero, one[:, 0], extents=[(1, 1)] * len(prompts)
     )
     return layout(first_tokens)
+
+
+def layout_continued(texts: Sequence[Sequence[int]], cached: Sequence[int], device: torch.device) -> Packed:
+    """Pack texts that continue sequences, of which an engine's cache holds ``cached`` keys each.
+
+    Unlike prompts, texts may be equal. ``places`` are their last tokens.
+    """
+    length_S, cached_S = torch.tensor([len(text) for text in texts]), torch.tensor(cached)
+    owner_L, offset_L = ragged(length_S)
+    starts = torch.nn.functional.pad(length_S.cumsum(0), (1, 0))
+    indices = [torch.tensor([token for text in texts for token in text]), cached_S[owner_L] + offset_L, starts[1:] - 1]
+    ids_L, position_L, place_S = send(torch.cat(indices), device).split(list(map(len, indices)))
+    starts_q, longest = send(starts.to(torch.int32), device), int(length_S.max())
+    no_prefix = Segments(starts[:-1], length_S, torch.full_like(length_S, -1), torch.zeros_like(length_S))
+    return Packed(
+        ids_L[None], position_L[None], place_S, None, starts_q, starts_q, longest, longest, no_prefix, cached_S=cached_S
+    )
 
 
 def ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,12 +20,17 @@ class Request:
     """Asks for one response to one prompt.
 
     Its random numbers depend on the seed of the call and on ``number`` alone; by default its place in the list.
+
+    In a ``Session`` a request may continue one of the call before. Its ``prompt`` is still the whole dialogue: the
+    earlier prompt, the response to it, and new tokens. An engine that has kept the keys reads only the new ones.
     """
 
     prompt: Sequence[int]
     max_tokens: int
     stop: Sequence[int] = ()  # tokens that end the response
     number: int | None = None
+    keep: bool = False  # whether the next call of the session may continue it
+    continues: int | None = None  # the number of the request that it continues
 
 
 def repeated(prompts: Sequence[Sequence[int]], group: int, max_tokens: int, stop: Sequence[int]) -> list[Request]:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from poise._lib import triton as _triton
-from poise.engines.native.kv_cache import Shape
+from poise.engines.native.kv_cache import SavedRow, Shape
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.engines.native.slot_cache import SlotCache
 from poise.lm_head import Head
-from poise.models.packing import layout_prompts
+from poise.models.packing import Packed, layout_continued, layout_prompts
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
 
@@ -46,6 +46,18 @@ class Decoder:
         """Run different prompts through the model, packed, and store their keys."""
         packed = layout_prompts(prompts, self.mask.device)
         self.cache.assign(packed, numbers, [len(prompt) for prompt in prompts], rows)
+        self._read(packed, numbers)
+
+    def read_on(self, prompts: list[list[int]], saved: list[SavedRow], numbers: list[int], rows: list[int]) -> None:
+        """Do the same for prompts whose first keys are saved: only the rest runs through the model."""
+        cached = [row.length for row in saved]
+        texts = [prompt[length:] for prompt, length in zip(prompts, cached, strict=True)]
+        packed = layout_continued(texts, cached, self.mask.device)
+        self.cache.assign(packed, numbers, [len(prompt) for prompt in prompts], rows)
+        self.cache.copy_in(saved, numbers)
+        self._read(packed, numbers)
+
+    def _read(self, packed: Packed, numbers: list[int]) -> None:
         states = self._trunk(packed.ids, packed.positions, packing=packed)[0, packed.places]
         self.cache.keep_states(numbers, states)
 

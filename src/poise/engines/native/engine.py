@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,9 +14,10 @@ from poise.engines.limits import check_lengths
 from poise.engines.native import graphs
 from poise.engines.native.decoder import Decoder, layer_shapes
 from poise.engines.native.scheduler import Scheduler
+from poise.engines.native.session import KeptRows, NativeSession
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.models.policy import Policy
-from poise.models.trials import close
+from poise.models.trials import close, short_windows
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Done, Request, Rollouts, check_requests
 
@@ -40,35 +43,84 @@ class NativeEngine:
     @torch.no_grad()
     def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
         """Sample a response to each request, in their order."""
+        rollouts = self.run(requests, sampling, seed, done)
+        self.release_if_large()
+        return rollouts
+
+    def session(self, length: int | None = None) -> NativeSession:
+        """Calls between which keys and values are kept; ``length``: tokens of the longest dialogue to expect."""
+        return NativeSession(self, length)
+
+    def run(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None,
+        kept: KeptRows | None = None, least: tuple[int, int] = (0, 0),
+    ) -> Rollouts:  # fmt: skip
+        """``sample`` with the rows that a session keeps, in a cache of at least so many slots and tokens per slot."""
         check_requests(requests)
         check_lengths(self.policy, requests)
-        with _threads(self.policy):
-            rollouts = Scheduler(requests, self._decoder_for(requests), sampling, seed, done).work()
-        if self._decoder is not None and not graphs.may_stay(self._decoder.cache):
-            self.release()
-        return rollouts
+        with torch.no_grad(), _threads(self.policy):
+            return Scheduler(requests, self._decoder_for(requests, least), sampling, seed, done, kept).work()
 
     def release(self) -> None:
         """Free the memory of the cache; the next call allocates it again."""
         self._decoder, self._decoder_key = None, ()
 
-    def _decoder_for(self, requests: Sequence[Request]) -> Decoder:
+    def release_if_large(self) -> None:
+        """Free the memory of the cache if an update needs it."""
+        if self._decoder is not None and not graphs.may_stay(self._decoder.cache):
+            self.release()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache that is in memory."""
+        return 0 if self._decoder is None else self._decoder.cache.nbytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers: float32 at least, where no flash kernel reads them."""
+        element_size = next(self.policy.trunk.parameters()).element_size()
+        return graphs.slot_bytes(self.shapes, 1, element_size if self._graphs else max(4, element_size))
+
+    @cached_property
+    def keeps_keys(self) -> bool:
+        """Whether keys can be kept between turns: tried once, when the first session needs to know."""
+        if continues(self.policy):
+            return True
+        name = type(self.policy.base).__name__
+        warnings.warn(f"{name}: keys cannot be kept between turns; every turn reads its dialogue again", stacklevel=2)
+        return False
+
+    @cached_property
+    def _graphs(self) -> bool:
+        return graphs.usable(self.policy, self.shapes)
+
+    def cache_sizes(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """Rows, and tokens per row, that these requests need."""
+        slots = min(len(requests), self.batch or len(requests))
+        return slots, _rounded_prompt(requests) + max(request.max_tokens for request in requests)
+
+    def _decoder_for(self, requests: Sequence[Request], least: tuple[int, int] = (0, 0)) -> Decoder:
         """A decoder with room for these requests: that of the last call, if it needed the same.
 
-        Its sizes depend on these requests alone, not on earlier ones: the address and stride of a matrix may change the
-        last bits of a product, and a resumed run must continue bit for bit.
+        Its sizes depend on these requests and ``least`` alone, not on earlier calls: the address and stride of a matrix
+        may change the last bits of a product, and a resumed run must continue bit for bit.
         """
         like = next(self.policy.trunk.parameters())
-        slots = min(len(requests), self.batch or len(requests))
-        prompts = min(slots, len({tuple(request.prompt) for request in requests}))
-        longest = -(-max(len(request.prompt) for request in requests) // PROMPT_STEP) * PROMPT_STEP
-        length = max(request.max_tokens for request in requests)
-        key = (slots, prompts, longest, length, like.dtype, like.device)
+        slots, length = self.cache_sizes(requests)
+        prompts, longest = min(slots, len({tuple(request.prompt) for request in requests})), _rounded_prompt(requests)
+        sizes = (slots, prompts, longest, length - longest)
+        if self._graphs:
+            sizes = (max(slots, least[0]), 0, 0, max(length, least[1]))
+        key = (*sizes, like.dtype, like.device)
         if self._decoder is None or key != self._decoder_key:
             self.release()
-            self._decoder = _new_decoder(self.policy, self.shapes, slots, prompts, longest, length, like)
+            self._decoder = _new_decoder(self.policy, self.shapes, *sizes, like)
             self._decoder_key = key
         return self._decoder
+
+
+def _rounded_prompt(requests: Sequence[Request]) -> int:
+    return -(-max(len(request.prompt) for request in requests) // PROMPT_STEP) * PROMPT_STEP
 
 
 def _new_decoder(
@@ -127,3 +179,28 @@ def supports(policy: Policy) -> bool:
     except TRIAL_ERRORS:
         return False
     return close(torch.stack([before, after], 1).float(), torch.stack(expected).float(), like.dtype)
+
+
+@torch.no_grad()
+def continues(policy: Policy) -> bool:
+    """Whether keys can be kept between turns with this model: a trial of two dialogues of two turns.
+
+    The log-probabilities of the second turn must be those of one pass over the whole dialogue.
+    """
+    size, greedy = policy.head().vocabulary, Sampling(temperature=0.0)
+    engine = NativeEngine(policy)
+    engine.keeps_keys = True  # which is being tried
+    with short_windows(policy.base):
+        try:
+            with engine.session() as session:
+                prompts, texts = [[1 % size, 2 % size, 3 % size], [3 % size]], [[2 % size], [4 % size] * 5]
+                first = session.sample([Request(prompt, 4, keep=True) for prompt in prompts], greedy, 0)
+                dialogues = [p + t.tolist() + text for p, t, text in zip(prompts, first.tokens, texts, strict=True)]
+                trial = session.sample([Request(p, 3, continues=i) for i, p in enumerate(dialogues)], greedy, 0)
+                kept = session.continued == 2
+        except torch.OutOfMemoryError:
+            raise
+        except TRIAL_ERRORS:
+            return False
+        expected = policy.score(trial)[0]
+    return kept and close(trial.logp[trial.mask], expected[trial.mask].float(), policy.head().weight.dtype)

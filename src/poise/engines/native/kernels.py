@@ -72,9 +72,9 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float | None,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Store a new key and value (n, K, D) in each slot, and attend with the queries (n, H, D) to all of its keys.
+    """Store a new key and value (n, G, D) in each slot, and attend with the queries (n, H, D) to all of its keys.
 
-    Slots are (S, length, K, D). The first ``used`` (n,) keys of a slot count, the new one included.
+    Slots are (S, length, G, D). The first ``used`` (n,) keys of a slot count, the new one included.
     """
     rows, heads, width = query.shape
     shared = keys.shape[2]

@@ -27,6 +27,11 @@ The life of a row, for four rows and the requests A, B (one group: the same prom
 
 6. ``clear`` forgets everything at the start of the next call, because the weights may have changed.
 
+In a dialogue of several turns a row has a second life. ``copy_out`` saves its keys when its response has ended (all but
+that of the last token, which may not have run yet). When the next turn takes a row, ``copy_in`` puts the keys back as
+the beginning of its prompt, and only the new text runs through the model: ``attend_text`` lets it see the keys that are
+there. From then on it is a row like any other. ``session.py`` decides which rows are saved, and for how long.
+
 The two forms differ in where a home is:
 
 - ``SharedPromptCache`` (CPU, and CUDA dtypes without a flash kernel): a prompt's keys are stored once and shared by its
@@ -37,22 +42,33 @@ The two forms differ in where a home is:
   the first row of its group and copied to the others; its home is any row that still holds it. Shapes and addresses
   never change, so a decoding step can be recorded as a CUDA graph.
 
-Letters in shapes: S rows (slots), P prompts, n rows that are decoded, H query heads, K key heads, D width of a head,
+Letters in shapes: S rows (slots), P prompts, n rows that are decoded, H query heads, G key heads, D width of a head,
 L packed tokens, T tokens of one row, W width of the hidden state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from poise._lib.transfer import send
+from poise.models.attention import text_over_keys
 from poise.models.packing import Packed
 
 FIRST_ROOM = 256  # response tokens per row that there is memory for at first
 Shape = tuple[int, int, int]  # of a layer: key heads, width of a key, width of a value
+
+
+@dataclass(frozen=True, eq=False)
+class SavedRow:
+    """The keys and values of one sequence, outside the cache. Rows that ended together share the tensors of a block."""
+
+    block: list[Tensor]  # the keys of every layer, then the values, of all rows of the block
+    row: int  # in the block
+    length: int  # tokens
 
 
 class KVCache:
@@ -97,10 +113,36 @@ class KVCache:
         """Store the hidden states (P, W) of the prompts' last tokens."""
         self.prompt_states[send([self.home[prompt] for prompt in prompts], states.device)] = states
 
-    def _destinations(self, packed: Packed, homes: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def attend_text(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """Attend with the queries (L, H, D) of the text just kept to all that precedes each in its sequence."""
+        outs = []
+        for home, start, length, end in zip(self.text_homes, *self.text_spans, strict=True):
+            keys, values = self.prompt_kv(layer, home, end)
+            outs.append(text_over_keys(query[start : start + length], keys, values, scale, window))
+        return torch.cat(outs)
+
+    def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
+        """(G, length, D) the first keys and values at a home."""
+        raise NotImplementedError
+
+    def _destinations(self, packed: Packed, homes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(L,) each: the home and the position of every packed token."""
-        owner = torch.repeat_interleave(torch.tensor(homes), torch.tensor(lengths))
-        return send(owner, self.device), packed.positions[0]
+        start, length = packed.segments.start, packed.segments.length
+        if packed.cached_S is not None:
+            self.text_homes = list(homes)
+            self.text_spans = start.tolist(), length.tolist(), (packed.cached_S + length).tolist()
+        return send(torch.repeat_interleave(torch.tensor(homes), length), self.device), packed.positions[0]
+
+
+def by_block(saved: Sequence[SavedRow], homes: Sequence[int]) -> list[tuple[list[Tensor], list[int], list[int], int]]:
+    """For every block: its tensors, the rows to copy, the homes to copy them to, and the longest row's tokens."""
+    members: dict[int, list[tuple[SavedRow, int]]] = {}
+    for row, home in zip(saved, homes, strict=True):
+        members.setdefault(id(row.block), []).append((row, home))
+    return [
+        (pairs[0][0].block, [row.row for row, _ in pairs], [home for _, home in pairs], max(r.length for r, _ in pairs))
+        for pairs in members.values()
+    ]
 
 
 def copy_rows(tensors: Sequence[Tensor], sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -9,10 +9,11 @@ import torch
 
 from poise._lib.transfer import send
 from poise.engines.native.decoder import Decoder
-from poise.engines.native.kv_cache import FIRST_ROOM
+from poise.engines.native.kv_cache import FIRST_ROOM, SavedRow
+from poise.engines.native.session import KeptRows
 from poise.models.packing import first_fit
 from poise.rollout.sampling import Sampling, uniform
-from poise.rollout.types import Done, Request, Rollouts, end_table
+from poise.rollout.types import Done, Request, Rollouts, end_table, numbers
 
 PASS_TOKENS = 8192  # prompt tokens that are read in one pass
 IDLE = Request([0], 0)  # stands for the request of a row that is decoded for nothing
@@ -21,16 +22,20 @@ IDLE = Request([0], 0)  # stands for the request of a row that is decoded for no
 class Scheduler:
     """Gives requests rows, first come, first served, and collects their responses.
 
+    ``kept`` has the rows that requests may continue, and takes those that they ask to keep.
     ``engines/native/kv_cache.py`` tells the life of a row.
     """
 
     def __init__(
-        self, requests: Sequence[Request], decoder: Decoder, sampling: Sampling, seed: int, done: Done | None = None
-    ) -> None:
+        self, requests: Sequence[Request], decoder: Decoder, sampling: Sampling, seed: int, done: Done | None = None,
+        kept: KeptRows | None = None,
+    ) -> None:  # fmt: skip
+        self.kept = kept
         self.requests, self.decoder, self.sampling, self.seed, self.done = requests, decoder, sampling, seed, done
         self.cache, self.device = decoder.cache, decoder.hidden.device
         prompt_numbers: dict[tuple[int, ...], int] = {}
         self.prompt_of = [prompt_numbers.setdefault(tuple(r.prompt), len(prompt_numbers)) for r in requests]
+        self.numbers = numbers(requests)
         self.waiting = deque(range(len(requests)))
         self.rows: list[int] = []  # the request in each row; −1: none
         self.counts = [0] * len(requests)  # tokens so far
@@ -67,13 +72,28 @@ class Scheduler:
             self.rows[row] = request
             if self.prompt_of[request] not in self.cache.home:
                 unread.setdefault(self.prompt_of[request], (row, request))
-        prompts = [(prompt, row, list(self.requests[request].prompt)) for prompt, (row, request) in unread.items()]
-        for part in first_fit([len(text) for _, _, text in prompts], PASS_TOKENS):
-            numbers, rows, texts = zip(*(prompts[i] for i in part), strict=True)
-            self.decoder.read(list(texts), list(numbers), list(rows))
+        self._read(unread)
         taken = [row for row, _ in admitted]
         states = self.cache.occupy(taken, [self.prompt_of[request] for _, request in admitted])
         self.decoder.hidden[send(taken, self.device)] = states
+
+    def _read(self, unread: dict[int, tuple[int, int]]) -> None:
+        """Run prompts through the model: whole ones, and of those that continue a kept row the new tokens."""
+        whole: list[tuple[int, int, list[int]]] = []  # number, row, tokens
+        begun: list[tuple[int, int, list[int], SavedRow]] = []
+        for prompt, (row, i) in unread.items():
+            saved = self.kept.find(self.requests[i]) if self.kept is not None else None
+            tokens = list(self.requests[i].prompt)
+            if saved is None:
+                whole.append((prompt, row, tokens))
+            else:
+                begun.append((prompt, row, tokens, saved))
+        for part in first_fit([len(tokens) for _, _, tokens in whole], PASS_TOKENS):
+            prompts, rows, texts = zip(*(whole[i] for i in part), strict=True)
+            self.decoder.read(list(texts), list(prompts), list(rows))
+        for part in first_fit([len(tokens) - saved.length for _, _, tokens, saved in begun], PASS_TOKENS):
+            prompts, rows, texts, kept = zip(*(begun[i] for i in part), strict=True)
+            self.decoder.read_on(list(texts), list(kept), list(prompts), list(rows))
 
     def _close_up(self) -> None:
         """Move sequences from the last rows into free ones, if fewer rows are decoded then."""
@@ -93,8 +113,9 @@ class Scheduler:
         held = [self.requests[i] if i >= 0 else IDLE for i in self.rows]
         counts = [self.counts[i] if i >= 0 else 0 for i in self.rows]
         left = [request.max_tokens - count for request, count in zip(held, counts, strict=True)]
-        numbers = [i if request.number is None else request.number for i, request in zip(self.rows, held, strict=True)]
-        owner, count, room, number = send(torch.tensor([self.rows, counts, left, numbers]), self.device)  # (n,) each
+        row_numbers = [self.numbers[i] if i >= 0 else -1 for i in self.rows]
+        facts = torch.tensor([self.rows, counts, left, row_numbers])
+        owner, count, room, number = send(facts, self.device)  # (n,) each
         steps = min(self.decoder.steps_per_look, max(left))
         step = torch.arange(steps, device=self.device)[:, None]
         prompt_lengths, limits = [len(request.prompt) for request in held], [request.max_tokens for request in held]
@@ -132,6 +153,7 @@ class Scheduler:
             for row, i in enumerate(self.rows)
             if i >= 0 and (self.stopped[i] or self.counts[i] == self.requests[i].max_tokens)
         ]
+        self._keep(ended)
         self.cache.free(ended)
         if self.done is not None and ended:
             finished = [self.rows[row] for row in ended]
@@ -140,6 +162,15 @@ class Scheduler:
                 self.done(i, row_tokens[: self.counts[i]])
         for row in ended:
             self.rows[row] = -1
+
+    def _keep(self, ended: list[int]) -> None:
+        """Save the keys of responses that ask for it, without that of the last token: it may not have run yet."""
+        rows = [row for row in ended if self.requests[self.rows[row]].keep]
+        if self.kept is None or not rows:
+            return
+        asked = [self.rows[row] for row in rows]
+        lengths = [len(self.requests[i].prompt) + self.counts[i] - 1 for i in asked]
+        self.kept.save(self.cache, rows, [self.numbers[i] for i in asked], lengths)
 
     def _results(self) -> Rollouts:
         used = max(self.counts)

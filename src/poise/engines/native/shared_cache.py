@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from poise._lib.transfer import send
-from poise.engines.native.kv_cache import FIRST_ROOM, KVCache, Shape, copy_rows
+from poise.engines.native.kv_cache import FIRST_ROOM, KVCache, SavedRow, Shape, by_block, copy_rows
 from poise.models.packing import Packed
 
 ROUND = 16  # attend to response tokens in multiples of this: torch is slower for fewer, and fewer shapes are better
 
 
 class SharedPromptCache(KVCache):
-    """Prompts apart from responses: (P, K, T, D) and (S, K, T, D) for every layer.
+    """Prompts apart from responses: (P, G, T, D) and (S, G, T, D) for every layer.
 
-    A prompt's keys are stored transposed, (P, K, D, T), which is the fastest layout for the product with the queries.
+    A prompt's keys are stored transposed, (P, G, D, T), which is the fastest layout for the product with the queries.
     Rows start with room for ``FIRST_ROOM`` response tokens, and the room doubles when it is full: few responses reach
     their limit. ``kv_cache`` tells the life of a row and has the letters of the shapes.
     """
@@ -36,7 +36,7 @@ class SharedPromptCache(KVCache):
         self._allocate_room()
 
     def _allocate(self, rows: int, tokens: int, head: int) -> list[Tensor]:
-        """A tensor (rows, K, tokens, D) per layer; ``head`` 1: for keys, 2: for values.
+        """A tensor (rows, G, tokens, D) per layer; ``head`` 1: for keys, 2: for values.
 
         Zeros, not uninitialized memory: 0 · NaN is NaN, even where a mask has set a weight to 0.
         """
@@ -75,10 +75,10 @@ class SharedPromptCache(KVCache):
         homes = range(len(self.lengths), len(self.lengths) + len(prompts))
         self.lengths += lengths
         self.home.update(zip(prompts, homes, strict=True))
-        self.token_places = self._destinations(packed, homes, lengths)
+        self.token_places = self._destinations(packed, homes)
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store the keys and values (K, L, D) of packed prompt tokens."""
+        """Store the keys and values (G, L, D) of packed prompt tokens."""
         home, position = self.token_places
         for store, new in ((self.prompt_keys[layer].transpose(2, 3), key), (self.prompt_values[layer], value)):
             store[home, :, position] = new.transpose(0, 1).to(store.dtype)
@@ -115,6 +115,36 @@ class SharedPromptCache(KVCache):
             self.prompt_of[target] = self.prompt_of.pop(source)
         used = max(self.host_counts)
         copy_rows([x[:, :, :used] for x in (*self.response_keys, *self.response_values)], sources, targets)
+
+    # Keys between turns
+
+    def copy_out(self, rows: Sequence[int], lengths: Sequence[int]) -> list[SavedRow]:
+        """Save the first ``lengths`` keys and values of some rows: the prompt's, then the response's."""
+        longest, block = max(lengths), []
+        stores = (([x.transpose(2, 3) for x in self.prompt_keys], self.response_keys),
+                  (self.prompt_values, self.response_values))  # fmt: skip
+        for prompt_stores, response_stores in stores:
+            for of_prompts, of_responses in zip(prompt_stores, response_stores, strict=True):
+                copy = of_prompts.new_zeros((len(rows), of_prompts.shape[1], longest, of_prompts.shape[3]))
+                for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                    home = self.home[self.prompt_of[row]]
+                    prompt = self.lengths[home]
+                    copy[number, :, :prompt] = of_prompts[home, :, :prompt]
+                    copy[number, :, prompt:length] = of_responses[row, :, : length - prompt]
+                block.append(copy)
+        return [SavedRow(block, row, length) for row, length in enumerate(lengths)]
+
+    def copy_in(self, saved: Sequence[SavedRow], prompts: Sequence[int]) -> None:
+        """Put saved keys and values at the beginning of these prompts, which have a home."""
+        stores = (*(x.transpose(2, 3) for x in self.prompt_keys), *self.prompt_values)
+        for block, sources, homes, longest in by_block(saved, [self.home[prompt] for prompt in prompts]):
+            source, target = send(sources, self.device), send(homes, self.device)
+            for store, copy in zip(stores, block, strict=True):
+                store[target, :, :longest] = copy[source, :, :longest]
+
+    def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
+        """(G, length, D) the first keys and values of a prompt."""
+        return self.prompt_keys[layer][home, ..., :length].transpose(1, 2), self.prompt_values[layer][home, :, :length]
 
     # Attention
 
@@ -158,7 +188,7 @@ class SharedPromptCache(KVCache):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """Store the new keys and values (n, K, D), and attend with the queries (n, H, D) to all keys of their rows.
+        """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their rows.
 
         The attention to the prompt is one product for all queries of a group, the attention to the response one per
         row. The sums of their exponentials say how to weigh the two results.
@@ -193,7 +223,7 @@ class SharedPromptCache(KVCache):
         return torch.lerp(over_prompt, over_response.view_as(over_prompt), share).to(query.dtype)
 
     def _by_group(self, x: Tensor, key_heads: int) -> Tensor:
-        """(n, H, D) to (groups · K, rows of a group · H / K, D)."""
+        """(n, H, D) to (groups · G, rows of a group · H / G, D)."""
         rows = x if self.members is None else x.index_select(0, self.members)
         parts = rows.reshape(self.groups, self.largest_group, key_heads, -1, x.shape[-1]).transpose(1, 2)
         return parts.reshape(self.groups * key_heads, -1, x.shape[-1])

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from poise._lib import triton as _triton
 from poise._lib.transfer import send
-from poise.engines.native.kv_cache import KVCache, Shape, copy_rows
-from poise.models.attention import over_slots
+from poise.engines.native.kv_cache import KVCache, SavedRow, Shape, by_block, copy_rows
+from poise.models.attention import flash_takes, over_slots, text_over_slots
 from poise.models.packing import Packed
 
 
 class SlotCache(KVCache):
-    """Keys and values of prompt and response in one slot: (S, length, K, D) for every layer.
+    """Keys and values of prompt and response in one slot: (S, length, G, D) for every layer.
 
     ``kv_cache`` tells the life of a row and has the letters of the shapes.
     """
@@ -47,11 +47,16 @@ class SlotCache(KVCache):
         """Give prompts that are about to be read a home: for each, the first row that will use it."""
         self.home.update(zip(prompts, rows, strict=True))
         self.longest_prompt = max(self.longest_prompt, *lengths)
-        row, position = self._destinations(packed, rows, lengths)
+        row, position = self._destinations(packed, rows)
         self.token_index = row * self.length + position
+        if packed.cached_S is not None:
+            self.text = packed
+            used = packed.cached_S + packed.segments.length
+            starts = torch.tensor([*rows, rows[-1] + 1]) * self.length
+            self.text_starts, self.text_used = (send(x.to(torch.int32), self.device) for x in (starts, used))
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store the keys and values (K, L, D) of packed prompt tokens."""
+        """Store the keys and values (G, L, D) of packed prompt tokens."""
         for store, new in ((self.keys, key), (self.values, value)):
             store[layer].flatten(0, 1).index_copy_(0, self.token_index, new.transpose(0, 1))
 
@@ -79,6 +84,33 @@ class SlotCache(KVCache):
         self.home = {prompt: row for row, prompt in self.prompt_of.items()}
         copy_rows([self.prompt_states, *self.keys, *self.values], sources, targets)
 
+    # Keys between turns
+
+    def copy_out(self, rows: Sequence[int], lengths: Sequence[int]) -> list[SavedRow]:
+        """Save the first ``lengths`` keys and values of some rows."""
+        index, longest = send(list(rows), self.device), max(lengths)
+        block = [x[index, :longest] for x in (*self.keys, *self.values)]
+        return [SavedRow(block, row, length) for row, length in enumerate(lengths)]
+
+    def copy_in(self, saved: Sequence[SavedRow], prompts: Sequence[int]) -> None:
+        """Put saved keys and values at the beginning of these prompts, which have a home."""
+        for block, sources, homes, longest in by_block(saved, [self.home[prompt] for prompt in prompts]):
+            source, target = send(sources, self.device), send(homes, self.device)
+            for store, copy in zip((*self.keys, *self.values), block, strict=True):
+                store[target, :longest] = copy[source, :longest]
+
+    def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
+        """(G, length, D) the first keys and values of a slot."""
+        return self.keys[layer][home, :length].transpose(0, 1), self.values[layer][home, :length].transpose(0, 1)
+
+    def attend_text(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """Attend with the queries (L, H, D) of the text just kept to all that precedes each in its slot."""
+        keys, values = self.keys[layer], self.values[layer]
+        if not flash_takes(query, keys.shape[-1], values.shape[-1]):
+            return super().attend_text(layer, query, scale, window)
+        starts = self.text.starts_q, self.text_starts
+        return text_over_slots(query, keys, values, *starts, self.text_used, self.text.longest_q, scale, window)
+
     # Attention
 
     def begin_step(self) -> None:
@@ -89,7 +121,7 @@ class SlotCache(KVCache):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """Store the new keys and values (n, K, D), and attend with the queries (n, H, D) to all keys of their slots."""
+        """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their slots."""
         n, keys, values = len(query), self.keys[layer][: self.n], self.values[layer][: self.n]
         if _triton.suits(query):
             from poise.engines.native import kernels

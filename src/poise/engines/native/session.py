@@ -1,0 +1,126 @@
+"""The native engine's session: it keeps the keys and values of dialogues between their turns.
+
+Life of the kept keys: when a response with ``keep`` has ended, its row is copied out of the cache; the next call copies
+it into the prompt of the request that continues it, reads only the new tokens, and drops all rows of the call before.
+So a session holds the rows of one call, or of two while a call runs, and none after its end. Rows that do not fit into
+the memory are not kept; their dialogues are read again, and counted (``reread``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from poise.engines.limits import positions
+from poise.engines.native import graphs
+from poise.engines.native.kv_cache import SavedRow
+from poise.engines.native.shared_cache import SharedPromptCache
+from poise.engines.native.slot_cache import SlotCache
+from poise.models.policy import Policy
+from poise.rollout.sampling import Sampling
+from poise.rollout.session import Session
+from poise.rollout.types import Done, Request, Rollouts
+
+if TYPE_CHECKING:
+    from poise.engines.native.engine import NativeEngine
+
+KEPT_BYTES = 4 << 30  # on a CPU; fixed, because which rows are kept must not depend on what else the machine does
+KEPT_SHARE = 0.5  # on CUDA, of the memory that is free when rows are copied out
+RESERVED_SHARE = 0.4  # on CUDA, of the free memory, which slots for the longest expected dialogue may take
+
+
+class NativeSession(Session):
+    """Calls to the native engine, between which keys and values are kept.
+
+    Keys of other weights are never continued: a session whose model's weights have changed reads the dialogues again.
+    """
+
+    engine: NativeEngine
+
+    def __init__(self, engine: NativeEngine, length: int | None = None) -> None:
+        super().__init__(engine)
+        self._rows: dict[int, SavedRow] = {}  # of the call before, by number
+        self._weights: list[tuple[int, int]] = []  # with which these rows were made
+        self._length, self._slots = length or 0, 0  # of the cache on CUDA: both only grow, so that graphs stay
+
+    def _sample(
+        self, requests: Sequence[Request], dialogues: dict[int, list[int]], sampling: Sampling, seed: int,
+        done: Done | None,
+    ) -> Rollouts:  # fmt: skip
+        if not any(request.keep or request.continues is not None for request in requests):
+            self._rows = {}
+            return self.engine.sample(requests, sampling, seed, done)
+        if not self.engine.keeps_keys:
+            return super()._sample(requests, dialogues, sampling, seed, done)
+        weights = weight_versions(self.engine.policy)
+        kept = KeptRows(self._rows if weights == self._weights else {}, self.engine.token_bytes)
+        self._rows = {}
+        rollouts = self.engine.run(requests, sampling, seed, done, kept, self._reserve(requests))
+        self._rows, self._weights = kept.after, weights
+        self.continued += kept.continued
+        self.reread += kept.reread
+        return rollouts
+
+    def _reserve(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """The least (slots, slot length) of the cache on CUDA: what the session had, doubled if that is too short.
+
+        Other sizes would mean other CUDA graphs, and recording them takes longer than a turn.
+        """
+        if self.engine.policy.device.type != "cuda":
+            return 0, 0
+        slots, length = self.engine.cache_sizes(requests)
+        self._slots = max(self._slots, slots)
+        wanted = max(length, self._length if length <= self._length else 2 * self._length)
+        wanted = max(length, min(wanted, positions(self.engine.policy) or wanted))
+        free = graphs.free_bytes(self.engine.policy.device) + self.engine.cache_bytes
+        if self._slots * wanted * self.engine.token_bytes > RESERVED_SHARE * free:
+            return self._slots, length
+        self._length = wanted
+        return self._slots, wanted
+
+    def close(self) -> None:
+        """End the session, and free the keys."""
+        super().close()
+        self._rows = {}
+        self.engine.release_if_large()
+
+
+class KeptRows:
+    """The rows that one call may continue, and those that it keeps for the next, by the numbers of their requests."""
+
+    def __init__(self, before: dict[int, SavedRow], token_bytes: int) -> None:
+        self.before, self.after, self.token_bytes = before, dict[int, SavedRow](), token_bytes
+        self.continued = self.reread = 0
+
+    def find(self, request: Request) -> SavedRow | None:
+        """The row that a request continues; None if its whole prompt has to be read."""
+        if request.continues is None:
+            return None
+        row = self.before.get(request.continues)
+        self.continued += row is not None
+        self.reread += row is None
+        return row
+
+    def save(
+        self, cache: SharedPromptCache | SlotCache, rows: Sequence[int], numbers: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Copy rows out of the cache, as many as there is memory for."""
+        if not rows:
+            return
+        fit = int(self._room(cache.device) // (max(lengths) * self.token_bytes))
+        if fit > 0:
+            saved = cache.copy_out(rows[:fit], lengths[:fit])
+            self.after.update(zip(numbers[:fit], saved, strict=True))
+
+    def _room(self, device: torch.device) -> float:
+        if device.type == "cuda":
+            return KEPT_SHARE * graphs.free_bytes(device)
+        blocks = {id(row.block): row.block for row in (*self.before.values(), *self.after.values())}
+        return KEPT_BYTES - sum(x.nbytes for block in blocks.values() for x in block)
+
+
+def weight_versions(policy: Policy) -> list[tuple[int, int]]:
+    """Address and version of every parameter: another list after any update in place."""
+    return [(parameter.data_ptr(), parameter._version) for parameter in policy.model.parameters()]
