@@ -93,3 +93,10 @@ def test_noise_makes_demonstrations_that_are_sometimes_wrong():
 def test_the_answer_is_the_same_text_for_the_same_expression():
     one, other = (Countdown().score(GIVEN, f"<answer>{t}</answer>").answer for t in ("2+3 * 4", " 2 + 3*4 "))
     assert one == other == "2+3*4"
+
+
+def test_the_episode_passes_feedback_on():
+    episode = tasks.begin(Countdown(), GIVEN)
+    episode.step("<answer>2 + 3</answer>")
+    assert episode.feedback() == Countdown().feedback(GIVEN, "<answer>2 + 3</answer>") == "The answer does not use 4."
+    assert tasks.begin(tasks.get("kk"), GIVEN).feedback() == ""

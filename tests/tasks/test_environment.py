@@ -184,6 +184,10 @@ def test_reward_functions_get_the_environments_and_are_added():
         (lambda: 1 / 0, "making one failed: ZeroDivisionError"),
         (3, "must be a class or function, got 3"),
         ("nothing.here.Env", "there is no module"),
+        ("os.getcwd", "is not an environment: give a class"),
+        ("subprocess.Popen", "is not an environment"),
+        ("shutil.rmtree", "is not an environment"),
+        ("poise.tasks.get", "is not an environment"),
     ],
 )
 def test_what_is_no_environment_is_refused(kind, message):

@@ -197,6 +197,11 @@ class SingleTurn:
         """The task's."""
         return self.task.score(self.problem, self.reply)
 
+    def feedback(self) -> str:
+        """What a task with ``feedback(problem, text)`` says of the reply, in words."""
+        said = getattr(self.task, "feedback", None)
+        return str(said(self.problem, self.reply)) if said else ""
+
 
 def begin(task: Task, problem: Problem) -> Episode:
     """An episode of the task."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -60,7 +61,7 @@ class Environment:
         check_range("environment", "correct_at", self.correct_at)
         factory = self.factory
         if isinstance(factory, str):
-            factory = _user_code.load("environment", factory, object)
+            factory = _load(factory)
         elif not callable(factory):
             raise TypeError(f"environment: factory must be a class or function, got {short(factory)}")
         named = [self.reward] if isinstance(self.reward, str) else list(self.reward)
@@ -185,6 +186,19 @@ def _problems_of(file: str) -> list[Problem]:
 
 def _meaning(problem: Problem) -> str:
     return sha256(json.dumps(problem.data["row"], sort_keys=True).encode()).hexdigest()
+
+
+def _load(path: str) -> Callable[[], Any]:
+    """The factory of that path: a class with ``reset``, or a function of the user's own. It will be called."""
+    found: Callable[[], Any] = _user_code.load("environment", path, object)
+    if inspect.isclass(found):
+        fits = callable(getattr(found, "reset", None))
+    else:
+        package = str(getattr(found, "__module__", "")).partition(".")[0]
+        fits = inspect.isfunction(found) and package != "poise" and package not in sys.stdlib_module_names
+    if not fits:
+        raise TypeError(f"{path!r} is not an environment: give a class with a method reset, or a function of your own")
+    return found
 
 
 def _draw_number(rng: Random) -> tuple[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
@@ -12,7 +11,7 @@ from typing import ClassVar
 from poise._lib.errors import check_choice, check_range
 from poise._lib.files import expand
 from poise.tasks.base import Problem, Score, Split, TaskError, check_split
-from poise.tasks.knights_knaves.generator import check_settings, draw, tell
+from poise.tasks.knights_knaves.generator import MAX_PEOPLE, MIN_PEOPLE, check_settings, draw, tell
 from poise.tasks.knights_knaves.meaning import split_of
 from poise.tasks.knights_knaves.puzzle import Puzzle
 from poise.tasks.knights_knaves.reader import read
@@ -20,6 +19,7 @@ from poise.tasks.knights_knaves.statements import solve
 from poise.tasks.knights_knaves.verifier import TAGS, score
 from poise.tasks.knights_knaves.wording import NAMES
 from poise.tasks.knights_knaves.worked import STYLES, worked
+from poise.tasks.streams import sizes
 
 INSTRUCTION = (
     "Think first, then say who is what, in this form: "
@@ -148,14 +148,4 @@ def _read(file: str) -> list[Puzzle]:
 
 
 def _counts(people: int | str | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(people, int):
-        return (people,)
-    if not isinstance(people, str):
-        counts = tuple(people)
-    elif match := re.fullmatch(r"\s*(\d{1,3})\s*(?:-\s*(\d{1,3})\s*)?", people):
-        counts = tuple(range(int(match[1]), int(match[2] or match[1]) + 1))
-    else:
-        raise ValueError(f"KnightsKnaves: people must be like 5, (3, 4) or '3-7', got {people!r}")
-    if not counts:
-        raise ValueError(f"KnightsKnaves: people = {people!r} is empty; in a range the smaller number comes first")
-    return counts
+    return sizes("KnightsKnaves", "people", people, MIN_PEOPLE, MAX_PEOPLE)
