@@ -217,7 +217,7 @@ def test_algorithms_by_name():
     for text, message in [
         ("grpoo", "did you mean 'grpo'"),
         ("grpo(size=3)", "unknown setting of grpo 'size'"),
-        ("grpo(3)", "are given by name"),
+        ("grpo(3)", "settings by name"),
         ("os.getcwd", "is not an algorithm"),
     ]:
         with pytest.raises((TypeError, ValueError), match=message):

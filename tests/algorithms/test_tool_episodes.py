@@ -8,7 +8,7 @@ import pytest
 
 from poise.algorithms.sampler import Sampler
 from poise.models.policy import load_policy
-from poise.models.tool_prompts import announce, known_roles, knows_tools, template_arguments
+from poise.models.tool_prompts import announce, known_roles, knows_tools, schemas_of, template_arguments
 from poise.tasks.environment import Environment
 from poise.tasks.frozenlake import FrozenLake
 from support.scripted import Scripted
@@ -93,7 +93,7 @@ def whole(policy, task, sample):
     """The dialogue as the chat template shows it, up to the model's last token."""
     tokenizer, episode = policy.tokenizer, task.episode(sample.problem)
     opening = episode.start()
-    tools = episode.tools() if hasattr(episode, "tools") else ()
+    tools = schemas_of(episode.tools()) if hasattr(episode, "tools") else ()
     messages = announce(tokenizer, known_roles(tokenizer, [*opening, *sample.messages]), tools)
     text = tokenizer.apply_chat_template(messages, tokenize=False, **template_arguments(tokenizer, tools))
     return text.rstrip("\n")

@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 
+from poise.models.tool_prompts import schemas_of
 from poise.tasks import Attempt, TaskError, judge_all
 from poise.tasks.environment import Environment, environment
 from poise.tasks.watched import HungError, Worker
@@ -74,10 +75,9 @@ def test_an_episode_calls_tools_until_a_reply_has_no_call():
         [],
     ]
     assert (score.reward, score.correct, dict(score.parts)) == (1.0, True, {"Counter": 1.0})
-    assert [tool["function"]["name"] for tool in task.episode(next(task.problems("train", 0))).tools()] == [
-        "add",
-        "look",
-    ]
+    tools = task.episode(next(task.problems("train", 0))).tools()
+    assert [schema["function"]["name"] for schema in schemas_of(tools)] == ["add", "look"]
+    assert schemas_of(tools)[0]["function"]["parameters"]["required"] == ["number"]
 
 
 def test_mistakes_of_the_model_are_answered_with_errors():
@@ -175,12 +175,24 @@ def test_reward_functions_get_the_environments_and_are_added():
     assert dict(score.parts) == {"Counter": 1.0, "totals": 0.7}
 
 
+def unhinted(self, far):
+    """Jump."""
+    return f"{self} {far}"
+
+
+def untold(self, far: int) -> str:
+    """Jump so far."""
+    return f"{self} {far}"
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (type("NoReset", (), {"get_reward": lambda _: 1.0}), "NoReset has no method reset"),
         (type("NoReward", (), {"reset": lambda _: "Hi."}), "no get_reward, and no reward is given"),
-        (type("NoHints", (Counter,), {"jump": lambda _, far: far}), "NoHints.jump is public, so it is a tool"),
+        (type("NoWords", (Counter,), {"jump": lambda _, far: far}), "NoWords.jump is public, so it is a tool"),
+        (type("NoHints", (Counter,), {"jump": unhinted}), "lacks a type hint for far"),
+        (type("NoArgs", (Counter,), {"jump": untold}), "lacks a line on far under Args"),
         (lambda: 1 / 0, "making one failed: ZeroDivisionError"),
         (3, "must be a class or function, got 3"),
         ("nothing.here.Env", "there is no module"),

@@ -80,7 +80,7 @@ def test_a_reply_without_a_call_has_none(reply):
     ],
 )
 def test_malformed_calls_are_answered_with_what_is_wrong(reply, said):
-    (message,) = answer_all(reply, [SCHEMA], {})
+    (message,) = answer_all(reply, {}, [SCHEMA])
     assert message["role"] == "tool"
     assert message["content"].startswith("error: ")
     assert said in message["content"]
@@ -113,7 +113,7 @@ def test_a_tool_that_raises_is_answered_with_its_error():
     def search(query):
         raise ValueError(f"no {query}")
 
-    (message,) = answer_all(hermes({"name": "search", "arguments": {"query": "x"}}), [SCHEMA], {"search": search})
+    (message,) = answer_all(hermes({"name": "search", "arguments": {"query": "x"}}), {"search": search}, [SCHEMA])
     assert message == {"role": "tool", "name": "search", "content": "{'error': 'no x'}"}
 
 

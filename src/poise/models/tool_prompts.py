@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any
 
-from poise.tasks import Message
+from poise.tasks import Message, TaskError
 
 Tools = Sequence[dict[str, Any]]  # JSON schemas
 
@@ -17,6 +18,23 @@ INSTRUCTION = (
 )
 _PROBE = "ResultOfProbe."
 _KNOWN: dict[str, bool] = {}  # by template
+
+
+def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """JSON schemas of tools: each is one already, or a function or method with type hints and a docstring."""
+    return [tool if isinstance(tool, dict) else _schema(tool) for tool in tools]
+
+
+@cache
+def _schema(function: Any) -> dict[str, Any]:
+    """By transformers, as in TRL."""
+    from transformers.utils import get_json_schema
+
+    try:
+        found: dict[str, Any] = get_json_schema(function)
+    except Exception as error:  # of hints and docstrings that it cannot read
+        raise TaskError(f"no tool can be made of {getattr(function, '__qualname__', function)}: {error}") from error
+    return found
 
 
 def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from poise.rewards import Rewards
 from poise.tasks.base import Attempt, Message, Problem, Score, Split, TaskError, check_split
 from poise.tasks.data.rows import DataError, read
 from poise.tasks.streams import check_whole, draw_of_split
-from poise.tasks.tools import Schema, answer_all
+from poise.tasks.tools import answer_all
 from poise.tasks.watched import HungError, Worker, settled
 
 EMPTY: list[Message] = [{"role": "user", "content": ""}]  # TRL's prompt where there is no data
@@ -222,7 +223,8 @@ class _Pool:
             for name, _ in inspect.getmembers(self.kind, predicate=inspect.isfunction)
             if name not in _NOT_TOOLS and not name.startswith("_")
         ]
-        self.schemas = [_schema(first, name) for name in self.tools]
+        for name in self.tools:
+            _check_tool(self.kind, name)
         self.wants_seed = "seed" in inspect.signature(self.kind.reset).parameters
 
     def take(self) -> Any:
@@ -243,17 +245,23 @@ class _Pool:
             raise ValueError(f"environment: making one failed: {type(error).__name__}: {error}") from error
 
 
-def _schema(environment: Any, name: str) -> Schema:
-    from transformers.utils import get_json_schema
-
-    try:
-        found: Schema = get_json_schema(getattr(environment, name))
-    except Exception as error:
-        raise ValueError(
-            f"environment: {type(environment).__name__}.{name} is public, so it is a tool, and a tool needs type hints "
-            f"and a docstring with an Args section: {error}; or begin its name with _"
-        ) from error
-    return found
+def _check_tool(kind: type, name: str) -> None:
+    """Refuse a public method that no schema can be made of: its callers learn of it by hints and docstring alone."""
+    method = getattr(kind, name)
+    named = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
+    told = inspect.getdoc(method) or ""
+    if not told:
+        what = "a docstring that says what it does"
+    elif bare := [each.name for each in named if each.annotation is inspect.Parameter.empty]:
+        what = f"a type hint for {bare[0]}"
+    elif untold := [each.name for each in named if not re.search(rf"^\s*{each.name}\b.*:", told, re.MULTILINE)]:
+        what = f"a line on {untold[0]} under Args: in its docstring"
+    else:
+        return
+    raise ValueError(
+        f"environment: {kind.__name__}.{name} is public, so it is a tool, and lacks {what}; add it, or begin the name "
+        "with _"
+    )
 
 
 class EnvironmentEpisode:
@@ -266,9 +274,9 @@ class EnvironmentEpisode:
         self.failed: str | None = None
         self.last_words = ""
 
-    def tools(self) -> list[Schema]:
-        """The schemas of the environment's methods."""
-        return self.pool.schemas
+    def tools(self) -> list[Callable[..., Any]]:
+        """The environment's public methods."""
+        return [getattr(self.pool.kind, name) for name in self.pool.tools]
 
     def start(self) -> list[Message]:
         """The row's prompt, with what ``reset`` returns appended to its last message."""
@@ -294,7 +302,7 @@ class EnvironmentEpisode:
             return []
         functions = {name: _settling(getattr(self.environment, name)) for name in self.pool.tools}
         try:
-            said: list[Message] = self.pool.run(answer_all, reply, self.pool.schemas, functions, strict=False)
+            said: list[Message] = self.pool.run(answer_all, reply, functions)
         except HungError as error:
             self.failed = f"a tool of {self.pool.kind.__name__} {error}"
             return []

@@ -44,14 +44,16 @@ def draw_of_split(
 
 def sizes(owner: str, name: str, value: int | str | Sequence[int], low: int, high: int) -> tuple[int, ...]:
     """The whole numbers that a setting such as ``5``, ``(3, 4)`` or ``"3-7"`` means, each from ``low`` to ``high``."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d{1,3})\s*(?:-\s*(\d{1,3})\s*)?", value)
-        if match is None:
-            raise ValueError(f"{owner}: {name} must be like 5, (3, 4) or '3-7', got {value!r}")
-        value = range(int(match[1]), int(match[2] or match[1]) + 1)
-    found = (value,) if isinstance(value, int) else tuple(value)
+    numbers: int | Sequence[int]
+    if not isinstance(value, str):
+        numbers = value
+    elif match := re.fullmatch(r"\s*(\d{1,3})\s*(?:-\s*(\d{1,3})\s*)?", value):
+        numbers = range(int(match[1]), int(match[2] or match[1]) + 1)
+    else:
+        raise ValueError(f"{owner}: {name} must be like 5, (3, 4) or '3-7', got {value!r}")
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if not found:
-        raise ValueError(f"{owner}: {name} = {value!r} names no number; in a range the smaller number comes first")
+        raise ValueError(f"{owner}: {name} = {value!r} is empty; in a range the smaller number comes first")
     for one in found:
         check_whole(owner, name, one, low, high)
     return found

@@ -144,15 +144,17 @@ def answer(call: Call, content: str) -> Message:
 
 
 def answer_all(
-    reply: str, schemas: Sequence[Schema], tools: Mapping[str, Callable[..., Any]], *, strict: bool = True
+    reply: str, tools: Mapping[str, Callable[..., Any]], schemas: Sequence[Schema] | None = None
 ) -> list[Message]:
     """A message per call of the reply, with the tool's result or what is wrong with the call.
 
-    A tool that raises is answered with its error. ``strict``: arguments must fit the schemas before a tool is called.
+    With ``schemas``, arguments must fit them before a tool is called. A tool that raises is answered with its error.
     """
     messages = []
     for call in calls_in(reply):
-        wrong = problem_with(call, schemas) if strict or call.error or call.name not in tools else None
+        wrong = call.error or (None if call.name in tools else unknown("tool", call.name, tools))
+        if wrong is None and schemas is not None:
+            wrong = problem_with(call, schemas)
         if wrong is not None:
             content = f"error: {wrong}"
         else:

@@ -106,7 +106,7 @@ class SearchEpisode:
     def step(self, reply: str) -> list[Message]:
         """Answer the calls of a reply; one without a call ends the dialogue."""
         self.replies.append(reply)
-        said = answer_all(reply, SCHEMAS, {"search": self._search, "calculator": _calculate})
+        said = answer_all(reply, {"search": self._search, "calculator": _calculate}, SCHEMAS)
         self.answers += [message["content"] for message in said]
         return said if len(self.replies) < self.task.turns else []
 
