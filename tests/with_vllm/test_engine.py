@@ -186,7 +186,7 @@ def test_another_model_in_vllm_is_noticed(monkeypatch):
     policy = small()
     other = small(seed=1)
     monkeypatch.setattr("poise.engines.vllm.weights", lambda _: weights(other))
-    with pytest.raises(ModelError, match="not the same model there"):
+    with pytest.raises(ModelError, match="does not run the same model"):
         sample(start(policy), [[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
 
 
@@ -197,5 +197,5 @@ def test_a_vllm_that_raised_is_not_asked_again(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         sample(engine, prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)
     monkeypatch.undo()
-    with pytest.raises(ModelError, match="not asked again"):
+    with pytest.raises(ModelError, match="cannot be used again"):
         sample(engine, prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)

@@ -31,7 +31,7 @@ def choose(
     if choice == "vllm":
         engine = VllmEngine(policy, batch, memory)
         note(
-            "vLLM samples, in this process: it starts with the first prompts and takes up to "
+            "vLLM samples, in this process: it starts with the first prompts, and takes up to "
             f"{memory:.0%} of the device's memory (rollout.vllm_memory)"
         )
         return engine
