@@ -107,6 +107,8 @@ def test_a_slippery_lake_slips_a_third_to_each_side_and_can_be_played_again():
     [
         ({"side": 1}, "side must be between 2 and 9, got 1"),
         ({"side": "a"}, "side must be like 5"),
+        ({"side": 4.5}, "side must be a whole number, got 4.5"),
+        ({"side": None}, "side must be a number, got None"),
         ({"turns": 0}, "turns must be between 1 and 64"),
         ({"turns": 1}, "takes two moves at least"),
         ({"rules": "hidden"}, "allowed: told, withheld"),

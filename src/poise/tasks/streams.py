@@ -51,7 +51,7 @@ def sizes(owner: str, name: str, value: int | str | Sequence[int], low: int, hig
         numbers = range(int(match[1]), int(match[2] or match[1]) + 1)
     else:
         raise ValueError(f"{owner}: {name} must be like 5, (3, 4) or '3-7', got {value!r}")
-    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    found = tuple(numbers) if isinstance(numbers, Sequence) else (numbers,)
     if not found:
         raise ValueError(f"{owner}: {name} = {value!r} is empty; in a range the smaller number comes first")
     for one in found:
