@@ -28,7 +28,7 @@ SIZES = {  # put at the end of a command, where it wins
     "eval": ["task.people=2", "samples=2", "problems=2", "max_tokens=48"],
     "diagnose": ["--batches", "1", "prompts=1", "group=4", *TINY],
     "other task": [
-        "steps=1",
+        "steps=2",
         "prompts=2",
         "group=2",
         "model=embedded",

@@ -59,6 +59,7 @@ def test_what_nonsense_gets_is_no_reward(name):
     task = reasoning_gym(name)(partial=True)
     for problem in drawn(task, count=4):
         assert task.score(problem, answered("xyzzy")).reward == 0
+        assert task.score(problem, answered(" ")).reward == 0
         assert task.score(problem, answered(gold(task, problem))).reward == 1
 
 

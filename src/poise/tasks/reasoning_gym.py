@@ -5,7 +5,7 @@ reasoning-gym scores answers itself, and what a model writes is not safe with so
 - Nine evaluate the answer as Python, plainly or through sympy. Seven of them (``EVALUATED``, ``SYMBOLIC``) are only
   handed what is a Python literal, or a short formula without large powers; any other answer scores 0. The answers of
   ``countdown`` and ``puzzle24`` are read by our own parser; puzzle24's scorer also took other numbers than those given.
-- Some give nonsense a little (0.01 to 0.05), one gives it full marks. Each problem's scorer is therefore asked about a
+- Some give nonsense a little (0.01 to 0.25), one gives it full marks. Each problem's scorer is therefore asked about a
   nonsense word as well. Where that gets full marks, only the gold answer is right.
 - One raises on nonsense. An answer on which a scorer raises scores 0; one on which it hangs gets no verdict.
 
@@ -145,7 +145,7 @@ class ReasoningGym:
     def score(self, problem: Problem, text: str) -> Score:
         """The scorer's word, with the guards that it needs."""
         answer = last_answer(text)
-        if answer is None or len(answer) > LONGEST:
+        if not answer or len(answer) > LONGEST:  # some scorers like an empty answer
             return Score(0.0, False)
         entry = self._entry(problem.data["number"])
         if entry["question"] != problem.data["question"]:
