@@ -44,8 +44,9 @@ BY_SIZE = ("14M", "135M", "360M", "1.1B", "1.7B")
 
 def random_policy(shape: str, device: str, dtype: torch.dtype | None = None) -> Policy:
     tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
+    compiled = device == "cuda" and dtype is None
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    return Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=device == "cuda")
+    return Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=compiled)
 
 
 def random_requests(shape: str, prompts: int, group: int, lengths: list[int]) -> list[Request]:

@@ -11,9 +11,10 @@ the model replies with ``--reply`` tokens, greedily. The ways take turns in one 
 - ``reserved``: the same with slots for the whole dialogue from the first turn on: what reading alone costs.
 - ``kept``: ``NativeEngine.session``.
 
-Greedy tokens are compared in float32, episode by episode. In half precision two tokens of random weights are often
-equally likely to the last bit, and which one is taken depends on the kernel: there the share of episodes that are the
-same is reported, and the mean distance of the last turn's log-probabilities from a forward pass of the policy.
+Greedy tokens are compared in float64, episode by episode: they must be the same. In half precision two tokens of random
+weights are often equally likely to the last bit, and which one is taken depends on the kernel. There it is reported how
+many episodes are the same, how many tokens agree before the first difference, and the mean distance of the last turn's
+log-probabilities from a forward pass of the policy.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rollout import random_policy
 from update import SHAPES
 
 from poise.engines.native.engine import NativeEngine
+from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Request, Rollouts
 
@@ -75,23 +77,24 @@ def random_texts(shape: str, episodes: int, turns: int, said: int) -> list[list[
     return texts
 
 
-def compare_tokens(args: argparse.Namespace, texts: list[list[list[int]]]) -> dict[str, Any]:
-    """Whether the tokens are the same in float32, and how close the log-probabilities are in half precision."""
-    policy = random_policy(args.shape, args.device, torch.float32)
-    replies = {way: play(NativeEngine(policy), way, texts, args.reply)[0] for way in ("anew", "kept")}
-    same = sum(a == b for a, b in zip(replies["anew"], replies["kept"], strict=True))
-    found: dict[str, Any] = {"episodes": args.episodes, "same_in_float32": same}
-    print(f"greedy tokens in float32: {same} of {args.episodes} episodes are the same")
-    if args.device == "cuda":
-        policy = random_policy(args.shape, args.device)
-        outs = {way: play(NativeEngine(policy), way, texts, args.reply) for way in ("anew", "kept")}
-        found["same_in_bfloat16"] = sum(a == b for a, b in zip(outs["anew"][0], outs["kept"][0], strict=True))
-        print(f"in bfloat16: {found['same_in_bfloat16']} of {args.episodes}")
-        for way, (_, out) in outs.items():
-            with torch.no_grad():
-                logp, _ = policy.score(out)
-            found[f"gap_{way}"] = float((logp - out.logp)[out.mask].abs().mean())
-            print(f"  mean distance of log-probabilities from the policy's, {way}: {found[f'gap_{way}']:.4f}")
+def compare_tokens(policy: Policy, texts: list[list[list[int]]], reply: int) -> dict[str, Any]:
+    """How many episodes have the same tokens, and how close the log-probabilities of the last turn are."""
+    outs = {way: play(NativeEngine(policy), way, texts, reply) for way in ("anew", "kept")}
+    pairs = list(zip(outs["anew"][0], outs["kept"][0], strict=True))
+    agreeing = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in pairs]
+    dtype = str(policy.head().weight.dtype).removeprefix("torch.")
+    found: dict[str, Any] = {
+        "dtype": dtype,
+        "same_episodes": sum(a == b for a, b in pairs),
+        "agreeing_tokens": agreeing,
+    }
+    print(f"greedy tokens in {dtype}: {found['same_episodes']} of {len(pairs)} episodes are the same; "
+          f"{sum(agreeing)} of {sum(len(a) for a, _ in pairs)} tokens come before the first difference")  # fmt: skip
+    for way, (_, out) in outs.items():
+        with torch.no_grad():
+            logp, _ = policy.score(out)
+        found[f"gap_{way}"] = float((logp - out.logp)[out.mask].abs().mean())
+        print(f"  mean distance of log-probabilities from the policy's, {way}: {found[f'gap_{way}']:.2g}")
     return found
 
 
@@ -114,8 +117,9 @@ def main() -> None:
     args.ways = args.ways or (WAYS if gpu else ("anew", "kept"))  # a CPU has no slots to reserve
     transformers.logging.set_verbosity_error()
     texts = random_texts(args.shape, args.episodes, args.turns, args.said)
-    tokens = compare_tokens(args, texts)
+    tokens = [compare_tokens(random_policy(args.shape, args.device, torch.float64), texts, args.reply)]
     policy = random_policy(args.shape, args.device)
+    tokens += [compare_tokens(policy, texts, args.reply)]
     engines = {way: NativeEngine(policy) for way in args.ways}
 
     def way(name: str) -> Callable[[], object]:
@@ -127,8 +131,11 @@ def main() -> None:
     for name in args.ways:
         print(f"  {name:9s} {spread(times[name], 1):>20} s = {median(times[name]) / median(times['kept']):5.2f} × kept")
     arguments = {k: str(v) for k, v in vars(args).items() if k != "json"}
-    write(args.json, {**environment(args.device), "arguments": arguments, "case": title, **tokens, "wall_s": times})
-    sys.exit(tokens["same_in_float32"] != args.episodes)
+    write(
+        args.json,
+        {**environment(args.device), "arguments": arguments, "case": title, "tokens": tokens, "wall_s": times},
+    )
+    sys.exit(tokens[0]["same_episodes"] != args.episodes)
 
 
 if __name__ == "__main__":
