@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -224,11 +223,9 @@ def test_a_thousand_hostile_answers(tmp_path, monkeypatch):
     random.Random(1).shuffle(answers)
     golds = [("42", "x+1", r"\sqrt{2}", r"\{1,x\}")[i % 4] for i in range(1000)]
     counted = {}
-    start = time.monotonic()
     values = rewards.get("math(seconds=0.2)")(
         completions=[f"\\boxed{{{answer}}}" for answer in answers], answer=golds, log_metric=counted.__setitem__
     )
-    assert time.monotonic() - start < 600  # a hang, not a speed
     assert {answer for answer, right in zip(answers, values, strict=True) if right} <= {
         answer for answer in answers if "42" in answer
     }
@@ -283,8 +280,7 @@ def test_no_process_is_left(busy):
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 1
         if busy:
-            time.sleep(0.5)
-            assert len(session(pids[0])) == 2  # math-verify, and the fork that checks
+            wait_until(lambda: len(session(pids[0])) == 2)  # math-verify, and the fork that checks
             parent.kill()
         parent.wait(60)
     wait_until(lambda: not any(session(pid) for pid in pids))

@@ -1,7 +1,6 @@
 """The small rewards, and where in a reply its answer is found."""
 
 import json
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -264,11 +263,10 @@ GARBAGE = {
 
 @pytest.mark.parametrize("name", GARBAGE)
 def test_a_megabyte_of_garbage_is_scored_at_once(name):
-    start = time.monotonic()
+    """Were the time quadratic in the length, this test would not end within the hour."""
     for spec in ("exact", "choice", "number", "math", "format", "regex(pattern='§')"):
         assert one(spec, GARBAGE[name], "42") == 0.0
     assert one("math", GARBAGE[name], "x+1") == 0.0
-    assert time.monotonic() - start < 60  # a hang, not a speed
 
 
 PIECES = [

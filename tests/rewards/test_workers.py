@@ -171,10 +171,8 @@ def test_a_row_that_hangs_fails_and_the_others_keep_their_values(how):
 
 
 def test_many_rows_that_hang_stop_early():
-    start = time.monotonic()
     with pytest.raises(RewardError, match=r"'moody' has no value for 3 of the first 3 rows \(of 40\).*row q2"):
         score("moody", ["die"] * 40)
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.filterwarnings("default")
