@@ -48,6 +48,7 @@ def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
     assert json.loads(out.read_text())["n"] == 3
 
 
+@pytest.mark.usefixtures("short_evaluation")
 def test_a_lora_run_can_be_measured_and_trained_on(tmp_path):
     run = tmp_path / "run"
     poise("train", "demo", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-3", "prompts=6", "group=4")
@@ -60,6 +61,7 @@ def test_a_lora_run_can_be_measured_and_trained_on(tmp_path):
     assert all("proj" in name for name in changed)
 
 
+@pytest.mark.usefixtures("short_evaluation")
 def test_a_run_that_never_began_leaves_its_folder_free(tmp_path):
     run = f"run={tmp_path / 'run'}"
     assert "there is no such folder" in fails("train", "demo", *SMALL, run, "model=/nonexistent/model")
@@ -198,6 +200,7 @@ def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
     assert (tmp_path / "pipe").is_fifo()
 
 
+@pytest.mark.usefixtures("short_evaluation")
 def test_more_steps_are_kept_for_the_next_resume(tmp_path):
     run = f"run={tmp_path / 'run'}"
     poise("train", "demo", *SMALL, run)

@@ -65,7 +65,7 @@ def test_inheritance_has_an_end(write):
     [
         ({"task": {"name": "kk", "people": json.loads(levels(500, "1"))}}, "the settings have more than 20 levels"),
         ({"steps": 10**4000}, "steps = a whole number of 13288 bits: must be at most 2147483647"),
-        ({"regulator": "ar | " * 10**5}, "regulator = 'ar | ar"),
+        ({"regulator": "ar | " * 10**4}, "regulator = 'ar | ar"),
         ({"regulator": 5}, "regulator = 5: must be text"),
         ({"task": None}, "task = None: must be a group of settings, key: value"),
         ({f"k{i}": 1 for i in range(3000)}, "… and 2981 more problems"),

@@ -74,6 +74,7 @@ def test_a_file_in_parts_is_the_same_file_again(benchmarks: None, tmp_path: Path
     assert learning.join(tmp_path / "parts", tmp_path / "again").read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.long
 def test_a_study_runs_its_commands_and_keeps_what_it_found(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/learning.py", str(tmp_path), "--tiny", "--only", "small-frozenlake"]
     done = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=600)
