@@ -11,6 +11,7 @@ from poise.models.policy import load_policy
 from poise.models.tool_prompts import announce, known_roles, knows_tools, schemas_of, template_arguments
 from poise.tasks.environment import Environment
 from poise.tasks.frozenlake import FrozenLake
+from poise.training.batches import with_verdict
 from support.scripted import Scripted
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
@@ -139,3 +140,24 @@ def test_a_model_without_room_for_another_turn_cuts_the_episode_off():
     for sample in Sampler(policy, engine, task, max_tokens=20).play(problems, seed=0):
         assert 350 < len(sample.prompt) + len(sample.tokens) <= 400
         assert not sample.finished
+
+
+def test_an_environment_that_fails_loses_its_own_episode():
+    class Fragile(Counter):
+        def reset(self, seed: int = 0, **row) -> str:
+            if seed == lost:
+                raise ConnectionError("gone")
+            return super().reset(**row)
+
+    policy = load_policy("embedded", device="cpu")
+    end = policy.tokenizer.convert_tokens_to_ids("<|end|>")
+    task = Environment(Fragile)
+    problems = list(islice(task.problems("train", 0), 3))
+    lost = problems[1].data["number"]
+    engine = Scripted(policy, lambda _, turn, __: [*policy.tokenizer((call(7), "Done.")[turn])["input_ids"], end])
+    samples = Sampler(policy, engine, task, max_tokens=200).play(problems, seed=0)
+    assert [sample.score.failed for sample in samples] == [None, "Fragile.reset raised ConnectionError: gone", None]
+    assert [sample.score.reward for sample in samples] == [1, 0, 1]
+    kept, metrics = with_verdict(samples)
+    assert [sample.problem.id for sample in kept] == [problems[0].id, problems[2].id]
+    assert metrics == {"reward/failed": 1.0}

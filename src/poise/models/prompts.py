@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 from typing import Any
 
 from poise.models.tool_prompts import Tools, announce, known_roles, template_arguments
@@ -62,14 +63,15 @@ def encode_next(
     """The ids that follow the model's reply: the end of its turn, the new messages, the start of its next turn.
 
     ``before`` are the messages so far, the reply last; ``said`` are the new messages. ``last`` is the reply's last
-    token: if it is the token with which the template ends a turn, it is not repeated. The content of earlier messages
-    does not matter, and a template may change it (Qwen3's drops the reasoning of earlier replies), so neutral text
-    replaces it.
+    token: if it is the token with which the template ends a turn, it is not repeated. Earlier turns do not matter, and
+    a template may change them (Qwen3's drops the reasoning of earlier replies). So only the opening and the reply are
+    rendered, with neutral text.
     """
     said = known_roles(tokenizer, said)
     if not tokenizer.chat_template:
         return plain(tokenizer, "".join(f"\n{message['content']}" for message in said) + "\n")
-    earlier = [{**message, "content": "x"} for message in known_roles(tokenizer, before)]
+    opening = takewhile(lambda message: message["role"] != "assistant", before)
+    earlier = [{**message, "content": "x"} for message in (*opening, before[-1])]
     pieces = _pieces(tokenizer, [*earlier, *said], template_arguments(tokenizer, tools))
     contents = [at for at, (_, is_content) in enumerate(pieces) if is_content]
     controls = _controls(tokenizer, ends)
