@@ -20,7 +20,7 @@ from poise.rollout.session import Session, session
 from poise.rollout.types import Request
 from poise.tasks import Problem, Score
 from support.dialogues import GREEDY, Anew, dialogues, said_after
-from support.native_engines import ENGINES, NATIVE
+from support.native_engines import ENGINES, NATIVE, SlotEngine
 from support.tiny_models import LEARNED, exact, learned, prompts, tiny
 
 
@@ -71,6 +71,39 @@ def test_log_probabilities_are_those_of_the_training_forward(engine):
         logp, entropy = policy.score(out)
     torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
     torch.testing.assert_close(entropy[out.mask], out.entropy[out.mask], atol=1e-4, rtol=0)
+
+
+def reference_kernel(q, keys, values, starts_q, starts_k, longest_q, longest_k, dropout, causal, debug, **more):
+    """torch's variable-length flash kernel in plain words: causal from the last key backwards, ``seqused_k`` keys."""
+    assert (dropout, causal, debug) == (0.0, True, False)
+    assert more["window_size_right"] == 0
+    outs, sharing = [], q.shape[1] // keys.shape[1]
+    for i, used in enumerate(more["seqused_k"].tolist()):
+        own = q[starts_q[i] : starts_q[i + 1]]
+        assert len(own) <= longest_q
+        assert used <= longest_k
+        k, v = (x[starts_k[i] : starts_k[i] + used].repeat_interleave(sharing, 1) for x in (keys, values))
+        scores = torch.einsum("nhd,thd->hnt", own, k) * (more["scale"] or q.shape[-1] ** -0.5)
+        back = torch.arange(used - len(own), used)[:, None] - torch.arange(used)
+        left = more["window_size_left"]
+        scores = scores.masked_fill((back < 0) | ((back > left) if left >= 0 else (back < 0)), -torch.inf)
+        outs.append(torch.einsum("hnt,thd->nhd", scores.softmax(-1), v))
+    return (torch.cat(outs),)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_the_flash_kernel_is_told_where_rows_begin_and_end(name, monkeypatch):
+    """As on CUDA, with the kernel's rules in plain torch."""
+    policy = tiny(name)
+    expected, _ = dialogues(Anew(SlotEngine(policy, batch=4)))
+    called = []
+    kernel = lambda *rest, **more: (called.append(1), reference_kernel(*rest, **more))[1]  # noqa: E731
+    monkeypatch.setattr("poise.models.attention._kernel", kernel)
+    monkeypatch.setattr("poise.engines.native.slot_cache.flash_takes", lambda *_: True)
+    found, calls = dialogues(SlotEngine(policy, batch=4))
+    assert called
+    assert calls.reread == 0
+    assert_same(found, expected)
 
 
 def test_half_precision_is_as_close_as_without():

@@ -49,9 +49,9 @@ def announce(engine: Engine, note: Callable[[str], None], *, responses: int, max
 @torch.no_grad()
 def token_bytes(engine: NativeEngine | CachedEngine) -> int:
     """Bytes of one token's keys and values in all layers."""
+    if isinstance(engine, NativeEngine):
+        return engine.token_bytes
     policy = engine.policy
-    if isinstance(engine, NativeEngine):  # it keeps them in float32 at least, where no flash kernel reads them
-        return graphs.slot_bytes(engine.shapes, 1, max(4, next(policy.trunk.parameters()).element_size()))
     cache = DynamicCache(config=policy.trunk.config)
     one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
     policy.trunk(input_ids=one, past_key_values=cache, use_cache=True)
