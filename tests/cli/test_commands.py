@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from poise import config as configs
-from poise import trainer
+from poise import tasks, trainer
 from poise.models.policy import load_policy
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
@@ -300,7 +300,6 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["tasks", "show", "kk", "seed=-1"], "seed = -1: must be at least 0"),
         (["warmstart", "x", "task.peple=3"], "unknown key 'task.peple'; did you mean 'task.people'?"),
         (["warmstart", "x", "people=3"], "unknown key 'people'; did you mean 'task.people'?"),
-        (["warmstart", "x", "task.name=frozenlake"], "task 'frozenlake'"),
         (["train", "steps=1e999999"], "steps = inf: must be a finite number"),
         (["train", "a." * 9999 + "a=1"], "the key has 10000 levels, more than 20"),
         (["train", "regulator=subprocess.Popen('true')"], "is not a regulator"),
@@ -348,6 +347,24 @@ def test_a_warm_started_model_is_measured_on_its_task(tmp_path):
     assert "on task kk (people=(4,)" in poise("eval", tmp_path / "model", *tiny).output
     assert "on task kk (people=(2, 3)" in poise("eval", "embedded", *tiny).output
     assert "on task kk (people=(5,)" in poise("eval", "embedded", *tiny, "task.people=5").output
+
+
+class Bare:
+    """A task that shows no worked solutions."""
+
+    name = "bare"
+
+    def problems(self, *_):
+        return iter([tasks.Problem("1", "?", "all", {})])
+
+    def score(self, *_):
+        return tasks.Score(0.0, False)
+
+
+def test_a_warm_start_needs_worked_solutions(tmp_path, monkeypatch):
+    monkeypatch.setitem(tasks.TASKS, "bare", Bare)
+    said = fails("warmstart", tmp_path / "x", "task.name=bare")
+    assert "task 'bare' shows no worked solutions" in " ".join(said.split())
 
 
 def test_a_mistyped_run_is_not_asked_of_the_hub(tmp_path, monkeypatch):
