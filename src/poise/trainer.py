@@ -34,7 +34,7 @@ from poise.training.batches import stack, token_batch, with_verdict
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.training.interrupts import Stopper
-from poise.training.records import Clock, environment, response_records, reward_metrics, rollout_metrics, token_arrays
+from poise.training.records import Clock, environment, response_records, step_metrics, token_arrays
 from poise.training.reporter import Reporter
 from poise.training.setup import build_sampler, check_same_data
 from poise.training.update import NotFiniteError, update
@@ -161,12 +161,10 @@ class Trainer:
 
     def step(self, step: int, report: Reporter) -> dict[str, float]:
         """One step: problems, samples, a batch, phases, an update, and the metrics of all of them."""
-        config, clock, seed = self.config, self.clock, _seed(self.config.seed, step)
+        config, clock, task, seed = self.config, self.clock, self.sampler.task, _seed(self.config.seed, step)
         clock.restart()
         with clock("problems"):
-            problems = training_problems(
-                self.sampler.task, seed=config.seed, step=step, step_seed=seed, count=config.prompts
-            )
+            problems = training_problems(task, seed=config.seed, step=step, step_seed=seed, count=config.prompts)
         with _model_errors():
             samples, memory = self.algorithm.collect(problems, self.sampler, seed, self.memory)
             samples, failed = with_verdict(samples)
@@ -185,9 +183,8 @@ class Trainer:
             update_metrics = self._update(step, rollouts, batch, phases, seed)
         self.memory = memory
         return {
-            **reward_metrics(samples, batch),
+            **step_metrics(task, samples, rollouts, batch, self.settings.importance_cap),
             **failed,
-            **rollout_metrics(rollouts, batch, self.settings.importance_cap),
             **update_metrics,
             **regulators.summary(phases, batch),
             **clock.metrics(int(rollouts.mask.sum())),

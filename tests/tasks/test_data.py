@@ -192,6 +192,52 @@ def test_rows_of_messages_are_shown_as_they_are(tmp_path):
 # Rewards
 
 
+REWARDS = """
+def seen(prompts, completions, completion_ids, level, **rest):
+    assert sorted(rest) == ["answer", "log_extra", "log_metric", "question", "trainer_state"], sorted(rest)
+    return [float(len(completion)) + 100 * number for completion, number in zip(completions, level)]
+
+
+async def later(completions, **rest):
+    return [None if "skip" in completion else -1.0 for completion in completions]
+"""
+
+
+def test_all_columns_reach_the_reward_and_several_are_weighed(tmp_path):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    specs = [f"{tmp_path}/mine.py:seen", f"{tmp_path}/mine.py:later", "exact"]
+    task = Data(jsonl(tmp_path / "rows.jsonl"), reward=specs, reward_weights=[1.0, 0.5, 10.0])
+    tried = list(attempts(task, [lambda _: "skip", lambda p: p.data["row"]["answer"]]))
+    scores = task.score_all(tried)
+    task.rewards.close()
+    levels = [attempt.problem.data["row"]["level"] for attempt in tried]
+    right = tried[1].problem.data["row"]["answer"]
+    assert scores[0].reward == 4 + 100 * levels[0]
+    assert scores[1].reward == len(right) + 100 * levels[1] - 0.5 + 10
+    assert scores[1].parts == {"seen": len(right) + 100 * levels[1], "later": -1.0, "exact": 1.0}
+    assert [score.failed for score in scores] == [None, None]
+
+
+def test_chat_rows_get_chat_completions(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def seen(prompts, completions, **rest):\n"
+        "    return [float(p[-1]['content'] == 'U' and c == [{'role': 'assistant', 'content': 'hi'}])"
+        " for p, c in zip(prompts, completions)]\n"
+    )
+    file = jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "U"}]}])
+    task = Data(file, reward=f"{tmp_path}/mine.py:seen", held_out=0.0)
+    assert [score.reward for score in task.score_all(list(attempts(task, [lambda _: "hi"])))] == [1.0]
+    task.rewards.close()
+
+
+def test_a_row_that_no_reward_applies_to_takes_no_part(tmp_path):
+    (tmp_path / "mine.py").write_text("def never(completions, **rest):\n    return [None] * len(completions)\n")
+    task = Data(jsonl(tmp_path / "rows.jsonl"), reward=f"{tmp_path}/mine.py:never")
+    (score,) = task.score_all(list(attempts(task, [lambda _: "x"])))
+    assert score.failed == "no reward applies to it"
+    task.rewards.close()
+
+
 def test_a_named_answer_column_reaches_built_in_rewards(tmp_path):
     file = jsonl(tmp_path / "rows.jsonl", [{"question": "q", "gold": "7", "answer": "wrong"}])
     task = Data(file, reward="exact", answer="gold", held_out=0.0)

@@ -13,6 +13,7 @@ from poise.rewards.base import RewardError
 
 Split = Literal["train", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
+NO_REWARD = "no reward applies to it"  # a reason to leave an attempt out that is nobody's fault
 LARGEST_REWARD = 1e30  # training computes in float32, which ends at 3e38: this leaves room for sums over a batch
 
 

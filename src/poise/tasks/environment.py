@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from poise._lib import user_code as _user_code
 from poise._lib.errors import check_range, short
 from poise.rewards import Rewards
-from poise.tasks.base import Attempt, Message, Problem, Score, Split, TaskError, check_split
+from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, TaskError, check_split
 from poise.tasks.data.rows import DataError, read
 from poise.tasks.streams import check_whole, draw_of_split
 from poise.tasks.tools import answer_all
@@ -108,10 +108,15 @@ class Environment:
             attempt.episode.close()  # type: ignore[attr-defined]
         return scores
 
+    def take_metrics(self) -> dict[str, float]:
+        """What the reward functions have reported since the last call."""
+        return {} if self._rewards is None else self._rewards.take_metrics()
+
     def _sum(self, own: Score, verdict: Any) -> Score:
         reward = own.reward + verdict.reward
         right = reward >= self.correct_at
-        return Score(reward, right, {**own.parts, **verdict.parts}, verdict.answer, verdict.failed)
+        failed = verdict.failed if verdict.applies or hasattr(self._pool.kind, "get_reward") else NO_REWARD
+        return Score(reward, right, {**own.parts, **verdict.parts}, verdict.answer, failed)
 
 
 @dataclass(frozen=True)

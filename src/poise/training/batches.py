@@ -19,6 +19,7 @@ from poise.models.policy import Policy
 from poise.models.scoring import score_all
 from poise.rollout.types import Rollouts
 from poise.tasks import TaskError
+from poise.tasks.base import NO_REWARD
 
 MOST_FAILED = 0.05  # share of a step's attempts that may end without a verdict
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -34,7 +35,7 @@ def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, flo
 
     A reward function that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
     """
-    failures = [sample for sample in samples if sample.score.failed is not None]
+    failures = [sample for sample in samples if sample.score.failed not in (None, NO_REWARD)]
     if len(failures) > max(1, MOST_FAILED * len(samples)):
         first = failures[0]
         raise TaskError(
@@ -42,6 +43,8 @@ def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, flo
             f"{first.score.failed} (problem {first.problem.id})"
         )
     judged = [sample for sample in samples if sample.score.failed is None]
+    if not judged:
+        raise TaskError(f"none of the {len(samples)} attempts of this step got a verdict: {samples[0].score.failed}")
     return judged, {"reward/failed": float(len(failures))} if failures else {}
 
 

@@ -11,6 +11,7 @@ from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.tasks import draw
 from poise.training.accuracy import ProblemResult, summarise
+from poise.training.records import task_metrics
 
 CHUNK = 64  # problems per call of the sampler, and per progress report
 
@@ -97,6 +98,7 @@ def evaluate(
         greedy += sampler.greedy().play(chunk, chunk_seed)
         if progress:
             progress(len(greedy), problems)
+    task_metrics(sampler.task)  # what reward functions reported here is not for the next step's metrics
     return Evaluation(
         sampler.task.name,
         samples,

@@ -16,6 +16,7 @@ from poise import __version__
 from poise.algorithms import Sample
 from poise.batch import Phase, TokenBatch
 from poise.rollout.types import Rollouts
+from poise.tasks import Task
 
 
 def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
@@ -79,6 +80,19 @@ def environment(device: torch.device) -> dict[str, str | int]:
         "device": f"{device.type}: {name}",
         "threads": torch.get_num_threads(),
     }
+
+
+def step_metrics(
+    task: Task, samples: Sequence[Sample], rollouts: Rollouts, batch: TokenBatch, cap: float | None = None
+) -> dict[str, float]:
+    """``reward/…`` and ``rollout/…`` of a step."""
+    return {**reward_metrics(samples, batch), **task_metrics(task), **rollout_metrics(rollouts, batch, cap)}
+
+
+def task_metrics(task: Task) -> dict[str, float]:
+    """``reward/…``: what the task's reward functions have reported themselves since the last call."""
+    take = getattr(task, "take_metrics", None)
+    return {f"reward/{name}": value for name, value in take().items()} if take else {}
 
 
 def reward_metrics(samples: Sequence[Sample], batch: TokenBatch) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, short
 from poise.rewards import GOLD_COLUMNS, Rewards
-from poise.tasks.base import Attempt, Message, Problem, Score, Split, check_split
+from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, check_split
 from poise.tasks.data.rows import DataError, Row, Rows, read, some, splits_of
 
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
@@ -155,10 +155,11 @@ class Data:
             {name: [row.get(name) for row in rows] for name in names},
             [attempt.problem.id for attempt in attempts],
         )
-        return [
-            Score(v.reward, v.correct, v.parts, v.answer, v.failed if v.applies else "no reward applies to it")
-            for v in verdicts
-        ]
+        return [Score(v.reward, v.correct, v.parts, v.answer, v.failed if v.applies else NO_REWARD) for v in verdicts]
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the rewards have reported since the last call."""
+        return self.rewards.take_metrics()
 
     # Rows
 

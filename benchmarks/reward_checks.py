@@ -1,6 +1,6 @@
 """Checks a second of the reward ``math``, beside math-verify alone, in one run: GSM8K, and answers that need algebra.
 
-python benchmarks/rewards.py ../shared/data/gsm8k_train.jsonl.gz    # GSM8K's training split, 7,473 rows
+python benchmarks/reward_checks.py ../shared/data/gsm8k_train.jsonl.gz    # GSM8K's training split, 7,473 rows
 """
 
 from __future__ import annotations

@@ -1,0 +1,158 @@
+"""Runs on data of one's own: kills in the middle of an epoch, of a reward call and of an episode; data that changed."""
+
+import json
+import signal
+
+import pytest
+import torch
+
+from poise import config as configs
+from poise import trainer
+from poise.runs.folder import RunFolder
+from poise.tasks import RewardError, TaskError
+from support.small_runs import command, parameters
+
+SMALL = [
+    "model=embedded", "steps=4", "prompts=4", "group=3", "rollout.max_tokens=6", "evaluation.problems=3", "device=cpu",
+    "checkpoint_every=1", "rollouts_every=0", "optim.lr=1e-4",
+]  # fmt: skip
+# After the second step the reward ends the trainer, its parent, and the environment its own process: once.
+REWARD = """
+import os, pathlib, signal
+flag = pathlib.Path(__file__).with_name("flag")
+
+def letters(completions, **rest):
+    saved = pathlib.Path(__file__).with_name("RUN") / "checkpoints" / "step-000002"
+    if ENDS and not flag.exists() and saved.exists():
+        flag.touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return [float(sum(map(completion.count, "aeiou"))) for completion in completions]
+"""
+ENVIRONMENT = """
+import os, pathlib, signal
+flag = pathlib.Path(__file__).with_name("flag")
+
+class Echo:
+    def reset(self, seed, **row):
+        self.seed, self.said = seed, 0
+        return f"say {seed % 7}"
+
+    def say(self, word: str) -> str:
+        \"\"\"Say a word.
+
+        Args:
+            word: the word
+        \"\"\"
+        return word
+
+    def get_reward(self):
+        saved = pathlib.Path(__file__).with_name("RUN") / "checkpoints" / "step-000002"
+        if ENDS and not flag.exists() and saved.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+def letters(completions, **rest):
+    return [float(sum(map(messages[-1]["content"].count, "aeiou"))) for messages in completions]
+"""
+
+
+def questions(path, count=10):
+    rows = [{"question": "word " * (i + 1), "answer": str(i)} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def same(one, other):
+    a, b = (RunFolder.open(path, resume=False) for path in (one, other))
+    for name, value in parameters(a).items():
+        assert torch.equal(value, parameters(b)[name]), name
+    untimed = lambda line: {k: v for k, v in line.items() if not k.startswith("time/")}  # noqa: E731
+    lines = [[untimed(line) for line in folder.metrics()] for folder in (a, b)]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 4
+    assert all(line["optim/grad_norm"] > 0 for line in lines[0])
+    assert a.read_json("summary.json")["after"] == b.read_json("summary.json")["after"]
+
+
+def train(*args):
+    with command("train", *args) as process:
+        told = process.stdout.read()
+        return process.wait(100), told
+
+
+def test_killed_in_a_reward_call_in_the_middle_of_an_epoch(tmp_path):
+    """Nine problems in steps of four: the third step has the last one of an epoch, and three of the next."""
+    data = questions(tmp_path / "questions.jsonl")
+    for name in ("whole", "killed"):
+        text = REWARD.replace("ENDS", str(name == "killed")).replace('"RUN"', repr(name))
+        (tmp_path / f"{name}.py").write_text(text)
+        args = [*SMALL, f"data={data}", f"reward={tmp_path / name}.py:letters", f"run={tmp_path / name}"]
+        code, told = train(*args)
+        assert code == (0 if name == "whole" else -signal.SIGKILL), told
+    code, told = train("--resume", "--trust", f"run={tmp_path / 'killed'}")
+    assert code == 0, told
+    same(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_killed_in_an_episode(tmp_path):
+    for name in ("whole", "killed"):
+        text = ENVIRONMENT.replace("ENDS", str(name == "killed")).replace('"RUN"', repr(name))
+        (tmp_path / f"env_{name}.py").write_text(text)
+        where = f"{tmp_path}/env_{name}.py"
+        args = [*SMALL, f"environment={where}:Echo", f"reward={where}:letters", f"run={tmp_path / name}"]
+        code, told = train(*args)
+        assert code == (0 if name == "whole" else -signal.SIGKILL), told
+    code, told = train("--resume", "--trust", f"run={tmp_path / 'killed'}")
+    assert code == 0, told
+    same(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path):
+    data = questions(tmp_path / "questions.jsonl")
+    config = configs.load("demo", [*SMALL, f"data={data}", "reward=exact", "steps=1", f"run={tmp_path / 'run'}"])
+    trainer.train(config, quiet=True)
+    questions(data, 9)
+    longer = configs.load("demo", [*SMALL, f"data={data}", "reward=exact", "steps=2", f"run={tmp_path / 'run'}"])
+    with pytest.raises(TaskError, match=r"are not those that the run in .* began with"):
+        trainer.train(longer, resume=True, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('gold')", "KeyError: 'gold'"),
+        ("return [1.0]", "12"),
+        ("return [float('nan')] * len(completions)", "nan"),
+        ("return ['yes'] * len(completions)", "'yes'"),
+    ],
+)
+def test_a_reward_that_goes_wrong_stops_the_run_and_loses_nothing(tmp_path, body, message):
+    data = questions(tmp_path / "questions.jsonl")
+    (tmp_path / "mine.py").write_text(
+        "calls = []\n\ndef wrong(completions, **rest):\n    calls.append(len(completions))\n"
+        f"    if calls.count(12) > 1:\n        {body}\n    return [float(len(c)) for c in completions]\n"
+    )
+    args = [
+        *SMALL,
+        f"data={data}",
+        f"reward={tmp_path}/mine.py:wrong",
+        f"run={tmp_path / 'run'}",
+        "checkpoint_every=50",
+    ]
+    with pytest.raises(RewardError, match=f"wrong.*{message}"):
+        trainer.train(configs.load("demo", args), quiet=True)
+    assert RunFolder.open(tmp_path / "run").checkpoints() == [1]
+
+
+def test_what_rewards_report_is_in_the_metrics_of_the_step(tmp_path):
+    data = questions(tmp_path / "questions.jsonl")
+    (tmp_path / "mine.py").write_text(
+        "def told(completions, log_metric, **rest):\n    log_metric('rows', len(completions))\n"
+        "    return [None if i % 4 == 0 else float(i) for i in range(len(completions))]\n"
+    )
+    args = [*SMALL, f"data={data}", f"reward={tmp_path}/mine.py:told", f"run={tmp_path / 'run'}", "steps=2"]
+    trainer.train(configs.load("demo", args), quiet=True)
+    for line in RunFolder.open(tmp_path / "run", resume=False).metrics():
+        assert line["reward/rows"] == 12
+        assert "reward/failed" not in line  # that no reward applies to a row is no failure
