@@ -32,7 +32,7 @@ OWN = "task.name=benchmarks/learning_tasks.py:"
 EVALUATION = [f"evaluation.problems={HELD_OUT}", "evaluation.samples=4", "evaluation.every=25"]
 KEPT = ["rollouts_every=100", "checkpoint_every=0", "keep_checkpoints=1", "compile=false"]
 PRETRAINED = [
-    "steps=150", "prompts=64", "group=16", "rollout.max_tokens=16", "rollout.max_prompt=128", "optim.lr=3e-5",
+    "steps=150", "prompts=32", "group=16", "rollout.max_tokens=16", "rollout.max_prompt=128", "optim.lr=3e-5",
     "optim.warmup_steps=5", *EVALUATION, *KEPT,
 ]  # fmt: skip
 # About five million parameters, trained on worked solutions until it can do something.
@@ -40,7 +40,7 @@ SMALL = ["width=256", "layers=6", "heads=8", "batch=256", "lr=1e-3", "steps=3000
 SMALL_RL = ["steps=200", "group=16", "optim.lr=1e-4", "optim.warmup_steps=5", *EVALUATION, *KEPT]
 SUMS = [OWN + "Sums", "task.low=10", "task.high=99", "task.digits=true"]
 COUNTDOWN = ["task.name=countdown", "task.numbers=3", "task.largest=40"]
-LAKE = ["task.name=frozenlake", "task.side=4", "task.turns=6"]
+LAKE = ["task.name=frozenlake", "task.side=4", "task.turns=12"]
 EMBEDDED = ["task.name=kk", "task.people=2-3", "task.style=compact", "task.noise=0.2", "task.wording=1.0"]
 
 
@@ -87,7 +87,7 @@ def studies(smollm2: str) -> list[Study]:
             "small-frozenlake",
             [*LAKE, *SMALL_RL, "rollout.max_tokens=4", "rollout.max_prompt=256", "prompts=16", "steps=150",
              "evaluation.every=50", "evaluation.samples=2"],
-            [*LAKE, *SMALL, "batch=128", "vocabulary=600", "stop_at=0.35", "max_tokens=4", "steps=1200",
+            [*LAKE, *SMALL, "batch=128", "vocabulary=600", "stop_at=0.15", "max_tokens=4", "steps=1200",
              "workers=6"],
         ),
         Study(
