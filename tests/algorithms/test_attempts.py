@@ -76,7 +76,19 @@ def test_attempts_without_a_verdict_take_no_part():
     assert with_verdict([*rows[:20], hung, *rows[20:], hung]) == (rows, {"reward/failed": 2.0})
     with pytest.raises(TaskError, match=r"3 of 45 attempts got no verdict, more than 5%.*too long \(problem 0\)"):
         with_verdict([*rows, hung, hung, hung])
-    assert with_verdict([rows[0], hung])[0] == rows[:1]  # one is always allowed
+    kept = replace(rows[0], group=7)
+    assert with_verdict([kept, kept, hung])[0] == [kept, kept]  # one is always allowed
+
+
+def test_a_sample_whose_group_has_gone_is_dropped():
+    row = play(Together(), 1)[0]
+    first, second, alone = (replace(row, group=group) for group in (1, 1, None))
+    hung = replace(first, score=Score(0.0, False, failed="it took too long"))
+    assert with_verdict([first, second, hung, alone])[0] == [first, second, alone]
+    assert with_verdict([first, hung, alone])[0] == [alone]
+    with pytest.raises(TaskError, match="none of the 2 attempts"):
+        with_verdict([first, hung])
+    assert with_verdict([first, alone])[0] == [first, alone]  # a group of one that was one from the start
 
 
 def test_a_run_goes_on_without_them(tmp_path):

@@ -8,8 +8,11 @@ import torch
 
 from poise import config as configs
 from poise import trainer
+from poise.models.policy import load_policy
 from poise.runs.folder import RunFolder
 from poise.tasks import RewardError, TaskError
+from poise.tasks.data import Data
+from poise.training.setup import check_data
 from support.small_runs import command, parameters
 
 SMALL = [
@@ -156,3 +159,15 @@ def test_what_rewards_report_is_in_the_metrics_of_the_step(tmp_path):
     for line in RunFolder.open(tmp_path / "run", resume=False).metrics():
         assert line["reward/rows"] == 12
         assert "reward/failed" not in line  # that no reward applies to a row is no failure
+
+
+def test_prompts_that_a_template_makes_too_long_are_left_out(tmp_path):
+    data = questions(tmp_path / "questions.jsonl", 20)
+    policy = load_policy("embedded", device="cpu")
+    long = "<|user|>" + "Is A a knight? " * 20
+    policy.tokenizer.chat_template = long + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    lengths = [len(policy.encode([{"role": "user", "content": "word " * (i + 1)}])) for i in range(20)]
+    task, notes = Data(str(data), reward="exact", held_out=0.0), []
+    check_data(task, policy, lengths[9], notes.append)
+    assert len(task.epoch("train", 0, 0)) == sum(length <= lengths[9] for length in lengths) < 20
+    assert "10 train problems are left out" in notes[0]

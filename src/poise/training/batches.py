@@ -5,6 +5,7 @@ The only place that builds a batch, for the trainer and for ``poise diagnose``. 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -42,10 +43,16 @@ def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, flo
             f"{len(failures)} of {len(samples)} attempts got no verdict, more than {MOST_FAILED:.0%}; the first one: "
             f"{first.score.failed} (problem {first.problem.id})"
         )
-    judged = [sample for sample in samples if sample.score.failed is None]
+    judged = _in_groups(samples, [sample for sample in samples if sample.score.failed is None])
     if not judged:
         raise TaskError(f"none of the {len(samples)} attempts of this step got a verdict: {samples[0].score.failed}")
     return judged, {"reward/failed": float(len(failures))} if failures else {}
+
+
+def _in_groups(before: Sequence[Sample], after: list[Sample]) -> list[Sample]:
+    """What is left, without a sample whose whole group has gone: there is nothing to compare it with."""
+    had, has = (Counter(sample.group for sample in samples) for samples in (before, after))
+    return [sample for sample in after if sample.group is None or has[sample.group] > 1 or had[sample.group] == 1]
 
 
 def stack(samples: Sequence[Sample], policy: Policy, temperature: float, micro_tokens: int | None = None) -> Rollouts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from poise.algorithms.sampler import Sampler
@@ -46,10 +47,16 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
     if not isinstance(task, Data):
         return
 
+    @cache
+    def frame(*roles: str) -> int:
+        """The tokens that the template adds to messages of these roles."""
+        return len(policy.encode([{"role": role, "content": "."} for role in roles]))
+
     def too_long(problem: Problem) -> bool:
         # A token has at least one byte, so a prompt with few bytes fits without being encoded.
         messages = problem.data["messages"]
-        if sum(len(message["content"].encode()) for message in messages) + 100 * len(messages) <= max_prompt:
+        size = sum(len(message["content"].encode()) for message in messages)
+        if size + frame(*(message["role"] for message in messages)) <= max_prompt:
             return False
         return len(policy.encode(messages)) > max_prompt
 

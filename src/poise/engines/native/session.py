@@ -9,9 +9,11 @@ the memory are not kept; their dialogues are read again, and counted (``reread``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from poise.engines.limits import positions
 from poise.engines.native import graphs
@@ -42,6 +44,7 @@ class NativeSession(Session):
     def __init__(self, engine: NativeEngine, length: int | None = None) -> None:
         super().__init__(engine)
         self._rows: dict[int, SavedRow] = {}  # of the call before, by number
+        optimizer_steps()
         self._weights: list[tuple[int, int]] = []  # with which these rows were made
         self._length, self._slots = length or 0, 0  # of the cache on CUDA: both only grow, so that graphs stay
 
@@ -122,5 +125,21 @@ class KeptRows:
 
 
 def weight_versions(policy: Policy) -> list[tuple[int, int]]:
-    """Address and version of every parameter: another list after any update in place."""
-    return [(parameter.data_ptr(), parameter._version) for parameter in policy.model.parameters()]
+    """Changes whenever the weights do, be it in place or by an optimizer, whose fused step leaves no other trace.
+
+    A change through ``parameter.data`` goes unnoticed.
+    """
+    versions = [(parameter.data_ptr(), parameter._version) for parameter in policy.model.parameters()]
+    return [*versions, (0, optimizer_steps()[0])]
+
+
+@cache
+def optimizer_steps() -> list[int]:
+    """The number of optimizer steps in this process, counted from the first call on, in a list of one."""
+    steps = [0]
+
+    def step(*_: object) -> None:
+        steps[0] += 1
+
+    register_optimizer_step_post_hook(step)
+    return steps
