@@ -82,6 +82,11 @@ CHEAP = [
     (r"6\pi", r"6 \pi", True),
     (r"(-\infty, 2) \cup (3, \infty)", r"(-\infty,2)\cup(3,\infty)", True),
     (r"\sqrt2", r"\sqrt{2}", True),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", True),
+    ("AB", "ab", False),
+    ("5", "x =/= 5", False),
+    ("5", r"x \not= 5", False),
+    ("5", "x != 5", False),
     ("x+1", "", False),
     ("42", "", False),
     ("42", "4\u200b2", True),  # marks that nobody sees are dropped

@@ -137,6 +137,16 @@ def test_plain_numbers_are_read_exactly(text, value):
         ("choice", "a dog", "A", 0.0),
         ("choice", "Between us: B", "B", 0.0),
         ("choice", "F", "F", 0.0),
+        ("choice", "<answer>A, B</answer>", "A", 0.0),  # two letters are no choice
+        ("choice", "<answer>A/B</answer>", "A", 0.0),
+        ("choice", "<answer>(A) and (B)</answer>", "A", 0.0),
+        ("choice", "<answer>(A) (B)</answer>", "A", 0.0),
+        ("choice", "<answer>A B</answer>", "A", 0.0),
+        ("choice", "<answer>a/b</answer>", "A", 0.0),
+        ("choice", r"\boxed{\text{A} \text{ or } \text{C}}", "A", 0.0),
+        ("choice", "(B) Vitamin C", "B", 1.0),
+        ("choice", "(B) A dog", "B", 1.0),
+        ("choice", "B. A, or the sum", "B", 1.0),
         ("number", "It is 5, so \\boxed{1,234}", "1234", 1.0),
         ("number", "first 5, then 7", "7", 1.0),  # the last number, on purpose
         ("number(last_number=False)", "first 5, then 7", "7", 0.0),

@@ -18,8 +18,10 @@ from poise.rewards.formulas import LONGEST, canonical, clean, number
 
 _OR = re.compile(r"\\text\s?\{\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|;")
 _WORDS = re.compile(r"[A-Za-z]{4,}(?:[ '-][A-Za-z]+)*")  # shorter ones may be products: abc
+_SHORT_WORDS = frozenset({"no", "yes", "odd", "all", "one", "two", "six", "ten", "red", "sun", "mon"})
 _VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\s?\(\s?\w{1,3}\s?\))?|\\[a-z]{2,8}")  # x, x_1, f(2), \theta
 _ENDLESS = re.compile(r"\^[{(\s]*-?\d{5}|\d[})\s]*\^[{(\s]*\d+[})\s]*\^|\d{4}\s*!|!\s*!")  # 9^{99999}, 9^{9^9}, 9999!
+_NOT_EQUAL = re.compile(r"[<>!:/\\]$|\\not\s?$")  # before an equals sign: no equation
 _DEEPEST = 30  # brackets in brackets
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -68,7 +70,7 @@ def _compare(answer: str, gold: str) -> bool | None:
     if _WORDS.fullmatch(gold):
         return answer.casefold() == gold.casefold()
     if gold.isalpha() and len(gold) > 1 and answer.casefold() == gold.casefold():
-        return True
+        return gold.casefold() in _SHORT_WORDS  # ab is not AB
     if len(gold.strip("() ")) == 1 and _squeezed(answer).strip("()") == gold.strip("() "):
         return True  # (B) is B
     (opening, items, closing), right = _collection(answer), _collection(gold)
@@ -170,7 +172,7 @@ def _equals(text: str) -> int | None:
     depth, last = 0, None
     for i, char in enumerate(text):
         depth += (char in _OPENING) - (char in _CLOSING)
-        if char == "=" and depth == 0 and text[i - 1 : i] not in ("<", ">", "!", ":", "\\"):
+        if char == "=" and depth == 0 and not _NOT_EQUAL.search(text[max(i - 6, 0) : i]) and text[i + 1 : i + 2] != "/":
             last = i
     return last
 

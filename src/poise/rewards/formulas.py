@@ -22,8 +22,8 @@ _SIGNS = str.maketrans({
 })  # fmt: skip
 _DROPPED = re.compile(
     r"\\left(?![a-zA-Z])\.?|\\right(?![a-zA-Z])\.?|\\(?:big|Big|bigg|Bigg)[lr]?(?![a-zA-Z])|\\displaystyle(?![a-zA-Z])|\\textstyle(?![a-zA-Z])"
-    r"|\\[!,;: ]|\\\$|\$|~|\\\(|\\\)|\\\[|\\\]|\^\s?\\circ(?![a-zA-Z])|\^\s?\{\s?\\circ\s?\}|\\degree(?![a-zA-Z])|\\%|%"
-    r"|\\q?quad(?![a-zA-Z])"
+    r"|(?<!\\)\\[!,;: ]|\\\$|\$|~|(?<!\\)\\[()\[\]]|\^\s?\\circ(?![a-zA-Z])|\^\s?\{\s?\\circ\s?\}|\\degree(?![a-zA-Z])"
+    r"|\\%|%|\\q?quad(?![a-zA-Z])"
 )
 _SPELLINGS = [
     (re.compile(r",\s?\\!\s?"), "{,}"),  # MATH writes 1,\!234

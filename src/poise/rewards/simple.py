@@ -92,7 +92,15 @@ class Choice(Compares):
         )
         if not found or (found[1].islower() and len(text) > 3):  # "a dog" is no choice
             return None
-        return found[1].upper() if not re.match(r"\s+[a-z]", text[found.end() :]) else None
+        rest = text[found.end() :]
+        return None if re.match(r"\s+[a-z]", rest) or self._another(found[1], rest) else found[1].upper()
+
+    def _another(self, letter: str, rest: str) -> bool:
+        """Whether a second letter is named at once: ``A, B``, ``A/B``, ``(A) and (B)``, ``A B``. That is no choice."""
+        letters = self.letters if letter.isupper() else self.letters.lower()
+        joined = r"[\s)\]}*_$.({[]*(?:(?:[,/;&+|\-]|and\b|or\b)[\s)\]}*_$({[]*)+"
+        found = re.match(rf"(?:{joined}|[\s)\]}}*_$.]*[({{[]|[)\]}}*_$]*\s+(?=.\W*$))([{letters}])(?![\w'’])", rest)
+        return found is not None and found[1] != letter
 
 
 @dataclass(frozen=True)
