@@ -135,3 +135,11 @@ def test_the_evaluation_of_a_finite_task():
     sampler = build_sampler(config, load_policy("embedded", device="cpu"), print, responses=8, task=Together(size=5))
     found = evaluate(sampler, problems=200, samples=2)
     assert len(found.sampled) == len(found.greedy) == 5
+
+
+def test_an_evaluation_in_which_everything_fails_says_so_at_once():
+    config = load("demo", ["rollout.max_tokens=8", "device=cpu"])
+    task = Together(size=5, failing=tuple(range(10)))
+    sampler = build_sampler(config, load_policy("embedded", device="cpu"), print, responses=8, task=task)
+    with pytest.raises(TaskError, match="none of the 10 attempts got a verdict: it took too long"):
+        evaluate(sampler, problems=5, samples=2)

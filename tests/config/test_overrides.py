@@ -6,6 +6,7 @@ import types
 import pytest
 
 from poise import Phase, regulators, tasks
+from poise.config.documents import split_overrides
 from poise.config.schema import load
 from support.batches import random_batch
 from support.configs import problem, problems
@@ -154,3 +155,28 @@ def test_all_problems_are_told_at_once():
     assert len(problems("stpes=3", "lr=1", "group=0", "dtype=half")) == 4
     assert len(problems("lr", "x=[")) == 2
     assert len(problems("regulator.alpha=1", "regulator.passes=0")) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Question {question} End with #### and the number.",
+        "You are brief: answer with a number.",
+        "{question} Answer with a number.",
+        "{question}",
+        "Q: {question} A: [1, 2]",
+        "a: b: c",
+        "- one",
+    ],
+)
+def test_sentences_stay_as_they_are_typed(text):
+    assert split_overrides([f"task.template={text}"])[0] == {"task": {"template": text}}
+
+
+def test_lists_groups_numbers_and_quotes_are_yaml():
+    typed = {
+        "[1, 2]": [1, 2], "{a: 1}": {"a": 1}, "1e-6": 1e-6, "true": True, "null": None, "'5'": "5", "3-7": "3-7",
+        '"a # b"': "a # b", "ar(alpha=0.3) | lopti": "ar(alpha=0.3) | lopti", "": None,
+    }  # fmt: skip
+    for text, value in typed.items():
+        assert split_overrides([f"x={text}"])[0] == {"x": value}

@@ -277,3 +277,15 @@ def test_another_file_has_another_fingerprint(tmp_path):
     assert one.fingerprint == replace(one, reward="number").fingerprint
     changed = [*ROWS[:-1], {**ROWS[-1], "answer": "0"}]
     assert one.fingerprint != Data(jsonl(tmp_path / "rows.jsonl", changed), reward="exact").fingerprint
+
+
+@pytest.mark.parametrize(("name", "setting"), [("math", "file"), ("data", "file"), ("environment", "factory")])
+def test_a_missing_setting_is_named(name, setting):
+    with pytest.raises(ValueError, match=f"task '{name}' needs a {setting}: task.{setting}="):
+        tasks.get(name)
+
+
+def test_one_weight_needs_no_list(tmp_path):
+    task = Data(jsonl(tmp_path / "rows.jsonl"), reward="exact", reward_weights=0.5)
+    (score,) = task.score_all(list(attempts(task, [lambda p: p.data["row"]["answer"]])))
+    assert score.reward == 0.5

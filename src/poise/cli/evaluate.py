@@ -89,7 +89,9 @@ def _measure(config: Config) -> dict[str, Any]:
         f"{summary['greedy_cut_off']} of {summary['n']} greedy responses"
     )
     if failed := summary.get("failed"):
-        print(f"{failed} samples got no verdict, because the reward or the environment failed; they count as wrong")
+        print(
+            f"{failed} samples got no verdict: the reward or the environment failed, or no reward applies; they count as wrong"
+        )
     return summary
 
 

@@ -84,6 +84,9 @@ def _report(config: Config, summary: dict[str, Any]) -> None:
     with Console(0) as console:
         console.before_after_table(_rows(summary))
     for when in ("before", "after"):
+        if failed := summary[when].get("failed"):
+            count = summary[when]["n"] * summary[when]["samples"]
+            print(f"{when} training, {failed} of {count} samples got no verdict, and count as wrong")
         if cut := summary[when].get("cut_off"):
             limit = config.rollout.max_tokens
             total = summary[when]["n"] * summary[when]["samples"]

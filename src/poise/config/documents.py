@@ -67,6 +67,9 @@ def _merge(below: Document, above: Document) -> Document:
     return merged
 
 
+PLACEHOLDER = re.compile(r"\s*\{\w+\}")  # of a template; a group would have a colon
+
+
 def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | None = None) -> tuple[Document, Document]:
     """Two documents of ``key=value`` texts: the settings, and apart from them those of the regulator's parts.
 
@@ -86,7 +89,7 @@ def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | No
             problems.append(f"override {short(text)}: the key has {len(path)} levels, more than {DEEPEST}")
             continue
         try:
-            value = parse(written)
+            value = parse_typed(written)
         except yaml.YAMLError as error:
             problems.append(f"override {short(text)}: cannot read the value: {_reason(error)}")
             continue
@@ -132,6 +135,26 @@ def parse(text: str) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError(f"it has more than {DEEPEST} levels") from None
+
+
+def parse_typed(written: str) -> Any:
+    """The value of a text typed after ``key=``: YAML, except that sentences stay as they are typed.
+
+    YAML would cut ``End with #### 42`` at the sign, make a group of ``Be brief: answer`` and refuse ``{question} Go``.
+    """
+    begin = written.strip()[:1]
+    if PLACEHOLDER.match(written):
+        return written
+    if begin and begin in "[{\"'":
+        return parse(written)
+    try:
+        value = parse(written)
+    except yaml.YAMLError:
+        if ": " in written:
+            return written
+        raise
+    sentence = isinstance(value, dict | list) or (isinstance(value, str) and " #" in written)
+    return written if sentence else value
 
 
 def too_deep(value: Any, levels: int = DEEPEST) -> bool:

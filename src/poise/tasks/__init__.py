@@ -119,6 +119,8 @@ def get(name: str, **settings: Any) -> Task:
     maker = _maker(name)
     for setting in unknown_settings(name, settings):
         raise TypeError(f"task {name!r}: " + unknown("setting", setting, settings_of(name)))
+    if missing := [key for key in _required(maker) if key not in settings]:
+        raise ValueError(f"task {name!r} needs a {missing[0]}: task.{missing[0]}=…{_SHORT_FORMS.get(missing[0], '')}")
     try:
         built: Task = maker(**settings)
     except (TypeError, ValueError, OSError):
@@ -130,6 +132,15 @@ def get(name: str, **settings: Any) -> Task:
     if _user_code.is_foreign(name) and not _is_task(built):
         raise TypeError(f"task {name!r} is not a task: it lacks {_EXPECTED}")
     return built
+
+
+_SHORT_FORMS = {"file": ", the path of the data", "factory": ", or environment=file.py:Class"}
+
+
+def _required(maker: Callable[..., Any]) -> list[str]:
+    """The settings without a default."""
+    parameters = signature(maker).parameters.values()
+    return [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
 
 
 def settings_of(name: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from poise.algorithms import Sample
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
-from poise.tasks import draw
+from poise.tasks import TaskError, draw
 from poise.training.accuracy import ProblemResult, summarise
 from poise.training.records import task_metrics
 
@@ -95,6 +95,8 @@ def evaluate(
         chunk = test_problems[start : start + CHUNK]
         chunk_seed = seed * 1_000_003 + start
         sampled += sampler.play([problem for problem in chunk for _ in range(samples)], chunk_seed)
+        if all(sample.score.failed for sample in sampled):
+            raise TaskError(f"none of the {len(sampled)} attempts got a verdict: {sampled[0].score.failed}")
         greedy += sampler.greedy().play(chunk, chunk_seed)
         if progress:
             progress(len(greedy), problems)

@@ -80,6 +80,8 @@ class Data:
         check_range(self.name, "held_out", self.held_out, 0.0, 0.9)
         if not self.reward:
             raise ValueError("a dataset needs a reward: reward=math, reward=exact, or reward=my_rewards.py:correct")
+        if isinstance(self.reward_weights, int | float):
+            object.__setattr__(self, "reward_weights", [self.reward_weights])
         specs = list(self.reward) if isinstance(self.reward, list | tuple) else self.reward
         notes: list[str] = []
         problems = self._load(notes)
