@@ -89,9 +89,8 @@ def _measure(config: Config) -> dict[str, Any]:
         f"{summary['greedy_cut_off']} of {summary['n']} greedy responses"
     )
     if failed := summary.get("failed"):
-        print(
-            f"{failed} samples got no verdict: the reward or the environment failed, or no reward applies; they count as wrong"
-        )
+        why = "the reward or the environment failed, or no reward applies"
+        print(f"{failed} samples got no verdict ({why}); they count as wrong")
     return summary
 
 
