@@ -27,6 +27,10 @@ TEMPLATES = {
         "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
     ),
+    "break before the end": (
+        "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}\n<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+    ),
     "trimmed": (
         "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{{ m.content | trim }}<|end|>"
         "{% else %}<|user|>\n\n{{ m.content | trim }}\n{% endif %}{% endfor %}"
@@ -94,7 +98,9 @@ def test_own_tokens_are_the_models_to_the_token(name):
     end = policy.tokenizer.convert_tokens_to_ids("<|end|>")
     assert end in policy.end_tokens
     words = [policy.tokenizer(text)["input_ids"] for text in ("A is a knight.", "no", "B is a knave", "yes, A")]
-    first, second = [[*words[0], end], words[1]], [[*words[2], end], [*words[3], end]]  # one reply was cut off
+    line = "\n" if name == "break before the end" else ""  # the template's, which the model writes
+    ending = policy.tokenizer(f"{line}<|end|>")["input_ids"]
+    first, second = [[*words[0], *ending], words[1]], [[*words[2], *ending], [*words[3], *ending]]  # one was cut off
     engine = Script(policy, [first, second])
     problems = list(islice(Twice().problems("train", 0), 2))
     samples = Sampler(policy, engine, Twice(), max_tokens=9).play(problems, seed=0)
@@ -104,7 +110,7 @@ def test_own_tokens_are_the_models_to_the_token(name):
         assert sample.own[-len(b) :].all()
         assert not sample.own[len(a) : -len(b)].any()
         assert sample.prompt + sample.tokens[: -len(b)].tolist() == asked  # what the second reply followed
-        replies = [policy.decode(a), policy.decode(b)]
+        replies = [policy.decode(a).removesuffix(line), policy.decode(b).removesuffix(line)]
         dialogue = [
             {"role": "user", "content": sample.problem.prompt}, {"role": "assistant", "content": replies[0]},
             {"role": "user", "content": " Are you sure? <|end|> "}, {"role": "assistant", "content": replies[1]},
@@ -113,11 +119,11 @@ def test_own_tokens_are_the_models_to_the_token(name):
         assert policy.tokenizer.decode([*sample.prompt, *sample.tokens.tolist()]) == text.removesuffix("\n")
         ends = sum(token == end for token in sample.tokens.tolist())
         # The model's two turns, and the user's where the template ends it so; in what the user says it is text.
-        assert ends == (3 if name == "chatml" else 2)
+        assert ends == (2 if name in ("plain", "trimmed") else 3)
         assert not sample.logp[~sample.own].any()
         assert (sample.logp[sample.own] < 0).all()
     assert [sample.finished for sample in samples] == [True, False]
-    assert samples[0].text == "A is a knight.\nB is a knave"
+    assert samples[0].text == f"A is a knight.{line}\nB is a knave{line}"
 
 
 def test_a_turn_is_independent_of_the_other_episodes():

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from poise.models.policy import load_policy
-from poise.models.prompts import PromptError, encode, plain
+from poise.models.prompts import PromptError, encode, encode_next, plain
 from poise.training.warm_start import TEMPLATE
 
 TEMPLATES = {
@@ -124,6 +124,30 @@ def test_an_end_token_that_no_tokenizer_option_turns_off_is_refused():
     assert encode(made, "a <stop> b") == through_template(made, "a <stop> b")  # an ordinary word here
     with pytest.raises(PromptError, match="'<stop>'"):
         encode(made, "a <stop> b", [stop])
+
+
+BEFORE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]
+NEXT = "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+ENDS_BEHIND_A_BREAK = "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}\n<|end|>\n{% endfor %}" + NEXT
+ENDS_IN_A_BREAK = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+USER_ENDS = "{% for m in messages %}<|user|>{{ m.content }}{{ '<|end|>' if m.role == 'user' }}{% endfor %}" + NEXT
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "follows"),
+    [
+        (ENDS_BEHIND_A_BREAK, "<|end|>", "\n<|user|>user\nn\n<|end|>\n<|user|>assistant\n"),
+        (ENDS_BEHIND_A_BREAK, "\n", "\n<|end|>\n<|user|>user\nn\n<|end|>\n<|user|>assistant\n"),  # cut off there
+        (ENDS_IN_A_BREAK, "\n", "\nuser: n\nassistant: "),
+        (ENDS_IN_A_BREAK, "<|end|>", "\nuser: n\nassistant: "),
+        (USER_ENDS, "<|end|>", "<|user|>n<|end|><|user|>assistant\n"),
+    ],
+)
+def test_the_end_of_a_turn_is_neither_repeated_nor_lost(template, last, follows):
+    made = tokenizer(template)
+    (last_id,) = made(last, add_special_tokens=False)["input_ids"]
+    said = [{"role": "user", "content": "n"}]
+    assert made.decode(encode_next(made, BEFORE, said, last_id, [made.eos_token_id])) == follows
 
 
 def test_the_embedded_model_reads_control_tokens_as_text():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -14,6 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from poise import tasks
+from poise.algorithms.sampler import Sampler
+from poise.engines.native.engine import NativeEngine
 from poise.models.policy import Policy, load_policy
 from poise.models.prompts import plain
 from poise.training import warm_start
@@ -146,6 +149,46 @@ def test_an_example_encodes_as_the_template_says(policies: dict[str, Policy]) ->
     row = encode_row(policy, iter([([{"role": "user", "content": "hello"}], "knight")]))
     assert row.own == [True] * len(row.tokens)
     assert policy.tokenizer.decode(row.prompt + row.tokens) == "<|user|>hello<|assistant|>knight<|end|>"
+
+
+def test_the_prompts_show_the_tools_as_when_sampling(policies: dict[str, Policy]) -> None:
+    policy, task = policies["kk"], tasks.get("search-qa")
+    rows = Demonstrations(task, policy, batches=1, batch=2, seed=0)[0]
+    problems = list(islice(task.problems("train", 1), 2))
+    games = Sampler(policy, NativeEngine(policy), task, max_tokens=8)._start(problems)
+    assert [row.prompt for row in rows] == [game.prompt for game in games]
+    assert all("JSON schemas" in policy.tokenizer.decode(row.prompt) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("behind", "end"), [("\n<|end|>\n", "\n<|end|>"), ("<|user|>\n", "<|user|>"), ("<|pad|><|end|>", "<|pad|><|end|>")]
+)
+def test_a_turn_ends_as_the_template_says(policies: dict[str, Policy], behind: str, end: str) -> None:
+    """The second template ends turns in a token that is none of the model's end tokens."""
+    policy = policies["kk"]
+    tokenizer = copy.copy(policy.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|assistant|>{{ m.role }}\n{{ m.content }}BEHIND{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>assistant\n{% endif %}"
+    ).replace("BEHIND", behind)
+    turns = [([{"role": "user", "content": text}], text.upper()) for text in ("up", "down")]
+    row = encode_row(Policy(policy.model, tokenizer), iter(turns))
+    messages = [m for said, reply in turns for m in (*said, {"role": "assistant", "content": reply})]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(row.prompt + row.tokens) == text.rstrip("\n")
+    written = [token for token, own in zip(row.tokens, row.own, strict=True) if own]
+    assert tokenizer.decode(written) == f"UP{end}DOWN{end}"
+
+
+def test_a_model_stops_at_the_end_that_it_has_learned(tmp_path: Path) -> None:
+    train(Warmstart("kk", {"people": 2}, **{**SMALL, "steps": 1}), tmp_path / "first", device="cpu")
+    policy = load_policy(str(tmp_path / "first"), device="cpu")
+    policy.tokenizer.chat_template = policy.tokenizer.chat_template.replace("<|end|>", "<|user|>")
+    policy.save(tmp_path / "other")
+    again = Warmstart("kk", {"people": 2}, model=str(tmp_path / "other"), steps=1, batch=2)
+    train(again, tmp_path / "second", device="cpu")
+    ends = load_policy(str(tmp_path / "second"), device="cpu").end_tokens
+    assert ends == sorted(policy.tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>"]))
 
 
 class Mute:

@@ -15,7 +15,7 @@ from poise.algorithms.base import Sample
 from poise.engines.limits import check_positions, positions
 from poise.models.policy import ModelError, Policy, first_line
 from poise.models.prompts import PromptError
-from poise.models.tool_prompts import Tools, schemas_of
+from poise.models.tool_prompts import Tools, tools_of
 from poise.rollout.sampling import Sampling
 from poise.rollout.session import Session, session
 from poise.rollout.types import Engine, Request, Rollouts
@@ -127,7 +127,7 @@ class Sampler:
             messages = episode.start()
             if not problem.prompt:  # the environment wrote it: records show it
                 problem = replace(problem, prompt=messages[-1]["content"])
-            tools: Tools = schemas_of(episode.tools()) if hasattr(episode, "tools") else ()
+            tools = tools_of(episode)
             key = repr((messages, tools))
             if key not in known:
                 known[key] = self._encode(problem, messages, tools)

@@ -63,9 +63,9 @@ def encode_next(
     """The ids that follow the model's reply: the end of its turn, the new messages, the start of its next turn.
 
     ``before`` are the messages so far, the reply last; ``said`` are the new messages. ``last`` is the reply's last
-    token: if it is the token with which the template ends a turn, it is not repeated. Earlier turns do not matter, and
-    a template may change them (Qwen3's drops the reasoning of earlier replies). So only the opening and the reply are
-    rendered, with neutral text.
+    token: if it is an end token, the turn has ended, and what the template writes up to that token is left out. Earlier
+    turns do not matter, and a template may change them (Qwen3's drops the reasoning of earlier replies). So only the
+    opening and the reply are rendered, with neutral text.
     """
     said = known_roles(tokenizer, said)
     if not tokenizer.chat_template:
@@ -75,9 +75,32 @@ def encode_next(
     pieces = _pieces(tokenizer, [*earlier, *said], template_arguments(tokenizer, tools))
     contents = [at for at, (_, is_content) in enumerate(pieces) if is_content]
     controls = _controls(tokenizer, ends)
-    ids, harmless = _encode(tokenizer, pieces[contents[len(earlier) - 1] + 1 :], controls, ends)
+    tail = pieces[contents[len(earlier) - 1] + 1 :]
+    ids, harmless = _encode(tokenizer, tail, controls, ends)
     _check(sorted(token for token in controls if any(token in message["content"] for message in said)), harmless)
-    return ids[1:] if ids and ids[0] == last else ids
+    between, _ = _encode(tokenizer, tail[:1], controls, ends)  # a later end token would be that of a new message
+    return ids[ids.index(last) + 1 :] if last in ends and last in between else ids
+
+
+def turn_end(tokenizer: Any, ends: Collection[int]) -> list[int]:
+    """What the chat template writes behind a reply, up to the token that ends the turn.
+
+    That token is the first of ``ends``, else the first control token. Without one it is the tokenizer's end token.
+    """
+    nothing = [int(tokenizer.eos_token_id)]
+    if not tokenizer.chat_template:
+        return nothing
+    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+    try:
+        behind = _pieces(tokenizer, dialogue, {"add_generation_prompt": False})[-1:]
+    except PromptError:
+        return nothing
+    controls = _controls(tokenizer, ends)
+    ids, _ = _encode(tokenizer, behind, controls, ends)
+    for wanted in (ends, controls.values()):
+        if place := next((at for at, token in enumerate(ids, 1) if token in wanted), 0):
+            return ids[:place]
+    return nothing
 
 
 def plain(tokenizer: Any, text: str) -> list[int]:
@@ -107,11 +130,10 @@ def _controls(tokenizer: Any, ends: Collection[int]) -> dict[str, int]:
 
 def _render(tokenizer: Any, messages: Sequence[Message], arguments: dict[str, Any], *, tokenize: bool) -> Any:
     """The dialogue up to the start of the model's turn, as ids or as text."""
+    arguments = {"add_generation_prompt": True, **arguments}
     if not tokenize:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **arguments)[
-        "input_ids"
-    ]
+        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    return tokenizer.apply_chat_template(messages, return_dict=True, **arguments)["input_ids"]
 
 
 def _pieces(tokenizer: Any, messages: Sequence[Message], arguments: dict[str, Any]) -> Pieces:

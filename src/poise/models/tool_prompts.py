@@ -25,6 +25,11 @@ def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return [tool if isinstance(tool, dict) else _schema(tool) for tool in tools]
 
 
+def tools_of(episode: Any) -> Tools:
+    """The schemas of an episode's tools, if it has any."""
+    return schemas_of(episode.tools()) if hasattr(episode, "tools") else ()
+
+
 @cache
 def _schema(function: Any) -> dict[str, Any]:
     """By transformers, as in TRL."""

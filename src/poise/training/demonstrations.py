@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from poise._lib.transfer import send
 from poise.models.policy import Policy
-from poise.models.prompts import plain
+from poise.models.prompts import encode_next, plain, turn_end
+from poise.models.tool_prompts import Tools, tools_of
 from poise.rollout.types import Rollouts
 from poise.tasks import Demonstrates, Message, Problem, Task, begin
 
@@ -59,20 +60,22 @@ def dialogue(task: Task, problem: Problem, seed: int) -> Iterator[tuple[list[Mes
         said = episode.step(reply)
 
 
-def encode_row(policy: Policy, turns: Iterator[tuple[list[Message], str]]) -> Row:
-    """Encode a demonstration through the chat template, each reply with its end token."""
+def encode_row(policy: Policy, turns: Iterator[tuple[list[Message], str]], tools: Tools = ()) -> Row:
+    """Encode a demonstration through the chat template, each reply with the end of its turn."""
     tokenizer = policy.tokenizer
+    end = turn_end(tokenizer, policy.end_tokens)
+    ends = {*policy.end_tokens, end[-1]}
     messages: list[Message] = []
     prompt: list[int] = []
     tokens: list[int] = []
     own: list[bool] = []
     for said, reply in turns:
         if not prompt:
-            prompt = policy.encode(said)
+            prompt = policy.encode(said, tools)
         else:
-            between = policy.encode_next(messages, said, tokens[-1])
+            between = encode_next(tokenizer, messages, said, tokens[-1], ends, tools)
             tokens, own = tokens + between, own + [False] * len(between)
-        reply_ids = [*plain(tokenizer, reply), tokenizer.eos_token_id]
+        reply_ids = [*plain(tokenizer, reply), *end]
         tokens, own = tokens + reply_ids, own + [True] * len(reply_ids)
         messages = [*messages, *said, {"role": "assistant", "content": reply}]
     return Row(prompt, tokens, own)
@@ -91,7 +94,9 @@ class Demonstrations(Dataset[list[Row]]):
         seed = self.seed * 1_000_003 + index
         problems = islice(self.task.problems("train", seed + 1), self.batch)
         return [
-            encode_row(self.policy, dialogue(self.task, problem, seed * 10_007 + number))
+            encode_row(
+                self.policy, dialogue(self.task, problem, seed * 10_007 + number), tools_of(begin(self.task, problem))
+            )
             for number, problem in enumerate(problems)
         ]
 

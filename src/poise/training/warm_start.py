@@ -27,6 +27,7 @@ from poise.head import token_logp
 from poise.models.compilation import can_compile
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import EMBEDDED, Policy, load_policy, resolve_device
+from poise.models.prompts import turn_end
 from poise.models.scoring import default_micro_tokens
 from poise.rollout.types import Rollouts
 from poise.tasks import Problem, Task
@@ -231,7 +232,11 @@ def gradient(
 def _policy(settings: Warmstart, task: Task, device: str) -> Policy:
     """What is trained: bfloat16 on CUDA, float32 elsewhere."""
     if settings.model is not None:
-        return load_policy(settings.model, device=device, compiled=settings.compile)
+        policy = load_policy(settings.model, device=device, compiled=settings.compile)
+        end = turn_end(policy.tokenizer, policy.end_tokens)[-1]
+        if end not in policy.end_tokens:  # the model learns to write it, so its replies must end there
+            policy.model.generation_config.eos_token_id = [*policy.end_tokens, end]
+        return policy
     where = resolve_device(device)
     tokenizer = build_tokenizer(task, settings.vocabulary, settings.seed)
     model = build_model(settings, tokenizer).to(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
