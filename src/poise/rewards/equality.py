@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from poise.rewards.formulas import LONGEST, canonical, clean, number
 
-_OR = re.compile(r"\\text\s?\{\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|;")
+_OR = re.compile(r"\\(?:text|mathrm)\s?\{\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|;")
 _WORDS = re.compile(r"[A-Za-z]{4,}(?:[ '-][A-Za-z]+)*")  # shorter ones may be products: abc
 _SHORT_WORDS = frozenset({"no", "yes", "odd", "all", "one", "two", "six", "ten", "red", "sun", "mon"})
 _VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\s?\(\s?\w{1,3}\s?\))?|\\[a-z]{2,8}")  # x, x_1, f(2), \theta
@@ -106,7 +106,7 @@ def _values(items: list[str]) -> list[tuple[str, Fraction]] | None:
     """Variable ("" without one) and value of each item; None if one has no plain value. ``x=1, 2`` is x twice."""
     name, found = "", []
     for item in items:
-        sign, value = _equals(item), number(_right_side(item))
+        sign, value = _equals(item), number(clean(_right_side(item)))
         if value is None:
             return None
         name = name if sign is None else _squeezed(item[:sign])

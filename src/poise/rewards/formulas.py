@@ -13,6 +13,8 @@ import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
+from poise.rewards import units
+
 LONGEST = 500  # characters of an answer that are worth comparing
 _SIGNS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ",
@@ -30,15 +32,17 @@ _SPELLINGS = [
     (re.compile(r"\\(?:d|t|c)frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\(?:leq|leqslant)(?![a-zA-Z])"), r"\\le"),
     (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge"),
-    (re.compile(r"\\(?:mathrm|textbf|textit|textrm|mathbf|mathit|mbox|operatorname)(?![a-zA-Z])"), r"\\text"),
+    (re.compile(r"\\(?:textbf|textit|textrm|textnormal|mbox)(?![a-zA-Z])"), r"\\text"),
     (re.compile(r"\\frac\s?(\d)\s?(\d)(?!\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s?(\d)\s?\{"), r"\\frac{\1}{"),
     (re.compile(r"\\frac\s?(\{[^{}]*\})\s?(\d)(?!\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt\s?(\d)(?!\d)"), r"\\sqrt{\1}"),
     (re.compile(r"\{,\}"), ""),
 ]
-_TEXT = re.compile(r"\\text\s?\{([^{}]*)\}(?:\s?\^\s?(?:\{\s?[23]\s?\}|[23]))?")
-_UNIT = re.compile(r"(?<=[\d}])\s*(?:[A-Za-z]{2,20}\.?\s?(?:/\s?)?){1,4}(?:\^\s?(?:\{\s?[23]\s?\}|[23]))?$")
+_POWER = r"(?:\^\s?(?:\{\s?[23]\s?\}|[23]))?"
+_TEXT = re.compile(rf"\\(text|mathrm)\s?\{{([^{{}}]*)\}}{_POWER}")
+_WHOLE = re.compile(r"\\(?:text|mathrm|mathbf|mathit|operatorname)\s?\{([^{}]*)\}")
+_UNIT = re.compile(rf"(?<=[\d}}\s])([A-Za-z]{{1,20}}(?:\.?(?:\s|\s?/\s?)[A-Za-z]{{1,20}}){{0,4}}\.?)\s?{_POWER}$")
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"([-+]?)\s*({_PLAIN})(?:\s*[eE]([-+]?\d+)|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{{?([-+]?\d+)\}}?)?", re.ASCII
@@ -47,13 +51,6 @@ _FRACTION = re.compile(
     rf"([-+]?)\s*(\d+(?=\s*\\|\s+\d))?\s*(?:\\frac\s?\{{\s*(-?\s*(?:{_PLAIN}))\s*\}}\s*\{{\s*(-?\s*(?:{_PLAIN}))\s*\}}|({_PLAIN})\s*/\s*({_PLAIN}))",
     re.ASCII,
 )
-# Words behind a number that are no unit: they change its value, or are part of a formula.
-SCALES = frozenset({"hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "third", "quarter"})
-_NO_UNITS = SCALES | {
-    "pi", "sqrt", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc", "exp", "mod",
-    "factorial", "squared", "cubed", "choose",
-    "am", "pm", "or", "and", "to", "by", "over", "plus", "minus", "times", "root", "infinity", "inf",
-}  # fmt: skip
 _LARGEST_EXPONENT = 300
 
 
@@ -72,24 +69,33 @@ def clean(text: str) -> str:
 
 
 def _without_units(text: str) -> str:
-    whole = _TEXT.fullmatch(text)
+    whole = _WHOLE.fullmatch(text)
     if whole:
-        return whole[1]
+        return _without_units(whole[1].strip())
     head = text
     while head.endswith(("}", "}^2", "}^3")) and (last := _last_text(head)):
-        if last[1].strip().lower() in _NO_UNITS:
-            return text
-        head = head[: last.start()].rstrip(" /")
+        before = head[: last.start()].rstrip(" /")
+        if not units.is_unit(last[2], upright=True, named=last[1] == "mathrm" or not _ends_plain(before)):
+            return head
+        head = before
     unit = _UNIT.search(head[-120:])
-    if unit:
-        words = re.findall("[A-Za-z]+", unit[0])
-        if not any(word.lower() in _NO_UNITS for word in words):
-            head = head[: len(head) - len(unit[0])]
-    return head if number(head) is not None else text
+    if unit is None:
+        return head
+    before = head[: len(head) - len(unit[0])]
+    plain, apart = number(before) is not None, before.endswith(" ")
+    if (plain or apart) and units.is_unit(unit[1], upright=False, named=not (plain and apart)):
+        return before.rstrip()
+    return head
+
+
+def _ends_plain(text: str) -> bool:
+    """Whether units follow a plain number here, or such a number with further units."""
+    last = _last_text(text)
+    return number(text) is not None or (last is not None and number(text[: last.start()]) is not None)
 
 
 def _last_text(text: str) -> re.Match[str] | None:
-    start = text.rfind("\\text")
+    start = max(text.rfind("\\text"), text.rfind("\\mathrm"))
     return _TEXT.fullmatch(text, start) if start > 0 else None
 
 

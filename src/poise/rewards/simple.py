@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, short
-from poise.rewards import answers, formulas
+from poise.rewards import answers, formulas, units
 from poise.rewards.base import gold_of, text_of
 
 
@@ -153,8 +153,8 @@ def _number_in(text: str) -> Fraction | None:
     if value is not None:
         return value
     found = answers.numbers(text)
-    scaled = formulas.SCALES & set(re.findall("[a-z]+", text.lower()))  # "5 million" is not 5
-    return formulas.number(found[0]) if len(found) == 1 and not scaled else None
+    changed = any(map(units.changes_value, re.findall("[A-Za-z]+", text)))  # "5 million" is not 5
+    return formulas.number(found[0]) if len(found) == 1 and not changed else None
 
 
 @dataclass(frozen=True)

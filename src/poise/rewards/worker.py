@@ -321,12 +321,17 @@ def limit_memory(size: int = 4 << 30) -> None:
 def _math_check() -> Callable[[str, str], bool]:
     """A function of two formulas, warmed up: the first use of a part of sympy is slow."""
     import logging
+    from dataclasses import replace
 
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable(logging.CRITICAL)
-    # Formulas alone: what math-verify reads as plain expressions, it evaluates as Python.
-    formulas = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    # Formulas alone: what math-verify reads as plain expressions, it evaluates as Python. Units are gone already, and
+    # what it takes for one may be a product: 3\sqrt{2}ab.
+    rules = replace(LatexExtractionConfig().normalization_config, units=False)
+    formulas = [
+        LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False, normalization_config=rules)
+    ]
 
     def read(formula: str) -> Any:
         boxed = f"\\boxed{{{formula}}}"
