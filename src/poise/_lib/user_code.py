@@ -141,6 +141,8 @@ def load(
     settings must not reach any function there is. ``expected`` says so in words, for the message. What goes wrong is a
     ``ValueError`` or a ``TypeError``.
     """
+    if path.endswith(".py"):
+        raise ValueError(f"{kind} {path!r}: say which class or function of the file, {path}:Name")
     module_name, _, names = _split_path(path)
     if is_foreign(path):
         check_trusted(f"{kind} {path!r}", path)

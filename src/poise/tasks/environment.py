@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import count
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsFloat
 
 from poise._lib import user_code as _user_code
 from poise._lib.errors import check_range, short
@@ -319,8 +319,8 @@ class EnvironmentEpisode:
         reward = 0.0
         if self.failed is None and hasattr(self.pool.kind, "get_reward"):
             reward = self._call("get_reward")
-            if reward is None and self.failed is None:
-                self.failed = f"{self.pool.kind.__name__}.get_reward returned None"
+            if self.failed is None and (isinstance(reward, str) or not isinstance(reward, SupportsFloat)):
+                self.failed = f"{self.pool.kind.__name__}.get_reward returned {short(reward)}, and not a number"
         if self.failed is not None:
             return Score(0.0, False, failed=self.failed)
         return Score(reward, reward >= self.correct_at, {self.pool.kind.__name__: reward})
