@@ -240,10 +240,25 @@ def test_rows_of_a_file_reach_reset(tmp_path):
     assert said[0] == [{"role": "user", "content": f"Row {target}. Make the total {target}."}]
     assert score.correct
     assert environment(Counter, file=str(file), held_out=0).epoch("test", 0, 0) == []
-    for content, message in [("", "no rows"), ("{", "line 1"), ('{"target": 1}\n', "no row is left for training")]:
+    for content, message in [("", "no rows"), ("{", "line 1"), ('{"target": 17}\n', "no row is left for training")]:
         file.write_text(content)
         with pytest.raises(ValueError, match=message):
             environment(Counter, file=str(file))
+
+
+def test_rows_stay_in_their_split_when_the_file_grows(tmp_path):
+    file, before, seen = tmp_path / "rows.jsonl", {"train": set(), "test": set()}, set()
+    for rows in (1000, 1005, 1010, 2000):
+        file.write_text("".join(json.dumps({"target": number}) + "\n" for number in range(rows)))
+        task = environment(Counter, file=str(file))
+        found = {split: {p.data["row"]["target"] for p in task.epoch(split, 0, 0)} for split in ("train", "test")}
+        assert all(before[split] <= found[split] for split in found)
+        assert len(found["train"]) + len(found["test"]) == rows
+        assert 0.08 < len(found["test"]) / rows < 0.12
+        assert task.fingerprint == environment(Counter, file=str(file)).fingerprint
+        before = found
+        seen.add(task.fingerprint)
+    assert len(seen) == 4
 
 
 def test_rows_in_both_files_are_refused(tmp_path):

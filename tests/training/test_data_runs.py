@@ -111,12 +111,17 @@ def test_killed_in_an_episode(tmp_path):
     same(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_a_run_does_not_go_on_with_other_data(tmp_path):
+@pytest.mark.parametrize("of_environment", [False, True])
+def test_a_run_does_not_go_on_with_other_data(tmp_path, of_environment):
     data = questions(tmp_path / "questions.jsonl")
-    config = configs.load("demo", [*SMALL, f"data={data}", "reward=exact", "steps=1", f"run={tmp_path / 'run'}"])
-    trainer.train(config, quiet=True)
+    of_data = ["reward=exact"]
+    if of_environment:
+        (tmp_path / "env.py").write_text(ENVIRONMENT.replace("ENDS", "False"))
+        of_data = [f"environment={tmp_path / 'env.py'}:Echo", f"reward={tmp_path / 'env.py'}:letters"]
+    args = [*SMALL, f"data={data}", *of_data, f"run={tmp_path / 'run'}"]
+    trainer.train(configs.load("demo", [*args, "steps=1"]), quiet=True)
     questions(data, 9)
-    longer = configs.load("demo", [*SMALL, f"data={data}", "reward=exact", "steps=2", f"run={tmp_path / 'run'}"])
+    longer = configs.load("demo", [*args, "steps=2"])
     with pytest.raises(TaskError, match=r"are not those that the run in .* began with"):
         trainer.train(longer, resume=True, quiet=True)
 

@@ -17,7 +17,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from itertools import count
 from random import Random
 from typing import Any, ClassVar, SupportsFloat
@@ -27,6 +26,7 @@ from poise._lib.errors import check_range, short
 from poise.rewards import Rewards
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, TaskError, check_split
 from poise.tasks.data.rows import DataError, read
+from poise.tasks.data.splits import fingerprint, share
 from poise.tasks.streams import check_whole, draw_of_split
 from poise.tasks.tools import answer_all
 from poise.tasks.watched import HungError, Worker, settled
@@ -129,15 +129,17 @@ class EnvironmentOfRows(Environment):
     file: str = ""
     test_file: str | None = None
     held_out: float = 0.1
+    fingerprint: str = field(init=False, repr=False, compare=False)  # another one: the rows are others
     _problems: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("environment", "held_out", self.held_out, 0.0, 0.9)
         found = _problems_of(self.file)
-        test = found[: max(1, round(self.held_out * len(found)))] if self.held_out else []
         if self.test_file:
             test = _problems_of(self.test_file)
+        else:
+            test = [problem for problem in found if share(_meaning(problem)) < self.held_out]
         known = {_meaning(problem) for problem in test}
         if self.test_file and any(_meaning(problem) in known for problem in found):
             raise DataError(f"data {self.file}: some of its rows are in {self.test_file} as well: take them out of one")
@@ -145,6 +147,7 @@ class EnvironmentOfRows(Environment):
         if not train:
             raise DataError(f"data {self.file}: no row is left for training: give more rows, or lower held_out")
         object.__setattr__(self, "_problems", {"train": train, "test": test})
+        object.__setattr__(self, "fingerprint", fingerprint(self._problems))
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
         """The rows of a split, epoch after epoch."""
@@ -178,7 +181,7 @@ def environment(
 
 
 def _problems_of(file: str) -> list[Problem]:
-    """The rows of a file as problems, in the order of their hashes."""
+    """The rows of a file as problems."""
     found = read(file)
     if found.unreadable:
         number, why = found.unreadable[0]
@@ -186,12 +189,11 @@ def _problems_of(file: str) -> list[Problem]:
         raise DataError(f"data {file}, line {number}: {why}{more}")
     if not found.rows:
         raise DataError(f"data {file} has no rows")
-    problems = [Problem(f"{file}:{number}", "", "all", {"row": row, "number": number}) for number, row in found.rows]
-    return sorted(problems, key=_meaning)
+    return [Problem(f"{file}:{number}", "", "all", {"row": row, "number": number}) for number, row in found.rows]
 
 
 def _meaning(problem: Problem) -> str:
-    return sha256(json.dumps(problem.data["row"], sort_keys=True).encode()).hexdigest()
+    return json.dumps(problem.data["row"], sort_keys=True)
 
 
 def _load(path: str) -> Callable[[], Any]:

@@ -68,13 +68,14 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
 
 def check_same_data(task: Task, folder: RunFolder) -> None:
     """Refuse to resume a run whose dataset has changed since it began."""
-    if not isinstance(task, Data):
+    fingerprint = getattr(task, "fingerprint", None)
+    if not isinstance(fingerprint, str):
         return
     saved = folder.read_json("data.json")
     if saved is None:
-        folder.write_json("data.json", {"fingerprint": task.fingerprint})
-    elif not isinstance(saved, dict) or saved.get("fingerprint") != task.fingerprint:
+        folder.write_json("data.json", {"fingerprint": fingerprint})
+    elif not isinstance(saved, dict) or saved.get("fingerprint") != fingerprint:
         raise TaskError(
-            f"the data in {task.file} are not those that the run in {folder.path} began with: put them back, or begin "
-            "another run=DIR"
+            f"the data in {getattr(task, 'file', task.name)} are not those that the run in {folder.path} began with: "
+            "put them back, or begin another run=DIR"
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +15,7 @@ from poise._lib.errors import check_range, short
 from poise.rewards import GOLD_COLUMNS, Rewards
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, check_split
 from poise.tasks.data.rows import DataError, Row, Rows, read, some, splits_of
+from poise.tasks.data.splits import fingerprint, share
 
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")  # not handed over as columns
@@ -85,14 +84,10 @@ class Data:
         specs = list(self.reward) if isinstance(self.reward, list | tuple) else self.reward
         notes: list[str] = []
         problems = self._load(notes)
-        digest = hashlib.blake2b(digest_size=16)
-        for split in ("train", "test"):
-            for problem in problems[split]:
-                digest.update(json.dumps([split, problem.id, problem.data], sort_keys=True).encode())
         made = {
             "rewards": Rewards(specs, self.reward_weights, self.reward_timeout, self.reward_quick),
             "notes": notes,
-            "fingerprint": digest.hexdigest(),
+            "fingerprint": fingerprint(problems),
             "_problems": problems,
             "_order": lru_cache(4)(self._shuffled),
         }
@@ -174,10 +169,10 @@ class Data:
         elif self.split == "train" and "test" in splits:
             held_out = self._read(self.file, "test", notes)
         else:
-            share = {p.id: _share(p) < self.held_out for p in first}
+            chosen = {p.id: share(_key(p)) < self.held_out for p in first}
             return {
-                "train": [p for p in first if not share[p.id]],
-                "test": [p for p in first if share[p.id]],
+                "train": [p for p in first if not chosen[p.id]],
+                "test": [p for p in first if chosen[p.id]],
             }
         known = {_key(problem) for problem in held_out}
         both = [problem for problem in first if _key(problem) in known]
@@ -293,11 +288,6 @@ def _usual(usual: Sequence[str], columns: Sequence[str]) -> str | None:
 def _key(problem: Problem) -> str:
     """Equal for the same question, whatever its spaces and letter case."""
     return " ".join(problem.data["text"].casefold().split())
-
-
-def _share(problem: Problem) -> float:
-    digest = hashlib.blake2b(_key(problem).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
 
 
 def _first(problems: Sequence[Problem]) -> list[bool]:
