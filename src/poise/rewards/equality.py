@@ -66,7 +66,7 @@ def spelling(answer: str) -> str:
 def _compare(answer: str, gold: str) -> bool | None:
     value = number(gold)
     if value is not None:
-        return number(_right_side(answer)) == value
+        return number(right_side(answer)) == value
     if _WORDS.fullmatch(gold):
         return answer.casefold() == gold.casefold()
     if gold.isalpha() and len(gold) > 1 and answer.casefold() == gold.casefold():
@@ -77,9 +77,9 @@ def _compare(answer: str, gold: str) -> bool | None:
     if len(items) > 1 or len(right[1]) > 1:
         return _compare_items((opening, items, closing), right)
     if _equals(gold) is None:
-        answer = _right_side(answer)
+        answer = right_side(answer)
     elif _equals(answer) is None and _VARIABLE.fullmatch(gold[: _equals(gold)].strip()):
-        gold = _right_side(gold)
+        gold = right_side(gold)
     else:
         return None
     value = number(gold)
@@ -106,7 +106,7 @@ def _values(items: list[str]) -> list[tuple[str, Fraction]] | None:
     """Variable ("" without one) and value of each item; None if one has no plain value. ``x=1, 2`` is x twice."""
     name, found = "", []
     for item in items:
-        sign, value = _equals(item), number(clean(_right_side(item)))
+        sign, value = _equals(item), number(clean(right_side(item)))
         if value is None:
             return None
         name = name if sign is None else _squeezed(item[:sign])
@@ -161,7 +161,7 @@ def _balanced(text: str) -> bool:
     return True
 
 
-def _right_side(text: str) -> str:
+def right_side(text: str) -> str:
     """What follows the last equals sign; of a list (x=1, y=2) all of it."""
     sign = _equals(text)
     return text if sign is None or len(_split(_OR.sub(",", text[:sign]))) > 1 else clean(text[sign + 1 :])
