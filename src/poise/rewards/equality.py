@@ -6,6 +6,7 @@ Decided here, on purpose:
 - Numbers are compared exactly: 0.333 is not 1/3. ``10%`` is 10, and not 0.1. Units are not compared.
 - Brackets count: ``(1,2)``, ``[1,2]`` and ``\{1,2\}`` are three things. A list without brackets is a set, in any order.
 - ``x = 5`` is 5 where the right answer names no variable, and 5 is ``x = 5`` where it does.
+- ``32_5`` is a number with its base: the same digits and the same base, or wrong. f' is not f.
 - Words are compared without regard to case.
 """
 
@@ -22,6 +23,8 @@ _SHORT_WORDS = frozenset({"no", "yes", "odd", "all", "one", "two", "six", "ten",
 _VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\s?\(\s?\w{1,3}\s?\))?|\\[a-z]{2,8}")  # x, x_1, f(2), \theta
 _ENDLESS = re.compile(r"\^[{(\s]*-?\d{5}|\d[})\s]*\^[{(\s]*\d+[})\s]*\^|\d{4}\s*!|!\s*!")  # 9^{99999}, 9^{9^9}, 9999!
 _NOT_EQUAL = re.compile(r"[<>!:/\\]$|\\not\s?$")  # before an equals sign: no equation
+_BASED = re.compile(r"(?:(?<![\dA-Za-z}])\((?=\w+\)_))?(\d[\dA-Fa-f]*)\)?_\{?(\d{1,2})\}?")  # (32)_5 is 32_{5}
+_BASE = re.compile(r"\d\s?[)}]?\s?_")  # 32_5: math-verify drops the base
 _DEEPEST = 30  # brackets in brackets
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -33,7 +36,17 @@ def equal(answer: str, gold: str) -> bool | None:
     answer, gold = clean(answer), clean(gold)
     if _squeezed(answer) == _squeezed(gold):
         return bool(answer)
-    return _compare(answer, gold) if answer else False
+    if not answer or _primes(answer, gold):
+        return False
+    verdict = _compare(answer, gold)
+    return False if verdict is None and (_BASE.search(answer) or _BASE.search(gold)) else verdict
+
+
+def _primes(answer: str, gold: str) -> bool:
+    """Whether one has more primes than the other, as f' and f. An answer may name what it gives: f'(x) = 2x."""
+    if (_equals(answer) is None) != (_equals(gold) is None):
+        answer, gold = right_side(answer), right_side(gold)
+    return answer.count("'") != gold.count("'")
 
 
 def worth_checking(answer: str, gold: str) -> bool:
@@ -178,4 +191,5 @@ def _equals(text: str) -> int | None:
 
 
 def _squeezed(text: str) -> str:
-    return text.replace(" ", "")
+    text = text.replace(" ", "")
+    return _BASED.sub(r"\1_{\2}", text) if "_" in text else text

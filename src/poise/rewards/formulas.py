@@ -38,6 +38,7 @@ _SPELLINGS = [
     (re.compile(r"\\frac\s?(\{[^{}]*\})\s?(\d)(?!\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt\s?(\d)(?!\d)"), r"\\sqrt{\1}"),
     (re.compile(r"\{,\}"), ""),
+    (re.compile(r"\^\s?(?:\{\s?\\prime\s?\}|\\prime(?![a-zA-Z]))"), "'"),
 ]
 _POWER = r"(?:\^\s?(?:\{\s?[23]\s?\}|[23]))?"
 _TEXT = re.compile(rf"\\(text|mathrm)\s?\{{([^{{}}]*)\}}{_POWER}")
@@ -50,6 +51,10 @@ _NUMBER = re.compile(
 _FRACTION = re.compile(
     rf"([-+]?)\s*(\d+(?=\s*\\|\s+\d))?\s*(?:\\frac\s?\{{\s*(-?\s*(?:{_PLAIN}))\s*\}}\s*\{{\s*(-?\s*(?:{_PLAIN}))\s*\}}|({_PLAIN})\s*/\s*({_PLAIN}))",
     re.ASCII,
+)
+# 2.5, and not 1,234.5, x^2.5 or 0.1\overline{6}
+_POINT = re.compile(
+    r"(?<![\d.^_])(?:(?<!,)|(?!\d{3}\.))(\d*)\.(\d+)(?![\d.]|\s?\\(?:overline|bar|[lc]?dots?(?![a-z])))", re.ASCII
 )
 _LARGEST_EXPONENT = 300
 
@@ -126,6 +131,11 @@ def number(text: str) -> Fraction | None:
 def _decimal(text: str) -> Fraction:
     digits = text.replace(",", "").replace(" ", "")
     return Fraction(digits + "0" if digits.endswith(".") else digits)
+
+
+def exact(text: str) -> str:
+    """The formula with its decimals as fractions: computer algebra rounds decimals, and takes 3.141593 for pi."""
+    return _POINT.sub(lambda found: rf"\frac{{{int(found[1] + found[2])}}}{{1{'0' * len(found[2])}}}", text)
 
 
 def canonical(value: Fraction) -> str:

@@ -83,7 +83,7 @@ class Math:
             if verdict:
                 return 1.0
             if verdict is None:
-                pair = (formulas.clean(gold), formulas.clean(answer))
+                pair = (formulas.exact(formulas.clean(gold)), formulas.exact(formulas.clean(answer)))
                 if equality.worth_checking(pair[1], pair[0]):
                     pairs.append(pair)
         open_pairs.update(dict.fromkeys(pairs, True))
