@@ -68,6 +68,8 @@ CHEAP = [
     ("5", r"5\,\mathrm{km}", True),
     ("5", r"\text{5 cm}", True),
     ("5", "5 square feet", True),
+    ("5", r"5\text{ sq. ft}", True),
+    ("5", r"5\text{ in}^2", True),
     ("12", r"12\text{ m/s}^2", True),
     (r"3\sqrt{2}\text{ cm}", r"3\sqrt{2}", True),
     (r"9 \pi", r"9\pi\text{ square inches}", True),

@@ -15,7 +15,7 @@ def _set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-_LETTERS = _set("m g s h L l N J W V K C F")
+_UPRIGHT = _set("m g s h L l N J W V K C F in mi cc ms rad deg Pa")  # bare, they may be variables
 _SHORT = _set("mm cm dm km ft yd mg kg oz lb lbs ml mL min mins hr hrs sec secs mph kph Hz kHz kPa kW kWh kJ USD EUR")
 _LONG = _set(
     "inch inches foot feet yard mile meter metre centimeter centimetre millimeter millimetre kilometer kilometre"
@@ -24,7 +24,7 @@ _LONG = _set(
     " degree radian unit point percent person people man men woman women child children student square cubic"
 )
 KNOWN = _SHORT | _LONG | {word + "s" for word in _LONG}
-_JOINING = _set("per of a an each every the")
+_JOINING = _set("per of a an each every the sq cu")
 _NUMBERS = _set(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion"
@@ -58,7 +58,7 @@ def is_unit(text: str, upright: bool, named: bool = False) -> bool:
     if not all(word.isascii() and word.isalpha() for word in words):
         return False
     if not upright and "/" in text:  # km/h: a letter may follow a unit that is known
-        return words[:1] != [] and words[0] in KNOWN and all(word in _LETTERS | KNOWN for word in words[1:])
+        return words[:1] != [] and words[0] in KNOWN and all(word in _UPRIGHT | KNOWN for word in words[1:])
     verdicts = [_word(word, upright, named) for word in words if word not in _JOINING]
     return bool(verdicts) and all(verdicts)
 
@@ -66,7 +66,7 @@ def is_unit(text: str, upright: bool, named: bool = False) -> bool:
 def _word(word: str, upright: bool, named: bool) -> bool:
     if word in KNOWN or word.lower() in _LONG or word.lower().removesuffix("s") in _LONG:
         return True
-    if upright and word in _LETTERS:
+    if upright and word in _UPRIGHT:
         return True
     if named or changes_value(word) or word.lower() in _SENTENCE:
         return False
