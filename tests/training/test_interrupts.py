@@ -43,11 +43,14 @@ def test_signals_finish_the_step_and_save_it(tmp_path, monkeypatch, name):
         return real(held, number, console)
 
     monkeypatch.setattr(Trainer, "step", step)
-    before = signal.getsignal(getattr(signal, name))
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, *QUICK, "checkpoint_every=100")
-    assert RunFolder.open(tmp_path / "run").checkpoints() == [1]
-    assert signal.getsignal(getattr(signal, name)) == before
+    outside = signal.signal(getattr(signal, name), signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, *QUICK, "checkpoint_every=100")
+        assert RunFolder.open(tmp_path / "run").checkpoints() == [1]
+        assert signal.getsignal(getattr(signal, name)) == signal.SIG_DFL
+    finally:
+        signal.signal(getattr(signal, name), outside)
 
 
 def test_nohup_is_respected():
