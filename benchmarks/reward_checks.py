@@ -1,6 +1,6 @@
 """Checks a second of the reward ``math``, beside math-verify alone, in one run: GSM8K, and answers that need algebra.
 
-python benchmarks/reward_checks.py ../shared/data/gsm8k_train.jsonl.gz    # GSM8K's training split, 7,473 rows
+python benchmarks/reward_checks.py gsm8k_train.jsonl.gz    # GSM8K's training split, 7,473 rows
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ def rate(run: Callable[[Pairs], Any], pairs: Pairs) -> dict[str, Any]:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     pairs, formulas = gsm8k(sys.argv[1]), algebra(400)
     dollars = [(f"${reply[7:-1]}$", f"${gold}$") for reply, gold in formulas]  # what math-verify takes for a formula
     warm_up = [(r"\boxed{x+1}", f"{n}+x") for n in range(2, 40)]
