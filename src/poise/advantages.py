@@ -11,6 +11,8 @@ large as their spread, and the second subtraction removes it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,14 @@ def reinforce_pp(
     variance = (values.square() * times).sum() / times.sum()
     advantages = values * (variance + eps / scale / scale).rsqrt()
     return torch.zeros_like(rewards).masked_scatter_(weight > 0, advantages)
+
+
+TABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # the names of the setting ``advantage``
+    "group-zscore": group_zscore,
+    "group-centered": group_centered,
+    "leave-one-out": leave_one_out,
+    "reinforce-pp": lambda rewards, _: reinforce_pp(rewards),
+}
 
 
 def _finite(rewards: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from poise.algorithms.sampler import Sampler
 from poise.engines.hf import CachedEngine
-from poise.engines.native import session as native_session
+from poise.engines.native import kept_rows
 from poise.engines.native.decoder import Decoder
 from poise.engines.native.engine import NativeEngine, continues
 from poise.engines.native.shared_cache import SharedPromptCache
@@ -206,7 +206,7 @@ class TestMemory:
         assert engine.keeps_keys
         expected, whole = dialogues(Anew(engine))
         for tokens in (0, 60):  # none, and some
-            monkeypatch.setattr(native_session, "KEPT_BYTES", tokens * engine.token_bytes)
+            monkeypatch.setattr(kept_rows, "KEPT_BYTES", tokens * engine.token_bytes)
             found, calls = dialogues(engine)
             assert_same(found, expected)
             assert calls.continued + calls.reread == whole.reread
@@ -357,7 +357,7 @@ def test_the_sampler_keeps_the_keys_of_its_episodes(monkeypatch):
 
 
 def test_a_task_of_one_turn_keeps_nothing(monkeypatch):
-    monkeypatch.setattr(native_session.KeptRows, "save", lambda *_: pytest.fail("a row was copied"))
+    monkeypatch.setattr(kept_rows.KeptRows, "save", lambda *_: pytest.fail("a row was copied"))
     from poise.tasks import get
 
     policy = load_policy("embedded", device="cpu")

@@ -106,7 +106,7 @@ def test_rows_that_do_not_fit_are_read_again(monkeypatch):
     policy = tiny("llama", "cuda", torch.bfloat16)
     engine = NativeEngine(policy)
     assert engine.keeps_keys
-    monkeypatch.setattr("poise.engines.native.session.KEPT_SHARE", 0.0)
+    monkeypatch.setattr("poise.engines.native.kept_rows.KEPT_SHARE", 0.0)
     outs, calls = dialogues(engine, Sampling(), **LONG)
     assert calls.continued == 0
     assert calls.reread > 0

@@ -10,7 +10,7 @@ import pytest
 from poise.models.tool_prompts import schemas_of
 from poise.tasks import Attempt, TaskError, judge_all
 from poise.tasks.environment import Environment, environment
-from poise.tasks.watched import HungError, Worker
+from poise.tasks.time_limit import HungError, Worker
 
 
 class Counter:

@@ -15,7 +15,7 @@ class Session:
 
     A session remembers one call at a time, and nothing after its end, so nothing has to be released. Open it for
     episodes that are played with the same weights. This one only checks the requests: the engine reads every dialogue
-    again. The native engine's session keeps the keys (``engines/native/session.py``).
+    again. The native engine's session keeps the keys (``engines/native/kept_rows.py``).
     """
 
     def __init__(self, engine: Engine) -> None:

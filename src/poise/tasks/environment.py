@@ -28,8 +28,8 @@ from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split,
 from poise.tasks.data.rows import DataError, read
 from poise.tasks.data.splits import fingerprint, share
 from poise.tasks.streams import check_whole, draw_of_split
+from poise.tasks.time_limit import HungError, Worker, settled
 from poise.tasks.tools import answer_all
-from poise.tasks.watched import HungError, Worker, settled
 
 EMPTY: list[Message] = [{"role": "user", "content": ""}]  # TRL's prompt where there is no data
 _NOT_TOOLS = ("reset", "get_reward")

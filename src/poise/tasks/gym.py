@@ -20,7 +20,7 @@ from poise._lib.errors import check_range, unknown
 from poise.tasks.base import Message, Problem, Score, Split, check_split
 from poise.tasks.replies import spoken
 from poise.tasks.streams import check_whole, draw_of_split
-from poise.tasks.watched import HungError, Worker
+from poise.tasks.time_limit import HungError, Worker
 
 ACTIONS = {  # by the beginning of the id, in gymnasium's order
     "FrozenLake": ("left", "down", "right", "up"),

@@ -29,7 +29,7 @@ from poise.tasks.arithmetic import ExpressionError, evaluate
 from poise.tasks.base import Problem, Score, Split, check_split
 from poise.tasks.replies import last_answer
 from poise.tasks.streams import PATIENCE, split_of
-from poise.tasks.watched import HungError, Worker
+from poise.tasks.time_limit import HungError, Worker
 
 INSTRUCTION = "Think first, then answer, in this form: <think>your reasoning</think><answer>your answer</answer>"
 NONSENSE = "xyzzy"

@@ -23,12 +23,6 @@ from poise.tasks import TaskError
 from poise.tasks.base import NO_REWARD
 
 MOST_FAILED = 0.05  # share of a step's attempts that may end without a verdict
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "group-zscore": advantages.group_zscore,
-    "group-centered": advantages.group_centered,
-    "leave-one-out": advantages.leave_one_out,
-    "reinforce-pp": lambda rewards, _: advantages.reinforce_pp(rewards),
-}
 
 
 def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
@@ -138,8 +132,8 @@ def _advantages(samples: Sequence[Sample], rewards: Tensor, groups: Tensor, kind
     preset = [sample.advantage for sample in samples]
     rest = [row for row, value in enumerate(preset) if value is None]
     if len(rest) == len(preset):
-        return ADVANTAGES[kind](rewards, groups)
+        return advantages.TABLE[kind](rewards, groups)
     values = torch.tensor([0.0 if value is None else value for value in preset], device=rewards.device)
     if rest:
-        values[rest] = ADVANTAGES[kind](rewards[rest], groups[rest]).to(values.dtype)
+        values[rest] = advantages.TABLE[kind](rewards[rest], groups[rest]).to(values.dtype)
     return values

@@ -13,8 +13,8 @@ from torch import Tensor
 from poise.engines.limits import check_lengths
 from poise.engines.native import graphs
 from poise.engines.native.decoder import Decoder, layer_shapes
+from poise.engines.native.kept_rows import KeptRows, NativeSession
 from poise.engines.native.scheduler import Scheduler
-from poise.engines.native.session import KeptRows, NativeSession
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.models.policy import Policy
 from poise.models.trials import close, short_windows

@@ -9,8 +9,8 @@ import torch
 
 from poise._lib.transfer import send
 from poise.engines.native.decoder import Decoder
+from poise.engines.native.kept_rows import KeptRows
 from poise.engines.native.kv_cache import FIRST_ROOM, SavedRow
-from poise.engines.native.session import KeptRows
 from poise.models.packing import first_fit
 from poise.rollout.sampling import Sampling, uniform
 from poise.rollout.types import Done, Request, Rollouts, end_table, numbers
