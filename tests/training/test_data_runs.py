@@ -12,6 +12,7 @@ from poise.models.policy import load_policy
 from poise.runs.folder import RunFolder
 from poise.tasks import RewardError, TaskError
 from poise.tasks.data import Data
+from poise.tasks.knights_knaves import generate
 from poise.training.setup import check_data
 from support.small_runs import command, parameters
 
@@ -111,18 +112,27 @@ def test_killed_in_an_episode(tmp_path):
     same(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("of_environment", [False, True])
-def test_a_run_does_not_go_on_with_other_data(tmp_path, of_environment):
-    data = questions(tmp_path / "questions.jsonl")
-    of_data = ["reward=exact"]
-    if of_environment:
-        (tmp_path / "env.py").write_text(ENVIRONMENT.replace("ENDS", "False"))
-        of_data = [f"environment={tmp_path / 'env.py'}:Echo", f"reward={tmp_path / 'env.py'}:letters"]
-    args = [*SMALL, f"data={data}", *of_data, f"run={tmp_path / 'run'}"]
+def puzzles(path, count=40):
+    rows = [dict(generate(2, seed).problem().data) for seed in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["data", "environment", "kk"])
+def test_a_run_does_not_go_on_with_other_data(tmp_path, kind):
+    write = puzzles if kind == "kk" else questions
+    file = write(tmp_path / "rows.jsonl")
+    (tmp_path / "env.py").write_text(ENVIRONMENT.replace("ENDS", "False"))
+    of_kind = {
+        "data": [f"data={file}", "reward=exact"],
+        "environment": [f"data={file}", f"environment={tmp_path}/env.py:Echo", f"reward={tmp_path}/env.py:letters"],
+        "kk": [f"task.file={file}", "task.people=2"],
+    }
+    args = [*SMALL, *of_kind[kind], f"run={tmp_path / 'run'}"]
     trainer.train(configs.load("demo", [*args, "steps=1"]), quiet=True)
-    questions(data, 9)
+    write(file, 39)
     longer = configs.load("demo", [*args, "steps=2"])
-    with pytest.raises(TaskError, match=r"are not those that the run in .* began with"):
+    with pytest.raises(TaskError, match=r"rows.jsonl are not those that the run in .* began with"):
         trainer.train(longer, resume=True, quiet=True)
 
 

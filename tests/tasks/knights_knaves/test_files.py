@@ -69,6 +69,15 @@ def test_an_epoch_is_an_order_that_seed_and_number_fix(file: str) -> None:
     assert list(islice(task.problems("train", 3), len(first) + 5)) == [*first, *second[:5]]
 
 
+def test_other_puzzles_have_another_fingerprint(tmp_path: Path, file: str, puzzles: list[Puzzle]) -> None:
+    assert from_file(file).fingerprint == from_file(file, style="compact").fingerprint
+    turned = [row(puzzles[1]), row(puzzles[0]), *map(row, puzzles[2:])]
+    (tmp_path / "later").mkdir()
+    other = written(tmp_path / "later" / "puzzles.jsonl", turned)
+    assert from_file(file).fingerprint != from_file(other).fingerprint
+    assert not hasattr(tasks.get("kk"), "fingerprint")
+
+
 def test_training_walks_through_the_epochs(file: str) -> None:
     task = from_file(file)
     size = len(task.epoch("train", 3, 0))

@@ -11,6 +11,7 @@ from typing import ClassVar
 from poise._lib.errors import check_choice, check_range
 from poise._lib.files import expand
 from poise.tasks.base import Problem, Score, Split, TaskError, check_split
+from poise.tasks.data.splits import fingerprint
 from poise.tasks.knights_knaves.generator import check_settings, draw, tell
 from poise.tasks.knights_knaves.meaning import split_of
 from poise.tasks.knights_knaves.puzzle import Puzzle
@@ -53,6 +54,7 @@ class KnightsKnaves:
     # Only where the puzzles are those of a file: the order of a split's puzzles in one epoch.
     epoch: Callable[[Split, int, int], Sequence[Problem]] = field(init=False, repr=False, compare=False)
     of_file: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)  # by split
+    fingerprint: str = field(init=False, repr=False, compare=False)  # another one: the puzzles are others
 
     name: ClassVar[str] = "kk"
     concurrent: ClassVar[bool] = True  # may be asked for scores from another thread
@@ -111,6 +113,7 @@ class KnightsKnaves:
             parts[split_of(puzzle.statements)].append(self._problem(puzzle))
         object.__setattr__(self, "people", tuple(sorted({puzzle.people for puzzle in puzzles})))
         object.__setattr__(self, "of_file", parts)
+        object.__setattr__(self, "fingerprint", fingerprint(parts))
         object.__setattr__(self, "epoch", self._epoch)
 
     def _epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
