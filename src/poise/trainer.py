@@ -249,7 +249,8 @@ class Trainer:
     def _evaluate(self, report: Reporter) -> Evaluation:
         settings = self.config.evaluation
         count = available(self.sampler.task, "test", settings.problems)
-        report.note(f"evaluating {count} held-out problems × {settings.samples} and greedily")
+        greedily = " and greedily" if self.config.test_temperature else ", greedily"
+        report.note(f"evaluating {count} held-out problems × {settings.samples}{greedily}")
         with _model_errors():
             return held_out(self.sampler, self.config, lambda done, total: report.note(f"  {done}/{total}"))
 

@@ -9,6 +9,7 @@ from poise.algorithms.sampler import Sampler
 from poise.config.schema import load
 from poise.engines.native.engine import NativeEngine
 from poise.models.policy import load_policy
+from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, RewardError, Score, TaskError, draw, training_problems
 from poise.trainer import Trainer
@@ -135,6 +136,21 @@ def test_the_evaluation_of_a_finite_task():
     sampler = build_sampler(config, load_policy("embedded", device="cpu"), print, responses=8, task=Together(size=5))
     found = evaluate(sampler, problems=200, samples=2)
     assert len(found.sampled) == len(found.greedy) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_an_evaluation_at_temperature_0_decodes_once(temperature):
+    task, policy = Together(size=5), load_policy("embedded", device="cpu")
+    sampling = Sampling(temperature, top_p=0.9, top_k=3)
+    sampler = Sampler(policy, NativeEngine(policy), task, sampling, max_tokens=8)
+    found = evaluate(sampler, problems=5, samples=1)
+    assert len(task.calls) == (2 if temperature else 1)
+    assert len(found.greedy) == 5
+    if not temperature:
+        assert found.greedy == found.sampled
+        assert found.greedy_cut_off == found.cut_off
+    texts = [[attempt.completion[0]["content"] for attempt in call] for call in task.calls]
+    assert texts[-1] == [sample.text for sample in sampler.greedy().play(draw(task, "test", 0, 5), seed=0)]
 
 
 def test_an_evaluation_in_which_everything_fails_says_so_at_once():

@@ -79,7 +79,8 @@ def _measure(config: Config) -> dict[str, Any]:
     sampler = build_sampler(config, policy, note, responses=at_once(asked.problems, asked.samples))
     print(visible(f"{config.model} on task {describe_task(config)}, split test, seed {asked.seed}:"))
     sampling = describe_sampling(config, config.test_temperature)
-    print(f"{asked.problems} problems × {asked.samples} samples at {sampling}; and once greedily", flush=True)
+    greedily = "; and once greedily" if config.test_temperature else ""  # at temperature 0 the samples are
+    print(f"{asked.problems} problems × {asked.samples} samples at {sampling}{greedily}", flush=True)
     summary = held_out(sampler, config, _report_progress).summary()
     with Console(0) as console:
         rows = summary["table"].items()

@@ -94,10 +94,12 @@ def evaluate(
     for start in range(0, problems, CHUNK):
         chunk = test_problems[start : start + CHUNK]
         chunk_seed = seed * 1_000_003 + start
-        sampled += sampler.play([problem for problem in chunk for _ in range(samples)], chunk_seed)
+        attempts = sampler.play([problem for problem in chunk for _ in range(samples)], chunk_seed)
+        sampled += attempts
         if all(sample.score.failed for sample in sampled):
             raise TaskError(f"none of the {len(sampled)} attempts got a verdict: {sampled[0].score.failed}")
-        greedy += sampler.greedy().play(chunk, chunk_seed)
+        already = sampler.sampling.temperature == 0
+        greedy += attempts[::samples] if already else sampler.greedy().play(chunk, chunk_seed)
         if progress:
             progress(len(greedy), problems)
     task_metrics(sampler.task)  # what reward functions reported here is not for the next step's metrics
