@@ -21,6 +21,7 @@ ROOMS = [  # from the ground up; what stands in one line may import each other
     ("training",),
     ("trainer",),
     ("reports",),
+    ("comparison",),
     ("integrations",),
     ("cli",),
     ("__main__",),

@@ -117,7 +117,8 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after."""
         done, self.memory = self.checkpoints.restore()
-        self.folder.write_json("environment.json", environment(self.policy.device))
+        parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        self.folder.write_json("environment.json", {**environment(self.policy.device), "parameters": parameters})
         with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
             for note in self.notes:
                 report.note(note)
@@ -132,6 +133,7 @@ class Trainer:
                 self.checkpoints.save_finished_step(self.memory)
                 report.stopped(self.folder.resume_command)
                 raise
+        self.folder.write_json("problems.json", after.by_problem())
         summary = {"steps": done, "before": before, "after": after.summary(), "run": str(self.folder.path)}
         self.folder.write_json("summary.json", summary)
         return summary
@@ -234,6 +236,7 @@ class Trainer:
                     micro_tokens=optim.micro_tokens, grad_clip=optim.grad_clip, seed=seed,
                 )  # fmt: skip
         except NotFiniteError as error:
+            self.folder.write_json("diverged.json", {"step": step, "why": str(error)})
             remedy = "lower optim.lr, or set dtype=float32; the newest checkpoint is untouched"
             raise TrainError(f"{error}: {remedy}") from error
         except OutOfMemoryError as error:

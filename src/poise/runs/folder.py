@@ -7,6 +7,7 @@
     tokens/step-000010.safetensors their tokens, each with its log-probability, weight and so on
     checkpoints/step-000010/       what a resumed run starts from, sealed by manifest.json
     before.json, summary.json      held-out accuracy before training; the final results
+    problems.json, diverged.json   those results by problem; the step at which the gradient was not finite
     owner.json                     the process that trains here, while one does (``poise.runs.lock``)
 
 A kill at any moment leaves only complete files, except for the last line of metrics.jsonl: readers ignore it if torn.
@@ -56,8 +57,8 @@ from poise.runs.lock import OWNER
 T = TypeVar("T")
 _STEP = r"step-(\d{6,})"
 _OWN = (
-    *("config.json", "data.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "curve.png"),
-    *("rollouts", "tokens", "checkpoints"),
+    *("config.json", "data.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "problems.json"),
+    *("diverged.json", "curve.png", "rollouts", "tokens", "checkpoints"),
 )
 _COPY = "put the file back from a copy"
 LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses: a hostile 10 MB file can unpack to 10 GB

@@ -53,6 +53,14 @@ class Evaluation:
             "table": table,
         }
 
+    def by_problem(self) -> dict[str, Any]:
+        """For ``problems.json``: the right samples of each problem, in the order of problems, and the greedy answers.
+
+        Runs with the same evaluation settings have the same problems, so they can be compared problem by problem.
+        """
+        right, greedy = ([sum(result.correct) for result in results] for results in (self.sampled, self.greedy))
+        return {"samples": self.samples, "correct": right, "greedy": greedy}
+
     def metrics(self) -> dict[str, float]:
         """``eval/{task}/…`` for the metrics of a step."""
         summary = self.summary()

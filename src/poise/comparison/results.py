@@ -1,0 +1,209 @@
+"""What a comparison knows of a run, read from its ordinary run folder; and an arm: the runs of one method, by seed.
+
+A run is *finished*, *diverged* (the trainer met a gradient that is not finite, and wrote ``diverged.json``) or
+*unfinished*. A diverged run is a result: its scores are those last measured. An unfinished run has none yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import nan
+from pathlib import Path
+from typing import Any, Literal
+
+from poise.reports.recorded import read_json, read_metrics
+from poise.runs.folder import RunFolder
+from poise.training.evaluate import is_summary
+
+State = Literal["finished", "diverged", "unfinished"]
+Line = Mapping[str, Any]  # the metrics of a step
+ACCURACY = "accuracy"  # avg@k, the main score
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run has cost, without its evaluations."""
+
+    tokens: float = 0.0  # sampled
+    optimizer_steps: float = 0.0
+    seconds: float = 0.0
+    flop: float | None = None  # an estimate; None if the number of parameters is unknown
+
+    def __add__(self, other: Cost) -> Cost:
+        flop = None if self.flop is None or other.flop is None else self.flop + other.flop
+        return Cost(
+            self.tokens + other.tokens,
+            self.optimizer_steps + other.optimizer_steps,
+            self.seconds + other.seconds,
+            flop,
+        )
+
+
+@dataclass(frozen=True)
+class Point:
+    """Held-out scores after a step, and the cost until then. ``scores`` has accuracy (avg@k), greedy, pass@k, maj@k."""
+
+    step: int
+    cost: Cost
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run of a comparison."""
+
+    seed: int
+    state: State
+    steps: int  # taken
+    planned: int  # steps that its settings ask for
+    curve: tuple[Point, ...]  # in the order of steps; the first is before training
+    cost: Cost = field(default_factory=Cost)
+    entropy: tuple[float, ...] = ()  # by step, NaN where it was not measured
+    grad_norm: tuple[float, ...] = ()
+    per_problem: tuple[float, ...] = ()  # share of right samples of each held-out problem, after training
+    why: str = ""  # it diverged
+    folder: str = ""
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """The final scores. A diverged run has those last measured, an unfinished run none."""
+        return self.curve[-1].scores if self.state != "unfinished" and self.curve else {}
+
+    @classmethod
+    def read(cls, path: str | Path) -> RunResult:
+        """The result of the run in a folder, whatever its state.
+
+        FileNotFoundError if there is no run, ValueError if a file of it is damaged. Both messages say what to do.
+        """
+        folder = RunFolder.open(path, resume=False)
+        config, lines = folder.config, read_metrics(folder)
+        seed, planned, prompts, group = (_whole(folder, config, key) for key in ("seed", "steps", "prompts", "group"))
+        reached = lines[-1]["step"] if lines else 0
+        after = _final(folder, config, reached)
+        costs = list(_costs(folder, prompts * group, lines))
+        curve = _curve(folder, lines, costs)
+        if after is not None and lines:
+            curve = [point for point in curve if point.step < reached] + [Point(reached, costs[-1], _scores(after))]
+        diverged = _divergence(folder, reached)
+        state: State = "finished" if after is not None else "diverged" if diverged is not None else "unfinished"
+        return cls(
+            seed=seed,
+            state=state,
+            steps=reached,
+            planned=planned,
+            curve=tuple(curve),
+            cost=costs[-1] if costs else Cost(),
+            entropy=_series(lines, "rollout/entropy"),
+            grad_norm=_series(lines, "optim/grad_norm"),
+            per_problem=_per_problem(folder) if state == "finished" else (),
+            why=(diverged or "") if state == "diverged" else "",
+            folder=str(folder.path),
+        )
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method of a comparison: its name, the settings in which it differs, and its runs by seed."""
+
+    name: str
+    settings: Mapping[str, Any]
+    runs: Mapping[int, RunResult]
+
+    def results(self, score: str = ACCURACY) -> dict[int, float]:
+        """The final score of every seed whose run is done, in the order of seeds."""
+        done = ((seed, self.runs[seed].scores) for seed in sorted(self.runs))
+        return {seed: scores[score] for seed, scores in done if score in scores}
+
+
+def _final(folder: RunFolder, config: Line, reached: int) -> dict[str, Any] | None:
+    """The evaluation after training; None while the run, or its extension to more steps, is not at its end."""
+    summary = read_json(folder, "summary.json")
+    if summary is None:
+        return None
+    if not isinstance(summary, dict) or type(summary.get("steps")) is not int or not is_summary(summary.get("after")):
+        raise ValueError(f"{folder.path}/summary.json does not hold the results as poise writes them")
+    stopped_early = config.get("stop_at") is not None or config.get("budget") is not None
+    if reached != summary["steps"] or (reached < config["steps"] and not stopped_early):
+        return None
+    after: dict[str, Any] = summary["after"]
+    return after
+
+
+def _divergence(folder: RunFolder, reached: int) -> str | None:
+    """Why the run diverged at the step after its last one; None if it did not, or a resumed run got past that step."""
+    data = read_json(folder, "diverged.json")
+    if data is None:
+        return None
+    if not isinstance(data, dict) or type(data.get("step")) is not int or not isinstance(data.get("why"), str):
+        raise ValueError(f"{folder.path}/diverged.json does not hold a step and a reason as poise writes them")
+    why: str = data["why"]
+    return f"step {data['step']}: {why}" if reached < data["step"] else None
+
+
+def _curve(folder: RunFolder, lines: Sequence[Line], costs: Sequence[Cost]) -> list[Point]:
+    """The accuracy before training, and every evaluation during training."""
+    before = read_json(folder, "before.json")
+    if before is None:
+        return []
+    if not is_summary(before):
+        raise ValueError(f"{folder.path}/before.json does not hold the accuracy before training as poise writes it")
+    points = [Point(0, Cost(), _scores(before))]
+    ending = f"/avg@{before['samples']}"
+    for line, cost in zip(lines, costs, strict=True):
+        if key := next((key for key in line if key.startswith("eval/") and key.endswith(ending)), None):
+            prefix = key.removesuffix(ending) + "/"
+            found = {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}
+            values = {name: value for name, value in found.items() if "/" not in name and value is not None}
+            if ending[1:] in values:
+                points.append(Point(line["step"], cost, {ACCURACY: values[ending[1:]], **values}))
+    return points
+
+
+def _scores(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """The scores over all difficulties."""
+    table = {name: row["value"] for name, row in evaluation["table"].items() if ", difficulty " not in name}
+    return {ACCURACY: evaluation["accuracy"], **table}
+
+
+def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator[Cost]:
+    """The cost up to each step.
+
+    The estimate of FLOP takes 2 per parameter and sampled token for sampling, and 6 for each phase of the update, in
+    responses that carry a gradient. It leaves out prompts, attention and evaluations.
+    """
+    environment = read_json(folder, "environment.json")
+    parameters = environment.get("parameters") if isinstance(environment, dict) else None
+    parameters = parameters if type(parameters) is int else None
+    total = Cost(flop=None if parameters is None else 0.0)
+    for line in lines:
+        trained = responses * (line.get("rollout/length") or 0.0)
+        tokens = line.get("tokens/sampled")
+        tokens = trained if tokens is None else tokens
+        phases = sum(key.startswith("reg/") and key.endswith("/kl_weight_mean") for key in line)
+        passes = phases * (1 - (line.get("reward/no_spread") or 0.0))
+        flop = None if parameters is None else parameters * (2 * tokens + 6 * passes * trained)
+        total += Cost(tokens, line.get("optim/steps") or 0.0, line.get("time/step") or 0.0, flop)
+        yield total
+
+
+def _series(lines: Sequence[Line], key: str) -> tuple[float, ...]:
+    return tuple(nan if (value := line.get(key)) is None else float(value) for line in lines)
+
+
+def _per_problem(folder: RunFolder) -> tuple[float, ...]:
+    """Empty for a run of an older version, which did not write them."""
+    data = read_json(folder, "problems.json")
+    if data is None:
+        return ()
+    counts, samples = (data.get("correct"), data.get("samples")) if isinstance(data, dict) else (None, None)
+    if not isinstance(counts, list) or type(samples) is not int or not all(type(count) is int for count in counts):
+        raise ValueError(f"{folder.path}/problems.json does not hold the results by problem as poise writes them")
+    return tuple(count / samples for count in counts)
+
+
+def _whole(folder: RunFolder, config: Line, name: str) -> int:
+    value = config.get(name)
+    if type(value) is not int:
+        raise ValueError(f"{folder.path}/config.json: {name} must be a whole number, got {value!r}")
+    return value

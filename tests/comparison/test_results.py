@@ -1,0 +1,131 @@
+"""What a comparison reads from run folders: states, curves, scores and cost."""
+
+import math
+
+import pytest
+
+from poise.comparison.results import Arm, Cost, Point, RunResult
+from poise.runs.folder import RunFolder
+from poise.trainer import TrainError, train
+from support.small_runs import make, run
+
+CONFIG = {"seed": 3, "steps": 4, "prompts": 2, "group": 4, "stop_at": None}
+
+
+def evaluation(accuracy, samples=4):
+    row = {"value": accuracy, "low": 0.0, "high": 1.0}
+    table = {f"avg@{samples}": row, "greedy": row | {"value": accuracy / 2}, f"avg@{samples}, difficulty 2": row}
+    return {"accuracy": accuracy, "n": 2, "samples": samples, "table": table}
+
+
+def folder_of_a_run(path, steps=4, config=CONFIG, **files):
+    folder = RunFolder.create(path, config)
+    folder.write_json("before.json", evaluation(0.25))
+    folder.write_json("environment.json", {"parameters": 1000})
+    for step in range(1, steps + 1):
+        measured = {"eval/rg/x/avg@4": 0.1 * step, "eval/rg/x/avg@4/2": 9.0, "eval/rg/x/greedy": 0.5}
+        metrics = {
+            "rollout/length": 10.0, "rollout/entropy": math.nan if step == 2 else 1.0, "optim/grad_norm": 0.5,
+            "optim/steps": 2.0, "time/step": 1.5, "reward/no_spread": 0.5,
+            "reg/low/kl_weight_mean": 1.0, "reg/high/kl_weight_mean": 1.0,
+        }  # fmt: skip
+        folder.log(step, metrics | (measured if step % 2 == 0 else {}))
+    for name, data in files.items():
+        folder.write_json(f"{name}.json", data)
+    return path
+
+
+def summary(steps=4, accuracy=0.75):
+    return {"steps": steps, "before": evaluation(0.25), "after": evaluation(accuracy)}
+
+
+def test_a_finished_run(tmp_path):
+    problems = {"samples": 4, "correct": [4, 2], "greedy": [1, 0]}
+    found = RunResult.read(folder_of_a_run(tmp_path / "run", summary=summary(), problems=problems))
+    assert (found.seed, found.state, found.steps, found.planned) == (3, "finished", 4, 4)
+    assert [(point.step, point.scores["accuracy"]) for point in found.curve] == [(0, 0.25), (2, 0.2), (4, 0.75)]
+    assert found.scores == {"accuracy": 0.75, "avg@4": 0.75, "greedy": 0.375}
+    assert found.curve[1].scores == {"accuracy": 0.2, "avg@4": 0.2, "greedy": 0.5}
+    # 8 responses of 10 tokens a step; two phases over the half of them that carries a gradient
+    assert found.cost == Cost(320.0, 8.0, 6.0, 1000 * 4 * (2 * 80 + 6 * 2 * 0.5 * 80))
+    assert found.curve[1].cost == Cost(160.0, 4.0, 3.0, found.cost.flop / 2)
+    assert found.per_problem == (1.0, 0.5)
+    assert found.entropy[0] == 1.0
+    assert math.isnan(found.entropy[1])
+
+
+def test_a_diverged_run_has_the_scores_last_measured(tmp_path):
+    why = {"step": 4, "why": "the gradient's norm is nan"}
+    found = RunResult.read(folder_of_a_run(tmp_path / "run", steps=3, diverged=why))
+    assert found.state == "diverged"
+    assert found.scores["accuracy"] == 0.2
+    assert found.why == "step 4: the gradient's norm is nan"
+
+
+@pytest.mark.parametrize(
+    ("files", "config"),
+    [
+        ({}, {}),
+        ({"summary": summary(3)}, {}),  # the run was extended and is at step 4 of 4, not yet evaluated
+        ({"summary": summary()}, {"steps": 6}),  # it is to be extended
+        ({"diverged": {"step": 2, "why": "nan"}}, {}),  # resumed, it got past that step
+    ],
+)
+def test_an_unfinished_run_has_no_scores(tmp_path, files, config):
+    found = RunResult.read(folder_of_a_run(tmp_path / "run", config=CONFIG | config, **files))
+    assert found.state == "unfinished"
+    assert found.scores == {}
+    assert len(found.curve) == 3
+
+
+@pytest.mark.parametrize("goal", ["stop_at", "budget"])
+def test_a_run_that_reached_its_goal_is_finished(tmp_path, goal):
+    found = RunResult.read(
+        folder_of_a_run(tmp_path / "run", config=CONFIG | {"steps": 9, goal: 0.5}, summary=summary())
+    )
+    assert (found.state, found.steps, found.planned) == ("finished", 4, 9)
+
+
+@pytest.mark.parametrize("name", ["summary", "before", "diverged", "problems"])
+def test_damage_is_named(tmp_path, name):
+    path = folder_of_a_run(tmp_path / "run", **({"summary": summary()} | {name: [1]}))
+    with pytest.raises(ValueError, match=rf"{name}\.json"):
+        RunResult.read(path)
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no run"):
+        RunResult.read(tmp_path / "none")
+
+
+def test_an_arm_lists_the_seeds_that_are_done():
+    points = [Point(0, Cost(), {"accuracy": 0.5, "greedy": 0.25})]
+    runs = {
+        seed: RunResult(seed, state, 0, 4, tuple(points))
+        for seed, state in [(2, "diverged"), (1, "unfinished"), (0, "finished")]
+    }
+    arm = Arm("ar", {}, runs)
+    assert list(arm.results().items()) == [(0, 0.5), (2, 0.5)]
+    assert arm.results("greedy") == {0: 0.25, 2: 0.25}
+    assert arm.results("maj@4") == {}
+
+
+def test_a_real_run(tmp_path):
+    folder, found = run(tmp_path, "steps=2", "evaluation.every=1", "rollout.max_tokens=12", "regulator=lopti")
+    result = RunResult.read(folder.path)
+    assert result.state == "finished"
+    assert [point.step for point in result.curve] == [0, 1, 2]
+    assert result.scores["accuracy"] == found["after"]["accuracy"]
+    assert set(result.scores) == {"accuracy", "avg@2", "pass@2", "maj@2", "greedy"} == set(result.curve[1].scores)
+    assert sum(result.per_problem) / 3 == pytest.approx(found["after"]["accuracy"])
+    assert result.cost.flop > 2 * 1e6 * result.cost.tokens > 0
+
+
+def test_a_real_run_that_diverges(tmp_path):
+    config = make(tmp_path, "optim.lr=1e30", "steps=3", "rollout.max_tokens=12", "objective.entropy_coef=0.01")
+    with pytest.raises(TrainError):
+        train(config, quiet=True)
+    result = RunResult.read(config.run)
+    assert result.state == "diverged"
+    assert result.scores == result.curve[0].scores
+    assert "norm" in result.why
