@@ -185,7 +185,7 @@ class Trainer:
             update_metrics = self._update(step, rollouts, batch, phases, seed)
         self.memory = memory
         return {
-            **step_metrics(task, samples, rollouts, batch, self.settings.importance_cap),
+            **step_metrics(self.algorithm, task, samples, rollouts, batch, self.settings.importance_cap),
             **failed,
             **update_metrics,
             **regulators.summary(phases, batch),

@@ -180,3 +180,22 @@ def test_lists_groups_numbers_and_quotes_are_yaml():
     }  # fmt: skip
     for text, value in typed.items():
         assert split_overrides([f"x={text}"])[0] == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (["algorithm.group=4"], "grpo(group=4)"),
+        (["algorithm=grpo(group=6)", "algorithm.group=4"], "grpo(group=4)"),
+        (["algorithm.group=4", "algorithm=grpo"], "grpo(group=4)"),
+    ],
+)
+def test_settings_of_an_algorithm_by_name(written, text):
+    config = load("demo", written)
+    assert config.algorithm == text
+    assert config.build_algorithm().group == 4
+
+
+def test_a_setting_that_an_algorithm_lacks_is_named():
+    assert "unknown setting of grpo 'grup'; did you mean 'group'?" in problem("algorithm.grup=4")
+    assert "cannot read" in problem("algorithm=grpo(", "algorithm.group=4")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from poise._lib.errors import short
 
+YAML_WORDS = {"true": True, "false": False, "null": None}
+
 
 def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict[str, Any]]:
-    """The name, the positional values and the named values. Values are Python literals.
+    """The name, the positional values and the named values. Values are Python literals; ``true`` is read as in YAML.
 
     ``whole`` is the longer text that ``text`` is a part of, for error messages.
     """
@@ -22,13 +25,25 @@ def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict
     try:
         call = ast.parse(f"f({inside})", mode="eval").body
         assert isinstance(call, ast.Call)
-        args = [ast.literal_eval(node) for node in call.args]
-        settings = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        args = [_literal(node) for node in call.args]
+        settings = {str(k.arg): _literal(k.value) for k in call.keywords}
     except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
         raise ValueError(
             f"cannot read the settings of {short(name)} in {short(whole)}; write {name}(setting=value, ...)"
         ) from None
     return name, args, settings
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal; true, false and null may be written as in YAML."""
+    return YAML_WORDS[node.id] if isinstance(node, ast.Name) and node.id in YAML_WORDS else ast.literal_eval(node)
+
+
+def with_settings(text: str, changes: Mapping[str, Any]) -> str:
+    """The same call with some settings changed or added."""
+    name, args, settings = read_call(text)
+    named = [f"{key}={value!r}" for key, value in {**settings, **changes}.items()]
+    return f"{name}({', '.join([*map(repr, args), *named])})"
 
 
 def split_bars(text: str) -> list[str]:

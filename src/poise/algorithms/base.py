@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from poise._lib.user_code import mark
-from poise.tasks import Message, Problem, Score
+from poise.tasks import Episode, Message, Problem, Score
 
 if TYPE_CHECKING:
     from poise.algorithms.sampler import Sampler
 
 F = TypeVar("F", bound=Callable[..., Any])
 Memory = dict[str, Any]  # an algorithm's state between steps: JSON, saved with every checkpoint
+FIRST = "first"  # the role of an attempt at the problem as it is: what evaluation would see
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,9 @@ class Sample:
     sampler_logp: Tensor | None = None  # (n,) float32 of an engine whose arithmetic differs from the policy's
     advantage: float | None = None  # used as it is, instead of normalising the reward
     messages: list[Message] = field(default_factory=list)  # the replies, and what the environment said in between
+    role: str = FIRST  # what the row is to its algorithm; summaries of rewards and lengths are over first attempts
+    notes: Mapping[str, float] = field(default_factory=dict)  # what the algorithm found out about it; recorded
+    episode: Episode | None = None  # the episode itself, ended: for its feedback
 
 
 def algorithm(thing: F) -> F:
@@ -54,7 +58,10 @@ def algorithm(thing: F) -> F:
 
 
 class Algorithm(Protocol):
-    """Decides what to sample for the problems of a step."""
+    """Decides what to sample for the problems of a step.
+
+    An algorithm with ``metrics(samples) -> dict[str, float]`` adds to the metrics of a step.
+    """
 
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -34,6 +34,7 @@ from poise.tasks import (
     judge_all,
 )
 
+Opening = Callable[[int, list[Message]], list[Message]]
 MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
 NO_LIMIT = 1 << 62
 
@@ -64,12 +65,23 @@ class Sampler:
     others: Mapping[str, Sampler] = field(default_factory=dict)
     clock: Timer = field(default=lambda _: nullcontext())
 
-    def play(self, problems: Sequence[Problem], seed: int) -> list[Sample]:
+    def play(
+        self,
+        problems: Sequence[Problem],
+        seed: int,
+        *,
+        opening: Opening | None = None,
+        begun: Sequence[Sequence[int]] | None = None,
+    ) -> list[Sample]:
         """One attempt at each problem, in their order. The same problem may be named several times.
 
         An attempt depends on the seed, its place in the list, and its problem, not on the other attempts.
+
+        ``opening(i, messages)`` returns what attempt i is shown first, in place of the episode's own messages.
+        ``begun[i]`` are the tokens with which its first reply begins: the model goes on from there. They are part of
+        the reply that is scored, and count towards its limit, but are not the model's own.
         """
-        games = self._start(problems)
+        games = self._start(problems, opening, begun)
         longest = max((len(game.prompt) + game.room for game in games), default=None) if self.max_episode else None
         with session(self.engine, longest) as engine:
             self._play(games, engine, seed)
@@ -83,7 +95,7 @@ class Sampler:
             requests = [
                 Request(
                     game.ids(),
-                    min(self.max_tokens, game.room),
+                    min(self.max_tokens - (0 if turn else game.begun), game.room),
                     self.policy.end_tokens,
                     number,
                     keep=not isinstance(game.episode, SingleTurn),
@@ -118,22 +130,28 @@ class Sampler:
         for game, score in zip(waiting, scores, strict=True):
             game.score = score
 
-    def _start(self, problems: Sequence[Problem]) -> list[_Game]:
+    def _start(
+        self, problems: Sequence[Problem], opening: Opening | None, begun: Sequence[Sequence[int]] | None
+    ) -> list[_Game]:
         """Episodes at their first prompt; equal openings are encoded once."""
         known: dict[str, list[int]] = {}
         games = []
-        for problem in problems:
+        for place, problem in enumerate(problems):
             episode = begin(self.task, problem)
             messages = episode.start()
+            if opening is not None:
+                messages = opening(place, messages)
             if not problem.prompt:  # the environment wrote it: records show it
                 problem = replace(problem, prompt=messages[-1]["content"])
             tools = tools_of(episode)
             key = repr((messages, tools))
             if key not in known:
                 known[key] = self._encode(problem, messages, tools)
-            ids, opening = known[key], len(messages)
-            room = self._room(len(ids))
-            games.append(_Game(self.policy, self.task, problem, episode, messages, opening, ids, room, tools))
+            ids, room = known[key], self._room(len(known[key]))
+            game = _Game(self.policy, self.task, problem, episode, messages, len(messages), ids, room, tools)
+            if begun is not None and len(begun[place]):
+                game.begin_reply(begun[place])
+            games.append(game)
         return games
 
     def _room(self, prompt: int) -> int:
@@ -192,6 +210,14 @@ class _Game:
     score: Score | None = None
     over: bool = False
     finished: bool = True
+    begun: int = 0  # tokens of the first reply that were given to the model
+
+    def begin_reply(self, tokens: Sequence[int]) -> None:
+        """The first reply begins with these tokens, which are not the model's own."""
+        nothing = torch.zeros(len(tokens))
+        self.turns.append(_Turn(torch.tensor(tokens), False, nothing, nothing))
+        self.begun = len(tokens)
+        self.room -= self.begun
 
     def ids(self) -> list[int]:
         """All tokens so far: what the next reply follows."""
@@ -242,6 +268,7 @@ class _Game:
             logp=_join([turn.logp for turn in turns]),
             entropy=_join([turn.entropy for turn in turns]),
             messages=self.messages[self.opening :],
+            episode=self.episode,
             sampler_logp=_join(of_sampler) if given else None,
         )
 
@@ -291,7 +318,9 @@ class _Replies:
             game.answered(turn, bool(host.finished[i]), text, said, score)
 
     def _answer(self, i: int, tokens: list[int]) -> tuple[str, list[Message], Score | None]:
-        game, text = self.games[i], self.policy.decode(tokens)
+        game = self.games[i]
+        given = game.turns[0].tokens.tolist() if game.begun and len(game.turns) == 1 else []
+        text = self.policy.decode([*given, *tokens])
         with explained(game.task, game.problem):
             said = game.episode.step(text)
         together = isinstance(game.task, ScoresTogether)  # then all that have ended are scored in one call

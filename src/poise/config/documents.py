@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from poise._lib.calls import with_settings
 from poise._lib.errors import short, unknown
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -73,11 +74,13 @@ PLACEHOLDER = re.compile(r"\s*\{\w+\}")  # of a template; a group would have a c
 def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | None = None) -> tuple[Document, Document]:
     """Two documents of ``key=value`` texts: the settings, and apart from them those of the regulator's parts.
 
+    Settings of the algorithm (``algorithm.transfer=0.5``) are put into its text, if that is given too, and else are a
+    group, which ``schema.resolve`` puts into the text below.
     ``short_keys`` has the dotted key for each key that may be written without its group. The order of the texts does
     not matter, unless a key is given twice.
     """
     document: Document = {}
-    regulator: Document = {}
+    parts: dict[str, Document] = {"regulator": {}, "algorithm": {}}  # settings inside a text
     problems = []
     for text in overrides:
         key, equals, written = text.partition("=")
@@ -93,15 +96,26 @@ def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | No
         except yaml.YAMLError as error:
             problems.append(f"override {short(text)}: cannot read the value: {_reason(error)}")
             continue
-        if path[0] == "regulator" and len(path) > 1:
-            regulator[".".join(path[1:])] = value
+        if path[0] in parts and len(path) > 1:
+            parts[path[0]][".".join(path[1:])] = value
             continue
         for part in reversed(path[1:]):
             value = {part: value}
         document = _merge(document, {path[0]: value})
     if problems:
         raise ConfigError(problems)
-    return expand_short_forms(document), regulator
+    if parts["algorithm"]:
+        given = document.get("algorithm")
+        document["algorithm"] = parts["algorithm"] if given is None else change_algorithm(given, parts["algorithm"])
+    return expand_short_forms(document), parts["regulator"]
+
+
+def change_algorithm(text: Any, settings: Document) -> str:
+    """The text form of an algorithm with some settings changed."""
+    try:
+        return with_settings(str(text), settings)
+    except ValueError as error:
+        raise ConfigError([f"algorithm = {short(text)}: {error}"]) from None
 
 
 def expand_short_forms(document: Document) -> Document:

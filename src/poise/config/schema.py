@@ -25,6 +25,7 @@ from poise.config.documents import (
     DEEPEST,
     ConfigError,
     Document,
+    change_algorithm,
     merge,
     read,
     recipes,
@@ -177,6 +178,8 @@ def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Con
 
 def resolve(document: Document, changes: Document, regulator_settings: Document) -> Document:
     """``document`` with the changes of ``split_overrides`` on top."""
+    if isinstance(settings := changes.get("algorithm"), dict):
+        changes = {**changes, "algorithm": change_algorithm(document.get("algorithm", "grpo"), settings)}
     document = merge(document, changes)
     if regulator_settings:
         document["regulator"] = change_regulator(str(document.get("regulator", "grpo")), regulator_settings)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poise import __version__
-from poise.algorithms import Sample
+from poise.algorithms.base import FIRST, Algorithm, Sample
 from poise.batch import Phase, TokenBatch
 from poise.rollout.types import Rollouts
 from poise.tasks import Task
@@ -33,6 +33,8 @@ def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str,
             "parts": dict(sample.score.parts),
             "finished": sample.finished,
             **({"environment": said} if (said := environment_turns(sample)) else {}),
+            **({"role": sample.role} if sample.role != FIRST else {}),
+            **({"notes": dict(sample.notes)} if sample.notes else {}),
         }
 
 
@@ -83,10 +85,28 @@ def environment(device: torch.device) -> dict[str, str | int]:
 
 
 def step_metrics(
-    task: Task, samples: Sequence[Sample], rollouts: Rollouts, batch: TokenBatch, cap: float | None = None
+    algorithm: Algorithm,
+    task: Task,
+    samples: Sequence[Sample],
+    rollouts: Rollouts,
+    batch: TokenBatch,
+    cap: float | None = None,
 ) -> dict[str, float]:
-    """``reward/…`` and ``rollout/…`` of a step."""
-    return {**reward_metrics(samples, batch), **task_metrics(task), **rollout_metrics(rollouts, batch, cap)}
+    """``reward/…`` and ``rollout/…`` of a step, and what the algorithm reports itself.
+
+    They are over first attempts, whatever else was sampled, so that algorithms can be compared.
+    """
+    own = algorithm_metrics(algorithm, samples)
+    first = [row for row, sample in enumerate(samples) if sample.role == FIRST]
+    if first and len(first) < len(samples):
+        samples, rollouts, batch = [samples[row] for row in first], rollouts.rows(first), batch.rows(first)
+    return {**reward_metrics(samples, batch), **task_metrics(task), **rollout_metrics(rollouts, batch, cap), **own}
+
+
+def algorithm_metrics(algorithm: Algorithm, samples: Sequence[Sample]) -> dict[str, float]:
+    """What the algorithm itself says of the samples it collected."""
+    metrics = getattr(algorithm, "metrics", None)
+    return dict(metrics(samples)) if metrics else {}
 
 
 def task_metrics(task: Task) -> dict[str, float]:

@@ -1,0 +1,85 @@
+"""Attempts that open in other words, or whose reply somebody else began."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+
+from poise.algorithms.sampler import Sampler
+from poise.models.policy import load_policy
+from poise.tasks import Problem, Score
+from poise.training.batches import stack, token_batch
+from poise.training.records import response_records, step_metrics
+from support.scripted import Scripted
+
+
+class Echo:
+    """Scores a reply by its length."""
+
+    name = "echo"
+
+    def problems(self, split, seed):
+        return (Problem(f"{split}/{seed}/{i}", f"Is A a knight {i}?", "all", {}) for i in range(9))
+
+    def score(self, problem, text):
+        del problem
+        return Score(float(len(text)), correct=text == "A is a knight.", answer=text)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy("embedded", device="cpu")
+
+
+def test_an_opening_replaces_what_the_attempt_is_shown(policy):
+    engine = Scripted(policy, lambda number, *_: f"no {number}<|end|>")
+    problems = list(islice(Echo().problems("train", 0), 2))
+    advice = [[], [{"role": "system", "content": "Think."}]]
+    sampler = Sampler(policy, engine, Echo(), max_tokens=9)
+    samples = sampler.play(problems, seed=0, opening=lambda i, messages: [*advice[i], *messages])
+    plain = sampler.play(problems, seed=0)
+    assert samples[0].prompt == plain[0].prompt
+    shown = [{"role": "system", "content": "Think."}, {"role": "user", "content": problems[1].prompt}]
+    assert samples[1].prompt == policy.encode(shown) != plain[1].prompt
+    assert [sample.text for sample in samples] == ["no 0", "no 1"]
+    assert samples[1].episode is not None
+
+
+def test_a_reply_that_is_begun_is_scored_whole_and_owned_in_part(policy):
+    prefix = policy.tokenizer("A is a")["input_ids"]
+    engine = Scripted(policy, lambda number, *_: " knight.<|end|>" if number == 0 else "A is a knight.<|end|>")
+    problems = list(islice(Echo().problems("train", 0), 2))
+    begun, whole = Sampler(policy, engine, Echo(), max_tokens=9).play(problems, seed=0, begun=[prefix, []])
+    assert begun.text == whole.text == "A is a knight."
+    assert begun.score.correct
+    asked = engine.asked[0]
+    assert [request.max_tokens for request in asked] == [9 - len(prefix), 9]
+    assert asked[0].prompt == [*begun.prompt, *prefix]
+    assert begun.tokens[: len(prefix)].tolist() == prefix
+    assert begun.own.tolist() == [False] * len(prefix) + [True] * (len(begun.tokens) - len(prefix))
+    assert whole.own.all()
+    assert not begun.logp[~begun.own].any()
+
+
+def test_summaries_are_over_first_attempts(policy):
+    class Said:
+        def metrics(self, samples):
+            return {"second/rows": float(sum(sample.role == "second" for sample in samples))}
+
+    engine = Scripted(policy, lambda number, *_: "A is a knight.<|end|>" if number else "no<|end|>")
+    problems = list(islice(Echo().problems("train", 0), 2))
+    first, second = Sampler(policy, engine, Echo(), max_tokens=9).play(problems, seed=0)
+    rows = [replace(first, advantage=1.0), replace(second, advantage=1.0, role="second", notes={"cut": 0.5})]
+    rollouts = stack(rows, policy, 1.0)
+    batch = token_batch(rows, rollouts, policy)
+    metrics = step_metrics(Said(), Echo(), rows, rollouts, batch)
+    assert metrics["reward/mean"] == 2.0
+    assert metrics["reward/accuracy"] == 0.0
+    assert metrics["rollout/length"] == len(first.tokens)
+    assert metrics["second/rows"] == 1.0
+    records = list(response_records(1, rows))
+    assert "role" not in records[0]
+    assert records[1]["role"] == "second"
+    assert records[1]["notes"] == {"cut": 0.5}
+    assert torch.equal(rollouts.mask[1], torch.ones_like(rollouts.mask[1]))
