@@ -1,0 +1,155 @@
+"""Statistics over seeds: the paired difference between two arms, what could be detected, and where the spread is from.
+
+The seed is the unit. All arms of a seed see the same problems in the same order, so differences are taken seed by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, inf, isfinite, log2, sqrt
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from poise._lib.errors import check_range
+from poise.comparison import sign_flip
+from poise.comparison.sign_flip import Interval
+
+LEVEL = 0.95
+POWER = 0.8
+_SIMULATED = 12  # up to so many seeds the detectable effect is simulated; beyond, Student's t is near enough
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An arm minus the baseline, over the seeds that both have."""
+
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]  # one for each of these seeds
+    incomplete: tuple[int, ...]  # seeds that one of the two lacks so far
+    mean: float | None  # None: no seed yet
+    spread: float | None  # standard deviation over seeds; None with fewer than two
+    exact: Interval | None  # by inverting the sign-flip test; None: too few seeds, no difference can be excluded
+    student: Interval | None  # Student's t, which assumes normal differences; None with fewer than two seeds
+    p: float  # of the two-sided sign-flip test, not corrected for the number of arms
+    level: float = LEVEL
+
+    @property
+    def interval(self) -> Interval | None:
+        """The exact interval, or Student's if there are too few seeds for it."""
+        return self.exact or self.student
+
+    @property
+    def largest(self) -> float | None:
+        """No difference larger than this, in either direction, is compatible with the results."""
+        return None if self.interval is None else max(abs(end) for end in self.interval)
+
+
+def difference(
+    arm: Mapping[int, float], baseline: Mapping[int, float], planned: Iterable[int] = (), level: float = LEVEL
+) -> Difference:
+    """Compare two arms by their results for each seed. A seed that one of them lacks is listed as incomplete.
+
+    ``planned`` are the seeds of the comparison, besides those of the results.
+    """
+    seeds = tuple(sorted(arm.keys() & baseline.keys()))
+    values = tuple(arm[seed] - baseline[seed] for seed in seeds)
+    incomplete = tuple(sorted({*arm, *baseline, *planned} - {*seeds}))
+    if not values:
+        return Difference(seeds, values, incomplete, None, None, None, None, 1.0, level)
+    exact = sign_flip.interval(values, level)
+    return Difference(
+        seeds,
+        values,
+        incomplete,
+        mean=float(np.mean(values)),
+        spread=float(np.std(values, ddof=1)) if len(values) > 1 else None,
+        exact=exact if isfinite(exact[0]) and isfinite(exact[1]) else None,
+        student=student_interval(values, level),
+        p=sign_flip.p_value(values),
+        level=level,
+    )
+
+
+def student_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """The mean's interval by Student's t; None with fewer than two values."""
+    from scipy.stats import t
+
+    n = len(values)
+    if n < 2:
+        return None
+    margin = float(t.ppf((1 + level) / 2, n - 1)) * float(np.std(values, ddof=1)) / sqrt(n)
+    mean = float(np.mean(values))
+    return mean - margin, mean + margin
+
+
+def seeds_needed(comparisons: int = 1, level: float = LEVEL) -> int:
+    """The fewest seeds with which Holm's correction can find one of so many comparisons significant."""
+    check_range("seeds_needed", "comparisons", comparisons, 1)
+    return ceil(1 + log2(comparisons / (1 - level)) - 1e-9)
+
+
+def detectable(seeds: int, spread: float, comparisons: int = 1, level: float = LEVEL, power: float = POWER) -> float:
+    """The smallest true difference that the test finds with chance ``power``; infinite with too few seeds.
+
+    ``spread`` is the standard deviation of the differences over seeds, taken to be normal. ``comparisons`` is the
+    number of arms besides the baseline: the smallest p must pass Holm's first and hardest threshold.
+    """
+    check_range("detectable", "seeds", seeds, 1)
+    check_range("detectable", "spread", spread, 0)
+    unit = _detectable(seeds, comparisons, level, power)
+    return unit * spread if isfinite(unit) else inf
+
+
+@lru_cache
+def _detectable(n: int, comparisons: int, level: float, power: float) -> float:
+    """``detectable`` for differences with standard deviation 1.
+
+    A sample z + δ is significant if δ is larger than minus the lower end of the interval of z. So δ is a quantile of
+    those ends over samples with mean 0.
+    """
+    alpha = (1 - level) / comparisons
+    if n < seeds_needed(comparisons, level):
+        return inf
+    if n <= _SIMULATED:
+        generator = np.random.default_rng(0)
+        ends = [sign_flip.intervals(generator.standard_normal((500, n)), 1 - alpha) for _ in range(10)]
+        return float(np.quantile([end for low, high in ends for end in (-low, high)], power))  # both are alike
+    from scipy.optimize import brentq
+    from scipy.stats import nct, t
+
+    limit = t.ppf(1 - alpha / 2, n - 1)
+    return float(brentq(lambda effect: nct.sf(limit, n - 1, effect * sqrt(n)) - power, 0.0, 100.0 / sqrt(n)))
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The variance of the mean difference, by source. All runs are evaluated on the same held-out problems."""
+
+    seeds: float  # training with other seeds
+    problems: float  # other held-out problems: a difference that all seeds share on these ones
+    noise: float  # seed and problem together, sampling included
+    share: float  # part of the spread over seeds that comes from the finite number of problems and samples
+    error: float  # standard error of the mean difference for other seeds and other problems
+
+
+def sources(differences: ArrayLike) -> Sources | None:
+    """Split the variance of a mean difference; rows are seeds, columns problems. None with fewer than two of either.
+
+    This is the two-way analysis of variance with random effects. It gives in closed form what resampling problems
+    within resampled seeds would estimate.
+    """
+    d_SP = np.asarray(differences, dtype=float)
+    if d_SP.ndim != 2 or min(d_SP.shape) < 2:
+        return None
+    seeds, problems = d_SP.shape
+    by_seed_S, by_problem_P = d_SP.mean(1), d_SP.mean(0)
+    rest_SP = d_SP - by_seed_S[:, None] - by_problem_P[None] + d_SP.mean()
+    noise = float((rest_SP**2).sum()) / ((seeds - 1) * (problems - 1))
+    spread_S, spread_P = float(by_seed_S.var(ddof=1)), float(by_problem_P.var(ddof=1))
+    own_S, own_P = max(0.0, spread_S - noise / problems), max(0.0, spread_P - noise / seeds)
+    parts = own_S / seeds, own_P / problems, noise / (seeds * problems)
+    share = min(1.0, noise / problems / spread_S) if spread_S else 0.0
+    return Sources(*parts, share=share, error=sqrt(sum(parts)))

@@ -1,0 +1,132 @@
+"""Paired differences, the detectable effect, and where the spread comes from."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from poise.comparison import sign_flip
+from poise.comparison.statistics import detectable, difference, seeds_needed, sources, student_interval
+
+
+def results(values):
+    return dict(enumerate(values))
+
+
+def test_seeds_are_paired():
+    arm, baseline = {3: 0.7, 1: 0.5, 2: 0.6, 9: 0.1}, {1: 0.4, 2: 0.4, 3: 0.4, 5: 0.9}
+    found = difference(arm, baseline, planned=range(1, 5))
+    assert found.seeds == (1, 2, 3)
+    assert found.values == pytest.approx((0.1, 0.2, 0.3))
+    assert found.incomplete == (4, 5, 9)
+    assert found.mean == pytest.approx(0.2)
+    assert found.spread == pytest.approx(0.1)
+    assert found.p == 0.25
+    assert found.exact is None  # three seeds exclude nothing
+    assert found.interval == found.student == pytest.approx((0.2 - 0.2484, 0.2 + 0.2484), abs=1e-4)
+    assert found.largest == pytest.approx(0.4484, abs=1e-4)
+
+
+def test_pairing_matters():
+    """Seeds differ far more than arms do: paired, every comparison finds the effect; shuffled, hardly any."""
+    g = np.random.default_rng(0)
+    seeds = g.normal(0.5, 0.1, (200, 10))
+    baseline = seeds + g.normal(0, 0.01, seeds.shape)
+    arm = seeds + g.normal(0.03, 0.01, seeds.shape)
+    paired, unpaired = arm - baseline, arm - g.permuted(baseline, axis=1)
+    assert np.mean(sign_flip.p_values(paired) <= 0.05) > 0.99
+    assert np.mean(sign_flip.p_values(unpaired) <= 0.05) < 0.25
+
+
+@pytest.mark.parametrize("seeds", [0, 1, 2, 7])
+def test_any_number_of_seeds(seeds):
+    found = difference(results([0.5] * seeds), results([0.25] * seeds))
+    assert (found.mean is None) == (seeds == 0)
+    assert (found.spread is None) == (found.student is None) == (seeds < 2)
+    assert (found.exact is None) == (seeds < 6)
+    assert found.p == (1.0 if seeds < 2 else 2.0 ** (1 - seeds))
+
+
+def test_order_does_not_matter():
+    values = {seed: (seed * 7 % 5) / 10 for seed in range(8)}
+    baseline = {seed: (seed * 3 % 4) / 10 for seed in range(8)}
+    assert difference(values, baseline) == difference(dict(reversed(values.items())), dict(sorted(baseline.items())))
+
+
+def test_students_interval_is_scipys():
+    from scipy.stats import ttest_1samp
+
+    values = np.random.default_rng(0).standard_normal(7)
+    expected = ttest_1samp(values, 0).confidence_interval(0.9)
+    assert student_interval(values, 0.9) == pytest.approx((expected.low, expected.high))
+
+
+def test_students_interval_covers():
+    from scipy.stats import t
+
+    d = np.random.default_rng(1).normal(0.2, 1.0, (10_000, 4))
+    margin = t.ppf(0.975, 3) * d.std(1, ddof=1) / 2
+    assert np.mean(np.abs(d.mean(1) - 0.2) <= margin) == pytest.approx(0.95, abs=0.01)
+    assert student_interval(d[0]) == pytest.approx((d[0].mean() - margin[0], d[0].mean() + margin[0]))
+
+
+def test_seeds_needed():
+    assert [seeds_needed(arms) for arms in (1, 2, 10)] == [6, 7, 9]
+    for arms in range(1, 40):
+        assert (
+            sign_flip.smallest_p(seeds_needed(arms)) * arms
+            <= 0.05
+            < sign_flip.smallest_p(seeds_needed(arms) - 1) * arms
+        )
+
+
+@pytest.mark.parametrize(("seeds", "arms"), [(6, 1), (8, 1), (10, 1), (10, 10), (12, 4), (14, 4)])
+def test_the_detectable_effect_is_found_with_the_stated_power(seeds, arms):
+    effect = detectable(seeds, 0.05, arms)
+    d = np.random.default_rng(7).normal(effect, 0.05, (2000, seeds))
+    found = np.mean(np.concatenate([sign_flip.p_values(part) for part in np.split(d, 10)]) <= 0.05 / arms)
+    assert found == pytest.approx(0.8, abs=0.035)
+
+
+def test_the_detectable_effect():
+    assert detectable(5, 0.05) == math.inf
+    assert detectable(8, 0.05, comparisons=10) == math.inf
+    assert detectable(10, 0.1) == pytest.approx(2 * detectable(10, 0.05))
+    assert detectable(10, 0.05) < detectable(10, 0.05, comparisons=3) < detectable(8, 0.05, comparisons=3)
+    assert detectable(30, 0.05) < detectable(13, 0.05) < detectable(12, 0.05) < detectable(10, 0.05)
+    assert detectable(10, 0.05, power=0.5) < detectable(10, 0.05, power=0.9)
+
+
+def test_sources_of_the_spread():
+    """Known variances are recovered, and their sum is the variance of the mean over new seeds and new problems."""
+    g = np.random.default_rng(0)
+    seeds, problems, sizes = 8, 300, (0.03, 0.4, 0.5)
+
+    def draw():
+        own_S, own_P = g.normal(0, sizes[0], (seeds, 1)), g.normal(0, sizes[1], (1, problems))
+        return own_S + own_P + g.normal(0, sizes[2], (seeds, problems))
+
+    tables = [draw() for _ in range(1500)]
+    found = [sources(table) for table in tables]
+    expected = sizes[0] ** 2 / seeds, sizes[1] ** 2 / problems, sizes[2] ** 2 / (seeds * problems)
+    assert np.mean([each.noise for each in found]) == pytest.approx(expected[2], rel=0.02)
+    assert np.mean([each.problems for each in found]) == pytest.approx(expected[1], rel=0.02)
+    assert np.mean([each.seeds for each in found]) == pytest.approx(expected[0], rel=0.1)
+    variance = np.var([table.mean() for table in tables])
+    assert np.mean([each.error**2 for each in found]) == pytest.approx(variance, rel=0.1)
+    of_noise = sizes[2] ** 2 / problems
+    assert np.median([each.share for each in found]) == pytest.approx(of_noise / (of_noise + sizes[0] ** 2), abs=0.1)
+
+
+def test_no_sources_without_two_seeds_and_two_problems():
+    assert sources(np.zeros((1, 10))) is None
+    assert sources(np.zeros((3, 1))) is None
+    assert sources(np.zeros((3, 4))).share == 0.0
+
+
+def test_scipy_is_loaded_on_first_use_only():
+    code = "import sys, poise, poise.comparison.statistics, poise.comparison.sign_flip; print('scipy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
