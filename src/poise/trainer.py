@@ -36,7 +36,7 @@ from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.training.interrupts import Stopper
 from poise.training.records import Clock, environment, response_records, step_metrics, token_arrays
 from poise.training.reporter import Reporter
-from poise.training.setup import build_sampler, check_same_data
+from poise.training.setup import arrive, build_sampler, check_same_data
 from poise.training.update import NotFiniteError, update
 
 
@@ -119,6 +119,7 @@ class Trainer:
         done, self.memory = self.checkpoints.restore()
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
         self.folder.write_json("environment.json", {**environment(self.policy.device), "parameters": parameters})
+        arrive(self.sampler, self.config, done)
         with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
             for note in self.notes:
                 report.note(note)
@@ -145,6 +146,7 @@ class Trainer:
             if stopper.requested:  # during the evaluation before the first step
                 raise KeyboardInterrupt
             metrics = self.step(step, report)
+            arrive(self.sampler, config, step)
             try:
                 if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
                     metrics |= self._evaluate(report).metrics()

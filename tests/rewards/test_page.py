@@ -22,7 +22,7 @@ def test_the_table_has_every_built_in_reward_and_its_settings():
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys, quick):
-    file, usage = snippets(PAGE)
+    file, usage, changing = snippets(PAGE)
     exec(compile(usage, str(PAGE), "exec"), {})
     assert capsys.readouterr().out == "1.2 {'math': 1.0, 'format': 1.0} True\n"
 
@@ -35,3 +35,10 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys, quick):
             {"language": ["en", "en", "de"]}, ["1", "2", "3"],
         )  # fmt: skip
     assert [v.reward for v in verdicts] == [1.5, 0.5, 0.5]
+
+    (tmp_path / "changing.py").write_text(changing)
+    for step, expected in ((0, 0.0), (3, -0.3), (10, -1.0)):
+        state = rewards.TrainerState(step, max_steps=10)
+        with rewards.Rewards("changing.py:brief", quick=True) as scorer:
+            (verdict,) = scorer.score(["?"], ["a" * 1000], [[0]], {}, ["1"], state)
+        assert verdict.reward == pytest.approx(expected)

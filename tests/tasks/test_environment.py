@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 
 from poise.models.tool_prompts import schemas_of
+from poise.rewards import TrainerState
 from poise.tasks import Attempt, TaskError, judge_all
 from poise.tasks.environment import Environment, environment
 from poise.tasks.time_limit import HungError, Worker
@@ -58,7 +59,7 @@ def play(task, replies, problem=None):
         said.append(episode.step(reply))
         if not said[-1]:
             break
-    (score,) = judge_all(task, [Attempt(problem, episode, said[0], [], [])])
+    (score,) = judge_all(task, [Attempt(problem, episode, said[0], [], [], TrainerState(5))])
     return said, score
 
 
@@ -165,8 +166,9 @@ def test_a_tool_that_hangs_loses_its_episode_and_a_reward_gained_before_is_not_c
 
 
 def test_reward_functions_get_the_environments_and_are_added():
-    def totals(environments, completions, **_):
+    def totals(environments, completions, trainer_state, **_):
         assert len(completions) == len(environments)
+        assert trainer_state.global_step == 5
         return [environment.total / 10 for environment in environments]
 
     task = Environment(Counter, reward=[totals])

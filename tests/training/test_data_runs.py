@@ -13,7 +13,8 @@ from poise.runs.folder import RunFolder
 from poise.tasks import RewardError, TaskError
 from poise.tasks.data import Data
 from poise.tasks.knights_knaves import generate
-from poise.training.setup import check_data
+from poise.training.setup import check_data, steps_taken
+from support.command_line import poise
 from support.small_runs import command, parameters
 
 SMALL = [
@@ -174,6 +175,32 @@ def test_what_rewards_report_is_in_the_metrics_of_the_step(tmp_path):
     for line in RunFolder.open(tmp_path / "run", resume=False).metrics():
         assert line["reward/rows"] == 12
         assert "reward/failed" not in line  # that no reward applies to a row is no failure
+
+
+def test_rewards_see_how_far_the_run_is(tmp_path):
+    """As in TRL, ``global_step`` counts the steps taken; a resumed run goes on with the count, and so does eval."""
+    data, run = questions(tmp_path / "questions.jsonl"), tmp_path / "run"
+    (tmp_path / "mine.py").write_text(
+        "def grows(completions, trainer_state, log_metric, **rest):\n"
+        "    for name in ('global_step', 'max_steps', 'epoch'):\n"
+        "        log_metric(name, getattr(trainer_state, name))\n"
+        "    return [trainer_state.global_step + (i % 2) / 2 for i in range(len(completions))]\n"
+    )
+    args = [*SMALL, f"data={data}", f"reward={tmp_path}/mine.py:grows", f"run={run}"]
+    trainer.train(configs.load("demo", [*args, "steps=2"]), quiet=True)
+    summary = trainer.train(configs.load("demo", [*args, "steps=3"]), resume=True, quiet=True)
+    folder = RunFolder.open(run, resume=False)
+    lines = folder.metrics()
+    assert [line["reward/global_step"] for line in lines] == [0, 1, 2]
+    assert [line["reward/mean"] for line in lines] == [0.25, 1.25, 2.25]
+    assert [line["reward/max_steps"] for line in lines] == [2, 2, 3]
+    assert [line["reward/epoch"] for line in lines] == pytest.approx([0, 4 / 9, 8 / 9])
+    assert folder.read_json("before.json")["reward"] < 1
+    assert 3 <= summary["after"]["reward"] < 4
+    for model, step in ((run, 3), (folder.newest() / "model", 3), ("embedded", 0)):
+        assert steps_taken(str(model)) == step
+    poise("eval", run, "--trust", "--json", tmp_path / "eval.json")
+    assert json.loads((tmp_path / "eval.json").read_text())["reward"] == summary["after"]["reward"]
 
 
 def test_prompts_that_a_template_makes_too_long_are_left_out(tmp_path):

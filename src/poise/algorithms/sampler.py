@@ -16,6 +16,7 @@ from poise.engines.limits import check_positions, positions
 from poise.models.policy import ModelError, Policy, first_line
 from poise.models.prompts import PromptError
 from poise.models.tool_prompts import Tools, tools_of
+from poise.rewards import TrainerState
 from poise.rollout.sampling import Sampling
 from poise.rollout.session import Session, session
 from poise.rollout.types import Engine, Request, Rollouts
@@ -64,6 +65,7 @@ class Sampler:
     max_episode: int | None = None  # in all that follows, replies and what the environment says; None: no limit
     others: Mapping[str, Sampler] = field(default_factory=dict)
     clock: Timer = field(default=lambda _: nullcontext())
+    progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: the trainer keeps it up to date
 
     def play(
         self,
@@ -124,7 +126,7 @@ class Sampler:
         """Games that are over get their score, where they have none yet."""
         waiting = [game for game in games if game.score is None]
         if waiting and isinstance(self.task, ScoresTogether):
-            scores = judge_all(self.task, [game.attempt() for game in waiting])
+            scores = judge_all(self.task, [game.attempt(self.progress) for game in waiting])
         else:
             scores = [judge(game.task, game.problem, game.episode) for game in waiting]
         for game, score in zip(waiting, scores, strict=True):
@@ -246,10 +248,10 @@ class _Game:
         self.finished &= self.over
         self.over = True
 
-    def attempt(self) -> Attempt:
+    def attempt(self, progress: TrainerState) -> Attempt:
         """The episode as reward functions see it."""
         prompt, completion = self.messages[: self.opening], self.messages[self.opening :]
-        return Attempt(self.problem, self.episode, prompt, completion, self.ids()[len(self.prompt) :])
+        return Attempt(self.problem, self.episode, prompt, completion, self.ids()[len(self.prompt) :], progress)
 
     def sample(self) -> Sample:
         """The row to train on, up to the model's last token."""

@@ -69,7 +69,7 @@ def _measure(config: Config) -> dict[str, Any]:
     from poise.models.policy import load_policy
     from poise.runs.console import Console, visible
     from poise.training.evaluate import at_once, held_out
-    from poise.training.setup import build_sampler
+    from poise.training.setup import arrive, build_sampler, steps_taken
 
     asked, rollout = config.evaluation, config.rollout
     policy = load_policy(
@@ -77,6 +77,7 @@ def _measure(config: Config) -> dict[str, Any]:
     )
     note = partial(print, file=sys.stderr)
     sampler = build_sampler(config, policy, note, responses=at_once(asked.problems, asked.samples))
+    arrive(sampler, config, steps_taken(config.model))
     print(visible(f"{config.model} on task {describe_task(config)}, split test, seed {asked.seed}:"))
     sampling = describe_sampling(config, config.test_temperature)
     greedily = "; and once greedily" if config.test_temperature else ""  # at temperature 0 the samples are

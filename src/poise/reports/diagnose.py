@@ -27,7 +27,7 @@ from poise.runs.folder import RunFolder
 from poise.tasks import Task, draw
 from poise.training.batches import stack, token_batch, with_verdict
 from poise.training.records import environment, response_records, token_arrays
-from poise.training.setup import build_sampler
+from poise.training.setup import arrive, build_sampler, steps_taken
 from poise.training.update import accumulate, clip
 
 SUSPECTS = 20  # how many tokens with the highest NTHR scores to list
@@ -96,6 +96,7 @@ def diagnose(
     policy.master_weights = MasterWeights(policy.model)
     check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
     sampler = build_sampler(config, policy, say, responses=config.prompts * config.group, task=task)
+    arrive(sampler, config, steps_taken(config.model))
     optimizer = _warm_optimizer(sampler, config, warmup, say)
     results, suspects, cut_off = [], list[dict[str, Any]](), 0
     for number in range(1, batches + 1):

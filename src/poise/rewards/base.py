@@ -43,13 +43,13 @@ class Verdict:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainerState:
     """What a reward gets as ``trainer_state``: those fields of transformers' class that mean something here."""
 
-    global_step: int = 0
+    global_step: int = 0  # steps taken: 0 while the first one samples
     max_steps: int = 0
-    epoch: float = 0.0
+    epoch: float = 0.0  # how often the steps taken have been through the data; 0 where problems have no end
 
 
 def text_of(completion: Any) -> str:

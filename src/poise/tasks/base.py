@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from poise._lib.errors import check_choice, short
-from poise.rewards.base import RewardError
+from poise.rewards.base import RewardError, TrainerState
 
 Split = Literal["train", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -70,6 +70,7 @@ class Attempt:
     prompt: list[Message]  # what the model was shown first
     completion: list[Message]  # its replies, and what the environment said in between
     completion_ids: list[int]  # the tokens of the completion
+    progress: TrainerState = field(default_factory=TrainerState)  # how far the run is
 
 
 class Task(Protocol):
@@ -148,6 +149,12 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
 def available(task: Task, split: Split, count: int) -> int:
     """How many problems ``draw`` gives where ``count`` are asked for."""
     return min(count, len(task.epoch(split, 0, 0))) if isinstance(task, Finite) else count
+
+
+def epochs(task: Task, seed: int, problems: int) -> float:
+    """How many times so many training problems go through a finite set; 0 where problems have no end."""
+    size = len(task.epoch("train", seed, 0)) if isinstance(task, Finite) else 0
+    return problems / size if size else 0.0
 
 
 def training_problems(task: Task, *, seed: int, step: int, step_seed: int, count: int) -> list[Problem]:

@@ -100,6 +100,7 @@ class Environment:
                 completion_ids=[attempt.completion_ids for attempt in chosen],
                 columns={name: [row.get(name) for row in rows] for name in sorted(names)},
                 ids=[attempt.problem.id for attempt in chosen],
+                state=chosen[0].progress,
                 environments=[attempt.episode.environment for attempt in chosen],  # type: ignore[attr-defined]
             )
             for at, verdict in zip(alive, verdicts, strict=True):

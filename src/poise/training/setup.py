@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.engines.choose import choose
 from poise.engines.forecast import announce
+from poise.models.loading import locate
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder
-from poise.tasks import Problem, Task, TaskError
+from poise.tasks import Problem, Task, TaskError, epochs
 from poise.tasks.data import Data
 
 
@@ -40,6 +43,20 @@ def build_sampler(
         policy, engine, task, sampling, rollout.max_tokens, rollout.max_prompt,
         rollout.max_episode_tokens, **more,
     )  # fmt: skip
+
+
+def arrive(sampler: Sampler, config: Config, step: int) -> None:
+    """Let reward functions see that so many steps have been taken."""
+    progress = sampler.progress
+    progress.global_step, progress.max_steps = step, config.steps
+    progress.epoch = epochs(sampler.task, config.seed, step * config.prompts)
+
+
+def steps_taken(model: str) -> int:
+    """The training steps behind a model: those of its checkpoint; 0 for a model that is in none."""
+    place = Path(locate(model)).resolve().parent
+    found = re.fullmatch(r"checkpoints/step-(\d+)", f"{place.parent.name}/{place.name}")
+    return int(found[1]) if found else 0
 
 
 def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str], None]) -> None:

@@ -151,6 +151,7 @@ class Data:
             [attempt.completion_ids for attempt in attempts],
             {name: [row.get(name) for row in rows] for name in names},
             [attempt.problem.id for attempt in attempts],
+            attempts[0].progress if attempts else None,
         )
         return [Score(v.reward, v.correct, v.parts, v.answer, v.failed if v.applies else NO_REWARD) for v in verdicts]
 
