@@ -6,7 +6,6 @@ state and the algorithm's memory, and a resumed run continues bit for bit.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -36,7 +35,7 @@ from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.training.interrupts import Stopper
 from poise.training.records import Clock, environment, response_records, step_metrics, token_arrays
 from poise.training.reporter import Reporter
-from poise.training.setup import arrive, build_sampler, check_same_data
+from poise.training.setup import arrive, build_sampler, check_same_data, step_seed
 from poise.training.update import NotFiniteError, update
 
 
@@ -89,7 +88,7 @@ class Trainer:
         self.regulator = config.build_regulator()
         self.algorithm = config.build_algorithm()
         self.policy = load_policy(
-            config.model, device=config.device, dtype=config.dtype, lora=config.lora, seed=_seed(config.seed, 0),
+            config.model, device=config.device, dtype=config.dtype, lora=config.lora, seed=step_seed(config.seed, 0),
             remote_code=config.remote_code, compiled=config.compile, longest=config.rollout.longest,
         )  # fmt: skip
         self.notes: list[str] = []  # shown as soon as there is a console
@@ -165,7 +164,7 @@ class Trainer:
 
     def step(self, step: int, report: Reporter) -> dict[str, float]:
         """One step: problems, samples, a batch, phases, an update, and the metrics of all of them."""
-        config, clock, task, seed = self.config, self.clock, self.sampler.task, _seed(self.config.seed, step)
+        config, clock, task, seed = self.config, self.clock, self.sampler.task, step_seed(self.config.seed, step)
         clock.restart()
         with clock("problems"):
             problems = training_problems(task, seed=config.seed, step=step, step_seed=seed, count=config.prompts)
@@ -285,11 +284,6 @@ class Trainer:
             return False
         report.note(f"held-out accuracy {accuracy:.3f} has reached stop_at={goal}: stopping")
         return True
-
-
-def _seed(seed: int, step: int) -> int:
-    """The seed of a step. Two steps, or two runs with different seeds, draw independent numbers."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Build the sampler of a config, for the trainer, the evaluation and diagnose."""
+"""The sampler of a config, for the trainer, the evaluation and diagnose; where a run is, and its random numbers."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from functools import cache
@@ -50,6 +51,11 @@ def arrive(sampler: Sampler, config: Config, step: int) -> None:
     progress = sampler.progress
     progress.global_step, progress.max_steps = step, config.steps
     progress.epoch = epochs(sampler.task, config.seed, step * config.prompts)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of a step. Two steps, or two runs with different seeds, draw independent numbers."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def steps_taken(model: str) -> int:
