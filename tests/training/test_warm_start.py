@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -133,6 +134,23 @@ def test_it_stops_where_the_accuracy_is_enough(tmp_path: Path, monkeypatch: pyte
         train(small, tmp_path / str(goal), device="cpu", say=lambda *told: said.append(told))
         assert said[-1][0] == last
     assert [step for step, found in said if "reward/accuracy" in found] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_ends_it_early_and_saves_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    def rate(step: int, _steps: int) -> float:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    monkeypatch.setattr(warm_start, "_rate", rate)
+    noted: list[str] = []
+    small = Warmstart("kk", {"people": 2}, **{**SMALL, "steps": 500}, workers=workers)
+    train(small, tmp_path / "model", device="cpu", note=noted.append)
+    assert noted[-1].startswith("stopped after step 2 of 500")
+    load_policy(str(tmp_path / "model"), device="cpu")
 
 
 def test_workers_do_not_change_the_rows(tmp_path: Path) -> None:

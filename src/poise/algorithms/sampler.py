@@ -133,7 +133,10 @@ class Sampler:
             game.score = score
 
     def _start(
-        self, problems: Sequence[Problem], opening: Opening | None, begun: Sequence[Sequence[int]] | None
+        self,
+        problems: Sequence[Problem],
+        opening: Opening | None = None,
+        begun: Sequence[Sequence[int]] | None = None,
     ) -> list[_Game]:
         """Episodes at their first prompt; equal openings are encoded once."""
         known: dict[str, list[int]] = {}

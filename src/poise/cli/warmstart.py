@@ -41,7 +41,7 @@ def warmstart(
         settings = _changed(embedded(), changes)
     check_folder_is_free(out, "choose another folder")
     with explained(), Console(settings.steps) as console:
-        run(settings, out, device=device, say=console.step)
+        run(settings, out, device=device, say=console.step, note=console.note)
     print(f"saved to {out}; measure it on its task with: poise eval {out}")
 
 

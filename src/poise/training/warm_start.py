@@ -8,6 +8,7 @@ the settings. Passes are packed and logits never whole, as in the trainer's upda
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
@@ -32,14 +33,15 @@ from poise.models.scoring import default_micro_tokens
 from poise.rollout.types import Rollouts
 from poise.tasks import Problem, Task
 from poise.training.demonstrations import Demonstrations, Row, as_rollouts, check_shows, dialogue
+from poise.training.interrupts import Stopper
 from poise.training.update import HEAD_MEMORY, within_memory
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|end|>"}
 TURNS = ["<|user|>", "<|assistant|>"]
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|user|>' if message.role == 'user' else '<|assistant|>' }}{{ message.content }}"
-    "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ '<|assistant|>' if message.role == 'assistant' else '<|user|>' }}"
+    "{{ message.content }}{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -159,11 +161,17 @@ def build_model(settings: Warmstart, tokenizer: Any) -> Any:
 
 
 def train(
-    settings: Warmstart, out: Path, *, device: str = "auto", say: Callable[[int, dict[str, float]], None] | None = None
+    settings: Warmstart,
+    out: Path,
+    *,
+    device: str = "auto",
+    say: Callable[[int, dict[str, float]], None] | None = None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Policy:
     """Train a model, new or that of ``settings.model``, and save it to ``out`` with its tokenizer and the settings.
 
-    A new model is saved in half precision, another in float32, as nobody knows what its weights need.
+    A new model is saved in half precision, another in float32, as nobody knows what its weights need. A signal to stop,
+    such as Ctrl-C, ends the training early, and saves what it has.
     """
     task = settings.build_task()
     policy = _policy(settings, task, device)
@@ -175,20 +183,30 @@ def train(
     rows = Demonstrations(task, policy, batches=settings.steps, batch=settings.batch, seed=settings.seed)
     data = DataLoader(
         rows, batch_size=None, num_workers=settings.workers, collate_fn=_as_they_are,
-        prefetch_factor=4 if settings.workers else None,
+        prefetch_factor=4 if settings.workers else None, worker_init_fn=_leave_signals_to_the_parent,
     )  # fmt: skip
     goal = None if settings.stop_at is None else _Goal(settings, policy, task)
-    for step, batch in enumerate(data, 1):
-        loss = gradient(policy, parameters, as_rollouts(batch, policy.device))
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        if say and (step % 100 == 0 or step == settings.steps):
-            say(step, {"loss": loss.item(), **_memory(policy.device)})
-        if goal and step % MEASURE_EVERY == 0 and goal.reached(step, say):
-            break
+    with Stopper(note) as stopper:
+        for step, batch in enumerate(data, 1):
+            loss = gradient(policy, parameters, as_rollouts(batch, policy.device))
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            if say and (step % 100 == 0 or step == settings.steps):
+                say(step, {"loss": loss.item(), **_memory(policy.device)})
+            if goal and step % MEASURE_EVERY == 0 and goal.reached(step, say):
+                break
+            if stopper.requested:
+                note(f"stopped after step {step} of {settings.steps}, at a learning rate that had not come down yet")
+                break
     _save(policy, masters, settings, out)
     return policy
+
+
+def _leave_signals_to_the_parent(_worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal: the batches of the step under way must still come."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Goal:
