@@ -75,7 +75,9 @@ class Reached(NamedTuple):
 
     def before(self, other: Reached) -> bool:
         """Whether this run is known to have been first."""
-        return self.cost is not None and self.cost < (other.observed if other.cost is None else other.cost)
+        if self.cost is None:
+            return False
+        return self.cost <= other.observed if other.cost is None else self.cost < other.cost
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""From arms to the results of a comparison."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from poise.comparison.analysis import analyse
+from poise.comparison.results import Arm
+from poise.comparison.statistics import detectable, difference
+from support.arms import made_arm, made_run
+
+GRPO, AR, LOPTI = made_arm("grpo", 0.0), made_arm("ar", 0.06), made_arm("lopti", 0.0, passes=2)
+
+
+def arms_of(document):
+    return {arm["name"]: arm for arm in document["arms"]}
+
+
+def test_the_results():
+    document = analyse([GRPO, AR, LOPTI], "grpo", range(10))
+    found = arms_of(document)
+    expected = difference(AR.results(), GRPO.results())
+    assert document["baseline"] == "grpo"
+    assert document["seeds"] == found["ar"]["seeds"] == list(range(10))
+    assert found["grpo"]["difference"] is None
+    assert found["ar"]["settings"] == {"regulator": "ar"}
+    assert found["ar"]["accuracy"] == pytest.approx(sum(AR.results().values()) / 10)
+    own = found["ar"]["difference"]
+    assert own["mean"] == expected.mean
+    assert own["interval"] == list(expected.exact)
+    assert own["method"] == "sign-flip"
+    assert (own["p"], own["p_adjusted"]) == (2 / 2**10, 4 / 2**10)  # the smaller of two
+    assert own["detectable"] == pytest.approx(detectable(10, expected.spread, 2))
+    assert own["interval"][0] > 0 > found["lopti"]["difference"]["interval"][0]
+    assert found["ar"]["scores"]["greedy"]["difference"]["mean"] == pytest.approx(expected.mean / 100)
+    assert set(found["ar"]["scores"]) == {"avg@4", "pass@4", "greedy"}
+    assert found["lopti"]["cost"] == {"tokens": 1e5, "optimizer_steps": 400.0, "seconds": 100.0, "flop": 2e11}
+    assert found["ar"]["area"]["difference"]["mean"] == pytest.approx(expected.mean / 2)  # the curves are straight
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_curves_over_steps_tokens_and_seconds():
+    curve = arms_of(analyse([GRPO, LOPTI], "grpo"))["lopti"]["curve"]
+    assert curve["steps"] == [0, 20, 40, 60, 80, 100]
+    assert curve["tokens"][-1] == 1e5
+    assert curve["seconds"][1] == 20.0
+    assert curve["mean"][0] == pytest.approx(0.3)
+    assert curve["low"][-1] < curve["mean"][-1] < curve["high"][-1]
+
+
+def test_the_cost_to_reach_the_baselines_accuracy():
+    found = arms_of(analyse([GRPO, AR, made_arm("bad", -0.2)], "grpo"))
+    tokens = found["ar"]["reach"]["tokens"]
+    assert (tokens["reached"], tokens["sooner"], tokens["later"]) == (10, 10, 0)
+    assert 60_000 < tokens["median"] < 100_000
+    assert found["ar"]["reach"]["steps"]["median"] == pytest.approx(tokens["median"] / 1000)
+    assert found["bad"]["reach"]["tokens"] == {
+        "reached": 0, "seeds": 10, "median": None, "sooner": 0, "later": 10, "p": pytest.approx(2 / 2**10),
+    }  # fmt: skip
+    assert found["grpo"]["reach"] is None
+
+
+def test_order_of_arms_and_seeds_does_not_matter():
+    def turned(arm):
+        return Arm(arm.name, arm.settings, dict(reversed(arm.runs.items())))
+
+    first = arms_of(analyse([GRPO, AR, LOPTI], "grpo"))
+    second = arms_of(analyse([turned(LOPTI), turned(AR), turned(GRPO)], "grpo"))
+    assert first == second
+
+
+def test_a_diverged_run_counts_and_a_missing_run_is_named():
+    runs = dict(AR.runs)
+    runs[3] = replace(made_run(3, 0.1, steps=40), state="diverged", why="step 41: nan")
+    runs[4] = replace(runs[4], state="unfinished")
+    del runs[5]
+    found = arms_of(analyse([GRPO, Arm("ar", {}, runs)], "grpo", range(11)))
+    assert found["ar"]["diverged"] == {"3": "step 41: nan"}
+    assert found["ar"]["results"]["3"] == pytest.approx(0.1)
+    assert found["ar"]["missing"] == [4, 5, 10]
+    assert found["ar"]["difference"]["incomplete"] == [4, 5, 10]
+    assert found["grpo"]["missing"] == [10]
+    assert len(found["ar"]["difference"]["seeds"]) == 8
+    assert found["ar"]["curve"]["steps"][-1] == 100  # the diverged run keeps its last score
+
+
+def test_a_share_of_the_spread_comes_from_the_problems():
+    """Without any noise of the seeds all of the spread is that of the problems; with 4,000 problems hardly any."""
+    few = analyse([made_arm("grpo", 0.0, noise=0.0, problems=50), made_arm("ar", 0.0, noise=0.0, problems=50)], "grpo")
+    assert arms_of(few)["ar"]["difference"]["sources"]["share"] > 0.4
+    assert few["problems"] == 50
+    many = [made_arm(name, 0.0, noise=0.1, problems=4000) for name in ("grpo", "ar")]
+    assert arms_of(analyse(many, "grpo"))["ar"]["difference"]["sources"]["share"] < 0.05
+    assert arms_of(analyse([GRPO, AR], "grpo"))["ar"]["difference"]["sources"] is None
+
+
+def test_fits_and_stability():
+    found = arms_of(analyse([GRPO, AR], "grpo"))["ar"]
+    assert found["fit"]["fitted"] == 0  # straight lines do not level off
+    assert sum(found["fit"]["failures"].values()) == 10
+    assert found["stability"] == {"collapsed": 0, "spikes": 0, "entropy_start": 0.5, "entropy_end": 0.5}
+
+
+@pytest.mark.parametrize("seeds", [0, 1, 2])
+def test_hardly_any_runs(seeds):
+    document = analyse([made_arm("grpo", 0.0, seeds=seeds), made_arm("ar", 0.1, seeds=seeds)], "grpo", range(4))
+    assert document["detectable"] is None
+    assert document["verdict"]
+    json.dumps(document, allow_nan=False)
+
+
+def test_an_unknown_baseline():
+    with pytest.raises(ValueError, match="'grop' is none of the arms: grpo, ar"):
+        analyse([GRPO, AR], "grop")
