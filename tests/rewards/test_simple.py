@@ -323,3 +323,78 @@ def test_answers_are_one_text_per_value():
     number = rewards.get("number")
     assert {number.answer(text) for text in ("0.5", r"\boxed{\frac{1}{2}}", "1/2", "answer: .50")} == {"1/2"}
     assert json.dumps(rewards.get("choice").answer("(b)")) == '"B"'
+
+
+# Feedback
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "said"),
+    [
+        ("exact", "<answer>Rome</answer>", 'Your answer was read as "Rome", and it is wrong.'),
+        ("exact", "", "No answer could be read. Write the answer between <answer> and </answer>."),
+        ("choice", "(B) Rome", 'Your answer was read as "B", and it is wrong.'),
+        ("choice", "<answer>A or B</answer>", 'No answer could be read in "A or B". Write one letter between'),
+        ("number", "It is 3. So 1/2", 'Your answer was read as "1/2", and it is wrong.'),
+        ("number", "<answer>x^5</answer>", 'No answer could be read in "x^5". Write one number between'),
+        ("number", "<think>so 5", "No answer could be read: <think> is never closed. Write one number"),
+        ("math", r"so \boxed{\frac{1}{2}}", r'Your answer was read as "\frac{1}{2}", and it is wrong.'),
+        ("math", "so one half", r"No answer could be read. Put the final answer within \boxed{}."),
+        ("regex(pattern='a secret')", "b", "The reply does not have the form that is asked for."),
+        ("format", "<think>x", "The tag </think> is missing."),
+        ("format", "<think></think><answer></answer><answer>", "The tag <answer> must occur once, not 2 times."),
+        ("format", "<answer></answer><think></think>", "The reply must have the form <think>...</think><answer>...</"),
+        ("format(opened=True)", "</think>x", "The tag <answer> is missing."),
+    ],
+)
+def test_feedback_says_what_was_read_or_what_form_is_asked_for(spec, text, said):
+    assert rewards.get(spec).feedback(text, 0.0).startswith(said)
+    assert rewards.get(spec).feedback(text, 1.0) == ""
+
+
+def test_feedback_on_a_reply_that_is_too_long():
+    overlong = rewards.get("overlong(max_tokens=10, buffer=4)")
+    assert overlong.feedback("x", 0.0) == ""
+    assert overlong.feedback("x", -0.5) == "The reply is too long: stay below 6 tokens."
+
+
+REPLIES = st.one_of(
+    st.text(),
+    st.from_regex(r"(<think>)?.{0,9}(</think>)?(<answer>)?.{0,80}(</answer>)?", fullmatch=True),
+    st.from_regex(r"[^\\]{0,9}\\boxed\{.{0,80}\}", fullmatch=True),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=REPLIES, gold=st.sampled_from(["zqj", "K", "98989", "7/891", r"\sqrt{4973}"]))
+@pytest.mark.parametrize("spec", ["exact", "choice(letters='KLM')", "number", "math", "format"])
+def test_feedback_never_holds_an_answer_that_the_reply_does_not_hold(spec, text, gold):
+    reward = rewards.Rewards(spec)
+    columns = {"answer": [gold]}
+    (verdict,) = reward.score(["?"], [text], [[1]], columns, ["row"])
+    said = reward.feedback(text, verdict.parts)
+    assert bool(said) != verdict.correct
+    assert gold not in said or gold in text
+    assert len(said.split()) < 60
+    assert said.isprintable()
+
+
+@pytest.mark.parametrize("spec", ["exact", "choice", "number", "math", "format", "regex(pattern='a')"])
+@pytest.mark.parametrize(
+    "text", ["<answer>" * 10**5, "x" * 10**6, "<answer>" + "9 " * 10**5 + "</answer>", "\x00\ud800"]
+)
+def test_feedback_on_hostile_replies_is_short(spec, text):
+    said = rewards.get(spec).feedback(text, 0.0)
+    assert 0 < len(said) < 300
+    said.encode()
+
+
+def test_feedback_of_several_rewards_names_only_what_is_lacking():
+    def brief(completions, **_):
+        return [0.25] * len(completions)
+
+    several = rewards.Rewards(["exact", "format", brief])
+    assert several.feedback("Rome", {"exact": 0.0, "format": 0.0, "brief": 0.25}) == (
+        'Your answer was read as "Rome", and it is wrong. The tag <think> is missing. The reward "brief" is 0.25.'
+    )
+    assert several.feedback("Rome", {"exact": 1.0, "format": 1.0}) == ""

@@ -54,9 +54,9 @@ GIVEN = tasks.Problem("x", "", "", {"numbers": [2, 3, 4, 4], "target": 13})
     [
         ("2 + 3 + 4 + 4", 1.0, "which is right"),
         ("(4+4) × 2 - 3", 1.0, "which is right"),
-        ("3 + 2 + 4 * 4", 0.1, "The answer is 21."),
-        ("9 + 4", 0.1, "uses 9 more often"),
-        ("3 * 3 + 4", 0.1, "uses 3 more often"),
+        ("3 + 2 + 4 * 4", 0.1, "The value of the answer is 21, not 13."),
+        ("9 + 4", 0.1, "uses 9, which is not one of the numbers"),
+        ("3 * 3 + 4", 0.1, "uses 3 2 times, and it is given 1 times"),
         ("4 * 4 - 3", 0.1, "does not use 2"),
         ("2 + 3 + 4 + 4 = 13", 0.0, "no expression"),
         ("13", 0.1, "uses 13"),
@@ -81,6 +81,8 @@ def test_some_numbers_may_be_left_over_where_the_setting_says_so():
 def test_any_text_gets_a_score(text):
     assert Countdown().score(GIVEN, text).reward == 0
     assert Countdown().score(GIVEN, f"<answer>{text}</answer>").reward == 0
+    assert len(Countdown().feedback(GIVEN, text)) < 200
+    assert len(Countdown().feedback(GIVEN, f"<answer>{text}</answer>")) < 200
 
 
 def test_noise_makes_demonstrations_that_are_sometimes_wrong():
@@ -98,5 +100,5 @@ def test_the_answer_is_the_same_text_for_the_same_expression():
 def test_the_episode_passes_feedback_on():
     episode = tasks.begin(Countdown(), GIVEN)
     episode.step("<answer>2 + 3</answer>")
-    assert episode.feedback() == Countdown().feedback(GIVEN, "<answer>2 + 3</answer>") == "The answer does not use 4."
-    assert tasks.begin(tasks.get("kk"), GIVEN).feedback() == ""
+    said = "The answer does not use 4. Use each number exactly once."
+    assert episode.feedback() == Countdown().feedback(GIVEN, "<answer>2 + 3</answer>") == said

@@ -289,3 +289,24 @@ def test_one_weight_needs_no_list(tmp_path):
     task = Data(jsonl(tmp_path / "rows.jsonl"), reward="exact", reward_weights=0.5)
     (score,) = task.score_all(list(attempts(task, [lambda p: p.data["row"]["answer"]])))
     assert score.reward == 0.5
+
+
+def test_an_episode_says_what_was_read_as_its_answer_and_not_the_right_one(tmp_path):
+    task = Data(jsonl(tmp_path / "rows.jsonl"), reward=["number", "format"])
+    tried = list(attempts(task, [lambda p: p.data["row"]["answer"], lambda _: "It is 1.", lambda _: "Who knows?"]))
+    assert [score.correct for score in task.score_all(tried)] == [True, False, False]
+    right, wrong, unread = (attempt.episode.feedback() for attempt in tried)
+    assert right == "The tag <think> is missing."
+    assert wrong == 'Your answer was read as "1", and it is wrong. The tag <think> is missing.'
+    assert unread.startswith("No answer could be read. Write one number between <answer> and </answer>.")
+
+
+def test_feedback_does_not_depend_on_the_right_answer(tmp_path):
+    said = []
+    for shift in (0, 1000):
+        rows = [{**row, "answer": str(int(row["answer"]) + shift)} for row in ROWS]
+        task = Math(jsonl(tmp_path / f"{shift}.jsonl", rows))
+        tried = list(attempts(task, [lambda _: r"\boxed{-3}", lambda _: "x", lambda _: r"\boxed{\text{9 cm}}"] * 20))
+        assert not any(score.correct for score in task.score_all(tried))
+        said.append([attempt.episode.feedback() for attempt in tried])
+    assert said[0] == said[1]

@@ -9,7 +9,7 @@ import pytest
 
 from poise.models.tool_prompts import schemas_of
 from poise.rewards import TrainerState
-from poise.tasks import Attempt, TaskError, judge_all
+from poise.tasks import Attempt, RewardError, TaskError, judge_all
 from poise.tasks.environment import Environment, environment
 from poise.tasks.time_limit import HungError, Worker
 
@@ -272,3 +272,61 @@ def test_rows_in_both_files_are_refused(tmp_path):
     two.write_text('{"target": 3}\n')
     task = environment(Counter, file=str(one), test_file=str(two))
     assert [len(task.epoch(split, 0, 0)) for split in ("train", "test")] == [2, 1]
+
+
+class Reflective(Counter):
+    def feedback(self) -> str:
+        return f"The total was {self.total}, not {self.target}."
+
+
+def attempt(task, replies):
+    problem = next(task.problems("train", 0))
+    episode = task.episode(problem)
+    prompt = episode.start()
+    for reply in replies:
+        episode.step(reply)
+    judge_all(task, [Attempt(problem, episode, prompt, [], [])])
+    return episode
+
+
+def test_an_environments_own_feedback_is_no_tool_and_is_asked_before_the_environment_is_used_again():
+    task = Environment(Reflective)
+    one, other = attempt(task, [call("add", number=3), "Done."]), attempt(task, ["Done."])
+    assert (one.feedback(), other.feedback()) == ("The total was 3, not 7.", "The total was 0, not 7.")
+    assert [tool.__name__ for tool in one.tools()] == ["add", "look"]
+
+
+def test_an_environment_without_feedback_repeats_what_a_tool_said_last():
+    task = Environment(Counter)
+    assert attempt(task, ["Done."]).feedback() == "No tool was called. Turns: 1."
+    episode = attempt(task, [call("add", number=3), "Done."])
+    assert episode.feedback() == 'The last tool said "the total is now 3". Turns: 2.'
+
+
+def test_feedback_with_arguments_is_a_tool():
+    class Complaints(Counter):
+        def feedback(self, text: str) -> str:
+            """Say what you think of it.
+
+            Args:
+                text: What you think.
+            """
+            return text
+
+    episode = attempt(Environment(Complaints), [call("feedback", text="fine"), "Done."])
+    assert [tool.__name__ for tool in episode.tools()] == ["add", "feedback", "look"]
+    assert episode.feedback() == 'The last tool said "fine". Turns: 2.'
+
+
+@pytest.mark.parametrize("how", [raising, hanging])
+def test_feedback_that_raises_or_hangs_costs_the_environment_and_not_the_episode(how):
+    task = Environment(type("Broken", (Counter,), {"feedback": lambda _: how()}), timeout=0.2)
+    said, score = play(task, [call("add", number=7), "Done."])
+    assert said[-1] == []
+    assert score.correct
+
+
+def test_feedback_that_is_no_text_is_an_error_that_says_so():
+    wrong = type("Wrong", (Counter,), {"feedback": lambda _: 3})
+    with pytest.raises(RewardError, match=r"Wrong\.feedback must return text, got 3"):
+        play(Environment(wrong), ["Done."])

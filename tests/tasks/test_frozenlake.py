@@ -67,7 +67,10 @@ def test_a_step_is_what_gymnasium_does():
     assert "names no move" in episode.step("What?")[0]["content"]
     assert episode.step("right") == []  # the hole
     assert episode.score() == tasks.Score(0.0, False, answer="left right right")
-    assert episode.feedback() == "You fell into a hole. Moves made: 3 (left right right). Reward: 0."
+    assert episode.feedback() == (
+        "You fell into a hole at row 1, column 3. Replies without a move: 1. Moves that changed nothing: 1. "
+        "Moves made: 3 (left right right). Reward: 0."
+    )
 
 
 def test_withheld_rules_say_nothing_but_the_map():
@@ -86,6 +89,35 @@ def test_turns_end_an_episode_and_a_reply_without_a_move_costs_one():
     assert episode.score().reward == 0
     assert "not reach the goal in time" in episode.feedback()
     assert episode.score().answer is None
+    assert "All 2 turns are used up. Replies without a move: 2." in episode.feedback()
+    assert "Moves made: 0 (none). Reward: 0." in episode.feedback()
+
+
+def test_feedback_with_rules_withheld_speaks_of_symbols_alone():
+    task = FrozenLake(side=3, rules="withheld", turns=4)
+    problem = task._problem(["P_O", "___", "O_G"])
+    hole, late, won = ([*"rr"], [*"rlrl"], [*"rddr"])
+    words = {"r": "right", "l": "left", "d": "down"}
+    said = []
+    for replies in (hole, late, won):
+        episode = play(task, problem, lambda e, replies=replies: words[replies[len(e.replies)]])
+        said.append(episode.feedback())
+    assert said[0] == (
+        "A moved onto C at row 1, column 3, and the game was over. Moves made: 2 (right right). Reward: 0."
+    )
+    assert said[1].startswith("A ended at row 1, column 1. All 4 turns are used up. Moves made: 4")
+    assert said[2].startswith("A moved onto D at row 3, column 3, and the game was over.")
+    assert said[2].endswith("Reward: 1.")
+    assert not any(word in text for text in said for word in ("hole", "goal", "ice", "edge"))
+
+
+def test_feedback_stays_short_however_long_the_game():
+    task = FrozenLake(side=2, turns=64, actions=32, ice=(1.0, 1.0))
+    episode = play(task, maps(task)[0], lambda e: "up down left right " * 8 if e.place != (9, 9) else "")
+    assert len(episode.feedback().split()) < 60
+    stuck = play(task, task._problem(["P_", "_G"]), lambda _: "up left " * 16)
+    assert "Moves that changed nothing: 2048. Moves made: 2048 (... up left" in stuck.feedback()
+    assert len(stuck.feedback().split()) < 60
 
 
 def test_a_slippery_lake_slips_a_third_to_each_side_and_can_be_played_again():

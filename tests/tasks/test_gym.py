@@ -38,6 +38,7 @@ def test_replies_without_an_action_and_turns():
     assert "S[F]FF" in said[2][0]["content"]
     assert said[3] == []
     assert episode.score() == tasks.Score(0.0, False, answer="right right")
+    assert episode.feedback() == "The episode did not end after 2 actions. Replies without an action: 1. Reward: 0."
 
 
 def test_taxi_has_its_words_and_depends_on_the_seed():

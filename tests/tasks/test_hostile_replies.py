@@ -56,5 +56,7 @@ def test_any_reply_is_answered_and_scored(name, reply):
         said = episode.step(reply) if said else said
         assert all(len(message["content"]) < 5000 for message in said)
     score = episode.score()
+    assert len(episode.feedback().split()) < 60
+    assert len(episode.feedback()) < 500
     assert score.reward in (0.0, 1.0)
     assert score.failed is None

@@ -107,3 +107,22 @@ def test_both_tools_have_schemas():
     schemas = task.episode(questions(task)[0]).tools()
     assert [schema["function"]["name"] for schema in schemas] == ["search", "calculator"]
     assert json.loads(json.dumps(schemas)) == schemas
+
+
+def test_feedback_says_what_went_wrong_and_not_the_answer():
+    task = SearchQA(turns=3)
+    for problem in questions(task):
+        episode = task.episode(problem)
+        episode.step(call("search", q="x"))
+        episode.step("<tool_call>{</tool_call>")
+        episode.step("<answer>Nowhere</answer>")
+        said = episode.feedback()
+        assert said.startswith('The answer "nowhere" is wrong. Calls that could not be made: 2, the last because: ')
+        assert "not JSON" in said
+        assert "No search was made." not in said  # it was tried
+        assert problem.data["answer"] not in said
+        idle = task.episode(problem)
+        idle.step(call("calculator", expression="1"))
+        assert idle.feedback() == (
+            "No answer was given in 1 turn: end with a reply without a tool call. No search was made."
+        )

@@ -87,3 +87,23 @@ def test_withheld_rules_say_nothing_but_the_map():
 def test_settings_are_checked(settings, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Sokoban(**settings)
+
+
+def test_feedback_says_where_the_box_is_and_what_stopped_you():
+    rows = ["#####", "#_XP#", "#___#", "#_O_#", "#####"]
+    task = Sokoban(turns=3)
+    episode = task.episode(task._problem(rows))
+    for reply in ("up", "left", "?"):
+        episode.step(reply)
+    assert episode.feedback() == (
+        "The box is at row 2, column 2, the goal at row 4, column 3: it is not on the goal, and it cannot get there "
+        "any more. All 3 turns are used up. Replies without a move: 1. Moves that changed nothing: 1. "
+        "Moves made: 2 (up left). Reward: 0."
+    )
+    withheld = Sokoban(turns=3, rules="withheld")
+    episode = withheld.episode(withheld._problem(rows))
+    episode.step("left")
+    assert episode.feedback() == (
+        "D ended at row 2, column 2. No move leads to success from there. Moves made: 1 (left). Reward: 0."
+    )
+    assert not any(word in episode.feedback() for word in ("box", "goal", "wall", "push"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Iterable
 
 _PHRASE = re.compile(r"\banswer[\s*_]{0,6}(?:is|was|=|:)\s{0,4}:?", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]{0,8}####", re.MULTILINE)
@@ -55,6 +56,14 @@ def tagged(text: str, tag: str) -> str | None:
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
     return text[start + len(tag) + 2 : end] if start >= 0 else None
+
+
+def tag_fault(text: str, tags: Iterable[str]) -> str | None:
+    """Which of the tags is missing, or there more than once; None where each occurs exactly once."""
+    for tag in tags:
+        if (times := text.count(tag)) != 1:
+            return f"The tag {tag} must occur once, not {times} times." if times else f"The tag {tag} is missing."
+    return None
 
 
 def boxed(text: str) -> str | None:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from poise._lib.quotes import quote
+from poise.rewards import answers
+
 GOLD_COLUMNS = ("answer", "solution", "ground_truth")  # looked for in this order
 
 
@@ -69,6 +72,19 @@ def _content(content: Any) -> str:
     if isinstance(content, list):  # parts, as models that see images have them
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)
+
+
+def wrong(said: str | None, text: str, form: str) -> str:
+    """What to say of a reply that is wrong: what was read as its answer, or what form the answer should have.
+
+    ``said`` is the answer as it was read, None where it could not be. The right answer is not known here.
+    """
+    if said is not None:
+        return f"Your answer was read as {quote(said)}, and it is wrong."
+    if "<think>" in text and "</think>" not in text:
+        return f"No answer could be read: <think> is never closed. {form}"
+    stated = answers.stated(text)
+    return f"No answer could be read{f' in {quote(stated)}' if stated else ''}. {form}"
 
 
 def gold_of(owner: str, columns: Mapping[str, Any], column: str | None, count: int) -> list[list[str]]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from poise._lib.errors import check_range
 from poise.rewards import answers, equality, formulas
-from poise.rewards.base import RewardError, gold_of, text_of
+from poise.rewards.base import RewardError, gold_of, text_of, wrong
 from poise.rewards.processes import LOADING, LostError, Process
 
 MOST_WORKERS = 4
@@ -61,6 +61,10 @@ class Math:
         """What the reply says, in a form in which equal answers are, as a rule, equal texts."""
         said = self._stated(text)
         return None if said is None else equality.spelling(said) or None
+
+    def feedback(self, text: str, value: float) -> str:
+        """What was read as the answer, if that is wrong; or how to write one."""
+        return "" if value >= 1 else wrong(self._stated(text) or None, text, r"Put the final answer within \boxed{}.")
 
     def _stated(self, text: str) -> str | None:
         said = answers.stated(text)

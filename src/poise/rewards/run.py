@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from poise._lib.errors import check_range, short
+from poise._lib.quotes import quote
 from poise.rewards import answers
 from poise.rewards.base import TrainerState, Verdict, text_of
 from poise.rewards.calling import Batch, InProcess, InWorker, Outcome
@@ -81,6 +82,21 @@ class Rewards:
     def _caller(self, name: str, spec: Spec) -> InProcess | InWorker:
         isolated = spec.foreign or getattr(spec.reward, "isolated", False)
         return InWorker(name, spec, self.timeout) if isolated and not self.quick else InProcess(name, spec.reward)
+
+    def feedback(self, text: str, parts: Mapping[str, float]) -> str:
+        """What is wrong with a reply, reward by reward; ``parts`` are those of its verdict.
+
+        Of rewards that are not poise's own the value is told. Nothing is said of what is right.
+        """
+        said = []
+        for name, spec in zip(self.names, self.specs, strict=True):
+            if name not in parts:
+                continue
+            if not spec.foreign and hasattr(spec.reward, "feedback"):
+                said.append(spec.reward.feedback(text, parts[name]))
+            elif parts[name] < getattr(spec.reward, "correct_at", 1.0):
+                said.append(f"The reward {quote(name)} is {parts[name]:.2f}.")
+        return " ".join(filter(None, said))
 
     def take_metrics(self) -> dict[str, float]:
         """What rewards have reported with ``log_metric`` since the last call: the mean per name."""

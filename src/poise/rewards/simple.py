@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, short
 from poise.rewards import answers, equality, formulas, units
-from poise.rewards.base import gold_of, text_of
+from poise.rewards.base import gold_of, text_of, wrong
 
 
 class Compares:
@@ -17,6 +17,7 @@ class Compares:
 
     __name__: ClassVar[str]
     column: str | None
+    form: ClassVar[str] = "Write the answer between <answer> and </answer>."
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
         """One value per completion."""
@@ -31,6 +32,10 @@ class Compares:
     def gold(self, text: str) -> str | None:
         """The right answer in the form that ``answer`` has."""
         return self.answer(answers.gold(text))
+
+    def feedback(self, text: str, value: float) -> str:
+        """What was read as the answer, if that is wrong; or how to write one."""
+        return "" if value >= 1 else wrong(self.answer(text), text, self.form)
 
     def _value(self, text: str, golds: list[str]) -> float:
         said = self.answer(text)
@@ -66,6 +71,7 @@ class Choice(Compares):
     letters: str = "ABCDE"
     column: str | None = None
     __name__ = "choice"
+    form = "Write one letter between <answer> and </answer>."
 
     def __post_init__(self) -> None:
         if not (isinstance(self.letters, str) and self.letters.isalpha() and self.letters.isupper()):
@@ -114,6 +120,7 @@ class Number(Compares):
     last_number: bool = True
     column: str | None = None
     __name__ = "number"
+    form = "Write one number between <answer> and </answer>."
 
     def __post_init__(self) -> None:
         check_range("number", "tolerance", self.tolerance, 0, 1)
@@ -193,6 +200,10 @@ class Regex:
         pattern = re.compile(self.pattern, re.IGNORECASE if self.ignore_case else 0)
         return [float(bool(pattern.search(text_of(completion)))) for completion in completions]
 
+    def feedback(self, text: str, value: float) -> str:  # noqa: ARG002
+        """That the reply is not of the form. The pattern stays unknown: it may hold the answer."""
+        return "" if value >= 1 else "The reply does not have the form that is asked for."
+
 
 @dataclass(frozen=True)
 class Format:
@@ -216,6 +227,15 @@ class Format:
     def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
         """One value per completion."""
         return [float(self._holds(text_of(completion))) for completion in completions]
+
+    def feedback(self, text: str, value: float) -> str:
+        """The first tag that is missing or repeated, or the form of the whole."""
+        if value >= 1:
+            return ""
+        text = f"<{self.tags[0]}>{text}" if self.opened else text
+        form = "".join(f"<{tag}>...</{tag}>" for tag in self.tags)
+        fault = answers.tag_fault(text, (f"<{slash}{tag}>" for tag in self.tags for slash in ("", "/")))
+        return fault or f"The reply must have the form {form}{'' if self.rest else ' and nothing else'}."
 
     def _holds(self, text: str) -> bool:
         text = f"<{self.tags[0]}>{text}" if self.opened else text
@@ -252,6 +272,10 @@ class Overlong:
     def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float | None]:  # noqa: ARG002
         """One value per completion."""
         return [self._penalty(len(ids)) for ids in completion_ids]
+
+    def feedback(self, text: str, value: float) -> str:  # noqa: ARG002
+        """That the reply is too long."""
+        return "" if value >= 0 else f"The reply is too long: stay below {self.max_tokens - self.buffer} tokens."
 
     def _penalty(self, length: int) -> float:
         free = self.max_tokens - self.buffer

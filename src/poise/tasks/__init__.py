@@ -39,6 +39,7 @@ from poise.tasks.base import (
 from poise.tasks.countdown import Countdown
 from poise.tasks.data import Data, Math
 from poise.tasks.environment import environment
+from poise.tasks.feedback import feedback_on
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.gym import gym
 from poise.tasks.knights_knaves import KnightsKnaves
@@ -87,6 +88,7 @@ __all__ = [
     "draw",
     "epochs",
     "explained",
+    "feedback_on",
     "get",
     "judge",
     "judge_all",

@@ -46,7 +46,10 @@ Message = dict[str, str]  # {"role": …, "content": …}, as chat templates tak
 
 
 class Episode(Protocol):
-    """One attempt at one problem, in one turn or several."""
+    """One attempt at one problem, in one turn or several.
+
+    It may have ``feedback() -> str``, how it went in words: see ``poise.tasks.feedback``.
+    """
 
     def start(self) -> list[Message]:
         """What the model is shown first."""
@@ -218,7 +221,7 @@ def begin(task: Task, problem: Problem) -> Episode:
 
 
 @contextmanager
-def explained(task: Task, problem: Problem) -> Iterator[None]:
+def explained(task: Task, problem: Problem, what: str = "reward") -> Iterator[None]:
     """Errors of the task's own code become one that names the task and the problem."""
     try:
         yield
@@ -226,7 +229,7 @@ def explained(task: Task, problem: Problem) -> Iterator[None]:
         raise
     except Exception as error:
         raise RewardError(
-            f"the reward of task {task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
+            f"the {what} of task {task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
         ) from error
 
 

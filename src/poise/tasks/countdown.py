@@ -17,6 +17,7 @@ from random import Random
 from typing import ClassVar, NamedTuple
 
 from poise._lib.errors import check_choice, check_range
+from poise._lib.quotes import quote
 from poise.tasks.arithmetic import ExpressionError, evaluate, number_text
 from poise.tasks.base import Problem, Score, Split, check_split
 from poise.tasks.replies import last_answer
@@ -99,7 +100,7 @@ class Countdown:
         return Score(1.0 if right else self.format_reward if answer else 0.0, right, answer=answer)
 
     def feedback(self, problem: Problem, text: str) -> str:
-        """What is wrong with a response, in a sentence."""
+        """Which rule a response breaks, in a sentence."""
         return self._judge(problem, text)[1]
 
     def _judge(self, problem: Problem, text: str) -> tuple[str | None, str, bool]:
@@ -110,17 +111,17 @@ class Countdown:
         try:
             value, used = evaluate(answer)
         except ExpressionError as error:
-            return None, f"The answer is no expression: {error}.", False
+            return None, f"The answer {quote(answer)} is no expression: {error}.", False
         answer = "".join(answer.split())
         given, spent = Counter(map(Fraction, problem.data["numbers"])), Counter(used)
         if spent - given:
-            over = ", ".join(number_text(number) for number in spent - given)
-            return answer, f"The answer uses {over} more often than it is given.", False
+            return answer, _overspent(spent - given, spent, given), False
         if self.use == "all" and given - spent:
             left = ", ".join(number_text(number) for number in given - spent)
-            return answer, f"The answer does not use {left}.", False
-        right = value == problem.data["target"]
-        return answer, f"The answer is {number_text(value)}{', which is right' if right else ''}.", right
+            return answer, f"The answer does not use {left}. {USE['all']}", False
+        target = problem.data["target"]
+        found = f"The value of the answer is {number_text(value)}"
+        return answer, f"{found}, which is right." if value == target else f"{found}, not {target}.", value == target
 
     def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
         """Attempts that fail, one that does not, and the answer: worked out step by step."""
@@ -137,6 +138,14 @@ class Countdown:
             lines += [*attempt.steps, "no"]
         thought = "\n".join([*lines, *right.steps, "yes"])
         return f"<think>{thought}</think><answer>{right.expression}</answer>"
+
+
+def _overspent(over: Counter[Fraction], spent: Counter[Fraction], given: Counter[Fraction]) -> str:
+    """The first number that is used too often."""
+    number = next(iter(over))
+    if not given[number]:
+        return f"The answer uses {number_text(number)}, which is not one of the numbers."
+    return f"The answer uses {number_text(number)} {spent[number]} times, and it is given {given[number]} times."
 
 
 def _combine(numbers: Sequence[int], rng: Random) -> Attempt:

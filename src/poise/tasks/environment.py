@@ -6,7 +6,8 @@ the end. A reply without a tool call ends the episode. As in TRL, a tool that ra
 
 **Ours:** a malformed call is answered with an error text; ``reset`` or ``get_reward`` that raises, and any call that
 does not return in time, loses its episode only; where ``reset`` names a parameter ``seed`` that the row lacks, it gets
-the problem's number, so that all attempts at a problem are attempts at the same one.
+the problem's number, so that all attempts at a problem are attempts at the same one. ``feedback() -> str`` is no tool,
+as it is in TRL, but says at the end in words how the episode went.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, ClassVar, SupportsFloat
 
 from poise._lib import user_code as _user_code
 from poise._lib.errors import check_range, short
+from poise._lib.quotes import quote
 from poise.rewards import Rewards
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, TaskError, check_split
 from poise.tasks.data.rows import DataError, read
@@ -229,8 +231,9 @@ class _Pool:
         self.tools = [
             name
             for name, _ in inspect.getmembers(self.kind, predicate=inspect.isfunction)
-            if name not in _NOT_TOOLS and not name.startswith("_")
+            if name not in _NOT_TOOLS and not name.startswith("_") and not _is_feedback(self.kind, name)
         ]
+        self.has_feedback = _is_feedback(self.kind, "feedback")
         for name in self.tools:
             _check_tool(self.kind, name)
         self.wants_seed = "seed" in inspect.signature(self.kind.reset).parameters
@@ -251,6 +254,12 @@ class _Pool:
             return self.run(self.factory)
         except Exception as error:
             raise ValueError(f"environment: making one failed: {type(error).__name__}: {error}") from error
+
+
+def _is_feedback(kind: type, name: str) -> bool:
+    """Whether a method says how the episode went. One with arguments is a tool that happens to have the name."""
+    method = getattr(kind, name, None)
+    return name == "feedback" and inspect.isfunction(method) and len(inspect.signature(method).parameters) == 1
 
 
 def _check_tool(kind: type, name: str) -> None:
@@ -281,6 +290,7 @@ class EnvironmentEpisode:
         self.replies = 0
         self.failed: str | None = None
         self.last_words = ""
+        self.said = ""
 
     def tools(self) -> list[Callable[..., Any]]:
         """The environment's public methods."""
@@ -329,11 +339,19 @@ class EnvironmentEpisode:
         return Score(reward, reward >= self.correct_at, {self.pool.kind.__name__: reward})
 
     def feedback(self) -> str:
-        """What the environment said last."""
-        return f"The environment's last words: {self.last_words}" if self.last_words else "No tool was called."
+        """What the environment's own ``feedback`` said when the episode was over, or what a tool said last."""
+        if self.said:
+            return self.said
+        last = f"The last tool said {quote(self.last_words, 200)}." if self.last_words else "No tool was called."
+        return f"{last} Turns: {self.replies}."
 
     def close(self) -> None:
-        """Give the environment back. One that has failed is not used again."""
+        """Ask for feedback, and give the environment back. One that has failed is not used again."""
+        if self.pool.has_feedback and self.failed is None and self.environment is not None:
+            said = self._call("feedback")
+            if self.failed is None and not isinstance(said, str):
+                raise TaskError(f"{self.pool.kind.__name__}.feedback must return text, got {short(said)}")
+            self.said = said or ""
         if self.failed is None and self.environment is not None:
             self.pool.free.append(self.environment)
         self.environment = None

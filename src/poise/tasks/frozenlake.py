@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from poise._lib.errors import check_choice, check_range
 from poise.tasks.base import Problem, Split, check_split
-from poise.tasks.grid import DIRECTIONS, GridEpisode, Place, draw_map, neighbour, shortest
+from poise.tasks.grid import DIRECTIONS, GridEpisode, Place, draw_map, neighbour, shortest, where
 from poise.tasks.streams import check_whole, draw_of_split, sizes
 
 RULES = ("told", "withheld")
@@ -133,6 +133,7 @@ class FrozenLakeEpisode(GridEpisode):
         there = neighbour(self.place, going)
         slipped = "" if going == direction else f" and slipped {going}"
         if not _inside(self.rows, there):
+            self.idle += 1
             return f"You went {direction}{slipped}, and the edge stopped you."
         self.place = there
         return f"You went {direction}{slipped}."
@@ -156,10 +157,17 @@ class FrozenLakeEpisode(GridEpisode):
         return _way(self.rows, self.place, len(self.rows) ** 2)
 
     def ending(self) -> str:
-        """How the game stands."""
+        """How the game stands, and where."""
+        if self.task.rules == "withheld":
+            you, _, hole, goal = tuple(SYMBOLS["withheld"])
+            if not self.over:
+                return f"{you} ended at {where(self.place)}."
+            return f"{you} moved onto {goal if self.won else hole} at {where(self.place)}, and the game was over."
         if self.won:
             return "You reached the goal."
-        return "You fell into a hole." if self.over else "You did not reach the goal in time."
+        if self.over:
+            return f"You fell into a hole at {where(self.place)}."
+        return f"You did not reach the goal in time: you ended at {where(self.place)}."
 
 
 def _find(rows: Sequence[str], symbol: str) -> Place:

@@ -13,6 +13,7 @@ from poise.tasks.replies import spoken
 
 Place = tuple[int, int]  # row, column
 DIRECTIONS: dict[str, Place] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+LISTED = 12  # moves that feedback names, the last ones
 _MOVE = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE | re.ASCII)
 
 State = TypeVar("State", bound=Hashable)
@@ -54,6 +55,11 @@ def neighbour(place: Place, move: str) -> Place:
     return place[0] + down, place[1] + right
 
 
+def where(place: Place) -> str:
+    """A place in words, counted from the top left."""
+    return f"row {place[0] + 1}, column {place[1] + 1}"
+
+
 def draw_map(rows: Iterable[Iterable[str]]) -> str:
     """A map as text, with spaces between the symbols so that tokenizers keep them apart."""
     return "\n".join(" ".join(row) for row in rows)
@@ -69,6 +75,7 @@ class GridEpisode(ABC):
         self.problem, self.turns, self.actions, self.told = problem, turns, actions, told
         self.replies: list[str] = []
         self.moves: list[str] = []
+        self.idle = 0  # moves that changed nothing
 
     @property
     @abstractmethod
@@ -82,7 +89,7 @@ class GridEpisode(ABC):
 
     @abstractmethod
     def move(self, direction: str) -> str:
-        """Make a move; returns what happened, in a sentence."""
+        """Make a move, and count it in ``idle`` if it changes nothing; returns what happened, in a sentence."""
 
     @abstractmethod
     def picture(self) -> str:
@@ -94,7 +101,8 @@ class GridEpisode(ABC):
 
     @abstractmethod
     def ending(self) -> str:
-        """How the game stands, in a sentence."""
+        """How the game stands, in a sentence or two. Where the rules are withheld, it speaks of symbols, not of what
+        they mean."""
 
     def start(self) -> list[Message]:
         """The rules, as far as they are told, and the map."""
@@ -124,8 +132,15 @@ class GridEpisode(ABC):
 
     def feedback(self) -> str:
         """How it ended, for methods that let the model learn from text."""
-        count = len(self.moves)
-        return f"{self.ending()} Moves made: {count} ({' '.join(self.moves) or 'none'}). Reward: {float(self.won):g}."
+        said = [self.ending()]
+        if not self.over and len(self.replies) >= self.turns:
+            said.append(f"All {self.turns} turns are used up.")
+        if silent := sum(not moves_in(reply) for reply in self.replies):
+            said.append(f"Replies without a move: {silent}.")
+        if self.idle:
+            said.append(f"Moves that changed nothing: {self.idle}.")
+        listed = " ".join(["...", *self.moves[-LISTED:]] if len(self.moves) > LISTED else self.moves) or "none"
+        return " ".join([*said, f"Moves made: {len(self.moves)} ({listed}). Reward: {float(self.won):g}."])
 
     def expert(self) -> str:
         """What a solver replies now: the moves of the shortest solution, as many as one turn allows."""

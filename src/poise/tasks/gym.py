@@ -162,7 +162,9 @@ class GymEpisode:
     def feedback(self) -> str:
         """How it ended."""
         ended = "The episode ended" if self.over else "The episode did not end"
-        return f"{ended} after {len(self.made)} actions. Reward: {self.reward:g}."
+        silent = self.replies - len(self.made)
+        said = f" Replies without an action: {silent}." if silent else ""
+        return f"{ended} after {len(self.made)} actions.{said} Reward: {self.reward:g}."
 
     def _question(self) -> str:
         words = ", ".join(self.task.actions)

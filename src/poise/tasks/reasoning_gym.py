@@ -157,6 +157,10 @@ class ReasoningGym:
         right = found >= FULL
         return Score(found if self.partial else float(right), right, answer=" ".join(answer.split()))
 
+    def feedback(self, problem: Problem, text: str) -> str:  # noqa: ARG002
+        """Only what can be said without the scorer: that no answer could be read."""
+        return "" if last_answer(text) else "No answer could be read: write it between <answer> and </answer>."
+
     def _marks(self, answer: str, entry: dict[str, Any]) -> float:
         """The score between 0 and 1, less what nonsense gets."""
         gold = entry["answer"]

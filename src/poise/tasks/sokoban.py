@@ -17,11 +17,12 @@ from typing import ClassVar
 
 from poise._lib.errors import check_choice, check_range
 from poise.tasks.base import Problem, Split, check_split
-from poise.tasks.grid import GridEpisode, Place, draw_map, neighbour, shortest
+from poise.tasks.grid import GridEpisode, Place, draw_map, neighbour, shortest, where
 from poise.tasks.streams import check_whole, draw_of_split, sizes
 
 RULES = ("told", "withheld")
 SYMBOLS = {"told": "#_PXO*+", "withheld": "ABCDEFG"}  # wall, floor, you, the box, the goal, box on goal, you on goal
+NEUTRAL = str.maketrans(SYMBOLS["told"], SYMBOLS["withheld"])
 FEWEST_MOVES, MOST_MOVES = 2, 8
 
 TOLD = (
@@ -151,6 +152,7 @@ class SokobanEpisode(GridEpisode):
         """Walk, and push if the box is in the way."""
         following = self.map.after(self.map.state, direction)
         if following is None:
+            self.idle += 1
             return f"You cannot go {direction}."
         pushed = following[1] != self.map.state[1]
         self.map.state = following
@@ -165,11 +167,16 @@ class SokobanEpisode(GridEpisode):
         return _solve(self.map, 4 * self.map.side**2)
 
     def ending(self) -> str:
-        """How the game stands."""
+        """How the game stands, and where the box is."""
+        box, stuck = self.map.state[1], not self.won and self.solution() is None
+        if self.task.rules == "withheld":
+            symbol = self.map.symbol(box).translate(NEUTRAL)
+            end = " No move leads to success from there." if stuck else ""
+            return f"{symbol} ended at {where(box)}.{end}"
         if self.won:
             return "The box is on the goal."
-        stuck = "and it cannot get there any more" if self.solution() is None else "but it still could get there"
-        return f"The box is not on the goal, {stuck}."
+        could = "and it cannot get there any more" if stuck else "but it still could get there"
+        return f"The box is at {where(box)}, the goal at {where(self.map.goal)}: it is not on the goal, {could}."
 
 
 def _solve(game: _Map, most: int) -> list[str] | None:
@@ -177,6 +184,5 @@ def _solve(game: _Map, most: int) -> list[str] | None:
 
 
 def _picture(game: _Map, rules: str) -> str:
-    symbols = str.maketrans(SYMBOLS["told"], SYMBOLS[rules])
     rows = ["".join(game.symbol((row, column)) for column in range(game.side)) for row in range(game.side)]
-    return draw_map(row.translate(symbols) for row in rows)
+    return draw_map(row if rules == "told" else row.translate(NEUTRAL) for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, short
-from poise.rewards import GOLD_COLUMNS, Rewards
+from poise.rewards import GOLD_COLUMNS, Rewards, text_of
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, check_split
 from poise.tasks.data.rows import DataError, Row, Rows, read, some, splits_of
 from poise.tasks.data.splits import fingerprint, share
@@ -27,6 +27,9 @@ class Dialogue:
     """An episode of one turn, which starts with the messages of a row."""
 
     messages: list[Message]
+    rewards: Rewards
+    reply: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)  # what each reward said
 
     def start(self) -> list[Message]:
         """The row's messages."""
@@ -39,6 +42,10 @@ class Dialogue:
     def score(self) -> Score:
         """Never asked for: ``Data.score_all`` scores whole batches."""
         raise NotImplementedError
+
+    def feedback(self) -> str:
+        """What is wrong with the reply; to be asked for after ``Data.score_all``."""
+        return self.rewards.feedback(self.reply, self.parts)
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class Data:
 
     def episode(self, problem: Problem) -> Dialogue:
         """One turn."""
-        return Dialogue(list(problem.data["messages"]))
+        return Dialogue(list(problem.data["messages"]), self.rewards)
 
     def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
         """What the rewards say, all in one call."""
@@ -153,6 +160,9 @@ class Data:
             [attempt.problem.id for attempt in attempts],
             attempts[0].progress if attempts else None,
         )
+        for attempt, verdict in zip(attempts, verdicts, strict=True):
+            if isinstance(attempt.episode, Dialogue):
+                attempt.episode.reply, attempt.episode.parts = text_of(attempt.completion), verdict.parts
         return [Score(v.reward, v.correct, v.parts, v.answer, v.failed if v.applies else NO_REWARD) for v in verdicts]
 
     def take_metrics(self) -> dict[str, float]:

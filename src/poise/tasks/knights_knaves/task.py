@@ -12,6 +12,7 @@ from poise._lib.errors import check_choice, check_range
 from poise._lib.files import expand
 from poise.tasks.base import Problem, Score, Split, TaskError, check_split
 from poise.tasks.data.splits import fingerprint
+from poise.tasks.knights_knaves.feedback import feedback
 from poise.tasks.knights_knaves.generator import check_settings, draw, tell
 from poise.tasks.knights_knaves.meaning import split_of
 from poise.tasks.knights_knaves.puzzle import Puzzle
@@ -130,6 +131,11 @@ class KnightsKnaves:
     def score(self, problem: Problem, text: str) -> Score:
         """Format ±1 and answer +2, −1.5 or −2: see ``verifier``."""
         return score(problem.data["names"], problem.data["solution"], text, opened_think=self.open_think)
+
+    def feedback(self, problem: Problem, text: str) -> str:
+        """What is wrong with a response: tags, people left out, or claims that contradict the answer."""
+        data = problem.data
+        return feedback(data["names"], data["statements"], text, opened_think=self.open_think)
 
     def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
         """A worked solution in the style of the task."""

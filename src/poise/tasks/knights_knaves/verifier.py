@@ -56,6 +56,12 @@ def roles_of(answer: str, names: Sequence[str]) -> list[bool] | None:
             return None
     if said != len(names):
         return None
+    found = named_roles(answer, names)
+    return [found[i] for i in range(len(names))] if len(found) == len(names) else None
+
+
+def named_roles(answer: str, names: Sequence[str]) -> dict[int, bool]:
+    """Who is said to be what, by the person's number, knight = True; the last word counts."""
     # Longer names first, so that in "Mary Ann is a knight" nothing is said of Ann.
     order = sorted(range(len(names)), key=lambda i: -len(names[i]))
     anyone = "|".join(f"({re.escape(names[i])})" for i in order)
@@ -63,4 +69,4 @@ def roles_of(answer: str, names: Sequence[str]) -> list[bool] | None:
     for match in re.finditer(rf"(?<!\w)(?ai:(?:{anyone}) is a (knight|knave))\b", answer):
         person = next(i for group, i in enumerate(order, 1) if match[group] is not None)
         found[person] = match[len(names) + 1].lower() == "knight"
-    return [found[i] for i in range(len(names))] if len(found) == len(names) else None
+    return found

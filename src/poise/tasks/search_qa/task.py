@@ -11,12 +11,13 @@ from random import Random
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range
+from poise._lib.quotes import quote
 from poise.tasks.arithmetic import evaluate, number_text
 from poise.tasks.base import Message, Problem, Score, Split, check_split
 from poise.tasks.replies import last_answer, spoken
 from poise.tasks.search_qa.world import follow, world
 from poise.tasks.streams import check_whole, draw_of_split, sizes
-from poise.tasks.tools import Schema, answer_all, calls_in
+from poise.tasks.tools import Schema, answer_all, calls_in, problem_with
 
 INSTRUCTION = (
     "Find the answer with the tools: search finds passages about towns, people, firms and products of a made-up world, "
@@ -128,11 +129,20 @@ class SearchEpisode:
         return normal(spoken(last) if tagged is None else tagged) or None
 
     def feedback(self) -> str:
-        """What came of it, in a sentence. The right answer is not given away."""
+        """What came of it, in a few sentences. The right answer is not given away."""
         answer = self._answer()
-        if answer is None:
-            return f"No answer was given in {len(self.replies)} turns."
-        return f"The answer {answer!r} is {'right' if self.score().correct else 'wrong'}."
+        if answer is not None:
+            said = [f"The answer {quote(answer)} is {'right' if self.score().correct else 'wrong'}."]
+        else:
+            turns = f"{len(self.replies)} turn{'' if len(self.replies) == 1 else 's'}"
+            said = [f"No answer was given in {turns}: end with a reply without a tool call."]
+        calls = [call for reply in self.replies for call in calls_in(reply)]
+        wrong = [found for call in calls if (found := problem_with(call, SCHEMAS))]
+        if wrong:
+            said.append(f"Calls that could not be made: {len(wrong)}, the last because: {quote(wrong[-1], 120)}.")
+        if not any(call.name == "search" for call in calls):
+            said.append("No search was made.")
+        return " ".join(said)
 
     def expert(self) -> str:
         """What a solver replies now: it knows how the question is built, and nothing of the world."""
