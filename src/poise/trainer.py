@@ -33,7 +33,7 @@ from poise.training.batches import stack, token_batch, with_verdict
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.training.interrupts import Stopper
-from poise.training.records import Clock, environment, response_records, step_metrics, token_arrays
+from poise.training.records import Clock, environment, response_records, step_metrics, token_arrays, turn_metrics
 from poise.training.reporter import Reporter
 from poise.training.setup import arrive, build_sampler, check_same_data, step_seed
 from poise.training.update import NotFiniteError, update
@@ -188,6 +188,7 @@ class Trainer:
         return {
             **step_metrics(self.algorithm, task, samples, rollouts, batch, self.settings.importance_cap),
             **failed,
+            **turn_metrics(self.sampler),
             **update_metrics,
             **regulators.summary(phases, batch),
             **clock.metrics(int(rollouts.mask.sum())),

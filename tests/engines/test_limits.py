@@ -17,6 +17,7 @@ from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 from poise.trainer import Trainer, TrainError, train
 from poise.training.evaluate import evaluate
+from poise.training.setup import build_sampler
 from support.tiny_models import COMMON, LEARNED, Policy, Words, learned, sample, tiny
 
 ENGINES = [CachedEngine, NativeEngine]
@@ -140,6 +141,23 @@ class TestMemory:
         assert "6.0 GiB if all of 16384 responses" in note
         assert "8.0 GiB are free" in note
         assert "rollout.max_tokens=1000" in note
+
+    def test_episodes_of_several_turns_count_whole(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 8 << 30)
+        asked, said = {"max_prompt": 24, "max_tokens": 100}, []
+        for most, free in ((None, ""), (1000, "6.0 GiB if all of 16384 responses")):
+            announce(NativeEngine(tiny("llama")), said.append, responses=1 << 14, **asked, max_episode=most)
+            assert free in "".join(said)
+        assert len(said) == 1
+        assert "lower rollout.max_episode_tokens" in said[0]
+        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 1 << 20)
+        settings = [f"run={tmp_path}", "device=cpu", "rollout.max_tokens=32", "rollout.max_episode_tokens=64"]
+        policy = load_policy("embedded", device="cpu")
+        for task, limit in (("kk", "max_tokens=32"), ("frozenlake", "max_episode_tokens=64")):
+            said.clear()
+            asked = config.load("grpo", [*settings, "model=embedded", f"task.name={task}"])
+            build_sampler(asked, policy, said.append, responses=1 << 14)
+            assert f"rollout.{limit}, and 0.0 GiB are free" in said[-1]
 
     def test_an_engine_with_memory_of_its_own_is_left_alone(self):
         announce(object(), pytest.fail, responses=1 << 40, max_prompt=1, max_tokens=1)

@@ -18,7 +18,9 @@ from poise.models.policy import ModelError, load_policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.session import Session, session
 from poise.rollout.types import Request
-from poise.tasks import Problem, Score
+from poise.tasks import Problem, Score, get
+from poise.training.evaluate import evaluate
+from poise.training.records import turn_metrics
 from support.dialogues import GREEDY, Anew, dialogues, said_after
 from support.native_engines import ENGINES, NATIVE, SlotEngine
 from support.tiny_models import LEARNED, exact, learned, prompts, tiny
@@ -356,10 +358,28 @@ def test_the_sampler_keeps_the_keys_of_its_episodes(monkeypatch):
         assert a.score == b.score
 
 
-def test_a_task_of_one_turn_keeps_nothing(monkeypatch):
+def test_a_task_of_one_turn_keeps_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(kept_rows.KeptRows, "save", lambda *_: pytest.fail("a row was copied"))
-    from poise.tasks import get
-
     policy = load_policy("embedded", device="cpu")
-    task = get("kk", people="2")
-    Sampler(policy, NativeEngine(policy), task, max_tokens=8).play(list(islice(task.problems("train", 0), 3)), seed=0)
+    (tmp_path / "data.jsonl").write_text('{"question": "Is A a knight?", "answer": "yes"}\n' * 3)
+    data = get("data", file=str(tmp_path / "data.jsonl"), reward="exact", held_out=0)
+    for task in (get("kk", people="2"), data):
+        sampler = Sampler(policy, NativeEngine(policy), task, max_tokens=8)
+        sampler.play(list(islice(task.problems("train", 0), 3)), seed=0)
+        assert turn_metrics(sampler) == {}
+
+
+def test_a_step_tells_how_many_turns_continued_and_how_many_were_read_again():
+    """A step's two calls add up; an evaluation in between does not count."""
+    policy, task = load_policy("embedded", device="cpu"), Questions()
+    problems = list(islice(task.problems("train", 0), 6))
+    later = sum(i % 4 for i in range(6))
+    for engine, kept in ((NativeEngine(policy), True), (Anew(NativeEngine(policy)), False)):
+        sampler = Sampler(policy, engine, task, GREEDY, max_tokens=4)
+        for again in (True, False):
+            sampler.play(problems, seed=3)
+            sampler.greedy().play(problems, seed=4)
+            expected = {"rollout/continued": 2 * later * kept, "rollout/reread": 2 * later * (not kept)}
+            assert turn_metrics(sampler) == expected
+            if again:
+                evaluate(sampler, problems=5, samples=1)

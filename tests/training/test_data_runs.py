@@ -111,6 +111,8 @@ def test_killed_in_an_episode(tmp_path):
     code, told = train("--resume", "--trust", f"run={tmp_path / 'killed'}")
     assert code == 0, told
     same(tmp_path / "whole", tmp_path / "killed")
+    for line in RunFolder.open(tmp_path / "killed", resume=False).metrics():
+        assert {"rollout/continued", "rollout/reread"} <= line.keys()
 
 
 def puzzles(path, count=40):
@@ -174,6 +176,7 @@ def test_what_rewards_report_is_in_the_metrics_of_the_step(tmp_path):
     trainer.train(configs.load("demo", args), quiet=True)
     for line in RunFolder.open(tmp_path / "run", resume=False).metrics():
         assert line["reward/rows"] == 12
+        assert "rollout/continued" not in line  # one turn
         assert "reward/failed" not in line  # that no reward applies to a row is no failure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -27,12 +28,12 @@ from poise.tasks import (
     Problem,
     Score,
     ScoresTogether,
-    SingleTurn,
     Task,
     begin,
     explained,
     judge,
     judge_all,
+    several_turns,
 )
 
 Opening = Callable[[int, list[Message]], list[Message]]
@@ -66,6 +67,8 @@ class Sampler:
     others: Mapping[str, Sampler] = field(default_factory=dict)
     clock: Timer = field(default=lambda _: nullcontext())
     progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: the trainer keeps it up to date
+    # Of episodes with several turns: how many later turns "continued" from kept keys, and "reread" their dialogue.
+    turns: Counter[str] = field(default_factory=Counter)
 
     def play(
         self,
@@ -87,11 +90,12 @@ class Sampler:
         longest = max((len(game.prompt) + game.room for game in games), default=None) if self.max_episode else None
         with session(self.engine, longest) as engine:
             self._play(games, engine, seed)
+            self.turns.update(continued=engine.continued, reread=engine.reread)
         return [game.sample() for game in games]
 
     def _play(self, games: Sequence[_Game], engine: Session, seed: int) -> None:
         """Turn after turn, until all episodes are over. The engine may keep their keys and values from turn to turn."""
-        turn, live = 0, list(range(len(games)))
+        turn, live, keep = 0, list(range(len(games))), several_turns(self.task)
         while live:
             playing = [games[i] for i in live]
             requests = [
@@ -100,7 +104,7 @@ class Sampler:
                     min(self.max_tokens - (0 if turn else game.begun), game.room),
                     self.policy.end_tokens,
                     number,
-                    keep=not isinstance(game.episode, SingleTurn),
+                    keep=keep,
                     continues=number if turn else None,
                 )
                 for number, game in zip(live, playing, strict=True)

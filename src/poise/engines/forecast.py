@@ -17,8 +17,18 @@ LARGE = 0.5  # of the free memory: less is not worth a note
 GIB = 2**30
 
 
-def announce(engine: Engine, note: Callable[[str], None], *, responses: int, max_prompt: int, max_tokens: int) -> None:
+def announce(
+    engine: Engine,
+    note: Callable[[str], None],
+    *,
+    responses: int,
+    max_prompt: int,
+    max_tokens: int,
+    max_episode: int | None = None,
+) -> None:
     """Tell how much memory sampling may need, or refuse if not even one response fits.
+
+    ``max_episode`` limits episodes of several turns, whose whole dialogue is in the memory.
 
     On CUDA a slot has room for the longest possible response, so fewer responses are decoded at a time if that is long.
     Elsewhere memory is taken as responses grow, and the figure assumes that all of them reach their limit.
@@ -26,23 +36,24 @@ def announce(engine: Engine, note: Callable[[str], None], *, responses: int, max
     if not isinstance(engine, NativeEngine | CachedEngine):  # vLLM has its own share of the memory
         return
     together = min(responses, engine.batch or responses)
-    length, device = max_prompt + max_tokens, engine.policy.device
+    limit, after = ("max_tokens", max_tokens) if max_episode is None else ("max_episode_tokens", max_episode)
+    length, device = max_prompt + after, engine.policy.device
     if isinstance(engine, NativeEngine) and graphs.usable(engine.policy, engine.shapes):
-        length = -(-max_prompt // PROMPT_STEP) * PROMPT_STEP + max_tokens
+        length = -(-max_prompt // PROMPT_STEP) * PROMPT_STEP + after
         slot = graphs.slot_bytes(engine.shapes, length, next(engine.policy.trunk.parameters()).element_size())
         fit = graphs.affordable(together, slot, graphs.free_bytes(device), length)
         if fit < together:
             note(
                 f"sampling: the keys and values of a response take {slot / GIB:.2f} GiB (rollout.max_prompt + "
-                f"rollout.max_tokens = {length} tokens), so about {fit} of {together} responses are decoded at a time"
+                f"rollout.{limit} = {length} tokens), so about {fit} of {together} responses are decoded at a time"
             )
         return
     free, need = free_bytes(device), together * length * token_bytes(engine)
     if free is not None and need > LARGE * free:
         note(
             f"sampling: keys and values would take {need / GIB:.1f} GiB if all of {together} responses reached "
-            f"rollout.max_tokens={max_tokens}, and {free / GIB:.1f} GiB are free; memory is taken as responses grow: "
-            "if it runs out, lower rollout.max_tokens or rollout.batch"
+            f"rollout.{limit}={after}, and {free / GIB:.1f} GiB are free; memory is taken as responses grow: "
+            f"if it runs out, lower rollout.{limit} or rollout.batch"
         )
 
 

@@ -34,6 +34,7 @@ from poise.tasks.base import (
     explained,
     judge,
     judge_all,
+    several_turns,
     training_problems,
 )
 from poise.tasks.countdown import Countdown
@@ -94,6 +95,7 @@ __all__ = [
     "judge_all",
     "names",
     "settings_of",
+    "several_turns",
     "task",
     "training_problems",
     "unknown_settings",

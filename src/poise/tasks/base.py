@@ -220,6 +220,11 @@ def begin(task: Task, problem: Problem) -> Episode:
     return episode
 
 
+def several_turns(task: Task) -> bool:
+    """Whether the environment may answer a reply. A task with ``episode`` that never does has ``one_turn = True``."""
+    return hasattr(task, "episode") and not getattr(task, "one_turn", False)
+
+
 @contextmanager
 def explained(task: Task, problem: Problem, what: str = "reward") -> Iterator[None]:
     """Errors of the task's own code become one that names the task and the problem."""

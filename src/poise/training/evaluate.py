@@ -11,7 +11,7 @@ from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.tasks import TaskError, draw
 from poise.training.accuracy import ProblemResult, summarise
-from poise.training.records import task_metrics
+from poise.training.records import task_metrics, turn_metrics
 
 CHUNK = 64  # problems per call of the sampler, and per progress report
 
@@ -110,7 +110,8 @@ def evaluate(
         greedy += attempts[::samples] if already else sampler.greedy().play(chunk, chunk_seed)
         if progress:
             progress(len(greedy), problems)
-    task_metrics(sampler.task)  # what reward functions reported here is not for the next step's metrics
+    task_metrics(sampler.task)  # what was counted here is not for the next step's metrics
+    turn_metrics(sampler)
     return Evaluation(
         sampler.task.name,
         samples,

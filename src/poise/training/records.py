@@ -14,9 +14,10 @@ from torch import Tensor
 
 from poise import __version__
 from poise.algorithms.base import FIRST, Algorithm, Sample
+from poise.algorithms.sampler import Sampler
 from poise.batch import Phase, TokenBatch
 from poise.rollout.types import Rollouts
-from poise.tasks import Task
+from poise.tasks import Task, several_turns
 
 
 def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
@@ -113,6 +114,16 @@ def task_metrics(task: Task) -> dict[str, float]:
     """``reward/…``: what the task's reward functions have reported themselves since the last call."""
     take = getattr(task, "take_metrics", None)
     return {f"reward/{name}": value for name, value in take().items()} if take else {}
+
+
+def turn_metrics(sampler: Sampler) -> dict[str, float]:
+    """``rollout/continued`` and ``rollout/reread`` of a task with several turns, since the last call.
+
+    The later turns that continued from keys that the engine had kept, and those that had to read their dialogue again.
+    """
+    turns = {f"rollout/{name}": float(sampler.turns[name]) for name in ("continued", "reread")}
+    sampler.turns.clear()
+    return turns if several_turns(sampler.task) else {}
 
 
 def reward_metrics(samples: Sequence[Sample], batch: TokenBatch) -> dict[str, float]:

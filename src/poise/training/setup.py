@@ -17,7 +17,7 @@ from poise.models.loading import locate
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder
-from poise.tasks import Problem, Task, TaskError, epochs
+from poise.tasks import Problem, Task, TaskError, epochs, several_turns
 from poise.tasks.data import Data
 
 
@@ -36,8 +36,11 @@ def build_sampler(
     """
     rollout = config.rollout
     engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)
-    announce(engine, note, responses=responses, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens)
     task = task or config.task.build()
+    announce(
+        engine, note, responses=responses, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens,
+        max_episode=rollout.max_episode_tokens if several_turns(task) else None,
+    )  # fmt: skip
     check_data(task, policy, rollout.max_prompt, note)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     return Sampler(

@@ -75,6 +75,7 @@ class Data:
 
     name: ClassVar[str] = "data"
     concurrent: ClassVar[bool] = False
+    one_turn: ClassVar[bool] = True
 
     rewards: Rewards = field(init=False, repr=False, compare=False)
     notes: list[str] = field(init=False, repr=False, compare=False)  # what a user should know about the data
