@@ -9,10 +9,12 @@ from poise._lib import user_code as _user_code
 from poise._lib.calls import read_call
 from poise._lib.errors import unknown
 from poise.algorithms.base import Algorithm
+from poise.algorithms.erl import Erl
 from poise.algorithms.grpo import Grpo
 
 TABLE: dict[str, Callable[..., Algorithm]] = {
     "grpo": Grpo,
+    "erl": Erl,
 }
 
 

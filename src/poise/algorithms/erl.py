@@ -1,0 +1,258 @@
+"""ERL (arXiv 2602.13949): reflect on a failed attempt, try again, and learn the success without the reflection.
+
+    attempt y¹ ~ π(·|x) ─ wrong ─▶ feedback f ─▶ reflection Δ ~ π(·|x, y¹, f) ─▶ second attempt y² ~ π(·|x, Δ)
+                                                                                     │
+                                        consolidation: y² as an attempt at x alone ◀─┘
+
+A failed attempt is shown to the policy with what the environment says of it, and the policy writes a system prompt for
+the next one, between ``<prompt>`` tags. First attempts, reflections and second attempts are each compared with their
+like: a group is a problem and a role. A reflection has the score of the attempt that followed it. A consolidated row
+has the tokens of a second attempt behind the prompt of the first; its advantage is 1 if that attempt was right, else 0.
+So afterwards the policy needs no reflection.
+
+As in the authors' code: the gate, the groups, the score of a reflection, a second attempt with the opening unchanged
+where the reflection cannot be read, consolidated rows of failed attempts (advantage 0: they count in the denominator
+and in the KL term), and ``A = r`` for a row that is alone in its group. **Ours:** r is ``Score.correct`` in these
+places, whatever the task's reward is; all prompts; the last pair of tags counts; what does not fit into the model is
+shortened or left out; an attempt without a verdict is not tried again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from poise._lib.errors import check_choice, check_range, short
+from poise.algorithms.base import Memory, Sample
+from poise.algorithms.grpo import Grpo
+from poise.algorithms.reflections import (
+    ASK,
+    RECALL,
+    Reflecting,
+    attempt_of,
+    check_text,
+    fits,
+    most_tokens,
+    read_advice,
+    result_of,
+    shorten,
+    task_of,
+)
+from poise.models.system_prompts import with_system
+from poise.models.tool_prompts import tools_of
+from poise.tasks import Message, Problem
+
+if TYPE_CHECKING:
+    from poise.algorithms.sampler import Sampler
+
+LONE = ("success", "drop")
+
+
+@dataclass(frozen=True)
+class Erl:
+    """``group`` attempts at each problem; those that fail are reflected upon and tried again.
+
+    ``reflection=false`` is GRPO, to the bit. ``consolidation`` adds the second attempts as attempts at the plain
+    prompt. ``memory`` shows each reflection the last advice that led to success. ``lone`` is what happens to a
+    reflection or a second attempt that is alone in its group: its advantage is its "success" (1 or 0), or "drop".
+    ``reflection_tokens`` is the longest reflection; ``temperature`` and ``top_p`` sample reflections (None: the run's).
+    ``ask`` is the question, with the fields {task}, {attempt}, {feedback} and {memory}; ``recall`` fills {memory}, with
+    the field {advice}.
+    """
+
+    group: int = 8
+    reflection: bool = True
+    consolidation: bool = True
+    memory: bool = False
+    lone: str = "success"
+    reflection_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    ask: str = ASK
+    recall: str = RECALL
+
+    def __post_init__(self) -> None:
+        for name in ("reflection", "consolidation", "memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"erl: {name} must be true or false, got {short(getattr(self, name))}")
+        check_choice("erl", "lone", self.lone, LONE)
+        check_range("erl", "reflection_tokens", self.reflection_tokens, 1)
+        if not isinstance(self.reflection_tokens, int):
+            raise TypeError(f"erl: reflection_tokens must be a whole number, got {self.reflection_tokens}")
+        if self.temperature is not None:
+            check_range("erl", "temperature", self.temperature, 0.0)
+        if self.top_p is not None:
+            check_range("erl", "top_p", self.top_p, 1e-6, 1.0)
+        check_text("ask", self.ask, ("task", "attempt", "feedback", "memory"))
+        check_text("recall", self.recall, ("advice",))
+
+    def collect(
+        self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
+    ) -> tuple[list[Sample], Memory | None]:
+        """First attempts, group after group, then the rows of the retries: reflections, second, consolidated."""
+        if not self.reflection:
+            return Grpo(self.group).collect(problems, sampler, seed, memory)
+        openings: dict[int, list[Message]] = {}
+
+        def opening(row: int, messages: list[Message]) -> list[Message]:
+            openings[row] = messages
+            return messages
+
+        asked = [problem for problem in problems for _ in range(self.group)]
+        first = sampler.play(asked, seed, opening=opening)
+        first = [replace(sample, group=row // self.group) for row, sample in enumerate(first)]
+        remembered = (memory or {}).get("advice") if self.memory else None
+        retries = self._retries(sampler, first, openings, remembered, seed)
+        for row, sample in enumerate(first):
+            if _failed(sample):
+                first[row] = replace(sample, notes=retries[row].notes if row in retries else {"unasked": 1.0})
+        helped = [retry.advice for retry in retries.values() if retry.opening and retry.second.score.correct]
+        if self.memory and helped:
+            memory = {"advice": helped[-1]}
+        return [*first, *self._rows([*retries.values()], most_tokens(sampler.policy))], memory
+
+    def _retries(
+        self,
+        sampler: Sampler,
+        first: Sequence[Sample],
+        openings: Mapping[int, list[Message]],
+        remembered: str | None,
+        seed: int,
+    ) -> dict[int, Retry]:
+        """By row of the first attempt: a reflection on it, and a second attempt at its problem."""
+        asking = self._asking(sampler)
+        asked: dict[int, Problem] = {}
+        for row, sample in enumerate(first):
+            if _failed(sample) and (text := self._question(sampler, asking, sample, openings[row], remembered)):
+                asked[row] = replace(sample.problem, prompt=text)
+        reflections = asking.play([*asked.values()], _seed(seed, "reflection"))
+        if asking.sampling.temperature != sampler.sampling.temperature:  # then the policy scores them, at the run's
+            reflections = [replace(sample, logp=None, entropy=None, sampler_logp=None) for sample in reflections]
+        advice = [read_advice(sample.text) for sample in reflections]
+        retried = [first[row] for row in asked]
+        shown: dict[int, list[Message]] = {}  # openings with advice, where it can be read and fits
+
+        def opening(i: int, messages: list[Message]) -> list[Message]:
+            if (text := advice[i]) is not None:
+                advised = with_system(sampler.policy.tokenizer, messages, text)
+                if fits(sampler, advised, tools_of(retried[i].episode)):
+                    shown[i] = advised
+            return shown.get(i, messages)
+
+        again = replace(sampler, max_prompt=None)
+        second = again.play([sample.problem for sample in retried], _seed(seed, "second"), opening=opening)
+        parts = zip(retried, reflections, advice, second, strict=True)
+        return {row: Retry(*part, shown.get(i)) for i, (row, part) in enumerate(zip(asked, parts, strict=True))}
+
+    def _asking(self, sampler: Sampler) -> Sampler:
+        """A sampler for reflections."""
+        sampling = sampler.sampling
+        if self.temperature is not None:
+            sampling = replace(sampling, temperature=self.temperature)
+        if self.top_p is not None:
+            sampling = replace(sampling, top_p=self.top_p)
+        return replace(
+            sampler, task=Reflecting(), sampling=sampling, max_tokens=self.reflection_tokens, max_prompt=None,
+            max_episode=None,
+        )  # fmt: skip
+
+    def _question(
+        self, sampler: Sampler, asking: Sampler, sample: Sample, opening: Sequence[Message], remembered: str | None
+    ) -> str | None:
+        """The question about a failed attempt, shortened to fit; None if it does not fit at all."""
+        task, feedback = task_of(opening), result_of(sampler.task, sample)
+
+        def fitting(memory: str) -> str | None:
+            return shorten(
+                attempt_of(sample),
+                lambda attempt: self.ask.format(task=task, attempt=attempt, feedback=feedback, memory=memory),
+                lambda text: fits(asking, [{"role": "user", "content": text}]),
+            )
+
+        recalled = fitting(self.recall.format(advice=remembered)) if remembered else None
+        return recalled or fitting("")
+
+    def _rows(self, retries: Sequence[Retry], most: int) -> Iterator[Sample]:
+        """The rows of the retries. A second attempt without a verdict comes alone, for the trainer to count."""
+        judged = [retry for retry in retries if retry.second.score.failed is None]
+        size = Counter(retry.first.group for retry in judged)
+        for role in ("reflection", "second"):
+            for retry in judged:
+                if size[retry.first.group] > 1:
+                    yield replace(retry.row(role), group=(retry.first.group, role))
+                elif self.lone == "success":
+                    yield replace(retry.row(role), advantage=float(retry.second.score.correct))
+        yield from (retry.row("second") for retry in retries if retry.second.score.failed is not None)
+        if self.consolidation:
+            rows = (retry.consolidated() for retry in judged)
+            yield from (row for row in rows if len(row.prompt) + len(row.tokens) <= most)
+
+    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """``first/…``, ``reflection/…``, ``second/…`` and ``consolidated/…`` of a step: see docs/erl.md."""
+        first = [sample for sample in samples if sample.role == "first"]
+        retried = [sample for sample in first if "readable" in sample.notes]
+        judged = [sample for sample in retried if "second" in sample.notes]
+        found = {"first/success": fmean(sample.score.correct for sample in first)}
+        if self.reflection:
+            found["second/retried"] = len(retried) / len(first)
+            found["reflection/unasked"] = float(sum("unasked" in sample.notes for sample in first))
+            found["consolidated/rows"] = float(sum(sample.role == "consolidated" for sample in samples))
+            found["second/lone"] = float([*Counter(sample.group for sample in judged).values()].count(1))
+        for name in ("readable", "shown", "length") if retried else ():
+            found[f"reflection/{name}"] = fmean(sample.notes[name] for sample in retried)
+        if judged:
+            found["second/success"] = fmean(sample.notes["second"] for sample in judged)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Retry:
+    """A failed attempt, the reflection on it, and the second attempt at its problem.
+
+    ``advice`` is None if the reflection cannot be read; ``opening`` is None if the second attempt began as the first.
+    """
+
+    first: Sample
+    reflection: Sample
+    advice: str | None
+    second: Sample
+    opening: list[Message] | None
+
+    @property
+    def notes(self) -> dict[str, float]:
+        """What became of the first attempt, in numbers."""
+        found = {
+            "readable": float(self.advice is not None),
+            "shown": float(self.opening is not None),
+            "length": float(self.reflection.own.sum()),
+        }
+        score = self.second.score
+        return found if score.failed is not None else found | {"second": float(score.correct)}
+
+    def row(self, role: str) -> Sample:
+        """The reflection with the score of the second attempt, or the second attempt as it was asked for."""
+        if role == "reflection":
+            return replace(self.reflection, role=role, score=self.second.score)
+        prompt = task_of(self.opening) if self.opening else self.second.problem.prompt
+        return replace(self.second, role=role, problem=replace(self.second.problem, prompt=prompt))
+
+    def consolidated(self) -> Sample:
+        """The second attempt as a response to the prompt of the first."""
+        return replace(
+            self.second, role="consolidated", prompt=self.first.prompt, logp=None, entropy=None, sampler_logp=None,
+            advantage=float(self.second.score.correct),
+        )  # fmt: skip
+
+
+def _failed(sample: Sample) -> bool:
+    """Whether an attempt got the verdict that it is wrong."""
+    return not sample.score.correct and sample.score.failed is None
+
+
+def _seed(seed: int, role: str) -> int:
+    """The random numbers of a role are apart from those of the others."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{role}".encode(), digest_size=8).digest(), "big") >> 1
