@@ -48,6 +48,11 @@ def with_settings(text: str, changes: Mapping[str, Any]) -> str:
 
 def split_bars(text: str) -> list[str]:
     """Split at the bars that stand outside brackets and quotes."""
+    return split_outside(text, "|")
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split at each ``separator``, a single character, that stands outside brackets and quotes."""
     parts, depth, quote, start = [], 0, "", 0
     for i, char in enumerate(text):
         if quote:
@@ -58,7 +63,7 @@ def split_bars(text: str) -> list[str]:
             depth += 1
         elif char in ")]}":
             depth -= 1
-        elif char == "|" and depth == 0:
+        elif char == separator and depth == 0:
             parts.append(text[start:i])
             start = i + 1
     return [*parts, text[start:]]

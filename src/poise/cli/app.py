@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from poise import __version__
-from poise.cli import diagnose, doctor, evaluate, look, tasks, train, warmstart
+from poise.cli import compare, diagnose, doctor, evaluate, look, tasks, train, warmstart
 from poise.cli.spelling import Command
 
 
@@ -36,6 +36,7 @@ def build() -> typer.Typer:
     app = _group("Reinforcement learning with verifiable rewards, token by token.", no_args_is_help=True)
     app.callback()(_main)
     app.command("train", cls=Command)(train.train)
+    app.command("compare", cls=Command)(compare.compare)
     app.command("eval", cls=Command)(evaluate.evaluate)
     app.command("diagnose", cls=Command)(diagnose.diagnose)
     app.command("report")(look.report)

@@ -39,7 +39,7 @@ def train(
     from poise import config as configs
     from poise.runs.console import visible
 
-    recipe, overrides = _split(args or [])
+    recipe, overrides = split_arguments(args or [])
     with explained():
         config = _resumed(recipe, overrides, trust) if resume else configs.load(recipe, overrides)
         if dry_run:
@@ -67,7 +67,8 @@ def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
     return of_run(str(changes["run"]), changes, trust=trust)
 
 
-def _split(args: list[str]) -> tuple[str | None, list[str]]:
+def split_arguments(args: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe, if one is named, and the settings."""
     recipes = [arg for arg in args if "=" not in arg]
     if len(recipes) > 1:
         fail(f"one recipe at a time, got {' and '.join(recipes)}; settings are written key=value")

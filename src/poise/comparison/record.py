@@ -1,0 +1,97 @@
+"""What a comparison's folder remembers, so that the same command goes on, and another one is refused.
+
+plan.json          the variants and seeds of all plans so far
+arms/…/seed-0/     the runs, ordinary run folders
+logs/              what each run has said
+failures.json      the runs that ended without a result, with the last lines of their logs
+comparison.json    the results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from poise._lib.errors import short
+from poise._lib.files import dumps, read_json, replacing
+from poise.comparison.arms import Variant
+from poise.comparison.plan import Plan
+from poise.config.documents import ConfigError, Document, merge
+
+PLAN = "plan.json"
+ANOTHER = "or begin another comparison with run=DIR"
+
+
+def check(plan: Plan) -> None:
+    """Refuse a folder that holds something else, or a comparison whose finished runs would not fit this plan."""
+    if plan.folder.exists() and not plan.folder.is_dir():
+        raise ConfigError([f"run={plan.folder} is a file: choose another run=DIR"])
+    recorded = _read(plan.folder)
+    if recorded is None:
+        others = [path.name for path in plan.folder.iterdir()] if plan.folder.is_dir() else []
+        others = [name for name in others if name != "owner.json" and not name.startswith(".tmp-")]
+        if others:
+            what = "is the folder of a run" if "config.json" in others else "is not empty, and holds no comparison"
+            raise ConfigError([f"run={plan.folder} {what}: choose another run=DIR"])
+        return
+    now = {variant.name: variant for arm in plan.arms for variant in arm.variants}
+    for name, saved in recorded["variants"].items():
+        if name not in now:
+            raise ConfigError(
+                [
+                    f"the comparison in {plan.folder} also has the arm {name!r}, and a result is never dropped: "
+                    f"name it too, {ANOTHER}"
+                ]
+            )
+        for key, before, after in _differences(saved, now[name].identity):
+            raise ConfigError(
+                [
+                    f"{key} = {short(after)}, but the comparison in {plan.folder} has {short(before)}: its runs could "
+                    f"not be compared with new ones; leave {key} as it was, {ANOTHER}"
+                ]
+            )
+    if missing := sorted(set(recorded["seeds"]) - set(plan.seeds)):
+        raise ConfigError(
+            [
+                f"the comparison in {plan.folder} also has seed {missing[0]}, and a result is never dropped: add seeds "
+                f"instead of taking some away, {ANOTHER}"
+            ]
+        )
+
+
+def write(plan: Plan) -> None:
+    """Remember this plan."""
+    recorded = _read(plan.folder) or {"variants": {}, "seeds": []}
+    variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
+    seeds = sorted({*recorded["seeds"], *plan.seeds})
+    with replacing(plan.folder / PLAN) as file:
+        file.write(dumps({"variants": recorded["variants"] | variants, "seeds": seeds}, indent=1))
+
+
+def log_of(plan: Plan, variant: Variant, seed: int) -> Path:
+    """Where a run's words are written."""
+    return plan.folder / "logs" / f"{variant.folder}-seed-{seed}.log"
+
+
+def _read(folder: Path) -> Document | None:
+    path = folder / PLAN
+    if not path.exists():
+        return None
+    try:
+        data = read_json(path)
+    except ValueError:
+        data = None
+    match data:
+        case {"variants": dict(variants), "seeds": list()} if all(isinstance(v, dict) for v in variants.values()):
+            return dict(data)
+    raise ConfigError([f"{path} does not hold a plan as poise writes it: put the file back from a copy, {ANOTHER}"])
+
+
+def _differences(saved: Document, now: Document, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, saved value, value now) of what differs. A setting that an older version lacked counts as equal."""
+    for key, value in merge(now, saved).items():
+        if isinstance(value, dict) and isinstance(now.get(key), dict):
+            yield from _differences(value, now[key], f"{prefix}{key}.")
+        elif value != now.get(key):
+            yield f"{prefix}{key}", value, now.get(key)

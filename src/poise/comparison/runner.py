@@ -1,0 +1,242 @@
+"""Carries out the runs of a plan side by side: tuning first, then seed by seed over all arms, so that what is finished
+is paired.
+
+What is done is read from the run folders alone. So a comparison that was stopped, killed or extended goes on where it
+was: finished and diverged runs are results, and all others are begun or resumed.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+from poise._lib.files import dumps, replacing
+from poise.comparison import tuning
+from poise.comparison.arms import PlannedArm
+from poise.comparison.forecast import Forecast
+from poise.comparison.nursery import STOPPED
+from poise.comparison.plan import Plan, PlannedRun
+from poise.comparison.processes import Ended, Processes, ending, last_lines
+from poise.comparison.record import log_of
+from poise.comparison.results import RunResult
+
+HOPELESS = 3  # the first runs all fail: what is wrong with them is wrong with the others too
+PAUSE = 0.25  # seconds between looks
+
+
+class View(Protocol):
+    """Shows the progress."""
+
+    def ended(self, run: PlannedRun, result: RunResult | None, why: str) -> None:
+        """A run has ended: with a result, or without one and ``why``."""
+
+    def note(self, text: str) -> None:
+        """Show a message."""
+
+    def update(self, status: Status) -> None:
+        """Show how far the comparison is."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a comparison is. Times are in seconds; ``left`` is None until a run has told how long one takes."""
+
+    done: int
+    total: int
+    running: list[tuple[PlannedRun, float]]  # each with its time so far
+    failed: int
+    left: float | None
+
+
+@dataclass
+class Started:
+    """A run that is under way."""
+
+    run: PlannedRun
+    since: float
+    fresh: bool  # begun now, not resumed: its time tells how long a run takes
+
+
+@dataclass
+class Runner:
+    """The runs of a plan: which are done, which are under way, which come next."""
+
+    plan: Plan
+    processes: Processes
+    view: View
+    jobs: int
+    forecast: Forecast = field(default_factory=Forecast)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._results: dict[Path, RunResult | None] = {}
+        self._running: dict[int, Started] = {}
+        self._tries: dict[Path, int] = {}
+        self._count = self._succeeded = 0
+        self._begin = self.clock()
+        self._spent = False  # the budget
+        self.failures: dict[str, dict[str, Any]] = {}
+        self.stopped = False
+
+    # What is known of a run
+
+    def result(self, folder: Path) -> RunResult | None:
+        """The result of the run in a folder; None while it has none."""
+        if folder not in self._results:  # read once, and again when the run has ended
+            try:
+                found = RunResult.read(folder)
+            except FileNotFoundError:
+                found = None
+            self._results[folder] = found if found and found.state != "unfinished" else None
+        return self._results[folder]
+
+    def chosen(self, arm: PlannedArm) -> Any:
+        """The variant of an arm that is compared; None while it is tuned."""
+        return tuning.choose(self.plan, arm, self.result)
+
+    # The loop
+
+    def run(self, interrupted: Callable[[], bool]) -> None:
+        """Carry out all runs that have no result yet. ``interrupted`` asks to stop: runs finish their step and save."""
+        asked = False
+        try:
+            while True:
+                if interrupted() and not asked:
+                    asked = self.stopped = True
+                    self.processes.signal(signal.SIGTERM)
+                while not self.stopped and len(self._running) < self.jobs and (run := self._next()):
+                    self._start(run)
+                if not self._running:
+                    return
+                for each in self.processes.wait(PAUSE):
+                    self._end(each)
+                self.view.update(self.status())
+        except KeyboardInterrupt:  # the second Ctrl-C
+            self.stopped = True
+        finally:
+            self.processes.close()
+
+    def _next(self) -> PlannedRun | None:
+        """The run to start next; None if there is none, or none that the budget allows."""
+        under_way = {started.run.folder for started in self._running.values()}
+
+        def open_runs(runs: list[PlannedRun]) -> Iterator[PlannedRun]:
+            for run in runs:
+                tried = self._tries.get(run.folder, 0) > self.plan.limits.retries
+                if run.folder not in under_way and not tried and self.result(run.folder) is None:
+                    yield run
+
+        if not self._spent and self.clock() - self._begin > self.plan.limits.hours * 3600:
+            self._stop_at_budget()
+        if self._spent:
+            return None
+        for run in open_runs(self.plan.tuning_runs()):
+            return run
+        for seed in self.plan.seeds:
+            ready = [self.plan.run(arm, variant, seed) for arm in self.plan.arms if (variant := self.chosen(arm))]
+            runs = list(open_runs(ready))
+            if not runs:
+                continue
+            untouched = len(runs) == len(self.plan.arms)  # a seed that has begun is finished in any case
+            if untouched and not self._fits(len(runs)):
+                self._stop_at_budget()
+                return None
+            return runs[0]
+        return None
+
+    def _start(self, run: PlannedRun) -> None:
+        self._count += 1
+        self._tries[run.folder] = self._tries.get(run.folder, 0) + 1
+        fresh = not (run.folder / "config.json").exists()
+        self._running[self._count] = Started(run, self.clock(), fresh)
+        self.processes.start(self._count, run.config, log_of(self.plan, run.variant, run.seed))
+
+    def _end(self, ended: Ended) -> None:
+        started = self._running.pop(ended.number)
+        run, seconds = started.run, self.clock() - started.since
+        self._results.pop(run.folder, None)
+        result = self.result(run.folder)
+        self.view.update(self.status())
+        if result is not None:
+            self._succeeded += 1
+            if started.fresh and result.state == "finished":
+                self.forecast.measured.append(seconds)
+            self.failures.pop(str(run.folder), None)
+            self.view.ended(run, result, "")
+        elif ended.status == STOPPED or self.stopped:
+            self._tries[run.folder] -= 1
+        else:
+            self._fail(run, ended.status)
+
+    def _fail(self, run: PlannedRun, status: int) -> None:
+        log = log_of(self.plan, run.variant, run.seed)
+        lines = last_lines(log)
+        why = lines[-1] if lines and status > 0 else ending(status)
+        self.failures[str(run.folder)] = {
+            "arm": run.arm.name, "seed": run.seed, "ended": ending(status), "log": str(log), "last_lines": lines,
+        }  # fmt: skip
+        with replacing(self.plan.folder / "failures.json") as file:
+            file.write(dumps(self.failures, indent=1))
+        self.view.ended(run, None, why)
+        if not self._succeeded and len(self.failures) >= HOPELESS and not self.stopped:
+            self.stopped = True
+            self.view.note(
+                f"the first {len(self.failures)} runs all failed: no more are started; mend it and run again"
+            )
+
+    # Budget and time
+
+    def _fits(self, runs: int) -> bool:
+        """Whether the budget still has room for so many more runs."""
+        limits, forecast = self.plan.limits, self.forecast
+        if forecast.seconds is not None:
+            elapsed = self.clock() - self._begin
+            work = self._left_of_running() + runs * forecast.seconds
+            if elapsed + max(work / self.jobs, forecast.seconds) > limits.hours * 3600:
+                return False
+        spent = [result.cost.tokens for result in self._results.values() if result]
+        each = fmean(spent) if spent else forecast.tokens
+        return each is None or sum(spent) + (len(self._running) + runs) * each <= limits.tokens
+
+    def _stop_at_budget(self) -> None:
+        self._spent = True
+        budget = self.plan.limits.budget()
+        self.view.note(f"the budget ({budget}) has no room for another seed of all arms: no more runs are started")
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget ended the comparison."""
+        return self._spent
+
+    def _left_of_running(self) -> float:
+        """Seconds of work that the runs under way still need."""
+        whole = self.forecast.seconds or 0.0
+        now = self.clock()
+        return sum(max(whole - (now - each.since), 0.05 * whole) for each in self._running.values())
+
+    def status(self) -> Status:
+        """How far the comparison is."""
+        runs = self.runs()
+        done = sum(run is not None and self.result(run.folder) is not None for run in runs)
+        waiting = len(runs) - done - len(self._running) - len(self.failures)
+        left = None
+        if self.forecast.seconds is not None:
+            whole = 0 if self._spent or self.stopped else waiting * self.forecast.seconds
+            left = (self._left_of_running() + whole) / min(self.jobs, max(1, waiting + len(self._running)))
+        now = self.clock()
+        running = [(each.run, now - each.since) for each in self._running.values()]
+        return Status(done, len(runs), running, len(self.failures), left)
+
+    def runs(self) -> list[PlannedRun | None]:
+        """All runs of the plan; None for those whose learning rate is not chosen yet."""
+        plan = self.plan
+        chosen = [(arm, self.chosen(arm)) for arm in plan.arms]
+        return [
+            *plan.tuning_runs(),
+            *(plan.run(arm, variant, seed) if variant else None for seed in plan.seeds for arm, variant in chosen),
+        ]

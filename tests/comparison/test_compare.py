@@ -1,0 +1,104 @@
+"""``poise compare`` with the embedded model: runs in processes of their own, killed, resumed and extended."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from poise.comparison.results import RunResult
+from support.command_line import fails, poise
+from support.comparisons import SMALL
+from support.process_table import alive, children, session, wait_until
+from support.small_runs import command
+
+pytestmark = pytest.mark.long
+ARMS = "regulator=grpo; tr-grpo"  # which weights the entropy term too
+
+
+def arguments(folder, *more, arms=ARMS, seeds=3):
+    return ["compare", "demo", *SMALL, arms, f"seeds={seeds}", f"run={folder}", "jobs=2", *more]
+
+
+def table(folder):
+    """The results of a comparison, without times and places."""
+    return {
+        (path.parent.name, path.name): (
+            [dict(point.scores) for point in result.curve],
+            result.per_problem,
+            result.entropy,
+            result.grad_norm,
+        )
+        for path in sorted(folder.glob("arms/*/seed-*"))
+        if (result := RunResult.read(path)).state == "finished"
+    }
+
+
+def written(folder):
+    """When each run's results were written."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("arms/*/*/summary.json")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A comparison that was never interrupted: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("whole") / "cmp"
+    result = poise(*arguments(folder))
+    assert result.exit_code == 0, result.output
+    return folder, result.output
+
+
+def test_two_arms_and_three_seeds(whole):
+    folder, said = whole
+    found = json.loads((folder / "comparison.json").read_text())
+    assert found["baseline"] == "grpo"
+    assert [(arm["name"], arm["seeds"]) for arm in found["arms"]] == [("grpo", [0, 1, 2]), ("tr-grpo", [0, 1, 2])]
+    assert "tr-grpo" in said
+    runs = table(folder)
+    assert len(runs) == 6
+    entropies = {entropy for _, _, entropy, _ in runs.values()}
+    assert len(entropies) == 6  # arms and seeds differ
+    logs = {path.name for path in (folder / "logs").iterdir()}
+    assert "grpo-seed-0.log" in logs
+    assert len(logs) == 6
+
+
+def test_killed_and_extended_it_ends_with_the_same_table(whole, tmp_path):
+    """First a run is killed, which takes no other down; then all of it; then the command goes on with more."""
+    folder = tmp_path / "cmp"
+    with command(*arguments(folder)) as process:
+        owner = folder / "arms" / "grpo" / "seed-0" / "owner.json"
+        wait_until(lambda: owner.exists() and owner.read_text().endswith("\n"), 300)
+        os.kill(json.loads(owner.read_text())["pid"], signal.SIGKILL)
+        wait_until(lambda: (folder / "failures.json").exists() and len(written(folder)) >= 2, 300)
+        (nursery,) = children(process.pid)
+        family = session(nursery)
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not alive(family))  # nothing goes on
+    (failure,) = json.loads((folder / "failures.json").read_text()).values()
+    assert (failure["arm"], failure["seed"]) == ("grpo", 0)
+    assert "killed by SIGKILL" in failure["ended"]
+    before = written(folder)
+    assert not list(folder.glob("arms/grpo/seed-0/summary.json"))
+
+    assert "optim.weight_decay" in fails(*arguments(folder, "optim.weight_decay=0.5"))
+    result = poise(*arguments(folder, arms=f"{ARMS}; lopti", seeds=4))
+    assert result.exit_code == 0, result.output
+    after = written(folder)
+    assert before.items() <= after.items()  # nothing was done twice
+    assert len(after) == 12
+    assert table(whole[0]).items() <= table(folder).items()
+
+
+def test_ctrl_c_saves_what_runs(tmp_path):
+    folder = tmp_path / "cmp"
+    with command(*arguments(folder, "steps=500")) as process:
+        wait_until(lambda: list(folder.glob("arms/*/*/metrics.jsonl")), 300)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=300)[0]
+    assert process.returncode == 130, said
+    assert "the same command goes on" in said
+    steps = [RunResult.read(path.parent) for path in folder.glob("arms/*/*/checkpoints")]
+    assert steps
+    assert all(0 < run.steps < 500 for run in steps)
+    assert not list(folder.glob("arms/*/*/owner.json"))

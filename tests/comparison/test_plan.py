@@ -1,0 +1,188 @@
+"""What is typed or written in a file becomes arms, seeds and runs."""
+
+import pytest
+
+from poise.comparison import record
+from poise.comparison.arms import alternatives
+from poise.comparison.plan import HELD_OUT, TUNING, read_plan
+from poise.config.documents import ConfigError
+from support.comparisons import make
+
+
+def names(plan):
+    return [arm.name for arm in plan.arms]
+
+
+def problem(*overrides, recipe="demo", regulator="grpo; ar"):
+    with pytest.raises(ConfigError) as caught:
+        read_plan(recipe, [f"regulator={regulator}", *overrides])
+    (line,) = caught.value.problems
+    return line
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "parts"),
+    [
+        ("regulator", "grpo; ar(alpha=0.2, ) | lopti;nthr", ["grpo", "ar(alpha=0.2, ) | lopti", "nthr"]),
+        ("regulator", "mine.py:Mine(words='a;b'); grpo", ["mine.py:Mine(words='a;b')", "grpo"]),
+        ("algorithm", "grpo, x", ["grpo, x"]),
+        ("optim.lr", "5e-5,1e-4, 2e-4", ["5e-5", "1e-4", "2e-4"]),
+        ("optim.betas", "[0.9, 0.99]", ["[0.9, 0.99]"]),
+        ("optim.betas", "[0.9,0.99]; [0.9,0.999]", ["[0.9,0.99]", "[0.9,0.999]"]),
+        ("optim.betas", "[0.9,0.99], [0.9,0.999]", ["[0.9,0.99]", "[0.9,0.999]"]),
+        ("model", '"a, b"', ['"a, b"']),
+        ("steps", "3", ["3"]),
+    ],
+)
+def test_a_value_of_several_parts_is_an_axis(key, text, parts):
+    assert alternatives(key, text) == parts
+
+
+def test_axes_multiply_out_and_the_first_arm_is_the_baseline(tmp_path):
+    plan = make(tmp_path, "objective.clip_high=0.2,0.28", "optim.betas=[0.8, 0.9]")
+    assert names(plan) == [
+        "grpo, objective.clip_high=0.2", "grpo, objective.clip_high=0.28",
+        "ar, objective.clip_high=0.2", "ar, objective.clip_high=0.28",
+    ]  # fmt: skip
+    assert plan.baseline is plan.arms[0]
+    config = plan.arms[3].variants[0].config
+    assert (config.regulator, config.objective.clip_high, config.optim.betas) == ("ar", 0.28, (0.8, 0.9))
+    assert make(tmp_path, "baseline=ar").baseline.name == "ar"
+    assert (
+        make(tmp_path, "regulator.alpha=0.1,0.9", regulator="ar").arms[1].variants[0].config.regulator
+        == "ar(alpha=0.9)"
+    )
+
+
+def test_runs_go_seed_by_seed_over_all_arms(tmp_path):
+    plan = make(tmp_path)
+    runs = [run for seed in plan.seeds for run in plan.seed_runs(seed, lambda arm: arm.variants[0])]
+    assert [(run.arm.name, run.seed) for run in runs] == [(arm, seed) for seed in range(3) for arm in ("grpo", "ar")]
+    assert runs[0].folder == tmp_path / "cmp" / "arms" / "grpo" / "seed-0"
+    assert runs[0].config.seed == 0
+    assert len({run.folder for run in runs}) == len(runs) == plan.size
+
+
+def test_folders_depend_on_the_arm_alone(tmp_path):
+    few = make(tmp_path, regulator="ar | lopti; grpo(passes=2)")
+    many = make(tmp_path, "seeds=5", regulator="grpo; grpo(passes=2); ar | lopti")
+    places = [{arm.name: arm.variants[0].folder for arm in plan.arms} for plan in (few, many)]
+    assert places[0].items() <= places[1].items()
+    assert all(set(place) <= set("abcdefghijklmnopqrstuvwxyz0123456789=.-") for place in places[1].values())
+
+
+def test_rates_are_arms_or_tuned(tmp_path):
+    rates = "optim.lr=1e-4,2e-4"
+    assert names(make(tmp_path, rates)) == [
+        "grpo, optim.lr=1e-4", "grpo, optim.lr=2e-4", "ar, optim.lr=1e-4", "ar, optim.lr=2e-4",
+    ]  # fmt: skip
+    plan = make(tmp_path, rates, "tune=2")
+    assert names(plan) == ["grpo", "ar"]
+    tuning = plan.tuning_runs()
+    assert [(run.variant.rate, run.seed) for run in tuning[:4]] == [(1e-4, TUNING), (2e-4, TUNING)] * 2
+    assert plan.size == len(tuning) + 6 == 14
+    compared = plan.seed_runs(0, lambda arm: arm.variants[1])
+    assert {run.config.evaluation.seed for run in tuning}.isdisjoint(run.config.evaluation.seed for run in compared)
+    assert not {run.seed for run in tuning} & set(plan.seeds)
+
+
+def test_a_file_has_axes_and_arms(tmp_path, write):
+    path = write(
+        """
+        base: demo
+        seeds: 4
+        tune: 1
+        baseline: two passes
+        steps: 3
+        evaluation: {problems: 7}
+        run: %s
+        arms:
+          - regulator: grpo
+          - {name: two passes, regulator: grpo(passes=2)}
+          - {regulator: ar, objective.clip_high: 0.28}
+        axes:
+          optim.lr: [1e-4, 2e-4]
+        """ % (tmp_path / "here")
+    )  # fmt: skip
+    plan = read_plan(str(path), ["seeds=5"])
+    assert names(plan) == ["grpo", "two passes", "ar, objective.clip_high=0.28"]
+    assert (plan.baseline.name, plan.seeds, len(plan.tuning_seeds)) == ("two passes", tuple(range(5)), 1)
+    config = plan.arms[2].variants[1].config
+    assert (config.steps, config.evaluation.problems, config.optim.lr) == (3, 7, 2e-4)
+    assert plan.folder == tmp_path / "here"
+
+
+def test_held_out_problems():
+    def problems(*overrides):
+        return read_plan("demo", ["regulator=grpo; ar", *overrides]).arms[0].variants[0].config.evaluation.problems
+
+    assert problems() == HELD_OUT == 1000  # the recipe has 300
+    assert problems("evaluation.problems=50") == 50
+
+
+def test_seeds_may_be_a_range(tmp_path):
+    assert make(tmp_path, "seeds=20-22").seeds == (20, 21, 22)
+
+
+def test_mistakes_are_answered():
+    assert problem("seeds=1") == "seeds = 1: one seed cannot tell a difference from chance; take at least 2, better 10"
+    assert "from 2 to 1000" in problem("seeds=0")
+    assert "such as 20-29" in problem("seeds=5-3")
+    assert problem(regulator="grpo; ; ar") == "regulator=grpo; ; ar: part 2 of 3 is empty"
+    assert problem(regulator="ar; ar(alpha=0.2)") == "arms 'ar' and 'ar(alpha=0.2)' are the same: leave one of them out"
+    assert "nothing to compare it with" in problem(regulator="grpo")
+    assert problem("baseline=lopti") == "baseline = 'lopti' is not among the arms; they are: grpo; ar"
+    assert problem("seed=3").startswith("seed: a comparison has several seeds; write seeds=10")
+    assert problem("sedes=3") == "unknown key 'sedes'; did you mean 'seeds'?"
+    assert problem("optim.lrr=3") == "arm grpo: unknown key 'optim.lrr'; did you mean 'optim.lr'?"
+    assert "did you mean 'lopti'" in problem(regulator="grpo; loptii")
+    assert "all arms of a comparison see the same problems" in problem("task.people=2,3")
+    assert "the same held-out problems" in problem("evaluation.problems=100,200")
+    assert "give several" in problem("tune=2")
+    assert problem("tune=2", "jobs=0", "optim.lr=1,2") == "jobs = 0: must be a whole number from 1 to 1024"
+    assert problem("hours=-1") == "hours = -1: must be a number above 0"
+    assert "must be a whole number" in problem("tune=x")
+    assert "there is no such file" in problem(recipe="nowhere.yaml")
+    assert "run = [1]" in problem("run=[1]")
+
+
+# A folder that was used before
+
+
+def refused(plan):
+    with pytest.raises(ConfigError) as caught:
+        record.check(plan)
+    return str(caught.value)
+
+
+def test_the_same_comparison_goes_on_and_may_grow(tmp_path):
+    plan = make(tmp_path)
+    record.check(plan)
+    record.write(plan)
+    record.check(plan)
+    grown = make(tmp_path, "seeds=4", "jobs=2", regulator="grpo; lopti; ar")
+    record.check(grown)
+    record.write(grown)
+    record.check(grown)
+    assert "also has the arm 'lopti', and a result is never dropped" in refused(make(tmp_path, "seeds=4"))
+
+
+def test_another_comparison_is_refused(tmp_path):
+    record.write(make(tmp_path))
+    assert "optim.weight_decay = 0.5, but the comparison in" in refused(make(tmp_path, "optim.weight_decay=0.5"))
+    assert "steps = 9" in refused(make(tmp_path, "steps=9"))
+    assert "also has the arm 'ar'" in refused(make(tmp_path, regulator="grpo; lopti"))
+    assert "also has seed 2" in refused(make(tmp_path, "seeds=2"))
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    assert "is the folder of a run" in refused(make(tmp_path, name="run"))
+    (tmp_path / "file").touch()
+    assert "is a file" in refused(make(tmp_path, name="file"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x").touch()
+    assert "holds no comparison" in refused(make(tmp_path, name="other"))
+    (tmp_path / "other" / "plan.json").write_text("[")
+    assert "does not hold a plan" in refused(make(tmp_path, name="other"))

@@ -1,0 +1,191 @@
+"""Which runs are started when, on processes that are not there."""
+
+import json
+import signal
+
+import pytest
+
+from poise.comparison.forecast import Forecast
+from poise.comparison.nursery import FAILED, STOPPED
+from poise.comparison.processes import Ended
+from poise.comparison.runner import Runner
+from support.comparisons import finish, make
+
+
+class Fake:
+    """Processes that end at once, one at each look: as ``behave(run)`` says, which writes what a run leaves."""
+
+    def __init__(self, behave=None):
+        self.behave = behave or (lambda run: finish(run) or 0)
+        self.started, self.running, self.signals, self.most, self.closed = [], {}, [], 0, False
+        self.runs = {}
+
+    def start(self, number, config, log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.started.append(config.run)
+        self.running[number] = config.run
+        self.most = max(self.most, len(self.running))
+
+    def wait(self, seconds):
+        del seconds
+        if self.signals:
+            ended, self.running = [Ended(number, STOPPED) for number in self.running], {}
+            return ended
+        number, run = next(iter(self.running.items()))
+        del self.running[number]
+        return [Ended(number, self.behave(self.runs[run]))]
+
+    def signal(self, number):
+        self.signals.append(number)
+
+    def close(self):
+        self.closed = True
+
+
+class Silent:
+    def __init__(self):
+        self.notes, self.ends = [], []
+
+    def ended(self, run, result, why):
+        self.ends.append((run.name, result.state if result else None, why))
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def update(self, status):
+        self.status = status
+
+
+def carry_out(plan, behave=None, *, jobs=2, interrupted=lambda: False, **more):
+    """The runner at its end, with its processes; folders are shown as arm/seed."""
+    processes = Fake(behave)
+    variants = [(arm, variant) for arm in plan.arms for variant in arm.variants]
+    for arm, variant in variants:
+        for seed in (*plan.seeds, *plan.tuning_seeds):
+            run = plan.run(arm, variant, seed)
+            processes.runs[str(run.folder)] = run
+    plan.folder.mkdir(exist_ok=True)
+    runner = Runner(plan, processes, Silent(), jobs, **more)
+    runner.run(interrupted)
+    short = [run.removeprefix(str(plan.folder / "arms") + "/") for run in processes.started]
+    assert processes.closed
+    return runner, short
+
+
+def test_seed_by_seed_over_all_arms_and_nothing_twice(tmp_path):
+    plan = make(tmp_path)
+    runner, started = carry_out(plan)
+    assert started == [f"{arm}/seed-{seed}" for seed in range(3) for arm in ("grpo", "ar")]
+    assert runner.processes.most == 2
+    assert (runner.view.status.done, runner.view.status.total) == (6, 6)
+    _, again = carry_out(plan)
+    assert again == []
+    _, more = carry_out(make(tmp_path, "seeds=4", regulator="grpo; ar; lopti"))
+    assert more == ["lopti/seed-0", "lopti/seed-1", "lopti/seed-2", "grpo/seed-3", "ar/seed-3", "lopti/seed-3"]
+
+
+def test_each_arm_gets_the_rate_that_its_tuning_seeds_choose(tmp_path):
+    plan = make(tmp_path, "optim.lr=1e-4,2e-4,4e-4", "tune=2", "seeds=2")
+    best = {"grpo": 2e-4, "ar": 1e-4}
+
+    def behave(run):
+        if run.variant.rate == 4e-4 and run.seed == 10_001:
+            finish(run, steps=1)  # diverges
+            return FAILED
+        finish(run, 0.9 if run.variant.rate in (best[run.arm.name], 4e-4) else 0.3)
+        return 0
+
+    runner, started = carry_out(plan, behave)
+    assert len(started) == plan.size == 16
+    compared = started[12:]
+    assert all("seed-0" in run or "seed-1" in run for run in compared)
+    assert [runner.chosen(arm).rate for arm in plan.arms] == [2e-4, 1e-4]
+    assert len({run.partition("/")[0] for run in compared}) == 2
+    from poise.comparison.tuning import report
+
+    told = report(plan, runner.result)
+    assert [each["chosen"] for each in told] == [2e-4, 1e-4]
+    assert told[0]["rates"][2] == {"rate": 4e-4, "scores": [0.9, 0.2], "mean": pytest.approx(0.55), "diverged": 1}
+
+
+def test_a_diverged_run_is_a_result(tmp_path):
+    def behave(run):
+        if run.name == "ar, seed 1":
+            finish(run, steps=1)
+            return FAILED
+        finish(run)
+        return 0
+
+    runner, started = carry_out(make(tmp_path), behave)
+    assert len(started) == 6
+    assert ("ar, seed 1", "diverged", "") in runner.view.ends
+    assert not runner.failures
+    assert carry_out(make(tmp_path))[1] == []
+
+
+def test_a_failure_is_recorded_and_retried_by_the_next_command(tmp_path):
+    plan, broken = make(tmp_path), True
+
+    def behave(run):
+        if run.name == "ar, seed 0" and broken:
+            from poise.comparison.record import log_of
+
+            log_of(plan, run.variant, run.seed).write_text("step 1\npoise: no space left\n")
+            return FAILED
+        finish(run)
+        return 0
+
+    runner, started = carry_out(plan, behave)
+    assert len(started) == 6
+    (failure,) = json.loads((plan.folder / "failures.json").read_text()).values()
+    assert (failure["arm"], failure["seed"], failure["last_lines"]) == ("ar", 0, ["step 1", "poise: no space left"])
+    assert ("ar, seed 0", None, "poise: no space left") in runner.view.ends
+    broken = False
+    assert carry_out(plan, behave)[1] == ["ar/seed-0"]
+
+
+def test_retries_on_request_and_a_kill_is_named(tmp_path):
+    runner, started = carry_out(
+        make(tmp_path, "retries=1"), lambda run: -signal.SIGKILL if run.name == "ar, seed 0" else finish(run) or 0
+    )
+    assert started.count("ar/seed-0") == 2
+    (failure,) = runner.failures.values()
+    assert failure["ended"] == "killed by SIGKILL (out of memory?)"
+
+
+def test_no_more_runs_after_the_first_ones_all_failed(tmp_path):
+    runner, started = carry_out(make(tmp_path, "seeds=10"), lambda run: FAILED)  # noqa: ARG005
+    assert len(started) <= 5
+    assert "the first 3 runs all failed" in runner.view.notes[0]
+
+
+def test_an_interruption_lets_runs_save_and_starts_no_more(tmp_path):
+    looks = iter([False, True, True, True, True])
+    runner, started = carry_out(make(tmp_path), interrupted=lambda: next(looks))
+    assert runner.processes.signals == [signal.SIGTERM]
+    assert len(started) == 2
+    assert runner.stopped
+    assert not runner.failures
+    assert len(carry_out(make(tmp_path))[1]) == 5
+
+
+def test_a_budget_of_tokens_ends_with_whole_seeds(tmp_path):
+    runner, started = carry_out(make(tmp_path, "seeds=5", "tokens=650"), jobs=1)  # a run takes 100, a seed 200
+    assert started == [f"{arm}/seed-{seed}" for seed in range(3) for arm in ("grpo", "ar")]
+    assert runner.spent
+    assert "tokens=650" in runner.view.notes[0]
+    assert len(carry_out(make(tmp_path, "seeds=5", "tokens=650"), jobs=1)[1]) == 0
+    assert len(carry_out(make(tmp_path, "seeds=5", "tokens=1000"), jobs=1)[1]) == 4
+
+
+def test_a_budget_of_time_is_kept_by_forecast(tmp_path):
+    now = [0.0]
+
+    def behave(run):
+        now[0] += 60.0
+        finish(run)
+        return 0
+
+    plan = make(tmp_path, "seeds=9", f"hours={7.5 / 60}")
+    _, started = carry_out(plan, behave, jobs=1, clock=lambda: now[0], forecast=Forecast((55.0, 10.0)))
+    assert len(started) == 6
