@@ -7,7 +7,7 @@ state and the algorithm's memory, and a resumed run continues bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from poise.config.schema import Config
 from poise.engines.limits import check_settings
 from poise.models.master_weights import MasterWeights
 from poise.models.memory import OutOfMemoryError
-from poise.models.policy import ModelError, Policy, load_policy
-from poise.models.scoring import score_all
+from poise.models.policy import ModelError, load_policy
 from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
@@ -32,6 +31,7 @@ from poise.tasks import available, training_problems
 from poise.training.batches import stack, token_batch, with_verdict
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
+from poise.training.frozen import FrozenModels
 from poise.training.interrupts import Stopper
 from poise.training.records import Clock, environment, response_records, step_metrics, token_arrays, turn_metrics
 from poise.training.reporter import Reporter
@@ -94,9 +94,14 @@ class Trainer:
         self.notes: list[str] = []  # shown as soon as there is a console
         self.clock = Clock()
         check_settings(self.policy, config.rollout.max_prompt, config.rollout.max_tokens)
+        self.frozen = FrozenModels(  # before the memory for sampling is measured
+            config, self.policy, self.algorithm, self.notes.append, folder,
+            reference=bool(config.objective.kl_coef),
+        )  # fmt: skip
         per_evaluation = at_once(config.evaluation.problems, config.evaluation.samples)
         responses = max(config.prompts * config.group, per_evaluation)
         self.sampler = build_sampler(config, self.policy, self.notes.append, responses=responses, clock=self.clock)
+        self.sampler = self.frozen.beside(self.sampler)
         check_same_data(self.sampler.task, folder)
         self.master_weights = self.policy.master_weights = MasterWeights(self.policy.model)
         optim = config.optim
@@ -105,7 +110,6 @@ class Trainer:
             fused=True,
         )  # fmt: skip
         self.master_weights.serve(self.optimizer)
-        self.reference = self._load_reference() if config.objective.kl_coef else None
         self.checkpoints = Checkpoints(
             folder, self.policy, self.master_weights, self.optimizer, config.checkpoint_every
         )
@@ -206,24 +210,9 @@ class Trainer:
             reference=self._reference_logp if config.objective.kl_coef else None, micro_tokens=micro_tokens,
         )  # fmt: skip
 
-    def _load_reference(self) -> Policy | None:
-        """The policy before training, for the KL term. None with LoRA: there it is the model without its adapter."""
-        config = self.config
-        if config.lora is not None:
-            return None
-        reference = load_policy(
-            config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code,
-            longest=config.rollout.longest,
-        )  # fmt: skip
-        reference.model.requires_grad_(False)
-        return reference
-
     def _reference_logp(self, rollouts: Rollouts) -> Tensor:
         config = self.config
-        without_adapter = self.policy.model.disable_adapter() if self.reference is None else nullcontext()
-        with without_adapter:
-            policy = self.reference or self.policy
-            return score_all(policy, rollouts, config.rollout.temperature, config.optim.micro_tokens)[0]
+        return self.frozen.reference.logp(rollouts, config.rollout.temperature, config.optim.micro_tokens)
 
     def _update(
         self, step: int, rollouts: Rollouts, batch: TokenBatch, phases: list[Phase], seed: int

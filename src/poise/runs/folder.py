@@ -58,7 +58,7 @@ T = TypeVar("T")
 _STEP = r"step-(\d{6,})"
 _OWN = (
     *("config.json", "data.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "problems.json"),
-    *("diverged.json", "curve.png", "rollouts", "tokens", "checkpoints"),
+    *("models.json", "diverged.json", "curve.png", "rollouts", "tokens", "checkpoints"),
 )
 _COPY = "put the file back from a copy"
 LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses: a hostile 10 MB file can unpack to 10 GB

@@ -97,7 +97,7 @@ class NativeEngine:
     def cache_sizes(self, requests: Sequence[Request]) -> tuple[int, int]:
         """Rows, and tokens per row, that these requests need."""
         slots = min(len(requests), self.batch or len(requests))
-        return slots, _rounded_prompt(requests) + max(request.max_tokens for request in requests)
+        return slots, max(_rounded(len(request.prompt)) + request.max_tokens for request in requests)
 
     def _decoder_for(self, requests: Sequence[Request], least: tuple[int, int] = (0, 0)) -> Decoder:
         """A decoder with room for these requests: that of the last call, if it needed the same.
@@ -107,8 +107,9 @@ class NativeEngine:
         """
         like = next(self.policy.trunk.parameters())
         slots, length = self.cache_sizes(requests)
-        prompts, longest = min(slots, len({tuple(request.prompt) for request in requests})), _rounded_prompt(requests)
-        sizes = (slots, prompts, longest, length - longest)
+        prompts = min(slots, len({tuple(request.prompt) for request in requests}))
+        longest = _rounded(max(len(request.prompt) for request in requests))
+        sizes = (slots, prompts, longest, max(request.max_tokens for request in requests))
         if self._graphs:
             sizes = (max(slots, least[0]), 0, 0, max(length, least[1]))
         key = (*sizes, like.dtype, like.device)
@@ -119,8 +120,8 @@ class NativeEngine:
         return self._decoder
 
 
-def _rounded_prompt(requests: Sequence[Request]) -> int:
-    return -(-max(len(request.prompt) for request in requests) // PROMPT_STEP) * PROMPT_STEP
+def _rounded(length: int) -> int:
+    return -(-length // PROMPT_STEP) * PROMPT_STEP
 
 
 def _new_decoder(

@@ -1,0 +1,186 @@
+"""Frozen models beside the policy: the reference of the KL term, and the models that an algorithm asks for.
+
+An algorithm names them in ``models``, name → source, and finds a sampler for each in ``sampler.others``. The source is
+``"start"``, the weights that the run starts with, or any model that ``model=`` takes. The starting weights are loaded
+once, for the KL term and the algorithm together. With LoRA they are not loaded at all: they are the policy's own model
+with its adapter disabled. No frozen model has gradients, or a place in the optimizer or in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from poise.algorithms import Algorithm
+from poise.algorithms.sampler import Sampler
+from poise.config.schema import Config
+from poise.engines.choose import choose
+from poise.engines.forecast import GIB, announce
+from poise.engines.limits import check_settings
+from poise.engines.native.engine import PROMPT_STEP, NativeEngine
+from poise.models.loading import locate
+from poise.models.policy import ModelError, Policy, load_policy
+from poise.models.scoring import score_all
+from poise.rollout.sampling import Sampling
+from poise.rollout.types import Done, Engine, Request, Rollouts
+from poise.runs.folder import RunFolder
+
+START = "start"
+PLACES = "models.json"  # the file of a run folder that keeps them: see _places
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """A model that is never trained. With ``adapter`` it is the policy in training, without its LoRA adapter."""
+
+    policy: Policy
+    adapter: bool = False
+
+    def active(self) -> AbstractContextManager[Any]:
+        """The context in which ``policy`` computes with the frozen weights."""
+        return self.policy.model.disable_adapter() if self.adapter else nullcontext()
+
+    def logp(self, rollouts: Rollouts, temperature: float, micro_tokens: int | None) -> Tensor:
+        """(B, T) log-probabilities of the responses' tokens."""
+        with self.active():
+            return score_all(self.policy, rollouts, temperature, micro_tokens)[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(parameter.nbytes for parameter in self.policy.model.parameters())
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenEngine:
+    """Samples from a frozen model with an engine, and so a KV cache and CUDA graphs, of its own.
+
+    On CUDA the cache has a fixed size, ``least`` (slots, tokens per slot): the number of requests and their lengths
+    differ from step to step, and every other size would mean that graphs are recorded again.
+    """
+
+    frozen: Frozen
+    engine: Engine
+    least: tuple[int, int]
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
+        """Sample a response to each request, in their order."""
+        with self.frozen.active():
+            if not isinstance(self.engine, NativeEngine):
+                return self.engine.sample(requests, sampling, seed, done)
+            rollouts = self.engine.run(requests, sampling, seed, done, least=self.least)
+            self.engine.release_if_large()
+            return rollouts
+
+
+class FrozenModels:
+    """The frozen models of a run: those of the algorithm and, with ``reference``, that of the KL term.
+
+    ``start`` is the model with which the run starts, if that is not the config's.
+    """
+
+    def __init__(
+        self, config: Config, policy: Policy, algorithm: Algorithm, note: Callable[[str], None],
+        folder: RunFolder | None = None, *, reference: bool = False, start: str | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.policy, self.algorithm, self.note = config, policy, algorithm, note
+        self.start = start or config.model
+        self.models: Mapping[str, str] = getattr(algorithm, "models", {})
+        users = {"the KL term": START, **self.models} if reference else dict(self.models)
+        places = _places(self.start, users.values(), folder)
+        self.by_source: dict[str, Frozen] = {}
+        first: dict[str, str] = {}  # who asked for a source first
+        for name, source in users.items():
+            if first.setdefault(source, name) == name:
+                self.by_source[source] = self._load(name, source, places.get(source))
+            if name in self.models:
+                note(f"{name}: {self._describe(source, None if first[source] == name else first[source])}")
+
+    @property
+    def reference(self) -> Frozen:
+        """The starting weights, for the KL term."""
+        return self.by_source[START]
+
+    def beside(self, sampler: Sampler) -> Sampler:
+        """The sampler with one for each of the algorithm's models in ``others``, for the same task and settings.
+
+        An algorithm that cannot work with these models or this task says so now (``check``), and not after an hour.
+        """
+        others = {name: self._sampler(name, self.by_source[source], sampler) for name, source in self.models.items()}
+        sampler = replace(sampler, others=others) if others else sampler
+        if check := getattr(self.algorithm, "check", None):
+            check(sampler, self.note)
+        return sampler
+
+    def _sampler(self, name: str, frozen: Frozen, like: Sampler) -> Sampler:
+        rollout = self.config.rollout
+        most = self.config.prompts * getattr(self.algorithm, "attempts", self.config.group)
+
+        def note(line: str) -> None:
+            self.note(f"{name}: {line}")
+
+        with frozen.active():
+            # vLLM copies weights with their adapter, and a second one would take its share of the memory again.
+            engine = choose(frozen.policy, "auto" if rollout.engine == "vllm" else rollout.engine, rollout.batch, note)
+        announce(engine, note, responses=most, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens)
+        length = -(-(rollout.max_prompt + rollout.max_tokens) // PROMPT_STEP) * PROMPT_STEP + PROMPT_STEP
+        least = min(most, rollout.batch or most), length
+        # No limit on prompts: another tokenizer may need more tokens for them. The clock is the algorithm's.
+        return replace(
+            like, policy=frozen.policy, engine=FrozenEngine(frozen, engine, least), max_prompt=None,
+            clock=lambda _: nullcontext(),
+        )  # fmt: skip
+
+    def _load(self, name: str, source: str, place: str | None) -> Frozen:
+        config = self.config
+        if source == START and hasattr(self.policy.model, "peft_config"):
+            return Frozen(self.policy, adapter=True)
+        try:
+            policy = load_policy(
+                place or (self.start if source == START else source), device=config.device, dtype=config.dtype,
+                remote_code=config.remote_code, longest=config.rollout.longest,
+                compiled=config.compile if source in self.models.values() else False,
+            )  # fmt: skip
+            check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
+        except ModelError as error:
+            if source == START:
+                raise
+            raise ModelError(f"{name} = {source!r}: {error}") from error
+        policy.model.requires_grad_(False)
+        return Frozen(policy)
+
+    def _describe(self, source: str, shared: str | None) -> str:
+        """What a model is, and what it costs in memory; ``shared``: who has loaded it already."""
+        frozen = self.by_source[source]
+        what = f"the run's starting weights ({self.start})" if source == START else source
+        if frozen.adapter:
+            return f"{what}: the policy without its LoRA adapter, no second copy of the weights"
+        if shared:
+            return f"{what}, in the copy that {shared} uses"
+        return f"{what}, frozen: the weights take {frozen.nbytes / GIB:.2f} GiB more on {frozen.policy.device}"
+
+
+def _places(start: str, sources: Iterable[str], folder: RunFolder | None) -> dict[str, str]:
+    """The checkpoints that run folders among the sources stand for: the newest ones when this run began.
+
+    They are written down, because another run may go on meanwhile, and a resumed run must find the same weights.
+    """
+    saved = folder.read_json(PLACES) if folder is not None else None
+    places: dict[str, str] = {source: str(place) for source, place in saved.items()} if isinstance(saved, dict) else {}
+    for source in sources:
+        name = start if source == START else source
+        if source in places and not Path(places[source]).is_dir():
+            raise ModelError(
+                f"{name}: this run began with the weights in {places[source]}, which are gone: put them back, or begin "
+                "another run=DIR"
+            )
+        if source not in places and (Path(name) / "checkpoints").is_dir():
+            places[source] = locate(name)
+    if folder is not None and places != (saved or {}):
+        folder.write_json(PLACES, places)
+    return places
