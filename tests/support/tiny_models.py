@@ -45,6 +45,29 @@ def tiny(name, device="cpu", dtype=torch.float32, *, compiled=False):
     return Policy(model.to(device, dtype), Words(), compiled=compiled)
 
 
+def bytes_policy(positions=512):
+    """A tiny random model with a token for each byte, and a chat template whose turns end with ``<|im_end|>``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=0,
+        max_position_embeddings=positions,
+    )  # fmt: skip
+    return Policy(transformers.LlamaForCausalLM(config).eval(), tokenizer)
+
+
 LEARNED = {  # a table of positions, of which there are no more than in the config
     "gpt2": lambda positions: transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=positions, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=5

@@ -3,5 +3,6 @@
 from poise.algorithms.base import Algorithm, Memory, Sample, algorithm
 from poise.algorithms.grpo import Grpo
 from poise.algorithms.names import TABLE, get
+from poise.algorithms.rltr import Rltr
 
-__all__ = ["TABLE", "Algorithm", "Grpo", "Memory", "Sample", "algorithm", "get"]
+__all__ = ["TABLE", "Algorithm", "Grpo", "Memory", "Rltr", "Sample", "algorithm", "get"]

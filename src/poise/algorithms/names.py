@@ -11,10 +11,12 @@ from poise._lib.errors import unknown
 from poise.algorithms.base import Algorithm
 from poise.algorithms.erl import Erl
 from poise.algorithms.grpo import Grpo
+from poise.algorithms.rltr import Rltr
 
 TABLE: dict[str, Callable[..., Algorithm]] = {
     "grpo": Grpo,
     "erl": Erl,
+    "rltr": Rltr,
 }
 
 

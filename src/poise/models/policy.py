@@ -5,7 +5,9 @@ Shapes: B responses, T response tokens (padded), N selected response tokens, L p
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,12 @@ class Policy:
         ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         configured = ends if isinstance(ends, list) else [ends]
         return sorted({int(e) for e in [*configured, self.tokenizer.eos_token_id] if e is not None})
+
+    @cached_property
+    def vocabulary_hash(self) -> str:
+        """Equal for tokenizers in which the same numbers stand for the same tokens."""
+        tokens = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(repr(tokens).encode("utf-8", "surrogatepass")).hexdigest()
 
     def head(self, temperature: float = 1.0) -> Head:
         """The model's head with the temperature that sampling uses. Gradients reach its weight."""

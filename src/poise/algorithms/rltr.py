@@ -1,0 +1,181 @@
+"""RLTR (arXiv 2602.08489): reasoning is rewarded if another model, going on from a part of it, gets the answer right.
+
+``R = the task's reward + transfer · [the receiver is right]``, normalised in its group as in GRPO. A response with n
+tokens of reasoning is cut after ``⌊τ·n⌋`` of them, τ uniform in (low, high]. A frozen receiver continues it, and the
+task scores prefix and continuation together. docs/rltr.md has the whole picture, and what nobody has published.
+
+**Ours:** the values of all settings; ``n`` counts the tokens before the answer, where the paper counts all: near the
+end of a response its prefix holds the answer already, and transfer would only repeat the task's reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from poise._lib.errors import check_range, short
+from poise.algorithms.base import Memory, Sample
+from poise.algorithms.grpo import Grpo
+from poise.algorithms.prefixes import MARKS, prefix, same_tokens
+from poise.rollout.sampling import streams, uniform
+from poise.tasks import Problem, Score, TaskError, several_turns
+
+if TYPE_CHECKING:
+    from poise.algorithms.sampler import Sampler
+
+MOST = 1000.0  # a larger weight is a slip of the pen
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Rltr:
+    """GRPO's ``group`` attempts, each rewarded for what the ``receiver`` makes of its reasoning too.
+
+    ``transfer`` is the weight of that part, ``answer`` that of the task's part of this name. ``receiver`` is "start",
+    the weights that the run starts with, or a model as ``model=`` takes it. It continues each prefix ``continuations``
+    times. ``marks`` begin an answer.
+    """
+
+    group: int = 8
+    transfer: float = 0.5
+    answer: float = 1.0
+    receiver: str = "start"
+    continuations: int = 1
+    low: float = 0.0
+    high: float = 1.0
+    marks: tuple[str, ...] = MARKS
+
+    def __post_init__(self) -> None:
+        check_range("rltr", "transfer", self.transfer, 0.0, MOST)
+        check_range("rltr", "answer", self.answer, 0.0, MOST)
+        check_range("rltr", "low", self.low, 0.0, 1.0)
+        check_range("rltr", "high", self.high, 0.0, 1.0)
+        check_range("rltr", "continuations", self.continuations, 1)
+        if self.low > self.high or not self.high:
+            raise ValueError(
+                f"rltr: low = {self.low}, high = {self.high}: these are the smallest and the largest share of the "
+                "reasoning that the receiver is shown, so low must not be above high, nor high 0"
+            )
+        if not isinstance(self.continuations, int):
+            raise TypeError(f"rltr: continuations must be a whole number, got {short(self.continuations)}")
+        if not isinstance(self.receiver, str) or not self.receiver:
+            raise TypeError(f"rltr: receiver must be 'start' or a model's name in quotes, got {short(self.receiver)}")
+        marks = [self.marks] if isinstance(self.marks, str) else self.marks
+        if not isinstance(marks, list | tuple) or not all(isinstance(mark, str) and mark for mark in marks):
+            raise TypeError(f"rltr: marks must be a list of texts, such as ['<answer>'], got {short(self.marks)}")
+        object.__setattr__(self, "marks", tuple(marks))
+
+    @property
+    def models(self) -> Mapping[str, str]:
+        """The frozen models that it needs."""
+        return {"receiver": self.receiver}
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts at a problem the receiver makes at most."""
+        return self.group * self.continuations
+
+    def check(self, sampler: Sampler, note: Callable[[str], None]) -> None:
+        """Before a run: refuse tasks of several turns; say how prefixes reach a receiver with another vocabulary."""
+        if several_turns(sampler.task):
+            raise TaskError(
+                f"algorithm rltr cuts the reasoning of one reply, and task {sampler.task.name!r} plays episodes of "
+                "several turns: a reply there is a move, not an answer; use algorithm=grpo, or a task of one turn"
+            )
+        if not same_tokens(sampler.policy, sampler.others["receiver"].policy):
+            note("receiver: its vocabulary differs from the policy's, so prefixes are passed on as text")
+
+    def collect(
+        self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
+    ) -> tuple[list[Sample], Memory | None]:
+        """GRPO's attempts, with the transfer of each in its reward and in its notes."""
+        samples, memory = Grpo(self.group).collect(problems, sampler, seed, memory)
+        with sampler.clock("transfer"):
+            receiver, own_seed = sampler.others["receiver"], _receivers_seed(seed)
+            cuts = self._cuts(own_seed, len(samples))
+            prefixes = [
+                prefix(sample.tokens.tolist(), cut, self.marks, sampler.policy, receiver)
+                for sample, cut in zip(samples, cuts, strict=True)
+            ]
+            shares = self._continue(samples, prefixes, receiver, own_seed)
+        return [
+            self._rewarded(sample, share, cut, len(begun))
+            for sample, share, cut, begun in zip(samples, shares, cuts, prefixes, strict=True)
+        ], memory
+
+    def _cuts(self, seed: int, count: int) -> list[float]:
+        """τ of each response, in (low, high]."""
+        rows = torch.arange(count)
+        points = uniform(seed, rows, torch.full_like(rows, -1))  # the receiver's tokens have positions from 0 on
+        return [self.high - (self.high - self.low) * point for point in points.tolist()]
+
+    def _continue(
+        self, samples: Sequence[Sample], prefixes: Sequence[list[int]], receiver: Sampler, seed: int
+    ) -> list[float]:
+        """The share of right continuations of each prefix. Equal prefixes of a problem are continued once."""
+        keys = [(s.problem.id, tuple(s.prompt), tuple(begun)) for s, begun in zip(samples, prefixes, strict=True)]
+        asked = {
+            key: sample.problem
+            for key, sample in zip(keys, samples, strict=True)
+            if key[-1] and sample.score.failed is None
+        }
+        if not asked:
+            return [0.0] * len(samples)
+        times = range(self.continuations)
+        played = receiver.play(
+            [problem for problem in asked.values() for _ in times],
+            seed,
+            begun=[key[-1] for key in asked for _ in times],
+        )
+        shares: dict[tuple[object, ...], float] = {}
+        for number, key in enumerate(asked):
+            scores = [sample.score for sample in played[number * len(times) : (number + 1) * len(times)]]
+            judged = [score.correct for score in scores if score.failed is None]
+            shares[key] = sum(judged) / len(judged) if judged else 0.0
+        return [shares.get(key, 0.0) for key in keys]
+
+    def _rewarded(self, sample: Sample, share: float, cut: float, length: int) -> Sample:
+        """The sample with its new reward."""
+        if sample.score.failed is not None:
+            return sample
+        notes = {**sample.notes, "transfer": share, "cut": cut, "prefix": length}
+        return replace(sample, score=self._score(sample.score, share), notes=notes)
+
+    def _score(self, score: Score, share: float) -> Score:
+        parts, reward = dict(score.parts), score.reward
+        if self.answer != 1:
+            if "answer" not in parts:
+                named = ", ".join(parts) or "none"
+                raise TaskError(
+                    f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', and this task's "
+                    f"reward has no such part (its parts: {named}); leave answer out, and change transfer instead"
+                )
+            reward += (self.answer - 1) * parts["answer"]
+            parts["answer"] *= self.answer
+        parts["transfer"] = self.transfer * share
+        return replace(score, reward=reward + parts["transfer"], parts=parts)
+
+    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """``transfer/…``: the mean over all responses, 0 for those without a prefix; the others are over prefixes."""
+        noted = [sample for sample in samples if "transfer" in sample.notes]
+        cut = [sample for sample in noted if sample.notes["prefix"]]
+        groups = {
+            "mean": noted,
+            "after_right": [sample for sample in cut if sample.score.correct],
+            "after_wrong": [sample for sample in cut if not sample.score.correct],
+            **{f"cut/{q:g}": [s for s in cut if q - 0.25 < s.notes["cut"] <= q] for q in QUARTERS},
+        }
+        means = {
+            f"transfer/{name}": sum(sample.notes["transfer"] for sample in rows) / len(rows)
+            for name, rows in groups.items()
+            if rows
+        }
+        return {**means, "transfer/uncut": 1 - len(cut) / len(noted)} if noted else {}
+
+
+def _receivers_seed(seed: int) -> int:
+    """A seed apart from those of the policy: that of a stream whose number no sequence has."""
+    return int(streams(seed, torch.tensor(-1)))
