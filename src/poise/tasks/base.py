@@ -80,8 +80,8 @@ class Task(Protocol):
     """The least a task must offer. One with ``concurrent = True`` is asked for scores while sampling goes on.
 
     A task of several turns has ``episode(problem) -> Episode`` in place of ``score`` (with ``one_turn = True`` if the
-    first reply always ends it). A task that scores many attempts
-    in one call has ``score_all`` (see ``ScoresTogether``), and a task with an end has ``epoch`` (see ``Finite``).
+    first reply always ends it). A task that scores many attempts in one call has ``score_all`` (see
+    ``ScoresTogether``), and a task with an end has ``epoch`` (see ``Finite``).
     """
 
     @property
