@@ -280,6 +280,8 @@ def test_without_answers_there_is_no_majority():
     made = summarise([ProblemResult("easy", (True, False)), ProblemResult("hard", (False, False))], 2)
     assert set(made["overall"]) == {"problems", "avg@2", "pass@2"}
     assert list(made["difficulty"]) == ["easy", "hard"]
+    unsaid = ProblemResult("easy", (True, False), (None, "x"))  # a task that names no answer for what is right
+    assert set(summarise([unsaid, result("easy", "r", "x")], 2)["overall"]) == {"problems", "avg@2", "pass@2"}
 
 
 @given(st.lists(st.lists(st.sampled_from(["r", "x", None]), min_size=3, max_size=3), min_size=1, max_size=20))

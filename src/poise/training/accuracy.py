@@ -104,7 +104,7 @@ def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> 
 
     Every problem needs at least k samples. avg@k and pass@k use all of them, maj@k the first k. A problem counts for
     maj@k if its most frequent answer is correct, that is, if a sample with that answer was judged correct. Without
-    answers there is no maj@k.
+    answers there is no maj@k, nor where a correct sample has none: what it says cannot be counted.
     """
     if not results:
         raise ValueError("summarise: there is no result")
@@ -131,7 +131,8 @@ def _summary(results: Sequence[ProblemResult], k: int, level: float) -> dict[str
         f"avg@{k}": [sum(r.correct) / len(r.correct) for r in results],
         f"pass@{k}": [pass_at_k(len(r.correct), sum(r.correct), k) for r in results],
     }
-    if all(r.answers for r in results):
+    verdicts = [pair for r in results for pair in zip(r.answers, r.correct, strict=False)]
+    if all(r.answers for r in results) and not any(correct and answer is None for answer, correct in verdicts):
         values[f"maj@{k}"] = [float(_majority_is_right(r, k)) for r in results]
     summary: dict[str, Any] = {"problems": len(results)}
     for name, per_problem in values.items():
