@@ -25,7 +25,7 @@ from poise.models.master_weights import MasterWeights
 from poise.models.memory import OutOfMemoryError
 from poise.models.policy import ModelError, load_policy
 from poise.rollout.types import Rollouts
-from poise.runs.folder import RunFolder
+from poise.runs.folder import CHANGEABLE, RunFolder
 from poise.runs.lock import owned
 from poise.tasks import available, training_problems
 from poise.training.batches import stack, token_batch, with_verdict
@@ -33,7 +33,15 @@ from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.training.frozen import FrozenModels
 from poise.training.interrupts import Stopper
-from poise.training.records import Clock, environment, response_records, step_metrics, token_arrays, turn_metrics
+from poise.training.records import (
+    Clock,
+    environment,
+    response_records,
+    step_metrics,
+    token_arrays,
+    token_metrics,
+    turn_metrics,
+)
 from poise.training.reporter import Reporter
 from poise.training.setup import arrive, build_sampler, check_same_data, step_seed
 from poise.training.update import NotFiniteError, update
@@ -58,11 +66,11 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
 
 
 def _open_to_resume(config: Config) -> RunFolder:
-    """Open the run's folder, and refuse a config that changes more than ``run`` and ``steps``."""
+    """Open the run's folder, and refuse a config that changes more than it may (``CHANGEABLE``)."""
     folder = RunFolder.open(config.run, keep=config.keep_checkpoints)
     saved, done = folder.config, max(folder.checkpoints(), default=0)
-    updated = {**saved, "run": config.run, "steps": config.steps}
     requested = config.model_dump(mode="json")
+    updated = {**saved, **{key: requested[key] for key in CHANGEABLE}}
     complete = merge(requested, updated)  # config.json may come from a version with fewer settings
     if others := [key for key in complete if complete[key] != requested.get(key)]:
         raise TrainError(
@@ -73,6 +81,12 @@ def _open_to_resume(config: Config) -> RunFolder:
         raise TrainError(
             f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
             "raise steps to go on, or begin a shorter run in another run=DIR"
+        )
+    tokens = max((line.get("tokens/total") or 0 for line in folder.metrics() if line["step"] <= done), default=0)
+    if config.budget is not None and config.budget != saved.get("budget") and config.budget < tokens:
+        raise TrainError(
+            f"budget={config.budget}: the run in {folder.path} has sampled {tokens} tokens already, and nothing was "
+            "changed; raise budget to go on, or begin a shorter run in another run=DIR"
         )
     if updated != saved:
         folder.write_config(updated)
@@ -114,12 +128,13 @@ class Trainer:
             folder, self.policy, self.master_weights, self.optimizer, config.checkpoint_every
         )
         self.memory: Memory | None = None
+        self.tokens = 0  # sampled since the run began, by all models, evaluations apart
 
     # The loop
 
     def run(self) -> dict[str, Any]:
         """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after."""
-        done, self.memory = self.checkpoints.restore()
+        done, self.memory, self.tokens = self.checkpoints.restore()
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
         self.folder.write_json("environment.json", {**environment(self.policy.device), "parameters": parameters})
         arrive(self.sampler, self.config, done)
@@ -127,54 +142,77 @@ class Trainer:
             for note in self.notes:
                 report.note(note)
             before = self._accuracy_before(report, done)
-            if done >= self.config.steps:
-                report.note(f"already at step {done}: nothing to train; to go on, raise steps=")
-            report.begin(done)
+            if ending := self._ending(done, self.tokens):
+                report.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
+            report.begin(done, self.tokens)
             try:
                 done = self._take_steps(done, report, stopper)
                 after = self._evaluate(report)
             except (Exception, KeyboardInterrupt):
-                self.checkpoints.save_finished_step(self.memory)
+                self.checkpoints.save_finished_step(self.memory, self.tokens)
                 report.stopped(self.folder.resume_command)
                 raise
         self.folder.write_json("problems.json", after.by_problem())
-        summary = {"steps": done, "before": before, "after": after.summary(), "run": str(self.folder.path)}
+        summary = {
+            "steps": done, "tokens": self.tokens, "before": before, "after": after.summary(),
+            "run": str(self.folder.path),
+        }  # fmt: skip
         self.folder.write_json("summary.json", summary)
         return summary
 
     def _take_steps(self, done: int, report: Reporter, stopper: Stopper) -> int:
         """Take the remaining steps, and return the number of the last one. A stop request raises KeyboardInterrupt."""
         config, checkpoints = self.config, self.checkpoints
+        if self._ending(done, self.tokens):
+            return done
         for step in range(done + 1, config.steps + 1):
             if stopper.requested:  # during the evaluation before the first step
                 raise KeyboardInterrupt
             metrics = self.step(step, report)
             arrive(self.sampler, config, step)
+            ending = self._ending(step, self.tokens)
             try:
-                if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
+                if config.evaluation.every and step % config.evaluation.every == 0 and not ending:
                     metrics |= self._evaluate(report).metrics()
             finally:
                 self.folder.log(step, metrics)
                 checkpoints.logged = step
             report.step(step, metrics)
-            last = step == config.steps or stopper.requested or self._goal_reached(metrics, report)
+            last = ending is not None or stopper.requested or self._goal_reached(metrics, report)
             if last or checkpoints.due(step):
-                checkpoints.save(step, self.memory)
+                checkpoints.save(step, self.memory, self.tokens)
             if stopper.requested:
                 raise KeyboardInterrupt
             if last:
+                self._explain(ending, step, report)
                 return step
         return done
+
+    def _ending(self, step: int, tokens: int) -> str | None:
+        """The setting that ends a run after this step and so many tokens, ``budget`` or ``steps``; None: it goes on."""
+        if self.config.budget is not None and tokens >= self.config.budget:
+            return "budget"
+        return "steps" if step >= self.config.steps else None
+
+    def _explain(self, ending: str | None, step: int, report: Reporter) -> None:
+        """Say which of ``budget`` and ``steps`` came first."""
+        budget = self.config.budget
+        if budget is not None and ending is not None:
+            first = f"budget={budget} is spent" if ending == "budget" else f"steps={step} came before budget={budget}"
+            report.note(f"{first}: {self.tokens} tokens were sampled in {step} steps")
 
     def step(self, step: int, report: Reporter) -> dict[str, float]:
         """One step: problems, samples, a batch, phases, an update, and the metrics of all of them."""
         config, clock, task, seed = self.config, self.clock, self.sampler.task, step_seed(self.config.seed, step)
         clock.restart()
+        self.sampler.tokens.clear()  # those of an evaluation
+        self.sampler.turns.clear()
         with clock("problems"):
             problems = training_problems(task, seed=config.seed, step=step, step_seed=seed, count=config.prompts)
         with _model_errors():
             samples, memory = self.algorithm.collect(problems, self.sampler, seed, self.memory)
             samples, failed = with_verdict(samples)
+        tokens = token_metrics(self.sampler.tokens, self.tokens)
         with clock("regulate"):
             rollouts, batch = self._batch(samples)
             with blamed(config.regulator):
@@ -184,18 +222,19 @@ class Trainer:
                 self.folder.save_rollouts(step, response_records(step, samples))
                 arrays = token_arrays(rollouts, batch, phases)
                 self.folder.save_tokens(step, arrays, self.policy.texts(arrays["id"]))
-            if step in (1, config.steps):
+            if step == 1 or self._ending(step, tokens["tokens/total"]):
                 report.samples(samples)
         with clock("update"):
             update_metrics = self._update(step, rollouts, batch, phases, seed)
-        self.memory = memory
+        self.memory, self.tokens = memory, tokens["tokens/total"]
         return {
             **step_metrics(self.algorithm, task, samples, rollouts, batch, self.settings.importance_cap),
             **failed,
             **turn_metrics(self.sampler),
             **update_metrics,
             **regulators.summary(phases, batch),
-            **clock.metrics(int(rollouts.mask.sum())),
+            **tokens,
+            **clock.metrics(tokens["tokens/sampled"]),
         }
 
     # The parts of a step

@@ -208,6 +208,19 @@ def test_more_steps_are_kept_for_the_next_resume(tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
 
 
+def test_the_curves_of_a_run_over_any_axis(trained, tmp_path):
+    for x in ("step", "tokens", "seconds"):
+        assert poise("report", trained, "--out", tmp_path / f"{x}.png", "--x", x).exit_code == 0
+        assert (tmp_path / f"{x}.png").read_bytes().startswith(b"\x89PNG")
+    assert poise("report", trained, trained, "--out", tmp_path / "two.html", "--x", "tokens").exit_code == 0
+    shown = fails("report", trained, "--x", "token")
+    assert "unknown --x 'token'; did you mean 'tokens'? (allowed: step, tokens, seconds)" in " ".join(shown.split())
+    old = shutil.copytree(trained, tmp_path / "old")
+    (old / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    shown = " ".join(fails("report", old, "--out", tmp_path / "old.png", "--x", "tokens").split())
+    assert "has no sampled tokens: choose another --x" in shown
+
+
 def test_the_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

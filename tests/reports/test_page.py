@@ -201,6 +201,52 @@ def test_curves_show_values_and_zoom_together(page, tmp_path):
     assert page.query_selector("svg text[y='160']:last-of-type").text_content() == "20"
 
 
+def test_curves_over_tokens_and_seconds(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=())
+    for step, tokens in ((1, 1000), (2, 3000), (3, 40_000)):
+        folder.log(step, {"reward/mean": step / 10, "tokens/total": tokens, "time/step": 2.5})
+    write_report([folder.path], tmp_path / "report.html", x="tokens")
+    page.goto((tmp_path / "report.html").as_uri() + "#curves")
+    reward = page.locator("svg[aria-label='mean']")
+
+    def at(share):
+        box = reward.bounding_box()
+        page.mouse.move(box["x"] + box["width"] * (40 + 282 * share) / 330, box["y"] + 60)
+        return page.locator(".legend").first.inner_text()
+
+    assert page.eval_on_selector("#axis", "s => s.value") == "tokens"
+    assert reward.locator("text[y='160']").all_text_contents() == ["10k", "20k", "30k", "40k"]
+    assert at(0.06) == "mean 0.2 at 3000"
+    page.select_option("#axis", "seconds")
+    assert at(0.5) == "mean 0.2 at 5"
+    page.select_option("#axis", "step")
+    assert at(1.0) == "mean 0.3 at 3"
+
+
+def test_an_axis_that_no_run_has_recorded(page, tmp_path):
+    folder = make_run(tmp_path / "run")
+    write_report([folder.path], tmp_path / "report.html", x="tokens")
+    page.goto((tmp_path / "report.html").as_uri() + "#curves")
+    see(page, "#main", "Choose another axis")
+    assert page.locator("#axis option[disabled]").all_text_contents() == ["sampled tokens"]
+    page.select_option("#axis", "step")
+    assert page.locator("svg").count() == 4
+
+
+def test_zooming_between_two_points_draws_the_line_between_them(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=())
+    for step, value in ((1, 0.0), (101, 1.0)):
+        folder.log(step, {"reward/mean": value})
+    look(page, tmp_path, folder, tab="curves")
+    box = page.query_selector("svg").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60)
+    page.mouse.up()
+    drawn = [float(n) for n in re.findall(r"[\d.]+", page.get_attribute("svg path", "d"))]
+    assert drawn == pytest.approx([40, 142, 322, 12], abs=0.1)  # from corner to corner
+
+
 def test_the_figures_of_diagnose(page, tmp_path):
     table = Table(rows=20)
     methods = {name: regulators.parse(name) for name in ("grpo", "ar(alpha=0.5)")}

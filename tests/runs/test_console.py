@@ -8,6 +8,7 @@ import re
 import pytest
 
 from poise.runs import console
+from poise.runs.axes import x_values
 from poise.runs.console import Console, across_rewards, duration, shorten, visible
 from poise.runs.plots import curve, smooth
 
@@ -81,6 +82,26 @@ def test_the_time_left_goes_by_the_last_steps(capsys, clock):
         "1:00:00",
         "25:01:01",
     ]
+
+
+def test_a_budget_may_end_the_run_first(capsys, terminal, clock):
+    for file in (None, terminal):
+        clock[0] = 0.0
+        with Console(60, 10, budget=2000, file=file) as out:
+            out.begin(10, 500)
+            for step, tokens in ((11, 600), (12, 800)):
+                clock[0] += 10
+                out.step(step, {"tokens/total": tokens})
+            out.step(13, {"tokens/total": 2100})
+    lines = [
+        "step  11/60  600/2,000 tokens  2:20 left",  # 10 s for 100 tokens
+        "step  12/60  800/2,000 tokens  1:20 left",  # 20 s for 300 tokens
+        "step  13/60  2,100/2,000 tokens",
+    ]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert "━ 13/60  2,100/2,000 tokens" in shown_on(terminal)
+    Console(13, 10, budget=10**9).step(12, {"tokens/total": 5})
+    assert "0:00 left" in capsys.readouterr().out  # the last step comes first
 
 
 def test_quiet_says_nothing(capsys, terminal):
@@ -222,9 +243,29 @@ def test_curve(tmp_path):
     path = tmp_path / "plots" / "curve.png"
     odd = [{"step": i, "reward/mean": value} for i, value in enumerate(["x", [1], 10**400, True, math.nan, 1.0])]
     for case in (metrics, metrics[:1], [], [{"step": 1, "eval/$a_/avg@1": 0.5}], odd):
-        curve(path, case, "AR $ with_ a stray \\dollar $")
+        curve(path, {"run": case}, "AR $ with_ a stray \\dollar $")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in path.parent.iterdir()] == ["curve.png"]
+
+
+def test_curves_of_several_runs_over_every_axis(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda _, x, y, **style: drawn.append((x, y, style.get("label"))))
+    lines = [
+        {"step": 0, "eval/kk/avg@2": 0.1},
+        {"step": 1, "reward/mean": 0.5, "tokens/total": 100, "time/step": 2.0},
+        {"step": 2, "reward/mean": None, "tokens/total": 250, "time/step": 1.0},
+        {"step": 3, "reward/mean": 0.7, "tokens/total": 300, "time/step": 1.5},
+        {"step": 3, "eval/kk/avg@2": 0.4},
+    ]
+    expected = {"step": ([1, 3], [0, 3]), "tokens": ([100, 300], [0, 300]), "seconds": ([2.0, 4.5], [0, 4.5])}
+    for axis, (training, held_out) in expected.items():
+        drawn.clear()
+        curve(tmp_path / "curve.png", {"a": lines, "b": [{"step": 1, "reward/mean": 1.0}]}, "two", axis)
+        assert (training, [0.5, 0.7], "a: training reward") in drawn
+        assert (held_out, [0.1, 0.4], "a: held-out kk/avg@2") in drawn
+        assert (([1], [1.0], "b: training reward") in drawn) == (axis == "step")  # b has no other axis
+    assert x_values([{"step": 1, "tokens/total": "x", "time/step": None}], "tokens") is None
 
 
 def test_smoothing_is_light():

@@ -39,6 +39,7 @@ from poise.tasks import (
 Opening = Callable[[int, list[Message]], list[Message]]
 MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
 NO_LIMIT = 1 << 62
+POLICY = "policy"  # the name under which the policy's tokens are counted
 
 
 class Timer(Protocol):
@@ -54,7 +55,7 @@ class Sampler:
     """A policy, the engine that samples from it, the task it plays, and how.
 
     ``others`` are further models by name, such as a frozen one that continues what the policy began. A model is frozen
-    if nobody gives its parameters to an optimizer.
+    if nobody gives its parameters to an optimizer. ``tokens`` counts the sampled tokens of all of them, by name.
     """
 
     policy: Policy
@@ -69,6 +70,12 @@ class Sampler:
     progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: the trainer keeps it up to date
     # Of episodes with several turns: how many later turns "continued" from kept keys, and "reread" their dialogue.
     turns: Counter[str] = field(default_factory=Counter)
+    name: str = POLICY
+    tokens: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        others = {name: replace(other, name=name, tokens=self.tokens) for name, other in self.others.items()}
+        object.__setattr__(self, "others", others)
 
     def play(
         self,
@@ -91,6 +98,7 @@ class Sampler:
         with session(self.engine, longest) as engine:
             self._play(games, engine, seed)
             self.turns.update(continued=engine.continued, reread=engine.reread)
+        self.tokens[self.name] += sum(len(turn.tokens) for game in games for turn in game.turns if turn.own)
         return [game.sample() for game in games]
 
     def _play(self, games: Sequence[_Game], engine: Session, seed: int) -> None:

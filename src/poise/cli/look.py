@@ -25,8 +25,10 @@ def _reading() -> Iterator[None]:
 def report(
     runs: Annotated[list[str], typer.Argument(callback=home, help="Run folders; several are compared.")],
     out: Annotated[
-        Path | None, typer.Option(callback=home, help="The file to write; default: report.html in the run.")
+        Path | None,
+        typer.Option(callback=home, help="The file to write, .html or .png (curves only); default: report.html."),
     ] = None,
+    x: Annotated[str, typer.Option("--x", help="What curves are drawn over: step, tokens or seconds.")] = "step",
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the report on this machine and keep it up to date.")
     ] = False,
@@ -34,18 +36,26 @@ def report(
 ) -> None:
     """Write a run, or several side by side, as one HTML file that opens from disk and needs no network.
 
+    With `--out FILE.png` only the curves are drawn. In the HTML file the reader can change what `--x` chose.
+
     Examples:
 
     - `poise report runs/demo`
     - `poise report runs/grpo runs/ar --out comparison.html`
+    - `poise report runs/grpo runs/ar --out curves.png --x tokens`
     - `poise report --watch runs/demo`
     """
+    from poise._lib.errors import unknown
     from poise.reports.html import serve, write_report
+    from poise.reports.picture import write_picture
+    from poise.runs.axes import AXES
     from poise.runs.console import visible
 
     with _reading():
+        if x not in AXES:
+            fail(unknown("--x", x, AXES))
         if watch:
-            server = serve(runs, port)
+            server = serve(runs, port, x=x)
             print(f"http://127.0.0.1:{server.server_port}  (stop with Ctrl-C)", flush=True)
             try:
                 server.serve_forever()
@@ -57,8 +67,12 @@ def report(
             fail(f"{place} is a link to another file: name the file to write with --out")
         if place.is_dir():
             fail(f"--out {place} is a folder: name a file, such as {place / 'report.html'}")
-        with progress() as say:
-            write_report(runs, place, progress=lambda done, total: say(f"{done:,} of {total:,} responses written"))
+        if place.suffix.lower() == ".png":
+            write_picture(runs, place, x)
+        else:
+            with progress() as say:
+                written = lambda done, total: say(f"{done:,} of {total:,} responses written")  # noqa: E731
+                write_report(runs, place, x=x, progress=written)
     print(visible(f"report: {place}"))
 
 

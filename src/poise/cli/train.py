@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def train(
     args: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in run=DIR; steps=N may raise its end.")
+        bool, typer.Option("--resume", help="Go on with the run in run=DIR; steps=N and budget=N may raise its end.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every setting with its value, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")] = False,
@@ -59,8 +59,8 @@ def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
 
     if recipe is not None:
         fail("--resume takes its settings from the run folder: leave the recipe out")
-    if extra := sorted({item.partition("=")[0] for item in overrides} - {"run", "steps"}):
-        fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= can)")
+    if extra := sorted({item.partition("=")[0] for item in overrides} - {"run", "steps", "budget"}):
+        fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= and budget= can)")
     changes, _ = split_overrides(overrides)
     if "run" not in changes:
         fail("--resume needs to know which run: poise train --resume run=DIR")
@@ -77,9 +77,9 @@ def split_arguments(args: list[str]) -> tuple[str | None, list[str]]:
 
 def _report(config: Config, summary: dict[str, Any]) -> None:
     """Print accuracy before and after, and draw the curve."""
+    from poise.reports.picture import write_picture
     from poise.runs.console import Console
     from poise.runs.folder import RunFolder
-    from poise.runs.plots import curve
 
     folder = RunFolder.open(config.run, resume=False)
     with Console(0) as console:
@@ -92,12 +92,7 @@ def _report(config: Config, summary: dict[str, Any]) -> None:
             limit = config.rollout.max_tokens
             total = summary[when]["n"] * summary[when]["samples"]
             print(f"{when} training, {cut} of {total} samples were cut off at rollout.max_tokens={limit}")
-    name = f"eval/{config.task.build().name}/avg@{summary['before']['samples']}"
-    ends = [
-        {"step": 0, name: summary["before"]["accuracy"]},
-        {"step": summary["steps"], name: summary["after"]["accuracy"]},
-    ]
-    curve(folder.path / "curve.png", [ends[0], *folder.metrics(), ends[1]], f"{config.run}: {config.regulator}")
+    write_picture([folder.path], folder.path / "curve.png", "tokens" if config.budget else "step")
     print(
         f"curve: {folder.path / 'curve.png'}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model"
     )

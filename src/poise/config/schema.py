@@ -43,7 +43,7 @@ from poise.config.groups import (
 )
 from poise.config.messages import explain
 from poise.config.regulator_settings import change_regulator, parts_of, settings_of
-from poise.config.values import Count, CountOrZero, Group, Real, Text
+from poise.config.values import Count, CountOrZero, Group, Real, Text, TokenCount
 from poise.runs.trackers import TRACKERS
 
 __all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "resolve", "restore"]
@@ -56,7 +56,8 @@ class Config(Group):
 
     model: Text = "embedded"  # hub id, folder, or the tiny model that ships with the package
     run: Text = "runs/train"  # folder
-    steps: Count = 100
+    steps: Count = 100  # at most
+    budget: TokenCount | None = None  # stop with the step that reaches so many sampled tokens, by all models together
     seed: CountOrZero = 0
     prompts: Count = 16  # per step
     group: Count = 8  # responses per prompt

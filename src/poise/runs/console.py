@@ -21,7 +21,7 @@ from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -107,12 +107,19 @@ class Console:
     """Shows a run's progress on ``file``, by default standard output. ``quiet`` shows nothing."""
 
     def __init__(
-        self, total_steps: int, start_step: int = 0, *, quiet: bool = False, file: TextIO | None = None
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        *,
+        budget: int | None = None,
+        quiet: bool = False,
+        file: TextIO | None = None,
     ) -> None:
-        self.total_steps = total_steps
+        self.total_steps, self.budget = total_steps, budget  # sampled tokens; the run ends with what comes first
         self.quiet = quiet
         self._file = cast(TextIO, _Lasting(sys.stdout if file is None else file))
-        self._seen = deque([(start_step, time.monotonic())], maxlen=WINDOW + 1)
+        self._seen = deque[tuple[int, int, float]](maxlen=WINDOW + 1)  # step, tokens until then, time
+        self.begin(start_step)
         self._live: Live | None = None
         # Do not ask rich whether this is a terminal: environment variables can make it write escape codes to a file.
         self._rich: RichConsole | None = None
@@ -125,28 +132,30 @@ class Console:
 
     def _start(self, rich: RichConsole, start_step: int) -> None:
         left = TextColumn("{task.fields[left]}", markup=False)
-        self._bar = Progress(TextColumn("step", markup=False), BarColumn(None), MofNCompleteColumn(), left, expand=True)
-        self._task = self._bar.add_task("", total=self.total_steps, completed=start_step, left="")
+        done = TextColumn("{task.fields[done]}", markup=False)
+        self._bar = Progress(TextColumn("step", markup=False), BarColumn(None), done, left, expand=True)
+        self._task = self._bar.add_task("", total=1.0, left="", done=self._done(start_step, 0))
+        self._bar.update(self._task, completed=start_step / self.total_steps)
         view = Group(self._bar, "")
         self._live = Live(console=rich, refresh_per_second=4, get_renderable=lambda: view)
         self._view = view
         self._live.start()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, tokens: int = 0) -> None:
         """Start predicting the remaining time at ``step``: the time before says nothing about a step."""
         self._seen.clear()
-        self._seen.append((step, time.monotonic()))
+        self._seen.append((step, tokens, time.monotonic()))
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Show a finished step. Missing metrics are skipped."""
-        left = self._left(step)
+        tokens = int(metrics.get("tokens/total") or 0)
+        left = self._left(step, tokens)
         shown = [form.format(value) for key, form in SHOWN if (value := metrics.get(key)) is not None]
         if self._live:
-            self._bar.update(self._task, completed=step, left=left)
+            self._bar.update(self._task, completed=self._share(step, tokens), left=left, done=self._done(step, tokens))
             self._view.renderables[1] = Text("  ".join(shown), overflow="fold")
             return
-        width = len(str(self.total_steps))
-        self._print("  ".join([f"step  {step:>{width}}/{self.total_steps}", *shown, *([left] if left else [])]))
+        self._print("  ".join([f"step  {self._done(step, tokens)}", *shown, *([left] if left else [])]))
 
     def note(self, text: str) -> None:
         """Show a message, above the progress bar if there is one."""
@@ -223,15 +232,26 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _left(self, step: int) -> str:
-        """The remaining time, predicted from the last steps."""
-        now = time.monotonic()
+    def _done(self, step: int, tokens: int) -> str:
+        """How far the run is, in words."""
+        steps = f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
+        return steps if self.budget is None else f"{steps}  {tokens:,}/{self.budget:,} tokens"
+
+    def _share(self, step: int, tokens: int) -> float:
+        """How far the run is, from 0 to 1."""
+        return min(1.0, max(step / self.total_steps, tokens / self.budget if self.budget else 0.0))
+
+    def _left(self, step: int, tokens: int) -> str:
+        """The remaining time, predicted from the last steps: up to the last step, or to the end of the budget."""
         if step > self._seen[-1][0]:
-            self._seen.append((step, now))
-        (first, then), (last, now) = self._seen[0], self._seen[-1]
-        if last == first or step >= self.total_steps:
+            self._seen.append((step, tokens, time.monotonic()))
+        (first, before, then), (last, until, now) = self._seen[0], self._seen[-1]
+        if last == first or self._share(step, tokens) >= 1:
             return ""
-        return f"{duration((now - then) / (last - first) * (self.total_steps - step))} left"
+        seconds = (now - then) / (last - first) * (self.total_steps - step)
+        if self.budget and until > before:
+            seconds = min(seconds, (now - then) / (until - before) * (self.budget - tokens))
+        return f"{duration(seconds)} left"
 
     def _clean(self, text: str) -> str:
         """Escape what the stream cannot encode: an odd character must not end a run."""

@@ -60,6 +60,7 @@ _OWN = (
     *("config.json", "data.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "problems.json"),
     *("models.json", "diverged.json", "curve.png", "rollouts", "tokens", "checkpoints"),
 )
+CHANGEABLE = ("run", "steps", "budget")  # settings that a resumed run may change
 _COPY = "put the file back from a copy"
 LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses: a hostile 10 MB file can unpack to 10 GB
 ASIDE = "set-aside-"  # prefix of an unreadable checkpoint that the run continued without
@@ -145,7 +146,7 @@ class RunFolder:
     def _origin(self) -> dict[str, Any]:
         """Identifies this run's checkpoints: its seed, and a hash of the settings that cannot change."""
         config = self.config
-        fixed = {key: value for key, value in config.items() if key not in ("run", "steps")}
+        fixed = {key: value for key, value in config.items() if key not in CHANGEABLE}
         digest = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode("ascii")).hexdigest()
         return {"seed": config.get("seed"), "config": digest}
 
@@ -192,9 +193,8 @@ class RunFolder:
                 record = dict(loads(line))
                 records.append((line + b"\n", {**record, "step": int(record["step"])}))
             except (ValueError, TypeError, KeyError, OverflowError):
-                if (
-                    number == len(lines) and not torn
-                ):  # a power cut may leave a last line of the right length with wrong bytes
+                # A power cut may leave a last line of the right length with wrong bytes.
+                if number == len(lines) and not torn:
                     break
                 why = f"this is not a JSON object with a step: {line[:60]!r}"
                 raise DamagedError(f"{self._metrics}, line {number}: {why}; remove the line, or {_COPY}") from None

@@ -1,4 +1,4 @@
-"""The training curve as a PNG."""
+"""Training curves as a PNG."""
 
 from __future__ import annotations
 
@@ -10,52 +10,62 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from poise._lib.files import replacing
+from poise.runs.axes import AXES, drawable, x_values
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; markers differ too, for black-and-white print.
-BLUE = "#0072B2"
-HELD_OUT = [("#D55E00", "o"), ("#009E73", "s"), ("#CC79A7", "^"), ("#E69F00", "D"), ("#56B4E9", "v")]
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+MARKERS = "os^Dv"
 
-LARGEST = 1e300  # matplotlib cannot draw larger values
-
+Metrics = Sequence[Mapping[str, Any]]  # RunFolder.metrics()
 Points = list[tuple[float, float]]
 
 
-def curve(path_png: str | Path, metrics: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Plot reward, training accuracy and held-out accuracy by step; ``metrics`` are ``RunFolder.metrics()``.
+def curve(path_png: str | Path, runs: Mapping[str, Metrics], title: str, x: str = "step") -> None:
+    """Plot reward, training accuracy and held-out accuracy of runs by name, over steps, sampled tokens or seconds.
 
-    Training curves appear raw (faint) and smoothed (bold), held-out points (``eval/…avg@…``) raw.
+    Training curves appear raw (faint) and smoothed (bold), held-out points (``eval/…avg@…``) raw. A run that has not
+    recorded ``x`` is left out.
     """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, parse_math=False)
     left, right = figure.subplots(1, 2)
-    _training(left, _points(metrics, "reward/mean"), "training reward")
-    _training(right, _points(metrics, "reward/accuracy"), "training accuracy")
-    keys = sorted({key for record in metrics for key in record if key.startswith("eval/") and "avg@" in key})
-    for i, key in enumerate(keys):
-        colour, marker = HELD_OUT[i % len(HELD_OUT)]
-        label = "held-out " + key.removeprefix("eval/")
-        right.plot(*_xy(_points(metrics, key)), color=colour, marker=marker, markersize=4, linewidth=1.2, label=label)
-    for axes, name in ((left, "reward"), (right, "accuracy")):
-        axes.set_xlabel("step")
-        axes.set_ylabel(name)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        if axes.get_legend_handles_labels()[1]:
-            for text in axes.legend(frameon=False, fontsize="small").get_texts():
-                text.set_parse_math(False)
-        else:
-            axes.text(0.5, 0.5, "nothing measured", transform=axes.transAxes, ha="center", color="0.5")
+    several = len(runs) > 1
+    for number, (name, metrics) in enumerate(runs.items()):
+        before, colour = f"{name}: " if several else "", COLOURS[number % len(COLOURS)]
+        _training(left, _points(metrics, "reward/mean", x), before + "training reward", colour)
+        _training(right, _points(metrics, "reward/accuracy", x), before + "training accuracy", colour)
+        keys = sorted({key for record in metrics for key in record if key.startswith("eval/") and "avg@" in key})
+        for i, key in enumerate(keys):
+            own = COLOURS[(number if several else i + 1) % len(COLOURS)]  # a colour is a run, or of one run a curve
+            style = {"color": own, "marker": MARKERS[i % len(MARKERS)], "markersize": 4, "linewidth": 1.2}
+            label = before + "held-out " + key.removeprefix("eval/")
+            right.plot(*_xy(_points(metrics, key, x)), label=label, **style)
+    for axes, quantity in ((left, "reward"), (right, "accuracy")):
+        _finish(axes, AXES[x], quantity)
     right.set_ylim(-0.02, 1.02)
     with replacing(Path(path_png)) as file:
         figure.savefig(file, format="png", dpi=150)
 
 
-def _training(axes: Any, points: Points, label: str) -> None:
+def _finish(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    if axes.get_legend_handles_labels()[1]:
+        for text in axes.legend(frameon=False, fontsize="small").get_texts():
+            text.set_parse_math(False)
+    else:
+        axes.text(0.5, 0.5, "nothing measured", transform=axes.transAxes, ha="center", color="0.5")
+
+
+def _training(axes: Any, points: Points, label: str, colour: str) -> None:
     if points:
-        axes.plot(*_xy(points), color=BLUE, alpha=0.25, linewidth=1)
-        axes.plot(*_xy(smooth(points)), color=BLUE, linewidth=2, label=label)
+        axes.plot(*_xy(points), color=colour, alpha=0.25, linewidth=1)
+        axes.plot(*_xy(smooth(points)), color=colour, linewidth=2, label=label)
 
 
 def smooth(points: Points) -> Points:
@@ -66,14 +76,11 @@ def smooth(points: Points) -> Points:
     return [(x, sum(window) / len(window)) for (x, _), window in zip(points, windows, strict=True)]
 
 
-def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """(step, value) wherever ``key`` was measured and finite."""
-    pairs: list[tuple[Any, Any]] = [(record["step"], record.get(key)) for record in metrics]
-    return [(float(step), float(value)) for step, value in pairs if _drawable(step) and _drawable(value)]
-
-
-def _drawable(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < LARGEST
+def _points(metrics: Metrics, key: str, x: str) -> Points:
+    """(x, value) wherever ``key`` was measured and finite."""
+    places = x_values(metrics, x) or []
+    pairs = zip(places, (record.get(key) for record in metrics), strict=False)
+    return [(float(place), float(value)) for place, value in pairs if drawable(place) and drawable(value)]
 
 
 def _xy(points: Points) -> tuple[list[float], list[float]]:

@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer state and the algorithm's memory, saved and restored."""
+"""Checkpoints: weights, optimizer state, the algorithm's memory and the number of sampled tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,30 +46,31 @@ class Checkpoints:
         yield
         self.weights_of = step
 
-    def save(self, step: int, memory: Memory | None) -> None:
-        """Save the checkpoint of a step."""
+    def save(self, step: int, memory: Memory | None, tokens: int) -> None:
+        """Save the checkpoint of a step, with the number of tokens sampled until then."""
 
         def write(path: Path) -> None:
             parameters = self.master_weights.parameters
             self.policy.save(path / "model")
             save_file({n: p.detach().contiguous() for n, p in parameters.items()}, path / "parameters.safetensors")
             save_file(optimizer_tensors(self.optimizer, parameters.items()), path / "optimizer.safetensors")
+            (path / "progress.json").write_text(json.dumps({"tokens": tokens}))
             if memory is not None:
                 (path / "memory.json").write_text(json.dumps(memory))
 
         self.folder.save_checkpoint(step, write)
         self.saved = step
 
-    def save_finished_step(self, memory: Memory | None) -> None:
+    def save_finished_step(self, memory: Memory | None, tokens: int) -> None:
         """Save the last finished step, unless it is saved. Never save mid-update weights, or a step not yet logged."""
         if self.weights_of == self.logged > self.saved:
-            self.save(self.logged, memory)
+            self.save(self.logged, memory, tokens)
 
-    def restore(self) -> tuple[int, Memory | None]:
-        """Load the newest readable checkpoint. Return its step (0: none) and the algorithm's memory."""
+    def restore(self) -> tuple[int, Memory | None, int]:
+        """Load the newest readable checkpoint. Return its step (0: none), the algorithm's memory and sampled tokens."""
         parameters, device = self.master_weights.parameters, str(self.policy.device)
 
-        def read(path: Path) -> Memory | None:
+        def read(path: Path) -> tuple[Memory | None, int]:
             saved = load_file(path / "parameters.safetensors", device=device)
             if saved.keys() != parameters.keys():
                 raise ValueError("the checkpoint is of another model")
@@ -78,10 +80,11 @@ class Checkpoints:
                 for name, value in saved.items():
                     parameters[name].copy_(value)
             self.master_weights.publish()
-            file = path / "memory.json"
-            return json.loads(file.read_bytes()) if file.exists() else None
+            memory = _json(path / "memory.json")
+            progress = _json(path / "progress.json") or {"tokens": 0}  # earlier versions did not count
+            return memory, int(progress["tokens"])
 
-        step, memory = self.folder.load_checkpoint(read) or (0, None)
+        step, (memory, tokens) = self.folder.load_checkpoint(read) or (0, (None, 0))
         lines = self.folder.metrics()
         if not step and lines and 0 < self.every < lines[-1]["step"]:
             raise CheckpointError(
@@ -90,4 +93,8 @@ class Checkpoints:
             )
         self.saved = self.weights_of = self.logged = step
         self.folder.rewind(step)
-        return step, memory
+        return step, memory, tokens
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_bytes()) if file.exists() else None

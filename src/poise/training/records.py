@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from poise import __version__
 from poise.algorithms.base import FIRST, Algorithm, Sample
-from poise.algorithms.sampler import Sampler
+from poise.algorithms.sampler import POLICY, Sampler
 from poise.batch import Phase, TokenBatch
 from poise.rollout.types import Rollouts
 from poise.tasks import Task, several_turns
@@ -156,6 +157,15 @@ def rollout_metrics(rollouts: Rollouts, batch: TokenBatch, cap: float | None = N
         "rollout/entropy": float(rollouts.entropy[rollouts.mask].mean()),
         "rollout/finished": float(rollouts.finished.float().mean()),
     }
+
+
+def token_metrics(sampled: Counter[str], before: int) -> dict[str, int]:
+    """``tokens/…``: sampled in a step, by all models together and by each other than the policy; ``total`` ever since.
+
+    ``sampled`` is ``Sampler.tokens`` of the step, ``before`` the number of tokens in the steps before it.
+    """
+    others = {f"tokens/{name}": count for name, count in sampled.items() if name != POLICY}
+    return {"tokens/sampled": sampled.total(), **others, "tokens/total": before + sampled.total()}
 
 
 def mismatch_metrics(batch: TokenBatch, cap: float | None) -> dict[str, float]:

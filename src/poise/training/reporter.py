@@ -22,7 +22,7 @@ class Reporter:
         self._trackers = open_trackers(config.tracking, folder.path, settings, start_step=start_step)
         for tracker in self._trackers:
             self._stack.callback(tracker.close)
-        self._console = Console(config.steps, start_step, quiet=quiet)
+        self._console = Console(config.steps, start_step, budget=config.budget, quiet=quiet)
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self._console)
@@ -35,9 +35,9 @@ class Reporter:
         """Show a message."""
         self._console.note(text)
 
-    def begin(self, step: int) -> None:
-        """Start the timing: training continues after this step."""
-        self._console.begin(step)
+    def begin(self, step: int, tokens: int) -> None:
+        """Start the timing: training continues after this step, with so many tokens sampled until then."""
+        self._console.begin(step, tokens)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Report a finished step."""

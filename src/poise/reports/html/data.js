@@ -1,10 +1,11 @@
+"use strict";
 // Reads the page's data: from elements of this file, or from the server that sent the page.
 
 const LIVE = document.documentElement.dataset.live === "true";
 const CACHED = 200; // decoded responses to keep
 
 const data = {
-  runs: [], rows: [], prompts: [], stamp: "",
+  runs: [], rows: [], prompts: [], stamp: "", axes: {}, x: "step",
   blocks: new Map(),
 
   async load() {
@@ -15,6 +16,8 @@ const data = {
     this.stamp = index.stamp;
     this.blocks.clear();
     this.runs = index.runs;
+    this.axes = index.axes;
+    this.x = index.x;
     this.prompts = index.prompts;
     this.rows = index.rows.map((row, number) =>
       Object.assign(Object.fromEntries(index.columns.map((name, i) => [name, row[i]])), { number }));

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from poise.reports.recorded import read_json, read_metrics, read_step
+from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
 
 Block = tuple[int, int, int]  # run, step, row: the address of a response
@@ -27,7 +28,8 @@ Block = tuple[int, int, int]  # run, step, row: the address of a response
 class Source:
     """Run folders as the page reads them. A step is read once, and again if a resumed run rewrites it."""
 
-    def __init__(self, paths: Sequence[str | Path]) -> None:
+    def __init__(self, paths: Sequence[str | Path], x: str = "step") -> None:
+        self.x = x  # what curves are drawn over until the reader chooses
         self.folders = [RunFolder.open(path, resume=False) for path in paths]
         self.names = _names([folder.path for folder in self.folders])
         self._words: list[dict[str, int]] = [{} for _ in paths]
@@ -56,6 +58,8 @@ class Source:
                     rows += [self._row(run, step, i, record, prompts) for i, record in records]
         return {
             "stamp": self.stamp(),
+            "axes": AXES,
+            "x": self.x,
             "runs": [self._run(run) for run in range(len(self.folders))],
             "columns": ["run", "step", "row", "length", "reward", "correct", "finished", "difficulty", "problem",
                         "prompt", "parts"],
@@ -98,6 +102,7 @@ class Source:
             "summary": read_json(folder, "summary.json"),
             "diagnose": _diagnosis(folder),
             "steps": [line["step"] for line in lines],
+            "x": {axis: x_values(lines, axis) for axis in AXES},
             "metrics": {key: [line.get(key) for line in lines] for key in keys},
             "words": list(self._words[run]),
             "fields": self._fields[run],

@@ -22,16 +22,23 @@ SCRIPTS = ("data.js", "draw.js", "curves.js", "figures.js", "viewer.js", "app.js
 
 
 def write_report(
-    paths: Sequence[str | Path], out: str | Path, *, progress: Callable[[int, int], None] = lambda *_: None
+    paths: Sequence[str | Path],
+    out: str | Path,
+    *,
+    x: str = "step",
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Path:
-    """Write the page of these run folders to ``out``; ``progress`` gets the numbers of responses written and in all."""
-    source = Source(paths)
+    """Write the page of these run folders to ``out``; ``progress`` gets the numbers of responses written and in all.
+
+    ``x`` is what the curves are drawn over when the page opens (``runs.axes.AXES``).
+    """
+    source = Source(paths, x)
     index = source.index()
     total = len(index["rows"])
     with replacing(Path(out)) as file:
         top, bottom = frame(live=False)
         file.write(top.encode())
-        file.write(data_element(index))
+        file.write(b'<script type="application/json" id="data">' + in_html(index) + b"</script>\n")
         for number, (_, block) in enumerate(source.blocks()):
             content = base64.b64encode(block)
             file.write(b'<script type="text/plain" id="b%d">' % number + content + b"</script>\n")
@@ -39,11 +46,6 @@ def write_report(
                 progress(number + 1, total)
         file.write(bottom.encode())
     return Path(out)
-
-
-def data_element(data: Any) -> bytes:
-    """The script element from which the page's scripts read ``data``."""
-    return b'<script type="application/json" id="data">' + in_html(data) + b"</script>\n"
 
 
 def in_html(data: Any) -> bytes:
@@ -55,9 +57,9 @@ def in_html(data: Any) -> bytes:
 
 
 @cache
-def frame(live: bool, scripts: tuple[str, ...] = SCRIPTS) -> tuple[str, str]:
+def frame(live: bool) -> tuple[str, str]:
     """The HTML before the data and after it. A live page may send requests to the server that it came from only."""
-    style, script = _asset("page.css"), "\n".join(['"use strict";', *map(_asset, scripts)])
+    style, script = _asset("page.css"), "\n".join(_asset(name) for name in SCRIPTS)
     hosts = "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src {hosts}; "

@@ -151,9 +151,9 @@ class Handler(BaseHTTPRequestHandler):
         """Log nothing: the terminal belongs to the user."""
 
 
-def serve(paths: Sequence[str | Path], port: int = 0) -> Server:
-    """A server that is ready to run (``serve_forever``). Port 0 picks a free port."""
-    return Server(port, Source(paths))
+def serve(paths: Sequence[str | Path], port: int = 0, *, x: str = "step") -> Server:
+    """A server that is ready to run (``serve_forever``). Port 0 picks a free port; ``x`` is as for ``write_report``."""
+    return Server(port, Source(paths, x))
 
 
 def _connections() -> int:
