@@ -1,7 +1,7 @@
 """Episodes of several turns, and algorithms of one's own, through the public protocols alone."""
 
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import islice
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Rollouts
-from poise.tasks import Problem, RewardError, Score
+from poise.tasks import RewardError
 from poise.training.batches import group_numbers, stack, token_batch
 from poise.training.records import environment_turns
 from poise.training.update import accumulate
+from support.twice import Twice
 
 TEMPLATES = {
     "plain": None,  # the embedded model's own
@@ -37,35 +38,6 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ),
 }
-
-
-@dataclass(frozen=True)
-class Twice:
-    """Two turns: whatever the model says first, it is asked again. The reward is the length of both replies."""
-
-    name: str = "twice"
-
-    def problems(self, split, seed):
-        del split
-        return (Problem(f"{seed}/{i}", f"Is A a knight {i % 3}?", "all", {}) for i in count())
-
-    def episode(self, problem):
-        return TwiceEpisode(problem)
-
-
-class TwiceEpisode:
-    def __init__(self, problem):
-        self.problem, self.replies = problem, []
-
-    def start(self):
-        return [{"role": "user", "content": self.problem.prompt}]
-
-    def step(self, reply):
-        self.replies.append(reply)
-        return [{"role": "user", "content": " Are you sure? <|end|> "}] if len(self.replies) == 1 else []
-
-    def score(self):
-        return Score(float(sum(map(len, self.replies))), correct=len(self.replies[0]) % 2 == 0)
 
 
 class Script:
@@ -142,7 +114,7 @@ def test_an_environment_that_raises_is_named():
     policy = embedded()
     problems = list(islice(Twice().problems("train", 3), 1))
     broken = Twice()
-    episode = TwiceEpisode(problems[0])
+    episode = Twice().episode(problems[0])
     episode.step = lambda _: 1 / 0
     object.__setattr__(broken, "episode", lambda _: episode)
     with pytest.raises(RewardError, match=r"ZeroDivisionError.*3/0"):

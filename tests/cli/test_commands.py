@@ -15,6 +15,7 @@ from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.trainer import TrainError
 from support.command_line import SMALL, fails, poise
+from support.twice import Twice
 
 
 def test_help_shows_examples():
@@ -46,6 +47,23 @@ def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
     assert "pass@2" in shown
     assert "maj@2" in shown
     assert json.loads(out.read_text())["n"] == 3
+
+
+@pytest.mark.parametrize("command", ["eval", "train"])
+def test_samples_are_shown_with_what_the_environment_said(tmp_path, monkeypatch, command):
+    monkeypatch.setitem(tasks.TASKS, "twice", Twice)
+    if command == "eval":
+        few = ["task.name=twice", "problems=2", "samples=2", "max_tokens=200"]
+        assert "sample  reward" not in poise("eval", "embedded", *few).output
+        shown = poise("eval", "embedded", *few, "--show", 3).output
+        assert "[…" not in shown  # whole
+    else:
+        own = [name for name in SMALL if not name.startswith("task.")]
+        mine = tmp_path / "mine.yaml"
+        mine.write_text("model: embedded\ntask: {name: twice}\n")
+        shown = poise("train", mine, *own, f"run={tmp_path / 'run'}").output
+    assert shown.count("sample  reward") == 3
+    assert shown.count("\n      │  Are you sure? <|end|> \n    ") == 3
 
 
 @pytest.mark.usefixtures("short_evaluation")

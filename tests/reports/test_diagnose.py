@@ -19,6 +19,7 @@ from poise.reports.diagnose import PolicyLoop, diagnose, sample
 from poise.reports.terminal import SHADES, extremes, shaded
 from poise.runs.folder import RunFolder
 from support.run_folders import WORDS, make_run, response
+from support.twice import Twice
 
 SMALL = ["prompts=3", "group=4", "rollout.max_tokens=60"]
 
@@ -98,6 +99,28 @@ def test_the_weights_in_memory_are_left_alone_too(tmp_path, embedded, monkeypatc
     folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
     diagnose(settings, folder, methods=["grpo"], batches=1, warmup=1)
     assert all(torch.equal(value, before[name]) for name, value in policy.model.state_dict().items())
+
+
+def test_a_diagnosis_of_dialogues_tells_turns_apart(tmp_path, embedded, monkeypatch):
+    policy, _, _ = embedded
+    monkeypatch.setattr("poise.reports.diagnose.load_policy", lambda *_, **__: policy)
+    settings = config.load("demo", [*SMALL[:2], "rollout.max_tokens=20"])
+    folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
+    found = diagnose(settings, folder, task=Twice(), methods=["grpo", "nthr"], batches=1, warmup=1)
+    records, (arrays, _) = folder.rollouts(1), folder.tokens(1)
+    assert all("Are you sure?" in text for record in records for _, text in record["environment"])
+    later = 0
+    for suspect in found["suspects"]:
+        begin, end = arrays["start"][suspect["row"] : suspect["row"] + 2].tolist()
+        own = arrays["nthr"][begin:end]
+        assert own[suspect["column"]] == pytest.approx(suspect["score"])  # a place among the model's own tokens
+        (spoke, _), at = records[suspect["row"]]["environment"][0], suspect["column"]
+        later += at >= spoke
+        first = max(spoke if at >= spoke else 0, at - 12)
+        assert suspect["before"] == policy.decode(arrays["id"][begin + first : begin + at].tolist())
+    assert later
+    shown = call("tokens", folder.path).output
+    assert "\n  │  Are you sure? <|end|>" in shown
 
 
 def test_steps_have_no_momentum_and_do_not_shrink_with_the_warm_up(tmp_path, embedded, monkeypatch):

@@ -22,6 +22,9 @@ def evaluate(
     json_to: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", callback=home, help="Write the figures to a file too.")
     ] = None,
+    show: Annotated[
+        int, typer.Option(min=0, help="How many of the samples to show, from the lowest reward to the highest.")
+    ] = 0,
     trust: Trust = False,
 ) -> None:
     """Measure a model on held-out problems: avg@k, pass@k, maj@k, by difficulty, with 95 % intervals.
@@ -37,6 +40,7 @@ def evaluate(
 
     - `poise eval runs/demo`
     - `poise eval runs/demo task.people=4-5 samples=8`
+    - `poise eval runs/lake --show 3`
     - `poise eval embedded samples=4 problems=50`
     - `poise eval Qwen/Qwen2.5-0.5B-Instruct task.name=kk task.people=3-7 max_tokens=2048 temperature=0.7`
     """
@@ -47,7 +51,7 @@ def evaluate(
         if json_to:
             check_output(json_to)
         config = to_evaluate(model, args or [], trust=trust)
-        summary = _measure(config)
+        summary = _measure(config, show)
         if json_to:
             with replacing(json_to) as file:
                 file.write(json.dumps({**_conditions(model, config), **summary}, indent=1).encode())
@@ -63,12 +67,13 @@ def _conditions(model: str, config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measure(config: Config) -> dict[str, Any]:
-    """Evaluate as the settings say; print the conditions and the figures."""
+def _measure(config: Config, show: int) -> dict[str, Any]:
+    """Evaluate as the settings say; print the conditions, some samples and the figures."""
     from poise.config.run_settings import describe_sampling, describe_task
     from poise.models.policy import load_policy
     from poise.runs.console import Console, visible
     from poise.training.evaluate import at_once, held_out
+    from poise.training.records import shown
     from poise.training.setup import arrive, build_sampler, steps_taken
 
     asked, rollout = config.evaluation, config.rollout
@@ -82,8 +87,10 @@ def _measure(config: Config) -> dict[str, Any]:
     sampling = describe_sampling(config, config.test_temperature)
     greedily = "; and once greedily" if config.test_temperature else ""  # at temperature 0 the samples are
     print(f"{asked.problems} problems × {asked.samples} samples at {sampling}{greedily}", flush=True)
-    summary = held_out(sampler, config, _report_progress).summary()
+    found = held_out(sampler, config, _report_progress)
+    summary = found.summary()
     with Console(0) as console:
+        console.samples_table([shown(sample) for sample in found.attempts], show, whole=True)
         rows = summary["table"].items()
         console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])
     print(

@@ -179,14 +179,17 @@ def _suspects(step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Ten
     if "nthr" not in tokens:
         return []
     scores, prob, ids = tokens["nthr"].nan_to_num(-torch.inf), sampled.batch.prob, sampled.rollouts.tokens
+    own = sampled.batch.mask
     values, places = scores.flatten().topk(min(SUSPECTS, scores.numel()))
     listed = []
     for score, place in zip(values.tolist(), places.tolist(), strict=True):
         row, column = divmod(place, scores.shape[1])
         if score > 0:
-            before = policy.decode(ids[row, max(0, column - 12) : column].tolist())
+            first = max(0, column - 12)
+            written = own[row, first:column].int().flip(0).cumprod(0).flip(0).bool()  # since the environment spoke
+            before = policy.decode(ids[row, first:column][written].tolist())
             text = policy.texts(ids[row, column])[int(ids[row, column])]  # unlike decode, this shows end tokens
-            at = {"step": step, "row": row, "column": column, "p": float(prob[row, column])}
+            at = {"step": step, "row": row, "column": int(own[row, :column].sum()), "p": float(prob[row, column])}
             listed.append({"score": score, "text": text, "before": before, **at})
     return listed
 

@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.text import Text
 from torch import Tensor
 
-from poise.runs.console import visible
+from poise.runs.console import barred, visible
 
 Arrays = Mapping[str, Tensor]
 WARM, COOL = (213, 94, 0), (0, 114, 178)  # for values above and below the middle, as in the report
@@ -59,7 +59,7 @@ def shaded(tokens: Arrays, texts: Mapping[int, str], by: str, environment: Seque
         tone = WARM if value > middle or by == "probability" else COOL
         text.append(visible(texts[token]), _style(strength, tone) if strength > 0.01 else "")
         if place in said:
-            text.append("".join(f"\n  │ {visible(line)}" for line in said[place].splitlines()) + "\n", "dim")
+            text.append(visible(barred(said[place])), "dim")
     return text
 
 

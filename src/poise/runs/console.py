@@ -198,16 +198,19 @@ class Console:
             shown.append(cells | {"change": _fixed(row.get("change"), "+")})
         self.table(shown)
 
-    def samples_table(self, samples: Sequence[Sample], k: int = 3) -> None:
-        """Print ``k`` samples (prompt, completion, reward, correct), from the lowest reward to the highest."""
+    def samples_table(self, samples: Sequence[Sample], k: int = 3, *, whole: bool = False) -> None:
+        """Print ``k`` samples (prompt, completion, reward, correct), from the lowest reward to the highest.
+
+        Long texts are cut in the middle, unless they are wanted ``whole``: then below each other, not in a table.
+        """
         chosen = across_rewards(samples, k)
         if not chosen or self.quiet:
             return
-        texts = [
-            (shorten(visible(prompt), 300), shorten(visible(completion), 700)) for prompt, completion, _, _ in chosen
-        ]
+        texts = [(visible(prompt), visible(completion)) for prompt, completion, _, _ in chosen]
+        if not whole:
+            texts = [(shorten(prompt, 300), shorten(completion, 700)) for prompt, completion in texts]
         verdicts = [(f"{reward:.2f}", "correct" if correct else "wrong") for _, _, reward, correct in chosen]
-        if self._rich:
+        if self._rich and not whole:
             table = Table("reward", "", "prompt", "completion", box=box.SIMPLE_HEAD, show_lines=True)
             for (reward, verdict), (prompt, completion) in zip(verdicts, texts, strict=True):
                 style = "green" if verdict == "correct" else "red"
@@ -278,6 +281,11 @@ IGNORABLE = frozenset(
 def visible(text: str) -> str:
     """Replace control and invisible characters by escapes such as ``\\x1b``. Line breaks stay."""
     return "".join(c if c == "\n" or (c.isprintable() and c not in IGNORABLE) else _escape(c) for c in text)
+
+
+def barred(text: str) -> str:
+    """What an environment said, to stand between the replies: on lines of its own, behind a bar."""
+    return "".join(f"\n  │ {line}" for line in text.splitlines()) + "\n"
 
 
 def complain(text: str) -> None:

@@ -29,6 +29,7 @@ class Evaluation:
     cut_off: int  # samples that reached the token limit
     greedy_cut_off: int
     failed: int = 0  # samples without a verdict; they count as wrong
+    attempts: Sequence[Sample] = ()  # the samples themselves
 
     def summary(self) -> dict[str, Any]:
         """For ``summary.json``. ``accuracy`` is avg@k; beside it, ``greedy`` tells mere sharpening apart."""
@@ -122,6 +123,7 @@ def evaluate(
         sum(not sample.finished for sample in sampled),
         sum(not sample.finished for sample in greedy),
         sum(sample.score.failed is not None for sample in sampled),
+        sampled,
     )
 
 

@@ -18,6 +18,7 @@ from poise.algorithms.base import FIRST, Algorithm, Sample
 from poise.algorithms.sampler import POLICY, Sampler
 from poise.batch import Phase, TokenBatch
 from poise.rollout.types import Rollouts
+from poise.runs.console import barred
 from poise.tasks import Task, several_turns
 
 
@@ -52,6 +53,18 @@ def environment_turns(sample: Sample) -> list[tuple[int, str]]:
             texts[-1] += "\n" + message["content"]
     ends = sample.own[:-1] & ~sample.own[1:]  # own tokens that the environment's follow
     return list(zip(sample.own.cumsum(0)[:-1][ends].tolist(), texts, strict=False))
+
+
+def dialogue(sample: Sample) -> str:
+    """The replies, with what the environment said between them, behind bars."""
+    own = (message["role"] == "assistant" for message in sample.messages)
+    texts = (message["content"] for message in sample.messages)
+    return "".join(text if mine else barred(text) for mine, text in zip(own, texts, strict=True)) or sample.text
+
+
+def shown(sample: Sample) -> tuple[str, str, float, bool]:
+    """A sample as the console shows it."""
+    return sample.problem.prompt, dialogue(sample), sample.score.reward, sample.score.correct
 
 
 def token_arrays(rollouts: Rollouts, batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from poise.config.schema import Config
 from poise.runs.console import Console
 from poise.runs.folder import RunFolder
 from poise.runs.trackers import open_trackers
+from poise.training.records import shown
 
 
 class Reporter:
@@ -47,7 +48,7 @@ class Reporter:
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Show a few responses, chosen across the range of rewards."""
-        self._console.samples_table([(s.problem.prompt, s.text, s.score.reward, s.score.correct) for s in samples])
+        self._console.samples_table([shown(sample) for sample in samples])
 
     def stopped(self, resume: str) -> None:
         """Report that the run ends early; ``resume`` is the command that continues it."""
