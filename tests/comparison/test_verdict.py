@@ -61,7 +61,7 @@ def test_the_smallest_detectable_difference_comes_first():
     first, *others = verdict(document)
     assert document["verdict"] == [first, *others]
     expected = f"{100 * document['detectable']:.1f} points (two comparisons, Holm's correction, a spread of "
-    assert first.startswith("The smallest difference that ten seeds would find with a chance of 80% is " + expected)
+    assert first.startswith("The smallest difference that ten seeds would find with a chance of 80 % is " + expected)
     assert [sentence.split(":")[0] for sentence in others] == ["ar", "lopti"]
     assert "better" in others[0]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from math import inf, isfinite, sqrt
-from statistics import fmean
+from math import inf, isfinite
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,12 @@ def analyse(
         row["difference"] = None
         if found := against.get(row["name"]):
             arm = next(arm for arm in arms if arm.name == row["name"])
-            extra = {"p_adjusted": adjusted[row["name"]], "detectable": _detectable([found], len(against), level)}
-            row["difference"] = _difference(found) | extra | {"sources": _sources(arm, base, found.seeds)}
+            row["difference"] = {
+                **_difference(found),
+                **_power([found], len(against), level),
+                "p_adjusted": adjusted[row["name"]],
+                "sources": _sources(arm, base, found.seeds),
+            }
     document: Document = {
         "baseline": baseline,
         "score": score,
@@ -51,8 +55,7 @@ def analyse(
         "power": POWER,
         "seeds": planned,
         "problems": max((len(run.per_problem) for arm in arms for run in arm.runs.values()), default=0),
-        "detectable": _detectable(list(against.values()), len(against), level),
-        "spread": _pooled(list(against.values())),
+        **_power(list(against.values()), len(against), level),
         "arms": rows,
     }
     document["verdict"] = verdict(document)
@@ -101,7 +104,6 @@ def _difference(found: Difference) -> Document:
         "method": "sign-flip" if found.exact else "student" if found.student else None,
         "student": _ends(found.student),
         "largest": found.largest,
-        "spread": found.spread,
         "p": found.p,
         "seeds": list(found.seeds),
         "incomplete": list(found.incomplete),
@@ -109,19 +111,17 @@ def _difference(found: Difference) -> Document:
     }
 
 
-def _pooled(found: Sequence[Difference]) -> float | None:
-    """The spread of a difference over seeds, by root mean square over arms."""
-    known = [each.spread for each in found if each.spread is not None]
-    return sqrt(fmean(spread**2 for spread in known)) if known else None
+def _power(found: Sequence[Difference], comparisons: int, level: float) -> Document:
+    """The smallest detectable difference with the most seeds that an arm has, and the median spread of such arms.
 
-
-def _detectable(found: Sequence[Difference], comparisons: int, level: float) -> float | None:
-    """The smallest detectable difference with the seeds that are complete; None: no difference can be significant."""
-    spread = _pooled(found)
-    if spread is None:
-        return None
-    effect = detectable(min(len(each.seeds) for each in found if each.spread is not None), spread, comparisons, level)
-    return effect if isfinite(effect) else None
+    ``detectable`` is None if so many seeds cannot make any difference significant, or if there are fewer than two.
+    """
+    most = max((len(each.seeds) for each in found), default=0)
+    spreads = [each.spread for each in found if len(each.seeds) == most and each.spread is not None]
+    if not spreads:
+        return {"detectable": None, "spread": None}
+    effect = detectable(most, median(spreads), comparisons, level)
+    return {"detectable": effect if isfinite(effect) else None, "spread": median(spreads)}
 
 
 def _sources(arm: Arm, base: Arm, seeds: Sequence[int]) -> Document | None:

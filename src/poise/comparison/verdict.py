@@ -26,7 +26,7 @@ def verdict(document: Mapping[str, Any]) -> list[str]:
 
 def _power(document: Mapping[str, Any], comparisons: int) -> str:
     compared = [arm["difference"] for arm in document["arms"] if arm["difference"]]
-    seeds = min((len(each["seeds"]) for each in compared if each["spread"] is not None), default=0)
+    seeds = max((len(each["seeds"]) for each in compared if each["spread"] is not None), default=0)
     if not seeds:
         return "No arm has two seeds in common with the baseline yet: there is nothing to compare."
     among = "one comparison" if comparisons == 1 else f"{_number(comparisons)} comparisons"
@@ -37,9 +37,9 @@ def _power(document: Mapping[str, Any], comparisons: int) -> str:
             f"{1 - document['level']:.2g} with Holm's correction need {_number(needed)}."
         )
     return (
-        f"The smallest difference that {_number(seeds)} seeds would find with a chance of {document['power']:.0%} is "
-        f"{points(document['detectable'])} points ({among}, Holm's correction, a spread of "
-        f"{points(document['spread'])} points over seeds)."
+        f"The smallest difference that {_number(seeds)} seeds would find with a chance of "
+        f"{100 * document['power']:.0f} % is {points(document['detectable'])} points ({among}, Holm's correction, "
+        f"a spread of {points(document['spread'])} points over seeds)."
     )
 
 
@@ -99,8 +99,8 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     shares = [each["share"] for each in found if each]
     if shares and (share := sum(shares) / len(shares)) >= MUCH:
         yield (
-            f"{share:.0%} of the spread over seeds comes from the {document['problems']:,} held-out problems and their "
-            "samples: more of them would narrow the intervals."
+            f"{100 * share:.0f} % of the spread over seeds comes from the {document['problems']:,} held-out problems "
+            "and their samples: more of them would narrow the intervals."
         )
 
 

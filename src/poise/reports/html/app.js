@@ -1,4 +1,4 @@
-// The whole page: tabs, theme, keyboard, and updates while a run is training.
+// The whole page: tabs, keyboard, and updates while a run is training.
 
 const VIEWS = { curves, dominance: figures, responses: viewer, settings: { view: settings } };
 const POLL_EVERY = 2000; // ms between two requests for news of a run
@@ -51,11 +51,6 @@ function settings() {
   ].filter(Boolean);
 }
 
-function theme(wanted) {
-  document.documentElement.dataset.theme = wanted;
-  try { localStorage.setItem("poise-theme", wanted); } catch { /* pages opened from disk may have no storage */ }
-}
-
 async function poll() {
   const note = document.getElementById("live");
   try {
@@ -86,11 +81,7 @@ async function loaded() {
 }
 
 async function start() {
-  let kept = null;
-  try { kept = localStorage.getItem("poise-theme"); } catch { /* pages opened from disk may have no storage */ }
-  theme(kept || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
-  document.getElementById("theme").addEventListener("click", () =>
-    theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+  useTheme();
   await loaded();
   const names = visible(data.runs.map((run) => run.name).join(" · "));
   document.getElementById("runs").textContent = names;

@@ -1,4 +1,3 @@
-"use strict";
 // Reads the page's data: from elements of this file, or from the server that sent the page.
 
 const LIVE = document.documentElement.dataset.live === "true";

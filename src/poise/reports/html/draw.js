@@ -1,4 +1,4 @@
-// Small tools: elements, numbers, the tooltip. Text is only ever set as text, and all its characters are visible.
+// Small tools: elements, numbers, the tooltip, the theme. Text is only ever set as text, and all its characters are visible.
 
 const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 const DASHES = ["", "5 3", "2 3", "8 3 2 3", "1 4", "9 5"];
@@ -71,3 +71,17 @@ const table = (head, rows) => el("div", { class: "scroll" }, el("table", {},
   el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))),
   el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) =>
     el("td", { class: typeof cell === "number" && "number" }, typeof cell === "number" ? number(cell) : cell)))))));
+
+function theme(wanted) {
+  document.documentElement.dataset.theme = wanted;
+  try { localStorage.setItem("poise-theme", wanted); } catch { /* pages opened from disk may have no storage */ }
+}
+
+// Sets the theme that was chosen last, or the system's, and lets the button change it.
+function useTheme() {
+  let kept = null;
+  try { kept = localStorage.getItem("poise-theme"); } catch { /* pages opened from disk may have no storage */ }
+  theme(kept || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+  document.getElementById("theme").addEventListener("click", () =>
+    theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+}

@@ -38,7 +38,7 @@ def write_report(
     with replacing(Path(out)) as file:
         top, bottom = frame(live=False)
         file.write(top.encode())
-        file.write(b'<script type="application/json" id="data">' + in_html(index) + b"</script>\n")
+        file.write(data_element(index))
         for number, (_, block) in enumerate(source.blocks()):
             content = base64.b64encode(block)
             file.write(b'<script type="text/plain" id="b%d">' % number + content + b"</script>\n")
@@ -46,6 +46,11 @@ def write_report(
                 progress(number + 1, total)
         file.write(bottom.encode())
     return Path(out)
+
+
+def data_element(data: Any) -> bytes:
+    """The script element from which the page's scripts read ``data``."""
+    return b'<script type="application/json" id="data">' + in_html(data) + b"</script>\n"
 
 
 def in_html(data: Any) -> bytes:
@@ -57,9 +62,9 @@ def in_html(data: Any) -> bytes:
 
 
 @cache
-def frame(live: bool) -> tuple[str, str]:
+def frame(live: bool, scripts: tuple[str, ...] = SCRIPTS) -> tuple[str, str]:
     """The HTML before the data and after it. A live page may send requests to the server that it came from only."""
-    style, script = _asset("page.css"), "\n".join(_asset(name) for name in SCRIPTS)
+    style, script = _asset("page.css"), "\n".join(['"use strict";', *map(_asset, scripts)])
     hosts = "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src {hosts}; "

@@ -1,0 +1,68 @@
+"""The forest plot and the curves of a comparison as a PNG, for a README or a paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from poise._lib.files import replacing
+from poise.runs.plots import COLOURS, MARKERS
+
+STYLES = [(colour, MARKERS[i % len(MARKERS)]) for i, colour in enumerate(COLOURS)]
+LONGEST = 40  # characters of a name
+
+
+def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
+    """Draw the differences to the baseline with their intervals, and the mean curves with bands, both in points."""
+    arms: Sequence[Mapping[str, Any]] = document["arms"]
+    figure = Figure(figsize=(11, 1.6 + 0.34 * max(6, len(arms))), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    _forest(left, document, [(i, arm) for i, arm in enumerate(arms) if arm["difference"]])
+    for i, arm in enumerate(arms):
+        _curve(right, arm["curve"], *STYLES[i % len(STYLES)], _name(arm))
+    right.set_xlabel("step")
+    right.set_ylabel("held-out accuracy, points")
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    for text in right.legend(frameon=False, fontsize="small").get_texts() if arms else ():
+        text.set_parse_math(False)
+    with replacing(Path(path_png)) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def _forest(axes: Any, document: Mapping[str, Any], rows: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    for height, (i, arm) in enumerate(rows):
+        found, (colour, marker) = arm["difference"], STYLES[i % len(STYLES)]
+        if found["mean"] is None:
+            continue
+        axes.plot([100 * value for value in found["values"]], [height] * len(found["values"]), ".", color="0.7", ms=4)
+        if found["interval"]:
+            dashes = "--" if found["method"] == "student" else "-"
+            axes.plot([100 * end for end in found["interval"]], [height, height], dashes, color=colour, linewidth=2)
+        axes.plot([100 * found["mean"]], [height], marker, color=colour)
+    axes.axvline(0, color="0.2", linewidth=1)
+    if document["detectable"] is not None:
+        for side in (-1, 1):
+            axes.axvline(side * 100 * document["detectable"], color="0.6", linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(rows)), [_name(arm) for _, arm in rows], parse_math=False)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel(f"points against {document['baseline'][:LONGEST]}", parse_math=False)
+
+
+def _curve(axes: Any, curve: Mapping[str, Any], colour: str, marker: str, label: str) -> None:
+    steps = curve["steps"]
+    axes.plot(steps, [100 * y for y in curve["mean"]], color=colour, marker=marker, markersize=3, label=label)
+    if steps and None not in curve["low"]:
+        low, high = ([100 * y for y in curve[side]] for side in ("low", "high"))
+        axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
+
+
+def _name(arm: Mapping[str, Any]) -> str:
+    name: str = arm["name"].encode("utf-8", "backslashreplace").decode()
+    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"

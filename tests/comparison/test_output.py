@@ -1,0 +1,84 @@
+"""The files of a comparison, the table in the terminal, and the page in a real browser."""
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+
+from poise.comparison import output
+from poise.comparison.analysis import analyse
+from poise.comparison.results import Arm
+from poise.runs.console import Console
+from support.arms import made_arm, made_run
+from support.run_folders import HOSTILE, see
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("comparison")
+    hostile = made_arm(f"lopti {HOSTILE}", 0.0, passes=2, settings={"regulator": HOSTILE, "steps": 100})
+    runs = dict(hostile.runs)
+    runs[3] = replace(made_run(3, 0.1, start=0.5, steps=40), state="diverged", why=HOSTILE)
+    del runs[5]
+    arms = [made_arm("grpo", 0.0), made_arm("ar", 0.06), Arm(hostile.name, hostile.settings, runs)]
+    document = analyse(arms, "grpo", range(10))
+    output.write(folder, document, arms)
+    return folder, document
+
+
+def test_the_files(written):
+    folder, document = written
+    assert json.loads((folder / "comparison.json").read_text()) == document
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "comparison.csv", "comparison.html", "comparison.json", "comparison.png", "runs.csv",
+    ]  # fmt: skip
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tables(written):
+    folder, document = written
+    with (folder / "comparison.csv").open(newline="") as file:
+        arms = list(csv.DictReader(file))
+    assert [arm["seeds"] for arm in arms] == ["10", "10", "9"]
+    assert float(arms[1]["difference"]) == document["arms"][1]["difference"]["mean"]
+    assert arms[0]["difference"] == ""
+    with (folder / "runs.csv").open(newline="") as file:
+        runs = list(csv.DictReader(file))
+    assert len(runs) == 29
+    assert [run["state"] for run in runs].count("diverged") == 1
+    assert runs[-1]["settings.steps"] == "100"  # beside the steps that the run has taken
+
+
+def test_the_terminal(written, capsys):
+    with Console(0) as console:
+        output.show(written[1], console)
+    printed = capsys.readouterr()
+    text = printed.out + printed.err
+    assert "baseline" in text
+    assert "The smallest difference that ten seeds would find" in text
+    assert "\x1b[2J" not in text
+
+
+def test_the_page(page, written):
+    folder, document = written
+    page.goto((folder / "comparison.html").as_uri())
+    see(page, "ul.verdict", document["verdict"][0])
+    assert page.locator("svg").count() == 4
+    assert page.locator(".forest-row").count() == 2
+    see(page, "table", "lopti <script>")  # as text
+    assert page.evaluate("() => window.hacked") is None
+    page.locator(".forest-row").first.hover()
+    see(page, "#tip", "p, corrected")
+    before = page.evaluate("() => document.documentElement.dataset.theme")
+    page.locator("#theme").click()
+    assert page.evaluate("() => document.documentElement.dataset.theme") != before
+
+
+@pytest.mark.parametrize("seeds", [0, 1])
+def test_the_page_of_a_comparison_that_has_just_begun(page, tmp_path, seeds):
+    arms = [made_arm("grpo", 0.0, seeds=seeds), made_arm("ar", 0.0, seeds=seeds)]
+    output.write(tmp_path, analyse(arms, "grpo", range(3)), arms)
+    page.goto((tmp_path / "comparison.html").as_uri())
+    see(page, "ul.verdict", "nothing to compare")
+    see(page, "table", "baseline")
