@@ -90,6 +90,8 @@ def test_a_share_of_the_spread_comes_from_the_problems():
     few = analyse([made_arm("grpo", 0.0, noise=0.0, problems=50), made_arm("ar", 0.0, noise=0.0, problems=50)], "grpo")
     assert arms_of(few)["ar"]["difference"]["sources"]["share"] > 0.4
     assert few["problems"] == 50
+    low, high = arms_of(few)["ar"]["difference"]["sources"]["interval"]
+    assert low < 0 < high
     many = [made_arm(name, 0.0, noise=0.1, problems=4000) for name in ("grpo", "ar")]
     assert arms_of(analyse(many, "grpo"))["ar"]["difference"]["sources"]["share"] < 0.05
     assert arms_of(analyse([GRPO, AR], "grpo"))["ar"]["difference"]["sources"] is None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from poise.comparison import sign_flip
-from poise.comparison.statistics import detectable, difference, seeds_needed, sources, student_interval
+from poise.comparison.statistics import detectable, difference, seeds_needed, sources, student_factor, student_interval
 
 
 def results(values):
@@ -118,6 +118,19 @@ def test_sources_of_the_spread():
     assert np.mean([each.error**2 for each in found]) == pytest.approx(variance, rel=0.1)
     of_noise = sizes[2] ** 2 / problems
     assert np.median([each.share for each in found]) == pytest.approx(of_noise / (of_noise + sizes[0] ** 2), abs=0.1)
+
+
+def test_the_interval_for_other_problems_covers():
+    """The spread over seeds alone does not know of other problems."""
+    g = np.random.default_rng(1)
+    hits = []
+    for _ in range(1000):
+        table = g.normal(0, 0.01, (8, 1)) + g.normal(0, 0.4, (1, 200)) + g.normal(0, 0.5, (8, 200))
+        mean, seeds_alone = table.mean(), table.mean(1).std(ddof=1) / math.sqrt(8)
+        hits.append([abs(mean) <= student_factor(8) * error for error in (sources(table).error, seeds_alone)])
+    with_problems, without = np.mean(hits, axis=0)
+    assert with_problems >= 0.95
+    assert without < 0.8
 
 
 def test_no_sources_without_two_seeds_and_two_problems():

@@ -53,6 +53,23 @@ def test_the_diagnosis_of_the_dominance_page():
     torch.testing.assert_close(left["forward"]().detach(), left["batch"].old_logp)  # and undone
 
 
+def test_the_comparison_of_the_compare_page(capsys):
+    left = run_snippets(ROOT / "docs/compare.md")
+    assert left["found"]["arms"][1]["difference"]["p_adjusted"] == 2 / 2**8
+    assert "against grpo, better" in capsys.readouterr().out
+
+
+def test_the_detectable_differences_of_the_compare_page():
+    from poise.comparison.statistics import detectable
+
+    rows = re.findall(r"(?m)^\| (\d+) \| ([\d.]+|none) \| ([\d.]+|none) \| ([\d.]+|none) \| ([\d.]+|none) \|$",
+                      (ROOT / "docs/compare.md").read_text())  # fmt: skip
+    assert len(rows) == 5
+    for seeds, *written in rows:
+        found = [detectable(int(seeds), 1.0, comparisons) for comparisons in (1, 3, 5, 10)]
+        assert [float("inf" if text == "none" else text) for text in written] == pytest.approx(found, abs=0.006)
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/papers.md"], ids=lambda page: page.name)
 def test_every_regulator_is_in_the_tables(page):
     named = set(re.findall(r"(?m)^\| `([\w-]+)` \|", page.read_text()))

@@ -19,7 +19,16 @@ from poise.comparison import curves
 from poise.comparison.curves import By, Reached, compare_reach
 from poise.comparison.results import ACCURACY, Arm, Point, RunResult
 from poise.comparison.sign_flip import holm
-from poise.comparison.statistics import LEVEL, POWER, Difference, detectable, difference, sources, student_interval
+from poise.comparison.statistics import (
+    LEVEL,
+    POWER,
+    Difference,
+    detectable,
+    difference,
+    sources,
+    student_factor,
+    student_interval,
+)
 from poise.comparison.verdict import verdict
 
 Document = dict[str, Any]
@@ -46,7 +55,7 @@ def analyse(
                 **_difference(found),
                 **_power([found], len(against), level),
                 "p_adjusted": adjusted[row["name"]],
-                "sources": _sources(arm, base, found.seeds),
+                "sources": _sources(arm, base, found.seeds, level),
             }
     document: Document = {
         "baseline": baseline,
@@ -124,13 +133,19 @@ def _power(found: Sequence[Difference], comparisons: int, level: float) -> Docum
     return {"detectable": effect if isfinite(effect) else None, "spread": median(spreads)}
 
 
-def _sources(arm: Arm, base: Arm, seeds: Sequence[int]) -> Document | None:
-    """Where the spread comes from, over the seeds whose runs both have results by problem."""
+def _sources(arm: Arm, base: Arm, seeds: Sequence[int], level: float) -> Document | None:
+    """Where the spread comes from, over the seeds whose runs both have results by problem.
+
+    ``interval`` is the difference on other problems too, by Student's t.
+    """
     pairs = [(arm.runs[seed].per_problem, base.runs[seed].per_problem) for seed in seeds]
     rows = [np.subtract(own, other) for own, other in pairs if own and len(own) == len(other)]
     rows = [row for row in rows if len(row) == len(rows[0])]
     found = sources(np.stack(rows)) if rows else None
-    return None if found is None else asdict(found) | {"seeds_used": len(rows)}
+    if found is None:
+        return None
+    mean, margin = float(np.mean(rows)), student_factor(len(rows), level) * found.error
+    return asdict(found) | {"seeds_used": len(rows), "interval": [mean - margin, mean + margin]}
 
 
 def _areas(arm: Arm, base: Arm, score: str) -> tuple[dict[int, float], dict[int, float]]:

@@ -75,14 +75,19 @@ def difference(
 
 def student_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
     """The mean's interval by Student's t; None with fewer than two values."""
-    from scipy.stats import t
-
     n = len(values)
     if n < 2:
         return None
-    margin = float(t.ppf((1 + level) / 2, n - 1)) * float(np.std(values, ddof=1)) / sqrt(n)
+    margin = student_factor(n, level) * float(np.std(values, ddof=1)) / sqrt(n)
     mean = float(np.mean(values))
     return mean - margin, mean + margin
+
+
+def student_factor(n: int, level: float = LEVEL) -> float:
+    """How many standard errors the interval of a mean of n values extends to each side."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + level) / 2, n - 1))
 
 
 def seeds_needed(comparisons: int = 1, level: float = LEVEL) -> int:

@@ -86,6 +86,8 @@ function tables() {
   };
   const other = (arm) => [arm.name, points(arm.before), ...names.map((name) => secondary(arm, name)),
     `${points(arm.area.mean)}${arm.area.difference ? ` (${signed(arm.area.difference.mean)}${range(arm.area.difference.interval, signed)})` : ""}`];
+  const spread = ({ name, difference: d }) => [name, points(d.spread), percent(d.sources?.share),
+    d.sources ? range(d.sources.interval, signed).trim() : "–", points(d.detectable)];
   const course = (arm) => [arm.name, reached(arm.reach?.steps), reached(arm.reach?.tokens), points(arm.fit.asymptote),
     known(arm.fit.rate) ? arm.fit.rate : "–", `${arm.fit.fitted} of ${arm.seeds.length}`, Object.keys(arm.diverged).length, arm.stability.collapsed, arm.stability.spikes,
     known(arm.stability.entropy_start) ? `${number(arm.stability.entropy_start)} → ${number(arm.stability.entropy_end)}` : "–"];
@@ -100,6 +102,10 @@ function tables() {
     el("h2", {}, "Other scores"),
     el("p", { class: "muted" }, "In points; in brackets the difference to the baseline. These intervals are not corrected for their number."),
     table(["arm", "before", ...names, "mean over training"], comparison.arms.map(other)),
+    el("h2", {}, "Spread of the differences"),
+    el("p", { class: "muted" }, "Standard deviation over seeds; the share of it (as variance) that comes from the finite number of held-out problems and samples; "
+      + "Student's interval for other problems too; the smallest difference that would be found. All in points."),
+    table(["arm", "spread", "from problems", "interval, other problems", "detectable"], rivals.map(spread)),
     el("h2", {}, "Course of training"),
     el("p", { class: "muted" }, "Steps and tokens to reach the baseline's final accuracy with the same seed; asymptote and rate of a fitted curve; runs that diverged or ended far below their best; gradient spikes in all runs; entropy at start and end."),
     table(["arm", "reach it: steps", "reach it: tokens", "asymptote", "rate per step", "fitted", "diverged", "collapsed", "spikes", "entropy"], comparison.arms.map(course)),
