@@ -28,7 +28,7 @@ from poise.rollout.types import Rollouts
 from poise.runs.folder import CHANGEABLE, RunFolder
 from poise.runs.lock import owned
 from poise.tasks import available, training_problems
-from poise.training.batches import stack, token_batch, with_verdict
+from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.training.frozen import FrozenModels
@@ -232,7 +232,7 @@ class Trainer:
             **failed,
             **turn_metrics(self.sampler),
             **update_metrics,
-            **regulators.summary(phases, batch),
+            **regulators.summary(*without_consolidated(samples, phases, batch)),
             **tokens,
             **clock.metrics(tokens["tokens/sampled"]),
         }

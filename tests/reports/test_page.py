@@ -71,6 +71,21 @@ def test_what_the_environment_said_stands_between_the_replies(page, tmp_path):
     assert page.locator(".environment").count() == 0
 
 
+def test_a_retry_can_be_followed_from_row_to_row(page, tmp_path):
+    roles = [{}, *({"role": role} for role in ("reflection", "second", "consolidated"))]
+    retry = [response(1, 0, problem="p/0", notes={"attempt": 1.0, "readable": 1.0}, **role) for role in roles]
+    folder = make_run(tmp_path / "run", steps=(1,), records=[response(1, 1, problem="p/0"), *retry])
+    look(page, tmp_path, folder)
+    see(page, "#row-2", "reflection")
+    assert page.locator(".pane button").count() == 0  # the first row was not tried again
+    page.click("#row-1")
+    see(page, ".pane", "readable")
+    page.click(".pane button:has-text('second')")
+    see(page, ".pane p", "response 3")
+    page.select_option("#f-role", "consolidated")
+    see(page, "#count", "1 of 5")
+
+
 def test_a_step_that_a_resumed_run_wrote_anew_is_read_anew(tmp_path):
     folder = make_run(tmp_path / "run", steps=(1,))
     source = Source([folder.path])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Memory = dict[str, Any]  # an algorithm's state between steps: JSON, saved with every checkpoint
 FIRST = "first"  # the role of an attempt at the problem as it is: what evaluation would see
+CONSOLIDATED = "consolidated"  # the role of a row that was sampled after another prompt: it forms no group
 
 
 @dataclass(frozen=True, eq=False)

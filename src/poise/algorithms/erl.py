@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from poise._lib.errors import check_choice, check_range, short
-from poise.algorithms.base import Memory, Sample
+from poise.algorithms.base import CONSOLIDATED, FIRST, Memory, Sample
 from poise.algorithms.grpo import Grpo
 from poise.algorithms.reflections import (
     ASK,
@@ -146,7 +146,10 @@ class Erl:
         again = replace(sampler, max_prompt=None)
         second = again.play([sample.problem for sample in retried], _seed(seed, "second"), opening=opening)
         parts = zip(retried, reflections, advice, second, strict=True)
-        return {row: Retry(*part, shown.get(i)) for i, (row, part) in enumerate(zip(asked, parts, strict=True))}
+        return {
+            row: Retry(row % self.group + 1, *part, shown.get(i))
+            for i, (row, part) in enumerate(zip(asked, parts, strict=True))
+        }
 
     def _asking(self, sampler: Sampler) -> Sampler:
         """A sampler for reflections."""
@@ -193,14 +196,14 @@ class Erl:
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         """``first/…``, ``reflection/…``, ``second/…`` and ``consolidated/…`` of a step: see docs/erl.md."""
-        first = [sample for sample in samples if sample.role == "first"]
+        first = [sample for sample in samples if sample.role == FIRST]
         retried = [sample for sample in first if "readable" in sample.notes]
         judged = [sample for sample in retried if "second" in sample.notes]
         found = {"first/success": fmean(sample.score.correct for sample in first)}
         if self.reflection:
             found["second/retried"] = len(retried) / len(first)
             found["reflection/unasked"] = float(sum("unasked" in sample.notes for sample in first))
-            found["consolidated/rows"] = float(sum(sample.role == "consolidated" for sample in samples))
+            found["consolidated/rows"] = float(sum(sample.role == CONSOLIDATED for sample in samples))
             found["second/lone"] = float([*Counter(sample.group for sample in judged).values()].count(1))
         for name in ("readable", "shown", "length") if retried else ():
             found[f"reflection/{name}"] = fmean(sample.notes[name] for sample in retried)
@@ -213,9 +216,11 @@ class Erl:
 class Retry:
     """A failed attempt, the reflection on it, and the second attempt at its problem.
 
-    ``advice`` is None if the reflection cannot be read; ``opening`` is None if the second attempt began as the first.
+    ``number`` is that of the attempt in its group, from 1 on: all rows of a retry note it. ``advice`` is None if the
+    reflection cannot be read; ``opening`` is None if the second attempt began as the first.
     """
 
+    number: int
     first: Sample
     reflection: Sample
     advice: str | None
@@ -226,6 +231,7 @@ class Retry:
     def notes(self) -> dict[str, float]:
         """What became of the first attempt, in numbers."""
         found = {
+            "attempt": float(self.number),
             "readable": float(self.advice is not None),
             "shown": float(self.opening is not None),
             "length": float(self.reflection.own.sum()),
@@ -235,16 +241,17 @@ class Retry:
 
     def row(self, role: str) -> Sample:
         """The reflection with the score of the second attempt, or the second attempt as it was asked for."""
+        notes = {"attempt": float(self.number)}
         if role == "reflection":
-            return replace(self.reflection, role=role, score=self.second.score)
+            return replace(self.reflection, role=role, score=self.second.score, notes=notes)
         prompt = task_of(self.opening) if self.opening else self.second.problem.prompt
-        return replace(self.second, role=role, problem=replace(self.second.problem, prompt=prompt))
+        return replace(self.second, role=role, problem=replace(self.second.problem, prompt=prompt), notes=notes)
 
     def consolidated(self) -> Sample:
         """The second attempt as a response to the prompt of the first."""
         return replace(
-            self.second, role="consolidated", prompt=self.first.prompt, logp=None, entropy=None, sampler_logp=None,
-            advantage=float(self.second.score.correct),
+            self.second, role=CONSOLIDATED, prompt=self.first.prompt, logp=None, entropy=None, sampler_logp=None,
+            advantage=float(self.second.score.correct), notes={"attempt": float(self.number)},
         )  # fmt: skip
 
 

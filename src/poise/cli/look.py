@@ -120,7 +120,8 @@ def tokens(
             one = {name: values[begin:end] for name, values in arrays.items() if name != "start"}
             verdict = "correct" if record["correct"] else "wrong"
             verdict += "" if record.get("finished", True) else ", cut off"
-            rich.print(f"step {chosen}, response {i}: {verdict}, reward {record['reward']}; shaded by {by}")
+            role = f" ({visible(record['role'])})" if "role" in record else ""
+            rich.print(f"step {chosen}, response {i}{role}: {verdict}, reward {record['reward']}; shaded by {by}")
             rich.print(visible(record["prompt"]), style="dim")
             rich.print(shaded(one, texts, by, record.get("environment", [])))
             with Console(0) as console:

@@ -51,17 +51,18 @@ class NTHR(Regulator):
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """One phase; KL untouched. Reports the share of incorrect tokens flagged, and of groups scored.
 
+        A row that is alone has nothing to be compared with: it keeps its weight, and neither share counts it.
         ``tokens["nthr"]`` of the phase has s⁻ for the tokens of incorrect responses, NaN elsewhere.
         """
         assert batch.correct is not None
         # The host waits for a GPU here, once per forward pass of hidden states, and at the end; never per group.
         correct, lengths = torch.stack([batch.correct.long(), batch.lengths]).tolist()
-        groups = batch.group_members()
+        groups = [rows for rows in batch.group_members() if len(rows) > 1]
         scored = [group for rows in groups if (group := self._scorable(rows, correct, lengths))]
         weight = torch.ones_like(batch.mask, dtype=batch.dtype)
         score = torch.full_like(weight, torch.nan)
         n_flagged = self._fill(batch, scored, weight, score) if scored else 0
-        wrong_tokens = sum(length for length, is_correct in zip(lengths, correct, strict=True) if not is_correct)
+        wrong_tokens = sum(lengths[row] for rows in groups for row in rows if not correct[row])
         metrics = {"flagged_share": n_flagged / max(wrong_tokens, 1), "scored_share": len(scored) / max(len(groups), 1)}
         return [Phase.of(batch, weight, metrics=metrics, tokens={"nthr": score})]
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from poise.algorithms.base import FIRST
 from poise.runs.folder import RunFolder
 
 LAST_STEP = 10**12 - 1
@@ -121,8 +122,10 @@ def _check_record(record: dict[str, Any], name: str) -> None:
         for turn in turns
     )
     _check(usable, f"{name}: environment is not a list of numbers and texts")
+    _check(isinstance(record.get("role", FIRST), str), f"{name}: role is not a string")
+    _check(isinstance(record.get("notes", {}), dict), f"{name}: notes are not a group of numbers")
     for key in ("correct", "finished"):
         _check(isinstance(record[key], bool), f"{name}: {key} is neither true nor false")
-    for key, value in [("reward", record["reward"]), *record["parts"].items()]:
+    for key, value in [("reward", record["reward"]), *record["parts"].items(), *record.get("notes", {}).items()]:
         usable = value is None or (isinstance(value, int | float) and abs(value) < inf)
         _check(usable, f"{name}: {key} is not a number")

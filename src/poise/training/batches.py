@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from poise import advantages
 from poise._lib.transfer import send
-from poise.algorithms.base import Sample
-from poise.batch import TokenBatch
+from poise.algorithms.base import CONSOLIDATED, Sample
+from poise.batch import Phase, TokenBatch
 from poise.models.policy import Policy
 from poise.models.scoring import score_all
 from poise.rollout.types import Rollouts
@@ -127,13 +127,29 @@ def group_numbers(groups: Sequence[Hashable]) -> list[int]:
     ]
 
 
+def without_consolidated(
+    samples: Sequence[Sample], phases: Sequence[Phase], batch: TokenBatch
+) -> tuple[list[Phase], TokenBatch]:
+    """The phases and the batch for summaries of what was sampled."""
+    rows = [row for row, sample in enumerate(samples) if sample.role != CONSOLIDATED]
+    if not rows or len(rows) == len(samples):
+        return list(phases), batch
+    return [phase.rows(rows) for phase in phases], batch.rows(rows)
+
+
 def _advantages(samples: Sequence[Sample], rewards: Tensor, groups: Tensor, kind: str) -> Tensor:
-    """(B,) advantages: a sample's own one, or else normalised within its group."""
+    """(B,) advantages: a sample's own one, or else normalised within its group.
+
+    ``reinforce-pp`` knows no groups. It normalises over the rows of one role, since others play another game.
+    """
     preset = [sample.advantage for sample in samples]
-    rest = [row for row, value in enumerate(preset) if value is None]
-    if len(rest) == len(preset):
+    rest: dict[str, list[int]] = {}  # rows to normalise together
+    for row, sample in enumerate(samples):
+        if sample.advantage is None:
+            rest.setdefault(sample.role if kind == "reinforce-pp" else "", []).append(row)
+    if [len(rows) for rows in rest.values()] == [len(preset)]:
         return advantages.TABLE[kind](rewards, groups)
     values = torch.tensor([0.0 if value is None else value for value in preset], device=rewards.device)
-    if rest:
-        values[rest] = advantages.TABLE[kind](rewards[rest], groups[rest]).to(values.dtype)
+    for rows in rest.values():
+        values[rows] = advantages.TABLE[kind](rewards[rows], groups[rows]).to(values.dtype)
     return values

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
-from poise.algorithms import Sample
+from poise.algorithms.base import FIRST, Sample
 from poise.config.schema import Config
 from poise.runs.console import Console
 from poise.runs.folder import RunFolder
@@ -47,8 +47,8 @@ class Reporter:
             tracker.log(step, metrics)
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Show a few responses, chosen across the range of rewards."""
-        self._console.samples_table([shown(sample) for sample in samples])
+        """Show a few first attempts, chosen across the range of rewards."""
+        self._console.samples_table([shown(sample) for sample in samples if sample.role == FIRST])
 
     def stopped(self, resume: str) -> None:
         """Report that the run ends early; ``resume`` is the command that continues it."""

@@ -40,6 +40,8 @@ const curves = {
       ["Accuracy by difficulty", like(/^reward\/accuracy\//), "in training"],
       ["Held-out accuracy", like(/^eval\/[^/]+\/(avg@\d+|maj@\d+|greedy)$/)],
       ["Held-out accuracy by difficulty", like(/^eval\/[^/]+\/avg@\d+\/./)],
+      ["Success of first and second attempts", like(/^(first|second)\/success$/), "second attempts: of those who retried"],
+      ["Reflections", like(/^reflection\/(readable|shown)$/), "shares that could be read, and were shown"],
       ["Entropy", one("rollout/entropy"), "mean over tokens, in nats"],
       ["Response length", one("rollout/length"), "tokens"],
       ["Sampled tokens", like(/^tokens\/(?!total$)/), "per step, by all models and by each other than the policy"],

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poise.algorithms.base import FIRST
 from poise.reports.recorded import read_json, read_metrics, read_step
 from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
@@ -62,7 +63,7 @@ class Source:
             "x": self.x,
             "runs": [self._run(run) for run in range(len(self.folders))],
             "columns": ["run", "step", "row", "length", "reward", "correct", "finished", "difficulty", "problem",
-                        "prompt", "parts"],
+                        "prompt", "parts", "role", "notes"],
             "rows": rows,
             "prompts": list(prompts),
         }  # fmt: skip
@@ -112,7 +113,8 @@ class Source:
         prompt = prompts.setdefault(record["prompt"], len(prompts))
         return [
             run, step, i, record["length"], record["reward"], record["correct"], record["finished"],
-            record["difficulty"], record["problem"], prompt, record["parts"],
+            record["difficulty"], record["problem"], prompt, record["parts"], record.get("role", FIRST),
+            record.get("notes", {}),
         ]  # fmt: skip
 
     def _written(self, run: int, step: int) -> int:

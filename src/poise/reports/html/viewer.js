@@ -39,6 +39,7 @@ const viewer = {
         choice("Step", "step", values("step").map((s) => [s])),
         choice("Difficulty", "difficulty", values("difficulty").map((d) => [d])),
         choice("Verdict", "correct", [["true", "correct"], ["false", "wrong"]]),
+        values("role").length > 1 && choice("Role", "role", values("role").map((role) => [role])),
         limit("Reward from", "from"), limit("to", "to"),
         el("label", {}, "Search", el("input", { type: "search", id: "search", value: this.filter.text ?? "", placeholder: "in prompt and response",
           oninput: (e) => this.change("text", e.target.value) })),
@@ -62,7 +63,7 @@ const viewer = {
   async apply() {
     const f = this.filter, mine = ++this.search;
     const candidates = data.rows.filter((row) =>
-      ["run", "step", "difficulty", "correct"].every((name) => !f[name] || String(row[name]) === f[name]) &&
+      ["run", "step", "difficulty", "correct", "role"].every((name) => !f[name] || String(row[name]) === f[name]) &&
       (!f.from || row.reward >= Number(f.from)) && (!f.to || row.reward <= Number(f.to)));
     const wanted = (f.text || "").toLowerCase();
     if (!wanted) return this.found(candidates, candidates.length, candidates.length);
@@ -99,7 +100,7 @@ const viewer = {
       class: "item", role: "option", id: `row-${first + i}`, "aria-selected": String(this.same(row, this.selected)), style: { top: `${(first + i) * HEIGHT}px` },
       onclick: () => this.select(first + i) },
       el("b", { class: row.correct ? "right" : "wrong" }, row.correct ? "✓ " : "✗ "),
-      `${number(row.reward)} · step ${row.step} · ${row.length} tokens`,
+      `${number(row.reward)} · step ${row.step} · ${row.length} tokens`, row.role !== "first" && ` · ${row.role}`,
       el("small", {}, [data.runs.length > 1 && `${data.runs[row.run].name} · `, `${row.difficulty} · ${row.problem}`]))));
     if (this.selected) this.list.setAttribute("aria-activedescendant", `row-${this.shown.findIndex((row) => this.same(row, this.selected))}`);
   },
@@ -161,10 +162,20 @@ const viewer = {
     return el("section", { class: "card pane" },
       el("h3", {}, `${row.correct ? "Correct" : "Wrong"}, reward ${number(row.reward)}`),
       el("p", {}, `${data.runs[row.run].name} · step ${row.step} · response ${row.row} · ${row.length} tokens${row.finished ? "" : ", cut off"} · `, `${row.difficulty} · ${row.problem}`),
+      this.retry(row),
       el("details", { open: true }, el("summary", {}, "Prompt"), el("pre", { class: "prompt" }, data.prompts[row.prompt])),
       tokens,
       el("div", { class: "scale", style: { background: ramp } }), el("div", { class: "ends" }, el("span", {}, low), el("span", {}, `${this.shade}: ${shading.note}`), el("span", {}, high)),
-      el("details", { open: true }, el("summary", {}, "Parts of the score"), table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [k, v]), ["reward", row.reward]])));
+      el("details", { open: true }, el("summary", {}, "Parts of the score"), table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [k, v]), ["reward", row.reward]])),
+      Object.keys(row.notes).length > 0 && el("details", { open: true }, el("summary", {}, "Notes of the algorithm"), table(["note", "value"], Object.entries(row.notes))));
+  },
+
+  // The rows that one attempt led to, such as the reflection on it and the second attempt: a button for each.
+  retry(row) {
+    const key = ["run", "step", "problem"];
+    const mates = data.rows.filter((other) => row.notes.attempt !== undefined && other.notes.attempt === row.notes.attempt && key.every((name) => other[name] === row[name]));
+    return mates.length > 1 && el("p", { class: "bar", "aria-label": "The rows of this retry" }, mates.map((mate) =>
+      el("button", { type: "button", "aria-pressed": String(this.same(mate, row)), onclick: () => { this.selected = mate; this.token = -1; this.rows(); this.show(); } }, mate.role)));
   },
 
   facts(b, i) {
