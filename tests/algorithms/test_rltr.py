@@ -12,7 +12,9 @@ import torch
 from poise.algorithms import Rltr, get
 from poise.algorithms.prefixes import MARKS, answer_place, prefix, reasoning_tokens, whole_text
 from poise.algorithms.sampler import Sampler
+from poise.config.run_settings import to_diagnose
 from poise.models.policy import load_policy
+from poise.reports.diagnose import diagnose
 from poise.rollout.sampling import streams, uniform
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score, TaskError
@@ -21,7 +23,7 @@ from poise.training.records import Clock
 from support.command_line import poise
 from support.configs import problem
 from support.scripted import Scripted
-from support.small_runs import SMALL, command, parameters, run
+from support.small_runs import SHORT, SMALL, command, parameters, run
 from support.tiny_models import bytes_policy
 
 RIGHT = "<think>A is a knight.</think><answer>7</answer><|end|>"  # 7 tokens before the answer
@@ -376,3 +378,15 @@ def test_mistakes_are_answered_with_what_to_do(tmp_path):
         assert said.exit_code == 1
         assert re.search(message, said.stderr), said.stderr
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("short_evaluation")
+def test_a_run_with_it_can_be_diagnosed(tmp_path):
+    """Where the receiver is the model that the run started with, and the policy what the run made of it."""
+    made, _ = run(tmp_path, *TINY, *SHORT, "steps=1", "group=2", "lora.rank=2", "algorithm=rltr")
+    settings = to_diagnose(str(made.path), [])
+    folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
+    said = []
+    diagnose(settings, folder, methods=["grpo"], batches=1, warmup=1, say=said.append)
+    assert "the run's starting weights (embedded), frozen" in said[0]
+    assert all("transfer" in record["notes"] for record in folder.rollouts(1))

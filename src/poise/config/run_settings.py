@@ -44,6 +44,13 @@ def run_of(model: str) -> str | None:
     return next((str(folder) for folder in (place, *above) if is_run(str(folder))), None)
 
 
+def starting_model(model: str) -> str:
+    """The model with which the run of ``model`` started; ``model`` itself if no run made it."""
+    run = run_of(model)
+    named = None if run is None else RunFolder.open(run, resume=False).config.get("model")
+    return named if isinstance(named, str) else model
+
+
 def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool = True) -> Config:
     """The settings of the run in a folder, changed. Code that the run names is loaded only with ``trust``.
 

@@ -14,6 +14,7 @@ from poise._lib.user_code import blamed
 from poise.algorithms import Sample
 from poise.algorithms.sampler import Sampler
 from poise.batch import Phase, TokenBatch
+from poise.config.run_settings import starting_model
 from poise.config.schema import Config
 from poise.diagnostics.dominance import dominance
 from poise.diagnostics.intervals import Intervals
@@ -26,6 +27,7 @@ from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.tasks import Task, draw
 from poise.training.batches import stack, token_batch, with_verdict
+from poise.training.frozen import FrozenModels
 from poise.training.records import environment, response_records, token_arrays
 from poise.training.setup import arrive, build_sampler, steps_taken
 from poise.training.update import accumulate, clip
@@ -95,7 +97,9 @@ def diagnose(
     )  # fmt: skip
     policy.master_weights = MasterWeights(policy.model)
     check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
+    frozen = FrozenModels(config, policy, config.build_algorithm(), say, start=starting_model(config.model))
     sampler = build_sampler(config, policy, say, responses=config.prompts * config.group, task=task)
+    sampler = frozen.beside(sampler)
     arrive(sampler, config, steps_taken(config.model))
     optimizer = _warm_optimizer(sampler, config, warmup, say)
     results, suspects, cut_off = [], list[dict[str, Any]](), 0

@@ -69,6 +69,11 @@ class FrozenEngine:
     engine: Engine
     least: tuple[int, int]
 
+    @property
+    def policy(self) -> Policy:
+        """The model, which computes with the frozen weights while this engine samples."""
+        return self.frozen.policy
+
     def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
         """Sample a response to each request, in their order."""
         with self.frozen.active():
