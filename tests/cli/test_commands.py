@@ -239,6 +239,11 @@ def test_the_curves_of_a_run_over_any_axis(trained, tmp_path):
     assert "has no sampled tokens: choose another --x" in shown
 
 
+def test_the_report_of_a_comparison_is_its_page(tmp_path):
+    (tmp_path / "comparison.html").touch()
+    assert f"open {tmp_path}/comparison.html" in " ".join(fails("report", tmp_path).split())
+
+
 def test_the_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -54,6 +54,9 @@ def report(
     with _reading():
         if x not in AXES:
             fail(unknown("--x", x, AXES))
+        for run in map(Path, runs):
+            if (run / "comparison.html").is_file() and not (run / "config.json").exists():
+                fail(f"{run} is the folder of a comparison: open {run / 'comparison.html'}, or name runs in it")
         if watch:
             server = serve(runs, port, x=x)
             print(f"http://127.0.0.1:{server.server_port}  (stop with Ctrl-C)", flush=True)
