@@ -8,7 +8,7 @@ import poise
 ROOT = Path(poise.__file__).parent
 ROOMS = [  # from the ground up; what stands in one line may import each other
     ("_lib",),
-    ("lm_head", "batch", "objective", "advantages"),
+    ("lm_head", "batch", "objective", "surrogates", "advantages"),
     ("head", "influence", "regulators", "diagnostics"),
     ("rewards",),
     ("tasks",),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from poise import advantages, regulators, tasks, trainer
+from poise import advantages, regulators, surrogates, tasks, trainer
 from poise import config as configs
 from poise.config.schema import Config, LoraConfig
 from poise.models.policy import ModelError, load_policy
@@ -102,6 +102,23 @@ def test_every_regulator_trains(tmp_path, name, embedded):
     assert line["optim/steps"] <= len(weights)
     for phase, values in weights.items():
         assert line[f"reg/{phase}/weight_mean"] == pytest.approx(values.mean().item(), rel=1e-5)
+
+
+@pytest.mark.usefixtures("short_evaluation")
+@pytest.mark.parametrize("name", [*surrogates.TABLE])
+def test_every_surrogate_trains_with_lopti(tmp_path, name, embedded):
+    """Two phases of two mini-batches: from the second step on the ratio is not 1."""
+    settings = {"kl-cov": "(share=0.1)", "lp-reg": "(share=0.3)"}.get(name, "")
+    folder, _ = run(
+        tmp_path, f"objective.surrogate={name}{settings}", "regulator=lopti(threshold=0.9)", "steps=1", "group=8",
+        "optim.mini_batch=16", "optim.lr=1e-3",
+    )  # fmt: skip
+    assert moved(folder, embedded)
+    (line,) = folder.metrics()
+    assert line["optim/steps"] == 4
+    assert line["optim/drift"] > 0
+    assert bool(line.get("optim/chosen")) == bool(settings)
+    assert folder.config["objective"]["surrogate"] == name + settings
 
 
 ADVANTAGES = {

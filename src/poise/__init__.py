@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from poise import advantages, diagnostics, objective, regulators
+    from poise import advantages, diagnostics, objective, regulators, surrogates
     from poise.algorithms import algorithm
     from poise.batch import Phase, TokenBatch
     from poise.head import Head
@@ -31,12 +31,13 @@ __all__ = [
     "objective",
     "regulator",
     "regulators",
+    "surrogates",
     "task",
     "token_weights",
 ]
 
 # Imported on first use: the command line must set up the process before torch is imported (``poise.__main__``).
-_MODULES = ("advantages", "batch", "diagnostics", "head", "objective", "regulators")
+_MODULES = ("advantages", "batch", "diagnostics", "head", "objective", "regulators", "surrogates")
 _OWNERS = {
     "Head": "head", "Phase": "batch", "Regulator": "regulators", "TokenBatch": "batch",
     "algorithm": "algorithms", "regulator": "regulators", "task": "tasks", "token_weights": "regulators",

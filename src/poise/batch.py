@@ -45,6 +45,9 @@ class TokenBatch:
     hidden: Tensor | LazyHidden | None = None
     head: HeadLike | None = None  # (V, d) weight, a Head, or a callable hidden -> logits
     targets: Tensor | None = None  # (B, T) sampled token ids
+    # (B, T) log-probability under the old policy filtered by min-p and renormalised, for the surrogate lp-reg; −inf for
+    # tokens that the filter leaves out
+    min_p_logp: Tensor | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -230,7 +233,7 @@ def _check_shapes(batch: TokenBatch) -> None:
         integer = name in ("groups", "targets")
         if integer and (value.is_floating_point() or value.dtype == torch.bool or value.is_complex()):
             raise TypeError(f"TokenBatch: {name} must hold integers, got {value.dtype}")
-        real = name in (*_PER_TOKEN, "rewards", "advantages", "hidden")
+        real = name in (*_PER_TOKEN, "rewards", "advantages", "hidden", "min_p_logp")
         if real and not value.is_floating_point():
             raise TypeError(f"TokenBatch: {name} must be floating point, got {value.dtype}")
 
@@ -244,6 +247,8 @@ def _check_values(batch: TokenBatch) -> None:
         if isinstance(value, Tensor):
             finite = torch.isfinite(value) if value.dim() < 3 else torch.isfinite(value).all(-1)
             bad[name] = ~finite & (has_tokens if value.dim() == 1 else batch.mask)
+    if batch.min_p_logp is not None:
+        bad["min_p_logp"] = batch.mask & ~(batch.min_p_logp < torch.inf)
     head = as_head(batch.head) if batch.head is not None else None
     if batch.targets is not None:
         vocabulary = head.vocabulary if isinstance(head, Head) else torch.iinfo(torch.int64).max
@@ -254,5 +259,7 @@ def _check_values(batch: TokenBatch) -> None:
             index = tuple(flags.nonzero()[0].tolist())
             value = getattr(batch, name)[index]
             shown = value.item() if value.dim() == 0 else "not finite"
-            problem = "not a token of the vocabulary" if name == "targets" else "must be finite inside the mask"
+            problem = {
+                "targets": "not a token of the vocabulary", "min_p_logp": "must be a number or −inf inside the mask",
+            }.get(name, "must be finite inside the mask")  # fmt: skip
             raise ValueError(f"TokenBatch: {name}{list(index)} = {shown}: {problem}")

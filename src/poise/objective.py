@@ -1,4 +1,4 @@
-"""The policy objective: clipped surrogate, KL term, entropy bonus, and the average over tokens. Pure functions.
+"""The policy objective: surrogate, KL term, entropy bonus, and the average over tokens. Pure functions.
 
 One optimizer step uses one mini-batch, often in several micro-batches. Compute ``normalizer`` once per mini-batch and
 ``policy_loss`` once per micro-batch: the micro-batch losses *add up* to the mini-batch loss, however it is cut.
@@ -14,17 +14,22 @@ One optimizer step uses one mini-batch, often in several micro-batches. Compute 
 ...             loss, metrics = policy_loss(logp, mini.rows(jx), mini_phase.rows(jx), settings, normalizer=norm)
 ...             loss.backward()
 ...         optimizer.step()
+
+Three surrogates (gspo, kl-cov, lp-reg) need the current log-probabilities of the whole mini-batch first: take
+``survey(logp, mini, settings)`` without gradients beside ``normalizer``, and pass ``survey=taken.rows(jx)``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from poise._lib.errors import check_choice, check_range
 from poise.batch import Phase, TokenBatch
+from poise.surrogates import Clip, LpReg, Surrogate, Survey, Terms, clipped, k3, parse
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -32,7 +37,11 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the objective. Clips follow the AR/Lopti authors; their K&K runs add ``kl_coef=0.001``."""
+    """Settings of the objective. Clips follow the AR/Lopti authors; their K&K runs add ``kl_coef=0.001``.
+
+    ``surrogate`` is the policy term: a name of ``poise.surrogates.TABLE``, with its own settings in brackets, such as
+    ``"dppo(delta=0.2)"``; or a ``Surrogate``. ``clip_low``, ``clip_high`` and ``dual_clip`` are those of "clip" alone.
+    """
 
     clip_low: float = 0.20
     clip_high: float = 0.24
@@ -45,6 +54,7 @@ class Settings:
     importance_cap: float | None = (
         2.0  # upper bound of old / sampler probability, given sampler_logp; None: no correction
     )
+    surrogate: str | Surrogate = "clip"
 
     def __post_init__(self) -> None:
         check_range("objective", "clip_low", self.clip_low, 0.0, 1.0)
@@ -61,16 +71,35 @@ class Settings:
             raise ValueError(f"objective: max_length must be a whole number above 0, got {self.max_length!r}")
         if self.importance_cap is not None:
             check_range("objective", "importance_cap", self.importance_cap, 1e-6)
+        asked = self.rule.aggregation
+        if asked and self.aggregation not in (asked, Settings.aggregation):
+            raise ValueError(
+                f"objective: surrogate {self.surrogate!r} averages by {asked}, but aggregation is "
+                f"{self.aggregation!r}: leave one of them out; to keep the aggregation, give the surrogate the setting "
+                "sequence_mean=False"
+            )
+
+    @cached_property
+    def rule(self) -> Surrogate:
+        """The surrogate itself."""
+        if self.surrogate == "clip":
+            return Clip(self.clip_low, self.clip_high, self.dual_clip)
+        return self.surrogate if isinstance(self.surrogate, Surrogate) else parse(str(self.surrogate))
+
+    @property
+    def min_p(self) -> float | None:
+        """The filter of ``TokenBatch.min_p_logp``, if the surrogate reads that; else None."""
+        return self.rule.min_p if isinstance(self.rule, LpReg) else None
+
+    @property
+    def average(self) -> str:
+        """The aggregation in effect: the surrogate's own, or ``aggregation``."""
+        return self.rule.aggregation or self.aggregation
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, settings: Settings) -> Tensor:
     """The clipped surrogate of each token, to be maximised: ``min(r·A, clip(r)·A)``, and at least ``c·A`` for A < 0."""
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    value = torch.minimum(ratio * advantages, clipped * advantages)
-    if settings.dual_clip is not None:
-        value = torch.where(advantages < 0, torch.maximum(value, settings.dual_clip * advantages), value)
-    return value
+    return clipped(log_ratio, advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
 
 
 def kl_divergence(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
@@ -86,8 +115,7 @@ def kl_divergence(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
         return gap
     if kind == "k2":
         return 0.5 * gap.square()
-    gap = gap.clamp(-5, 5)
-    return (torch.expm1(-gap) + gap).clamp(-10, 10)
+    return k3(gap)
 
 
 def importance_weights(batch: TokenBatch, cap: float) -> Tensor:
@@ -112,48 +140,42 @@ def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
 
     Responses without tokens do not count.
     """
-    if settings.aggregation == "token-mean":
+    if settings.average == "token-mean":
         return batch.mask.sum().clamp(min=1)
     responses = (batch.lengths > 0).sum().clamp(min=1)
-    if settings.aggregation == "fixed-length" and settings.max_length:
+    if settings.average == "fixed-length" and settings.max_length:
         return responses * settings.max_length
     return responses
 
 
-@dataclass(frozen=True, eq=False)
-class Terms:
-    """Everything that a token's loss depends on, except its current log-probability and entropy.
+def survey(logp: Tensor, batch: TokenBatch, settings: Settings) -> Survey | None:
+    """What the surrogate needs to know of a whole mini-batch, or None if it needs nothing.
 
-    Each tensor is (B, T), or (n,) for selected tokens. The loss is a plain sum: the weights include the average.
+    ``logp`` (B, T) are the mini-batch's current log-probabilities. Values outside the mask may be anything.
     """
-
-    old_logp: Tensor
-    ref_logp: Tensor | None
-    advantages: Tensor
-    policy: Tensor  # weight of the surrogate
-    bonus: Tensor  # weight of the KL and entropy terms, before their coefficients
-    share: Tensor  # the token's share in an average over the mini-batch
-
-    def at(self, tokens: Tensor | slice, *, ref: bool = True) -> Terms:
-        """The terms of some tokens, by slice or by flat indices. ``ref=False`` drops ``ref_logp``."""
-        names = [item.name for item in fields(self) if ref or item.name != "ref_logp"]
-        present = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if isinstance(tokens, slice):
-            selected = [value[tokens] for value in present.values()]
-        else:  # stacked, so that a GPU launches one small kernel instead of six
-            selected = list(torch.stack([value.flatten() for value in present.values()])[:, tokens])
-        return Terms(**({"ref_logp": None} | dict(zip(present, selected, strict=True))))
-
-    def log_ratio(self, logp: Tensor) -> Tensor:
-        """log(current / old), 0 for tokens without weight. Selected with ``where``: multiplying gives 0 · inf = NaN."""
-        return torch.where(self.policy > 0, logp - self.old_logp, 0.0).clamp(-20, 20)
+    rule = settings.rule
+    if not rule.surveyed:
+        return None
+    for name in sorted(rule.needs):
+        if getattr(batch, name) is None:
+            raise ValueError(f"surrogate {settings.surrogate!r} needs TokenBatch.{name}, which this batch lacks")
+    logp = logp.detach().to(torch.promote_types(logp.dtype, torch.float32))
+    return rule.survey(torch.where(batch.mask, logp, 0.0), batch)
 
 
-def terms(batch: TokenBatch, phase: Phase, settings: Settings, normalizer: Tensor | float, dtype: torch.dtype) -> Terms:
+def terms(
+    batch: TokenBatch,
+    phase: Phase,
+    settings: Settings,
+    normalizer: Tensor | float,
+    dtype: torch.dtype,
+    survey: Survey | None = None,
+) -> Terms:
     """The ``Terms`` of every token of a micro-batch."""
     _check_phase(batch, phase)
+    _check_survey(batch, settings, survey)
     share = batch.mask.to(dtype) / normalizer
-    if settings.aggregation == "seq-mean-token-mean":
+    if settings.average == "seq-mean-token-mean":
         share = share / batch.lengths.clamp(min=1)[:, None]
     policy = phase.policy.to(dtype) * share
     if batch.sampler_logp is not None and settings.importance_cap is not None:
@@ -165,12 +187,13 @@ def terms(batch: TokenBatch, phase: Phase, settings: Settings, normalizer: Tenso
         policy=policy,
         bonus=phase.kl.to(dtype) * share,
         share=share,
+        **({} if survey is None else {n: v.to(dtype) for n, v in vars(survey).items() if v is not None}),
     )
 
 
 def token_losses(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings) -> dict[str, Tensor]:
     """Each token's loss by term: "policy", plus "kl" and "entropy" where their coefficient is not 0."""
-    losses = {"policy": -surrogate(parts.log_ratio(logp), parts.advantages, settings) * parts.policy}
+    losses = {"policy": -settings.rule.value(logp, parts) * parts.policy}
     weighted = parts.bonus > 0
     if settings.kl_coef and parts.ref_logp is not None:
         gap = torch.where(weighted, logp - parts.ref_logp, 0.0)
@@ -188,18 +211,20 @@ def policy_loss(
     *,
     normalizer: Tensor | float,
     entropy: Tensor | None = None,
+    survey: Survey | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a micro-batch, and its metrics.
 
     ``logp`` (B, T) are the current log-probabilities of the sampled tokens, with gradients. ``entropy`` (B, T) are the
-    current entropies, needed for an entropy bonus. Values outside the mask may be anything. Loss and metrics are this
-    micro-batch's share: sum them over the mini-batch. Metrics are averaged like the loss (with token-mean,
-    ``optim/clip_high`` is a share of the tokens) and stay on the device. ``poise.head.policy_loss`` computes the same
-    loss from hidden states and never holds the logits of all tokens.
+    current entropies, needed for an entropy bonus. ``survey`` are these rows of what the function ``survey`` returned,
+    for surrogates that need it. Values outside the mask may be anything. Loss and metrics are this micro-batch's share:
+    sum them over the mini-batch. Metrics are averaged like the loss (with token-mean, ``optim/clip_high`` is a share of
+    the tokens) and stay on the device. ``poise.head.policy_loss`` computes the same loss from hidden states and never
+    holds the logits of all tokens.
     """
     settings = settings or Settings()
     _check_inputs(logp, batch, settings, entropy)
-    parts = terms(batch, phase, settings, normalizer, torch.promote_types(logp.dtype, torch.float32))
+    parts = terms(batch, phase, settings, normalizer, torch.promote_types(logp.dtype, torch.float32), survey)
     dtype = parts.share.dtype
     return loss_and_metrics(logp.to(dtype), None if entropy is None else entropy.to(dtype), parts, settings)
 
@@ -211,11 +236,11 @@ def loss_and_metrics(
     losses = {name: values.sum() for name, values in token_losses(logp, entropy, parts, settings).items()}
     loss = torch.stack(list(losses.values())).sum() if len(losses) > 1 else losses["policy"]
     with torch.no_grad():
-        log_ratio = parts.log_ratio(logp)
-        ratio, weighted = log_ratio.exp(), parts.bonus > 0
+        log_ratio, weighted = parts.log_ratio(logp), parts.bonus > 0
+        low, high = settings.rule.held(logp, parts)
         metrics = {
-            "optim/clip_low": (ratio < 1 - settings.clip_low) & (parts.advantages < 0),
-            "optim/clip_high": (ratio > 1 + settings.clip_high) & (parts.advantages > 0),
+            "optim/clip_low": low,
+            "optim/clip_high": high,
             "optim/drift": torch.expm1(log_ratio) - log_ratio,
         }
         if parts.ref_logp is not None:
@@ -223,7 +248,7 @@ def loss_and_metrics(
             metrics["optim/kl"] = kl_divergence(gap, torch.zeros_like(gap), settings.kl)
         if entropy is not None:
             metrics["optim/entropy"] = torch.where(weighted, entropy, 0.0)
-        values = torch.stack([per_token.flatten().to(ratio.dtype) for per_token in metrics.values()])
+        values = torch.stack([per_token.flatten().to(log_ratio.dtype) for per_token in metrics.values()])
         averages = (values * parts.share.flatten()).sum(1)  # not a matrix product: autocast would round it
     return loss, {
         "optim/loss": loss.detach(),
@@ -236,6 +261,18 @@ def _check_phase(batch: TokenBatch, phase: Phase) -> None:
     if phase.policy.shape != batch.mask.shape or phase.kl.shape != batch.mask.shape:
         shapes = f"{tuple(phase.policy.shape)} and a batch of {tuple(batch.mask.shape)}"
         raise ValueError(f"a phase of {shapes} do not belong together: cut both with the same rows(ix)")
+
+
+def _check_survey(batch: TokenBatch, settings: Settings, survey: Survey | None) -> None:
+    if settings.rule.surveyed and survey is None:
+        raise ValueError(
+            f"surrogate {settings.surrogate!r} needs to know the whole mini-batch: take objective.survey(logp, batch, "
+            "settings) once per mini-batch, without gradients, and pass its rows as survey="
+        )
+    for value in vars(survey).values() if survey is not None else ():
+        if value is not None and value.shape != batch.mask.shape:
+            shapes = f"{tuple(value.shape)} and a batch of {tuple(batch.mask.shape)}"
+            raise ValueError(f"a survey of {shapes} do not belong together: cut both with the same rows(ix)")
 
 
 def _check_inputs(logp: Tensor, batch: TokenBatch, settings: Settings, entropy: Tensor | None) -> None:

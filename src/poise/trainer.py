@@ -247,6 +247,7 @@ class Trainer:
             samples, rollouts, self.policy, advantage=config.advantage, temperature=temperature,
             recompute=config.rollout.old_logp == "recomputed", hidden="hidden" in self.regulator.needs,
             reference=self._reference_logp if config.objective.kl_coef else None, micro_tokens=micro_tokens,
+            min_p=self.settings.min_p,
         )  # fmt: skip
 
     def _reference_logp(self, rollouts: Rollouts) -> Tensor:

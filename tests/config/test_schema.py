@@ -22,7 +22,8 @@ def test_the_objective_mirrors_its_settings():
     assert list(ObjectiveConfig.model_fields) == list(theirs)
     assert ObjectiveConfig().settings() == objective.Settings()
     changed = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": None, "kl": "k2", "kl_coef": 0.1, "entropy_coef": 0.01,
-               "aggregation": "fixed-length", "max_length": 7, "importance_cap": None}  # fmt: skip
+               "aggregation": "fixed-length", "max_length": 7, "importance_cap": None,
+               "surrogate": "cispo"}  # fmt: skip
     assert set(changed) == set(theirs)
     assert ObjectiveConfig(**changed).settings() == objective.Settings(**changed)
 

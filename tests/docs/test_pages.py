@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from poise import TokenBatch, regulators
+from poise import TokenBatch, regulators, surrogates
 from poise.config.schema import Config
 from support.pages import ROOT, snippets
 
@@ -70,10 +70,16 @@ def test_the_detectable_differences_of_the_compare_page():
         assert [float("inf" if text == "none" else text) for text in written] == pytest.approx(found, abs=0.006)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/papers.md"], ids=lambda page: page.name)
-def test_every_regulator_is_in_the_tables(page):
-    named = set(re.findall(r"(?m)^\| `([\w-]+)` \|", page.read_text()))
-    assert named == set(regulators.TABLE)
+@pytest.mark.parametrize(
+    ("page", "methods"),
+    [
+        ("README.md", [*regulators.TABLE]),
+        ("docs/papers.md", [*regulators.TABLE, *surrogates.TABLE]),
+        ("docs/surrogates.md", [*surrogates.TABLE]),
+    ],
+)
+def test_every_method_is_in_the_tables(page, methods):
+    assert re.findall(r"(?m)^\| `([\w-]+)` \|", (ROOT / page).read_text()) == methods
 
 
 def test_links_lead_somewhere():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from poise import Head, Phase, TokenBatch, objective, regulators
-from poise.head import policy_loss, token_logp
+from poise import Head, Phase, TokenBatch, objective, regulators, surrogates
+from poise.head import kernels, policy_loss, token_logp
 from poise.objective import AGGREGATIONS, KL_ESTIMATORS, Settings
-from support.heads import HEADS, error, fused, gradients, plain, problem
+from support.heads import HEADS, SURROGATES, error, fused, gradients, plain, problem
 
 
 def moved(batch: TokenBatch, dtype: torch.dtype | None = None) -> TokenBatch:
@@ -66,6 +67,41 @@ def test_every_regulator_and_aggregation(name: str, aggregation: str, kl: str) -
         )
         for mine, reference in zip(found, expected, strict=True):
             assert error(mine, reference) < 1e-5
+
+
+@pytest.mark.parametrize("far", [0.0, 2.0, 8.0])
+@pytest.mark.parametrize("name", SURROGATES)
+def test_every_surrogate(name: str, far: float) -> None:
+    """Loss, metrics and gradients, near the old policy and far from it."""
+    settings = Settings(surrogate=SURROGATES[name], kl_coef=0.05, entropy_coef=0.02)
+    assert kernels.supports(settings.rule)
+    hidden, head, batch = on_gpu(torch.float32, rows=32, width=40)
+    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(5)).cuda()
+    batch = replace(batch, old_logp=(batch.old_logp + far * noise).clamp(max=0))
+    twin, twin_head = exact(hidden, head)
+    for phase in regulators.parse("ar | lopti")(batch):
+        found = fused(hidden, head, batch, phase, settings, memory=7 * 50 * 4)
+        expected = plain(twin, twin_head, batch, phase, settings)
+        for metric, value in found[1].items():
+            torch.testing.assert_close(value.double(), expected[1][metric], rtol=1e-5, atol=1e-5, msg=metric)
+        ours, theirs = gradients(found[0], hidden, head), gradients(expected[0], twin, twin_head)
+        for mine, reference in zip(ours, theirs, strict=True):
+            assert error(mine, reference) < 2e-5
+
+
+def test_a_surrogate_of_ones_own_is_left_to_plain_torch() -> None:
+    class Linear(surrogates.Surrogate):
+        def value(self, logp: Tensor, parts: surrogates.Terms) -> Tensor:
+            return parts.log_ratio(logp) * parts.advantages
+
+    settings = Settings(surrogate=Linear(), kl_coef=0.05)
+    assert not kernels.supports(settings.rule)
+    hidden, head, batch = on_gpu(torch.float32)
+    twin, twin_head = exact(hidden, head)
+    ours = gradients(fused(hidden, head, batch, Phase.of(batch), settings)[0], hidden, head)
+    theirs = gradients(plain(twin, twin_head, batch, Phase.of(batch), settings)[0], twin, twin_head)
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert error(mine, reference) < 1e-5
 
 
 @pytest.mark.parametrize("far", [0.5, 3.0, 8.0])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from poise import Head, Phase, objective, regulators
-from poise.head import policy_loss, token_logp
+from poise.head import loss, min_p_logp, policy_loss, rows, token_logp
 from poise.objective import AGGREGATIONS, KL_ESTIMATORS, Settings
-from support.heads import HEADS, D, V, assert_same, error, fused, gradients, plain, problem
+from poise.surrogates import Clip, Sapo
+from support.heads import HEADS, SURROGATES, D, V, assert_same, error, fused, gradients, plain, problem
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -33,6 +36,51 @@ def test_every_regulator_and_aggregation(name: str, aggregation: str, kl: str) -
     for phase in regulators.parse(name)(batch):
         found, expected = (way(hidden, head, batch, phase, settings) for way in (fused, plain))
         assert_same(found, expected, hidden, head, 1e-11)
+
+
+@pytest.mark.parametrize("far", [0.0, 2.0])
+@pytest.mark.parametrize("memory", [None, 7 * V * 8])
+@pytest.mark.parametrize("name", SURROGATES)
+def test_every_surrogate(name: str, memory: int | None, far: float) -> None:
+    settings = Settings(surrogate=SURROGATES[name], kl_coef=0.05, entropy_coef=0.02)
+    hidden, head, batch = problem(seed=3, rows=16)
+    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    batch = replace(batch, old_logp=(batch.old_logp + far * noise).clamp(max=0))
+    for phase in regulators.parse("ar | lopti")(batch):
+        found = fused(hidden, head, batch, phase, settings, memory=memory)
+        assert_same(found, plain(hidden, head, batch, phase, settings), hidden, head, 1e-11)
+
+
+def test_a_surrogate_that_needs_a_survey_is_refused_without_one() -> None:
+    hidden, head, batch = problem()
+    with pytest.raises(ValueError, match="survey="):
+        policy_loss(hidden, batch, Phase.of(batch), Settings(surrogate="gspo"), normalizer=1.0, head=head)
+
+
+def test_a_kernel_without_the_surrogate_leaves_it_to_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels compute what they have; a surrogate of one's own must not come out as another."""
+    kernels = SimpleNamespace(supports=lambda rule: isinstance(rule, Clip))
+    monkeypatch.setitem(sys.modules, "poise.head.kernels", kernels)
+    monkeypatch.setattr("poise.head.kernels", kernels, raising=False)
+    monkeypatch.setattr("poise._lib.triton.suits", lambda _: True)
+    states = torch.zeros(1)
+    assert loss._row_pass(states, Clip()) is kernels
+    assert loss._row_pass(states, Sapo()) is rows
+    assert loss._row_pass(states) is kernels
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_min_p(kind: str) -> None:
+    """Against the definition; the likeliest word is always kept, and the kept words' probabilities add up to 1."""
+    hidden, head, batch = problem(**HEADS[kind])
+    states, targets = hidden.flatten(0, 1), batch.targets.flatten()
+    probs = head(states).softmax(-1)
+    kept = probs * (probs >= 0.1 * probs.amax(-1, keepdim=True))
+    expected = (kept / kept.sum(-1, keepdim=True)).log().gather(1, targets[:, None])[:, 0]
+    assert expected.isneginf().any()
+    assert (expected > -3).any()
+    torch.testing.assert_close(min_p_logp(states, targets, head, 0.1, memory=7 * V * 8), expected)
+    torch.testing.assert_close(min_p_logp(states, targets, head, 1e-40), token_logp(states, targets, head)[0])
 
 
 def test_sampler_correction_is_applied() -> None:

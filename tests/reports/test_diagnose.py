@@ -1,6 +1,7 @@
 """``poise diagnose``, ``poise report`` and ``poise tokens``, as a person calls them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from poise.models.policy import load_policy
 from poise.reports.diagnose import PolicyLoop, diagnose, sample
 from poise.reports.terminal import SHADES, extremes, shaded
 from poise.runs.folder import RunFolder
+from support.heads import SURROGATES
 from support.run_folders import WORDS, make_run, response
 from support.twice import Twice
 
@@ -48,6 +50,32 @@ def embedded():
             seed=2,
         ),
     )
+
+
+@pytest.mark.parametrize("text", SURROGATES.values())
+def test_the_surrogate_is_the_configs(embedded, text):
+    """Off policy, where surrogates differ: the gradient that diagnose measures is that of the objective."""
+    policy, settings, sampled = embedded
+    objective = settings.objective.model_copy(update={"surrogate": text})
+    g = torch.Generator().manual_seed(0)
+    old = sampled.batch.old_logp + 0.3 * torch.randn(sampled.batch.mask.shape, generator=g)
+    batch = replace(sampled.batch, old_logp=old.clamp(max=0), min_p_logp=sampled.batch.old_logp + 0.3)
+    loop = PolicyLoop(policy, settings.model_copy(update={"objective": objective}), replace(sampled, batch=batch))
+    plain = ForwardLoop(batch, loop.parameters, lambda: policy.score(sampled.rollouts)[0], loop.settings)
+    phase = Phase.of(batch)
+    for ours, expected in zip(gradient_of(loop, phase), gradient_of(plain, phase), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_lp_reg_gets_its_filtered_policy(embedded):
+    policy, settings, _ = embedded
+    objective = settings.objective.model_copy(update={"surrogate": "lp-reg(min_p=0.3)"})
+    changed = settings.model_copy(update={"objective": objective})
+    sampler = Sampler(policy, CachedEngine(policy), settings.task.build(), max_tokens=20)
+    batch = sample(sampler, changed, seed=2).batch
+    kept = batch.mask & batch.min_p_logp.isfinite()
+    assert (batch.mask & ~kept).any()
+    assert (batch.min_p_logp[kept] >= batch.old_logp[kept] - 1e-5).all()
 
 
 def test_the_trainers_gradient_is_that_of_the_objective(embedded):

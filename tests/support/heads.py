@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 
 from poise import Head, Phase, TokenBatch, objective
-from poise.head import policy_loss
+from poise.head import policy_loss, token_logp
 from poise.objective import Settings
 
 D, V = 16, 50
+SURROGATES = {  # by name, with settings of which every branch occurs in ``problem``
+    "clip": "clip",
+    "cispo": "cispo(low=0.8, high=1.2)",
+    "gspo": "gspo(clip_low=0.02, clip_high=0.02)",
+    "sapo": "sapo",
+    "dppo": "dppo(delta=0.02, cap=1.1, square=0.01)",
+    "kl-cov": "kl-cov(share=0.2)",
+    "lp-reg": "lp-reg(share=0.5, clip_high=0.2)",
+}
 HEADS = {
     "plain": {},
     "temperature": {"temperature": 0.7},
@@ -51,6 +60,7 @@ def problem(
         hidden=hidden.to(dtype),
         head=head,
         targets=targets.view(rows, width),
+        min_p_logp=(logp + 0.2 + 0.3 * torch.rand(rows, width, generator=generator)).to(dtype),
     )
     return hidden.to(dtype).requires_grad_(), head, batch
 
@@ -63,14 +73,19 @@ def plain(hidden: Tensor, head: Head, batch: TokenBatch, phase: Phase, settings:
     entropy = -(logs.exp() * logs).sum(-1)
     return objective.policy_loss(
         logp, batch, phase, settings, normalizer=objective.normalizer(batch, settings),
-        entropy=entropy if settings.entropy_coef else None,
+        entropy=entropy if settings.entropy_coef else None, survey=objective.survey(logp, batch, settings),
     )  # fmt: skip
 
 
 def fused(hidden: Tensor, head: Head, batch: TokenBatch, phase: Phase, settings: Settings, **kw: Any) -> Any:
-    """The loss from hidden states, without all logits at once."""
+    """The loss from hidden states, without all logits at once. A survey comes from ``token_logp``."""
+    taken = None
+    if settings.rule.surveyed:
+        assert batch.targets is not None
+        logp, _ = token_logp(hidden.detach().flatten(0, 1), batch.targets.flatten(), head)
+        taken = objective.survey(logp.view(batch.mask.shape), batch, settings)
     return policy_loss(
-        hidden, batch, phase, settings, normalizer=objective.normalizer(batch, settings), head=head, **kw
+        hidden, batch, phase, settings, normalizer=objective.normalizer(batch, settings), head=head, survey=taken, **kw
     )
 
 

@@ -1,15 +1,18 @@
 """The update: what is run through the model, in how many passes, and what happens when memory runs out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise import Phase, TokenBatch
+from poise import Phase, TokenBatch, regulators
 from poise.models.memory import OutOfMemoryError
-from poise.models.scoring import score_all
+from poise.models.scoring import score_all, score_min_p
 from poise.objective import Settings
 from poise.training.update import mini_batches, update
+from support.heads import SURROGATES
 from support.tiny_models import exact, prompts, responses, tiny
 
 SHAPE = [[7, 1, 12, 3], [1, 1], [20, 2, 5], [4, 4, 4, 4, 4], [9]]
@@ -47,6 +50,37 @@ def test_the_size_of_a_pass_changes_nothing(name):
         assert_same(after(make(name), micro_tokens=tokens), whole)
     policy, _, rollouts, _ = make(name)
     torch.testing.assert_close(score_all(policy, rollouts, 1.0, 30), score_all(policy, rollouts, 1.0, 10**6))
+
+
+@pytest.mark.parametrize("text", SURROGATES.values())
+def test_the_size_of_a_pass_changes_nothing_with_any_surrogate(text):
+    """Two phases and two mini-batches: ratios move, and choices are the mini-batch's, however it is cut."""
+    results = []
+    for tokens in (10**6, 30):
+        policy, optimizer, rollouts, batch = make()
+        optimizer.param_groups[0]["lr"] = 0.1
+        batch = replace(batch, min_p_logp=score_min_p(policy, rollouts, 1.0, 0.02, tokens).double())
+        phases = regulators.parse("random-split(share=0.5)")(batch)
+        settings = Settings(surrogate=text, kl_coef=0.0)
+        metrics = update(
+            policy, optimizer, rollouts, batch, phases, settings, mini_batch=8, micro_tokens=tokens, grad_clip=1e9
+        )
+        assert metrics["optim/steps"] == 4
+        assert ("optim/chosen" in metrics) == text.startswith(("kl-cov", "lp-reg"))
+        results.append((metrics, {n: p.detach().clone() for n, p in policy.model.named_parameters()}))
+    assert_same(*results)
+
+
+def test_scoring_by_min_p_is_the_distribution_without_its_tail():
+    policy, _, rollouts, batch = make()
+    logp = score_all(policy, rollouts, 0.7)[0]
+    filtered = score_min_p(policy, rollouts, 0.7, 0.05, 40)
+    kept = batch.mask & filtered.isfinite()
+    assert kept.any()
+    assert (batch.mask & filtered.isneginf()).any()
+    assert (filtered[kept] >= logp[kept] - 1e-5).all()  # the kept ones gain
+    assert logp[kept].min() > logp[batch.mask & ~kept].min()
+    assert not filtered[~batch.mask].any()
 
 
 def passes(policy):

@@ -114,6 +114,8 @@ class ObjectiveConfig(Group):
     aggregation: str = Settings.aggregation
     max_length: Whole | None = Settings.max_length
     importance_cap: Real | None = Settings.importance_cap
+    # The policy term: clip, cispo, gspo, sapo, dppo, kl-cov or lp-reg; settings in brackets, such as dppo(delta=0.2)
+    surrogate: Text = "clip"
 
     def settings(self) -> Settings:
         """The settings as the objective takes them."""
@@ -123,7 +125,7 @@ class ObjectiveConfig(Group):
     def _in_range(self) -> Self:
         try:
             self.settings()
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(str(error).removeprefix("objective: ")) from None
         return self
 

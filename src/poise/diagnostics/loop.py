@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from poise.batch import Phase, TokenBatch
-from poise.objective import Settings, active, normalizer, policy_loss
+from poise.objective import Settings, active, normalizer, policy_loss, survey
 
 
 class Loop(Protocol):
@@ -51,8 +51,9 @@ class ForwardLoop:
         """One backward pass."""
         for parameter in self.parameters:
             parameter.grad = None
-        norm = normalizer(self.batch, self.settings)
-        policy_loss(self.forward(), self.batch, phase, self.settings, normalizer=norm)[0].backward()
+        logp, norm = self.forward(), normalizer(self.batch, self.settings)
+        taken = survey(logp, self.batch, self.settings)
+        policy_loss(logp, self.batch, phase, self.settings, normalizer=norm, survey=taken)[0].backward()
 
     @torch.no_grad()
     def logp(self) -> Tensor:

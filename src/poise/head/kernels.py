@@ -15,10 +15,12 @@ from torch import Tensor
 from poise._lib.logit_kernels import LOG2E, NEVER, finished
 from poise.head.rows import TALLY
 from poise.lm_head import Head
-from poise.objective import KL_ESTIMATORS, Settings, Terms
+from poise.objective import KL_ESTIMATORS, Settings
+from poise.surrogates import Cispo, Clip, Dppo, Gspo, KlCov, LpReg, Sapo, Surrogate, Terms
 
 COLUMNS = tl.constexpr(len(TALLY))
 STATISTICS, OBJECTIVE, UPSTREAM = 0, 1, 2  # a pass computes logp and entropy, or one of two gradients
+SURROGATES = (Clip, Cispo, Gspo, Sapo, Dppo, KlCov, LpReg)  # a surrogate's place here is its number in the kernel
 
 
 @triton.jit
@@ -35,23 +37,78 @@ def _excess(x):
 
 
 @triton.jit
+def _clipped(ratio, advantage, low, high, dual):
+    """The clipped value, its derivative by log r, and whether the ratio is held below or above."""
+    rising = (advantage > 0) & (ratio <= 1 + high)
+    falling = (advantage < 0) & (ratio >= 1 - low) & (ratio <= dual)
+    slope = tl.where(rising | falling, advantage * ratio, 0.0)
+    clipped = tl.minimum(tl.maximum(ratio, 1 - low), 1 + high)
+    value = tl.minimum(ratio * advantage, clipped * advantage)
+    value = tl.where(advantage < 0, tl.maximum(value, dual * advantage), value)
+    return value, slope, (ratio < 1 - low) & (advantage < 0), (ratio > 1 + high) & (advantage > 0)
+
+
+@triton.jit
+def _pull(gap):
+    """k3 of a gap to a target, and its derivative by the gap."""
+    near = tl.minimum(tl.maximum(gap, -5.0), 5.0)
+    inverse = tl.exp(-near)
+    slope = tl.where((tl.abs(gap) <= 5) & (inverse - 1 + gap <= 10), 1 - inverse, 0.0)
+    return tl.minimum(_excess(-near), 10.0), slope
+
+
+@triton.jit
+def _surrogate(logp, row, held, old, advantage, sequence, chosen, target, a, b, c, SURROGATE: tl.constexpr):
+    """The surrogate's value, its derivative by the log-probability, and whether the ratio is held below or above.
+
+    ``a``, ``b`` and ``c`` are the surrogate's settings (``_constants``). ``held`` is the log-ratio within ±20.
+    """
+    ratio = tl.exp(held)
+    low, high = ratio < 0, ratio < 0
+    if SURROGATE == 1:  # cispo
+        value = tl.minimum(tl.maximum(ratio, a), b) * advantage
+        slope, low, high = value, ratio < a, ratio > b
+    elif SURROGATE == 2:  # gspo
+        value, slope, low, high = _clipped(tl.exp(tl.load(sequence + row)), advantage, a, b, c)
+    elif SURROGATE == 3:  # sapo
+        tau = tl.where(advantage > 0, a, b)
+        shut = tl.exp(-tau * (ratio - 1))
+        gate = 1 / (1 + shut)
+        value, slope = advantage * 4 / tau * gate, advantage * 4 * gate * gate * shut * ratio
+    elif SURROGATE == 4:  # dppo
+        change = tl.exp(old) * (ratio - 1)
+        low, high = (change < -a) & (advantage < 0), (change > a) & (advantage > 0)
+        slope = tl.where(low | high, 0.0, tl.minimum(ratio, b) * advantage)
+        square = tl.where(advantage != 0, c, 0.0)
+        value, slope = slope - square * held * held, slope - 2 * square * held
+    elif SURROGATE == 5:  # kl-cov
+        penalty = a * tl.load(chosen + row)
+        sign = tl.where(held > 0, 1.0, tl.where(held < 0, -1.0, 0.0))
+        value, slope = ratio * advantage - penalty * tl.abs(held), ratio * advantage - penalty * sign
+    elif SURROGATE == 6:  # lp-reg
+        value, slope, low, high = _clipped(ratio, advantage, a, b, float("inf"))
+        penalty = c * tl.load(chosen + row)
+        distance, pull = _pull(tl.where(penalty > 0, logp - tl.load(target + row), 0.0))
+        value, slope = value - penalty * distance, slope - penalty * pull
+    else:
+        value, slope, low, high = _clipped(ratio, advantage, a, b, c)
+    return value, slope, low, high
+
+
+@triton.jit
 def _objective(
-    logp, row, old, ref, advantages, policy, bonus, clip_low, clip_high, dual_clip, kl_coef, KL: tl.constexpr
+    logp, row, old, ref, advantages, policy, bonus, sequence, chosen, target, a, b, c, kl_coef,
+    KL: tl.constexpr, SURROGATE: tl.constexpr,
 ):  # fmt: skip
     """The token's loss without entropy, its derivative with respect to the log-probability, and its parts."""
-    advantage, weight = tl.load(advantages + row), tl.load(policy + row)
-    gap = tl.where(weight > 0, logp - tl.load(old + row), 0.0)
+    advantage, weight, old_logp = tl.load(advantages + row), tl.load(policy + row), tl.load(old + row)
+    gap = tl.where(weight > 0, logp - old_logp, 0.0)
     held = tl.minimum(tl.maximum(gap, -20.0), 20.0)
-    ratio = tl.exp(held)
-    rising = (advantage > 0) & (ratio <= 1 + clip_high)
-    falling = (advantage < 0) & (ratio >= 1 - clip_low) & (ratio <= dual_clip)
-    moves = (weight > 0) & (tl.abs(gap) <= 20) & (rising | falling)
-    slope = tl.where(moves, -weight * advantage * ratio, 0.0)
-    clipped = tl.minimum(tl.maximum(ratio, 1 - clip_low), 1 + clip_high)
-    value = tl.minimum(ratio * advantage, clipped * advantage)
-    value = tl.where(advantage < 0, tl.maximum(value, dual_clip * advantage), value)
-    low = tl.where((ratio < 1 - clip_low) & (advantage < 0), 1.0, 0.0)
-    high = tl.where((ratio > 1 + clip_high) & (advantage > 0), 1.0, 0.0)
+    value, slope, low, high = _surrogate(
+        logp, row, held, old_logp, advantage, sequence, chosen, target, a, b, c, SURROGATE
+    )  # fmt: skip
+    moves = (weight > 0) & (tl.abs(gap) <= 20)
+    slope = tl.where(moves, -weight * slope, 0.0)
     kl = 0.0
     of_policy = -weight * value
     loss = of_policy
@@ -63,12 +120,10 @@ def _objective(
         elif KL == 1:
             kl, pull = 0.5 * gap * gap, gap
         else:
-            near = tl.minimum(tl.maximum(gap, -5.0), 5.0)
-            kl, inverse = tl.minimum(_excess(-near), 10.0), tl.exp(-near)
-            pull = tl.where((tl.abs(gap) <= 5) & (inverse - 1 + gap <= 10), 1 - inverse, 0.0)
+            kl, pull = _pull(gap)
         slope += kl_coef * share * pull
         loss += kl_coef * share * kl
-    return loss, slope, of_policy, low, high, _excess(held), kl
+    return loss, slope, of_policy, tl.where(low, 1.0, 0.0), tl.where(high, 1.0, 0.0), _excess(held), kl
 
 
 @triton.jit
@@ -128,10 +183,10 @@ def _row_gradient(
 @triton.jit
 def _row_kernel(
     logits, stride, vocabulary, targets, bias, logp_out, entropy_out, tally,
-    old, ref, advantages, policy, bonus, share, grad_logp, grad_entropy,
-    scale, softcap, inverse_temperature, clip_low, clip_high, dual_clip, kl_coef, entropy_coef,
-    MODE: tl.constexpr, KL: tl.constexpr, ENTROPY: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    old, ref, advantages, policy, bonus, share, sequence, chosen, pulled_to, grad_logp, grad_entropy,
+    scale, softcap, inverse_temperature, a, b, c, kl_coef, entropy_coef,
+    MODE: tl.constexpr, KL: tl.constexpr, SURROGATE: tl.constexpr, ENTROPY: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -162,7 +217,8 @@ def _row_kernel(
     if MODE != 0:
         if MODE == 1:
             loss, slope, of_policy, low, high, drift, kl = _objective(
-                logp, row, old, ref, advantages, policy, bonus, clip_low, clip_high, dual_clip, kl_coef, KL
+                logp, row, old, ref, advantages, policy, bonus, sequence, chosen, pulled_to, a, b, c, kl_coef,
+                KL, SURROGATE,
             )  # fmt: skip
             counts, tally = tl.load(share + row), tally + row * COLUMNS
             slope_of_entropy = 0.0
@@ -237,20 +293,52 @@ def _launch(
     with_entropy = {
         STATISTICS: True, OBJECTIVE: settings.entropy_coef != 0, UPSTREAM: grad_entropy is not None
     }[mode]  # fmt: skip
-    fields = (None,) * 6
+    fields = (None,) * 9
     if parts is not None:
-        fields = (parts.old_logp, parts.ref_logp, parts.advantages, parts.policy, parts.bonus, parts.share)
+        fields = (
+            parts.old_logp, parts.ref_logp, parts.advantages, parts.policy, parts.bonus, parts.share,
+            parts.sequence, parts.chosen, parts.target,
+        )  # fmt: skip
     block = min(4096, triton.next_power_of_2(vocabulary))
+    rule = settings.rule if mode == OBJECTIVE else Clip()
     with torch.cuda.device(product.device):
         _row_kernel[(rows,)](
             product, product.stride(0), vocabulary, targets, head.bias, logp, entropy, tally, *fields,
             grad_logp, grad_entropy,
-            float(head.scale), float(head.softcap or 1.0), 1 / head.temperature, settings.clip_low,
-            settings.clip_high, float("inf") if settings.dual_clip is None else float(settings.dual_clip),
+            float(head.scale), float(head.softcap or 1.0), 1 / head.temperature, *_constants(rule),
             settings.kl_coef, settings.entropy_coef,
-            MODE=mode, KL=KL_ESTIMATORS.index(settings.kl) if with_kl else -1, ENTROPY=with_entropy,
-            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, BLOCK=block, num_warps=8,
+            MODE=mode, KL=KL_ESTIMATORS.index(settings.kl) if with_kl else -1, SURROGATE=SURROGATES.index(type(rule)),
+            ENTROPY=with_entropy, BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, BLOCK=block,
+            num_warps=8,
         )  # fmt: skip
+
+
+def supports(rule: Surrogate) -> bool:
+    """Whether the kernel has this surrogate."""
+    return type(rule) in SURROGATES
+
+
+def _constants(rule: Surrogate) -> tuple[float, float, float]:
+    """A surrogate's settings as the kernel takes them."""
+    match rule:
+        case Clip():
+            values = rule.clip_low, rule.clip_high, rule.dual_clip
+        case Cispo():
+            values = rule.low, rule.high, 0.0
+        case Gspo():
+            values = rule.clip_low, rule.clip_high, None
+        case Sapo():
+            values = rule.positive, rule.negative, 0.0
+        case Dppo():
+            values = rule.delta, rule.cap, rule.square
+        case KlCov():
+            values = rule.coef, 0.0, 0.0
+        case LpReg():
+            values = rule.clip_low, rule.clip_high, rule.coef
+        case _:
+            raise NotImplementedError(f"the kernel has no surrogate {rule!r}")
+    low, middle, high = (float("inf") if value is None else float(value) for value in values)
+    return low, middle, high
 
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from poise.batch import Phase, TokenBatch
 from poise.head import rows
 from poise.lm_head import Head, HeadLike, as_head
 from poise.objective import Settings, active, terms
+from poise.surrogates import Surrogate, Survey
 
 CUDA_CHUNK = 288 << 20  # bytes of logits per chunk; the size of the weight if that is more
 CPU_CHUNK = 4 << 20  # fits into a processor's caches
@@ -42,6 +43,7 @@ def policy_loss(
     targets: Tensor | None = None,
     tokens: Tensor | None = None,
     memory: int | None = None,
+    survey: Survey | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``poise.objective.policy_loss`` from hidden states instead of log-probabilities: the same loss.
 
@@ -50,8 +52,9 @@ def policy_loss(
     ``b·T + t``: pass them if the host knows them, else it has to wait for the device. ``head`` and ``targets`` default
     to the batch's. ``memory`` limits the bytes of logits per chunk; a single chunk is fastest. Gradients reach
     ``hidden``, and the head's weight (or master) and bias if they require one; they are computed here, and ``backward``
-    only hands them on. The metrics include KL and entropy only if their coefficient is not 0. A token that is not
-    active counts as one whose probability has not changed.
+    only hands them on. ``survey`` are these rows of ``poise.objective.survey``, for surrogates that need one; take it
+    from the log-probabilities of ``token_logp`` or of a scoring pass. The metrics include KL and entropy only if their
+    coefficient is not 0. A token that is not active counts as one whose probability has not changed.
     """
     settings = settings or Settings()
     linear = _linear(_of_batch(batch) if head is None else head)
@@ -75,11 +78,11 @@ def policy_loss(
     with torch.no_grad(), _no_autocast(states):
         products = _products(states, linear, memory)
         first = next(products, None)  # the device computes this while the host goes on
-        all_terms = terms(batch, phase, settings, normalizer, accumulator(states.dtype))
+        all_terms = terms(batch, phase, settings, normalizer, accumulator(states.dtype), survey)
         parts, active_targets = all_terms.at(tokens, ref=settings.kl_coef != 0), targets.flatten()[tokens]
         totals = states.new_zeros(len(rows.TALLY), dtype=parts.share.dtype)
         for part, product in chain([first] if first else [], products):
-            row_pass = _row_pass(states)
+            row_pass = _row_pass(states, settings.rule)
             totals += row_pass.objective_gradient(product, active_targets[part], linear, parts.at(part), settings)
             gradients.add(part, product)
         absent = {"kl": not settings.kl_coef, "entropy": not settings.entropy_coef}
@@ -98,6 +101,21 @@ def token_logp(hidden: Tensor, targets: Tensor, head: HeadLike, *, memory: int |
         expected = f"(N, {linear.weight.shape[1]}) and targets (N,)"
         raise ValueError(f"token_logp: hidden must be {expected}, got {tuple(hidden.shape)} and {tuple(targets.shape)}")
     return _TwoPass.apply(linear, targets.contiguous(), memory, _computed(hidden), _learns(linear), linear.bias)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@torch.no_grad()
+def min_p_logp(hidden: Tensor, targets: Tensor, head: HeadLike, min_p: float, *, memory: int | None = None) -> Tensor:
+    """(N,) log-probabilities of ``targets`` under the distribution filtered by min-p, without gradients.
+
+    The filter leaves out words less likely than ``min_p`` times the likeliest, and the rest is renormalised. A target
+    that it leaves out has −inf.
+    """
+    linear, hidden = _linear(head), _computed(hidden)
+    logp = _per_row(hidden)
+    with _no_autocast(hidden):
+        for part, product in _products(hidden, linear, memory):
+            logp[part] = rows.min_p_logp(product.to(logp.dtype), targets[part], linear, min_p)
+    return logp
 
 
 class _KnownGradients(torch.autograd.Function):
@@ -200,12 +218,16 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
         yield part, torch.mm(hidden.detach()[part], weight.T, out=buffer[: part.stop - start])
 
 
-def _row_pass(hidden: Tensor) -> ModuleType:
-    """The module that computes rows: Triton kernels on CUDA if Triton can run, else plain torch."""
+def _row_pass(hidden: Tensor, surrogate: Surrogate | None = None) -> ModuleType:
+    """The module that computes rows: Triton kernels on CUDA if Triton can run, else plain torch.
+
+    Plain torch also for a surrogate that the kernels do not have.
+    """
     if _triton.suits(hidden):
         from poise.head import kernels
 
-        return kernels
+        if surrogate is None or kernels.supports(surrogate):
+            return kernels
     return rows
 
 

@@ -6,11 +6,14 @@ arithmetic is at least float32. Shapes: N tokens of one chunk, V vocabulary size
 
 from __future__ import annotations
 
+from math import log
+
 import torch
 from torch import Tensor
 
 from poise.lm_head import Head
-from poise.objective import Settings, Terms, loss_and_metrics
+from poise.objective import Settings, loss_and_metrics
+from poise.surrogates import Terms
 
 TALLY = ("loss", "policy_loss", "clip_low", "clip_high", "drift", "kl", "entropy")  # metrics, summed over tokens
 
@@ -46,6 +49,14 @@ def upstream_gradient(
             outputs.append((entropy, grad_entropy))
         (gradient,) = torch.autograd.grad([o for o, _ in outputs], leaf, [g for _, g in outputs])
     product.copy_(gradient)
+
+
+def min_p_logp(product: Tensor, targets: Tensor, head: Head, min_p: float) -> Tensor:
+    """(N,) log-probabilities of the targets under the distribution filtered by min-p; −inf where they are left out."""
+    log_probs = head.finish(product).log_softmax(-1)
+    left_out = log_probs < log_probs.amax(-1, keepdim=True) + log(min_p)
+    log_probs = log_probs.masked_fill_(left_out, -torch.inf)
+    return log_probs.gather(1, targets[:, None])[:, 0] - log_probs.logsumexp(-1)
 
 
 def _logp_entropy(

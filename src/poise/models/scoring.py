@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from poise._lib.transfer import send
+from poise.head import min_p_logp
 from poise.models.packing import pack
 from poise.models.policy import Policy
 from poise.rollout.types import Rollouts
@@ -26,10 +27,30 @@ def score_all(
     policy: Policy, rollouts: Rollouts, temperature: float, micro_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """(B, T) log-probabilities and entropies of all responses under the current policy."""
-    micro_tokens = micro_tokens or default_micro_tokens(policy.device)
     logp_BT, entropy_BT = torch.zeros_like(rollouts.logp), torch.zeros_like(rollouts.logp)
-    for rows in pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens)):
+    for rows in _passes(policy, rollouts, micro_tokens):
         ix = send(rows, rollouts.logp.device)
         logp, entropy = policy.score(rollouts.rows(rows), temperature)
         logp_BT[ix], entropy_BT[ix] = logp.to(logp_BT.dtype), entropy.to(entropy_BT.dtype)
     return logp_BT, entropy_BT
+
+
+@torch.no_grad()
+def score_min_p(
+    policy: Policy, rollouts: Rollouts, temperature: float, min_p: float, micro_tokens: int | None = None
+) -> Tensor:
+    """(B, T) log-probabilities under the current policy filtered by min-p: see ``poise.head.min_p_logp``."""
+    logp_BT = torch.zeros_like(rollouts.logp)
+    for rows in _passes(policy, rollouts, micro_tokens):
+        part = rollouts.rows(rows)
+        index = part.index
+        logp = min_p_logp(policy.hidden(part), part.tokens.flatten()[index], policy.head(temperature), min_p)
+        scored = torch.zeros_like(part.logp).view(-1).index_put_((index,), logp.to(logp_BT.dtype))
+        logp_BT[send(rows, rollouts.logp.device)] = scored.view(part.logp.shape)
+    return logp_BT
+
+
+def _passes(policy: Policy, rollouts: Rollouts, micro_tokens: int | None) -> list[list[int]]:
+    """The rows of each packed pass."""
+    tokens = micro_tokens or default_micro_tokens(policy.device)
+    return pack(rollouts, range(len(rollouts.prompts)), policy.budget(tokens))

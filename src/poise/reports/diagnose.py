@@ -159,7 +159,7 @@ def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
     rollouts = replace(stack(samples, sampler.policy, temperature, micro_tokens), sampler_logp=None)
     batch = token_batch(
         samples, rollouts, sampler.policy, advantage=config.advantage, temperature=temperature, recompute=True,
-        hidden=True, micro_tokens=micro_tokens,
+        hidden=True, min_p=config.objective.settings().min_p, micro_tokens=micro_tokens,
     )  # fmt: skip
     return Sampled(samples, rollouts, replace(batch, sampler_logp=None))
 

@@ -17,7 +17,7 @@ from poise._lib.transfer import send
 from poise.algorithms.base import CONSOLIDATED, Sample
 from poise.batch import Phase, TokenBatch
 from poise.models.policy import Policy
-from poise.models.scoring import score_all
+from poise.models.scoring import score_all, score_min_p
 from poise.rollout.types import Rollouts
 from poise.tasks import TaskError
 from poise.tasks.base import NO_REWARD
@@ -90,12 +90,14 @@ def token_batch(
     recompute: bool = False,
     reference: Callable[[Rollouts], Tensor] | None = None,
     hidden: bool = False,
+    min_p: float | None = None,
     micro_tokens: int | None = None,
 ) -> TokenBatch:
     """The ``TokenBatch`` of these samples, which ``stack`` turned into ``rollouts``.
 
     ``recompute`` takes old log-probabilities from a forward pass of the policy instead of the sampler. ``reference``
-    computes the log-probabilities of the KL term. ``hidden`` adds hidden states and head for regulators that need them.
+    computes the log-probabilities of the KL term. ``hidden`` adds hidden states and head for regulators that need them,
+    ``min_p`` the log-probabilities under the policy filtered by it (one more pass), for the surrogate lp-reg.
     """
     device = rollouts.mask.device
     rewards = torch.tensor([sample.score.reward for sample in samples], device=device)
@@ -115,6 +117,7 @@ def token_batch(
         hidden=(lambda rows: policy.padded_hidden(rollouts.rows(rows))) if hidden else None,
         head=policy.head(temperature) if hidden else None,
         targets=rollouts.tokens,
+        min_p_logp=None if min_p is None else score_min_p(policy, rollouts, temperature, min_p, micro_tokens),
     )
 
 

@@ -6,7 +6,6 @@ Shapes: B responses, T response tokens (padded), N active tokens of one pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from poise.head import policy_loss
 from poise.models.memory import OutOfMemoryError
 from poise.models.packing import pack
 from poise.models.policy import Policy
-from poise.models.scoring import BUSY_TOKENS, default_micro_tokens
-from poise.objective import Settings, active, normalizer
+from poise.models.scoring import BUSY_TOKENS, default_micro_tokens, score_all
+from poise.objective import Settings, active, normalizer, survey
 from poise.rollout.types import Rollouts
+from poise.surrogates import Survey
 
 Metrics = dict[str, Tensor]
 
@@ -97,9 +97,34 @@ def accumulate(
     if not active_rows:
         return None
     norm = normalizer(batch.rows(send(mini_batch, batch.mask.device)), settings)
-    backward = partial(_backward, policy, rollouts, batch, phase, active_BT, settings, norm, temperature)
+    taken = _survey(policy, rollouts, batch, settings, mini_batch, temperature, micro_tokens)
+    place = {row: at for at, row in enumerate(mini_batch)}
+
+    def backward(rows: list[int]) -> Metrics:
+        seen = None if taken is None else taken.rows(send([place[row] for row in rows], batch.mask.device))
+        return _backward(policy, rollouts, batch, phase, active_BT, settings, norm, temperature, seen, rows)
+
     tokens = micro_tokens or default_micro_tokens(policy.device)
-    return within_memory(policy, parameters, rollouts, active_rows, tokens, backward)
+    metrics = within_memory(policy, parameters, rollouts, active_rows, tokens, backward)
+    if taken is not None and taken.chosen is not None:
+        metrics["optim/chosen"] = taken.chosen.sum() / batch.mask[send(mini_batch, batch.mask.device)].sum()
+    return metrics
+
+
+def _survey(
+    policy: Policy,
+    rollouts: Rollouts,
+    batch: TokenBatch,
+    settings: Settings,
+    mini_batch: list[int],
+    temperature: float,
+    micro_tokens: int | None,
+) -> Survey | None:
+    """The survey of a mini-batch, from a scoring pass over it, if the surrogate needs one."""
+    if not settings.rule.surveyed:
+        return None
+    logp = score_all(policy, rollouts.rows(mini_batch), temperature, micro_tokens)[0]
+    return survey(logp, batch.rows(send(mini_batch, batch.mask.device)), settings)
 
 
 def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:
@@ -121,6 +146,7 @@ def _backward(
     settings: Settings,
     norm: Tensor,
     temperature: float,
+    taken: Survey | None,
     rows: list[int],
 ) -> Metrics:
     """One pass: add these rows' share of the loss gradient, and return their share of the metrics."""
@@ -130,7 +156,7 @@ def _backward(
     loss, metrics = policy_loss(
         policy.hidden(responses, tokens_N), batch.rows(ix), phase.rows(ix), settings, normalizer=norm,
         head=policy.head(temperature), targets=responses.tokens, tokens=tokens_N,
-        memory=HEAD_MEMORY if tokens_N.is_cuda else None,
+        memory=HEAD_MEMORY if tokens_N.is_cuda else None, survey=taken,
     )  # fmt: skip
     loss.backward()
     return metrics
