@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from math import isfinite
-from typing import Any
 
 import torch
 
-from poise._lib.files import dumps, replacing
-from poise.comparison import mps, record, tuning
+from poise.comparison import description, matched, mps, output, record, trial, tuning
+from poise.comparison.analysis import Document, analyse
+from poise.comparison.forecast import Forecast
 from poise.comparison.plan import Plan, read_plan
 from poise.comparison.processes import Nursery
-from poise.comparison.results import ACCURACY, Arm
+from poise.comparison.results import Arm, RunResult
 from poise.comparison.runner import Runner
 from poise.comparison.view import Progress
 from poise.runs.console import Console, visible
@@ -30,24 +29,21 @@ def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = Fal
     plan = read_plan(recipe, overrides)
     record.check(plan)
     if dry_run:
-        describe(plan)
+        _foretell(plan)
         return 0
     with owned(plan.folder, make=True):
         record.check(plan)  # again: another process may have begun one meanwhile
         record.write(plan)
-        with Progress(quiet=quiet) as view:
-            gpu = _on_gpu(plan)
-            jobs = min(plan.limits.jobs or default_jobs(gpu), plan.size)
-            with mps.served(plan.folder, view.note) if gpu and jobs > 1 else nullcontext():
-                runner = Runner(plan, Nursery(plan.limits.threads), view, jobs)
-                with Stopper(view.note) as stopper:
-                    runner.run(lambda: stopper.requested)
-        return finish(plan, runner)
-
-
-def _on_gpu(plan: Plan) -> bool:
-    device = plan.baseline.variants[0].config.device
-    return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+        with Progress(quiet=quiet) as view, Stopper(view.note) as stopper:
+            for line in description.heading(plan):
+                view.note(line)
+            jobs, parallel = _side_by_side(plan)
+            runner = Runner(plan, Nursery(plan.limits.threads), view, jobs)
+            with mps.served(plan.folder, view.note) if parallel else nullcontext():
+                if plan.limits.budget():
+                    _announce_budget(plan, runner, stopper)
+                runner.run(lambda: stopper.requested)
+        return _finish(plan, runner)
 
 
 def default_jobs(gpu: bool) -> int:
@@ -57,55 +53,93 @@ def default_jobs(gpu: bool) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe(plan: Plan) -> None:
-    """Print what the plan does."""
+def _side_by_side(plan: Plan) -> tuple[int, bool]:
+    """How many runs go side by side, and whether they share a GPU."""
+    device = plan.baseline.variants[0].config.device
+    gpu = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+    jobs = min(plan.limits.jobs or default_jobs(gpu), plan.size)
+    return jobs, gpu and jobs > 1
+
+
+def _foretell(plan: Plan) -> None:
+    """Print what the plan does, and what it costs by a trial run. Nothing is written."""
+    for line in description.heading(plan):
+        print(visible(line))
+    results = {run.folder: _result(run.folder) for run in description.all_runs(plan)}
+    done = sum(result is not None for result in results.values())
+    nursery = Nursery(plan.limits.threads)
+    try:
+        print("measuring two steps of a run …", flush=True)
+        forecast = trial.measure(plan.baseline.variants[0].config, nursery)
+    finally:
+        nursery.close()
+    for line in description.cost(plan, Forecast(forecast), _side_by_side(plan)[0], done):
+        print(visible(line))
+    for line in description.power(plan):
+        print(line)
+
+
+def _result(folder: object) -> RunResult | None:
+    try:
+        found = RunResult.read(str(folder))
+    except FileNotFoundError:
+        return None
+    return found if found.state != "unfinished" else None
+
+
+def _announce_budget(plan: Plan, runner: Runner, stopper: Stopper) -> None:
+    """Say how many runs fit, before the first begins."""
     config = plan.baseline.variants[0].config
-    print(visible(f"comparison in {plan.folder}: {plan.size} runs"))
-    for arm in plan.arms:
-        print(visible(f"  {arm.name}" + (" (baseline)" if arm is plan.baseline else "")))
-    print(f"seeds {plan.seeds[0]} to {plan.seeds[-1]}, the same problems in the same order for all arms")
-    print(f"{config.evaluation.problems:,} held-out problems × {config.evaluation.samples} samples and greedily")
+    runner.forecast.trial = trial.measure(config, runner.processes, lambda: stopper.requested)
+    done = runner.status().done
+    for line in description.cost(plan, runner.forecast, runner.jobs, done):
+        runner.view.note(line)
 
 
-def finish(plan: Plan, runner: Runner) -> int:
+def _finish(plan: Plan, runner: Runner) -> int:
     """Write the results, print them, and return the exit code."""
-    arms = collected(plan, runner)
-    document = {
-        "baseline": plan.baseline.name,
-        "arms": [
-            {"name": arm.name, "settings": dict(arm.settings), "seeds": sorted(arm.runs), "accuracy": _mean(arm)}
-            for arm in arms
-        ],
-        "tuning": tuning.report(plan, runner.result),
-        "failures": list(runner.failures.values()),
-    }
-    with replacing(plan.folder / "comparison.json") as file:
-        file.write(dumps(document, indent=1))
+    arms = _collect(plan, runner)
+    document = analyse(arms, plan.baseline.name, plan.seeds)
+    pairs = matched.compare(arms, plan.baseline.name)
+    document["verdict"] += matched.sentences(pairs, arms, plan.baseline.name)
+    document |= _conditions(plan, runner) | {"matched": pairs}
+    output.write(plan.folder, document, arms)
     with Console(0) as console:
-        console.table([{"arm": arm.name, "seeds": len(arm.results()), "accuracy": _mean(arm)} for arm in arms])
-    print(visible(f"results: {plan.folder / 'comparison.json'}"))
+        output.show(document, console)
+    for line in description.tuned(document["tuning"]):
+        print(visible(line))
     for folder, failure in runner.failures.items():
         print(visible(f"failed: {folder} ({failure['ended']}); its log: {failure['log']}"))
-    if runner.stopped and not runner.failures:
+    print(visible(f"results: {plan.folder / 'comparison.json'}   page: {plan.folder / 'comparison.html'}"))
+    if runner.failures:
+        print("the same command tries failed runs again")
+        return 1
+    if runner.stopped:
         print("stopped; the same command goes on")
         return INTERRUPTED
-    return 1 if runner.failures else 0
+    return 0
 
 
-def _mean(arm: Arm) -> float | None:
-    scores = [score for score in arm.results(ACCURACY).values() if isfinite(score)]
-    return sum(scores) / len(scores) if scores else None
+def _conditions(plan: Plan, runner: Runner) -> Document:
+    """How the comparison was made, for ``comparison.json``."""
+    config = plan.baseline.variants[0].config
+    return {
+        "tuning": tuning.report(plan, runner.result),
+        "tuning_seeds": list(plan.tuning_seeds),
+        "held_out": {"problems": config.evaluation.problems, "seed": config.evaluation.seed},
+        "budget": plan.limits.budget() or None,
+        "budget_spent": runner.spent,
+        "failures": list(runner.failures.values()),
+        "settings": plan.baseline.variants[0].identity,
+    }
 
 
-def collected(plan: Plan, runner: Runner) -> list[Arm]:
+def _collect(plan: Plan, runner: Runner) -> list[Arm]:
     """The arms with the results that they have."""
     found = []
     for arm in plan.arms:
         variant = runner.chosen(arm)
-        runs: dict[int, Any] = {}
-        for seed in plan.seeds:
-            result = runner.result(plan.run(arm, variant, seed).folder) if variant else None
-            if result is not None:
-                runs[seed] = result
-        found.append(Arm(arm.name, arm.settings, runs))
+        settings = dict(arm.settings) | ({"optim.lr": variant.rate} if variant and len(arm.variants) > 1 else {})
+        runs = {seed: runner.result(plan.run(arm, variant, seed).folder) for seed in plan.seeds} if variant else {}
+        found.append(Arm(arm.name, settings, {seed: run for seed, run in runs.items() if run is not None}))
     return found

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from poise.config.schema import Config
+from poise.trainer import TrainError
 
 
 class Ended(NamedTuple):
@@ -39,7 +40,7 @@ class Processes(Protocol):
         """Kill what still runs."""
 
 
-class NurseryError(RuntimeError):
+class NurseryError(TrainError):
     """The process that starts runs cannot be started."""
 
 

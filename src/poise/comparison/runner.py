@@ -153,8 +153,8 @@ class Runner:
         self._count += 1
         self._tries[run.folder] = self._tries.get(run.folder, 0) + 1
         fresh = not (run.folder / "config.json").exists()
-        self._running[self._count] = Started(run, self.clock(), fresh)
         self.processes.start(self._count, run.config, log_of(self.plan, run.variant, run.seed))
+        self._running[self._count] = Started(run, self.clock(), fresh)  # after imports, which take no run's time
 
     def _end(self, ended: Ended) -> None:
         started = self._running.pop(ended.number)

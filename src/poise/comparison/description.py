@@ -1,0 +1,100 @@
+"""A comparison in words before it runs: what it does, what it costs, what it can find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, isfinite
+from typing import Any
+
+from poise.comparison.forecast import Forecast
+from poise.comparison.plan import HELD_OUT, Plan, PlannedRun
+from poise.comparison.statistics import LEVEL, POWER, detectable, seeds_needed
+from poise.runs.console import duration
+
+SPREAD = 0.05  # of differences over seeds, where none is measured: five points are usual
+
+
+def heading(plan: Plan) -> list[str]:
+    """The arms, the seeds and the held-out problems."""
+    evaluation = plan.baseline.variants[0].config.evaluation
+    lines = [f"{len(plan.arms)} arms × {len(plan.seeds)} seeds ({_span(plan.seeds)}) in {plan.folder}:"]
+    lines += [f"  {arm.name}" + (" (baseline)" if arm is plan.baseline else "") for arm in plan.arms]
+    tuned = [arm for arm in plan.arms if len(arm.variants) > 1]
+    if tuned:
+        rates = ", ".join(f"{variant.rate:g}" for variant in tuned[0].variants)
+        lines.append(
+            f"each arm's learning rate is chosen among {rates} with seeds {_span(plan.tuning_seeds)} on other held-out "
+            f"problems: {len(plan.tuning_runs())} runs more"
+        )
+    few = "" if evaluation.problems >= HELD_OUT else f", fewer than the {HELD_OUT:,} that a fair comparison needs"
+    lines.append(f"{evaluation.problems:,} held-out problems × {evaluation.samples} samples, and greedily{few}")
+    return lines
+
+
+def cost(plan: Plan, forecast: Forecast, jobs: int, done: int) -> list[str]:
+    """Runs, tokens and time, and how many seeds fit into the budget."""
+    seconds, tokens = forecast.seconds or 0.0, forecast.tokens or 0.0
+    left = plan.size - done
+    time = left * seconds / jobs if left >= jobs else seconds * (left > 0)
+    begun = f" ({done} done)" if done else ""
+    lines = [
+        f"{plan.size} runs{begun}, {jobs} side by side: about {duration(time)}, {left * tokens:,.0f} tokens sampled "
+        f"for training (a run: {duration(seconds)} if it has the device for itself, {tokens:,.0f} tokens)"
+    ]
+    if budget := plan.limits.budget():
+        lines.append(f"the budget {budget} {_room(plan, seconds, tokens, jobs, done)}")
+    return lines
+
+
+def _room(plan: Plan, seconds: float, tokens: float, jobs: int, done: int) -> str:
+    """How much of the plan fits into its budget."""
+    limits = plan.limits
+    by_time = limits.hours * 3600 * jobs / seconds if seconds else inf
+    by_tokens = limits.tokens / tokens - done if tokens else inf
+    fits = min(by_time, by_tokens)
+    if fits >= plan.size - done:
+        return "has room for all of them"
+    tuning = len(plan.tuning_runs())
+    seeds = max(0, int((fits + done - tuning) // len(plan.arms)))
+    few = "" if seeds >= 2 else ": too few to compare anything; raise it, or take fewer arms or steps"
+    return f"has room for about {int(fits + done)} runs, {seeds} of {len(plan.seeds)} seeds{few}"
+
+
+def power(plan: Plan) -> list[str]:
+    """The smallest difference that the seeds can find."""
+    comparisons, seeds = len(plan.arms) - 1, len(plan.seeds)
+    needed = seeds_needed(comparisons)
+    unit = detectable(seeds, 1.0, comparisons)
+    if not isfinite(unit):
+        return [
+            f"{seeds} seeds cannot make any difference significant: {comparisons} comparison{'s' * (comparisons > 1)} "
+            f"at the level {1 - LEVEL:.2g} with Holm's correction need {needed}"
+        ]
+    return [
+        f"smallest difference that {seeds} seeds find with a chance of {POWER:.0%}: {unit:.2f} times the spread of "
+        f"differences over seeds, {100 * unit * SPREAD:.1f} points if that is {100 * SPREAD:.0f}"
+    ]
+
+
+def tuned(report: Sequence[dict[str, Any]]) -> list[str]:
+    """What was chosen for each arm, and why."""
+    lines = []
+    for arm in report:
+        if arm["chosen"] is None:
+            lines.append(f"{arm['arm']}: no learning rate is chosen yet")
+            continue
+        scores = ", ".join(f"{rate['rate']:g}: {100 * rate['mean']:.1f}" for rate in arm["rates"])
+        edge = arm["chosen"] in (arm["rates"][0]["rate"], arm["rates"][-1]["rate"]) and len(arm["rates"]) > 2
+        hint = "; it is at the end of the rates, so another one may be better" if edge else ""
+        lines.append(f"{arm['arm']}: learning rate {arm['chosen']:g} (points by rate: {scores}){hint}")
+    return lines
+
+
+def all_runs(plan: Plan) -> list[PlannedRun]:
+    """Every run that the plan may come to, at any learning rate."""
+    compared = [plan.run(arm, variant, seed) for seed in plan.seeds for arm in plan.arms for variant in arm.variants]
+    return [*plan.tuning_runs(), *compared]
+
+
+def _span(seeds: Sequence[int]) -> str:
+    return f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"

@@ -1,0 +1,104 @@
+"""Arms beside a control that takes as many optimizer steps.
+
+All arms of a comparison sample the same number of responses. A method of two phases takes twice the optimizer steps of
+plain GRPO besides, and its gain may be that of the steps: ``grpo(passes=2)`` is the control for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from poise.comparison.results import ACCURACY, Arm
+from poise.comparison.sign_flip import holm
+from poise.comparison.statistics import LEVEL, difference
+from poise.comparison.verdict import signed
+
+Document = dict[str, Any]
+ALIKE = 0.05  # steps that differ by a smaller share are as many: a step without an active token is left out
+
+
+def controls(arms: Sequence[Arm], baseline: str) -> dict[str, str | None]:
+    """For each arm that takes more optimizer steps than the baseline: its control among the arms, or None.
+
+    A control is the baseline with several passes, and all other settings as the arm has them.
+    """
+    steps = {arm.name: _steps(arm) for arm in arms}
+    base = steps.get(baseline)
+    if not base:
+        return {}
+    found: dict[str, str | None] = {}
+    for arm in arms:
+        own = steps[arm.name]
+        if arm.name == baseline or own is None or own < (2 - ALIKE) * base or _passes(arm):
+            continue
+        alike = [
+            other.name
+            for other in arms
+            if _passes(other)
+            and _others(other) == _others(arm)
+            and (theirs := steps[other.name])
+            and abs(theirs - own) <= ALIKE * own
+        ]
+        found[arm.name] = alike[0] if alike else None
+    return found
+
+
+def compare(arms: Sequence[Arm], baseline: str, level: float = LEVEL) -> list[Document]:
+    """For ``comparison.json``: each such arm against its control, with p-values corrected over these pairs."""
+    by_name = {arm.name: arm for arm in arms}
+    pairs = controls(arms, baseline)
+    known = {name: control for name, control in pairs.items() if control is not None}
+    differences = {
+        name: difference(by_name[name].results(ACCURACY), by_name[control].results(ACCURACY), level=level)
+        for name, control in known.items()
+    }
+    adjusted = dict(zip(differences, holm([each.p for each in differences.values()]), strict=True))
+    return [
+        {
+            "arm": name,
+            "control": control,
+            "mean": differences[name].mean if control else None,
+            "interval": list(interval) if control and (interval := differences[name].interval) else None,
+            "p": differences[name].p if control else None,
+            "p_adjusted": adjusted.get(name),
+        }
+        for name, control in pairs.items()
+    ]
+
+
+def sentences(pairs: Sequence[Document], arms: Sequence[Arm], baseline: str) -> list[str]:
+    """What the pairs show; for an arm without a control, the control to add."""
+    steps = {arm.name: _steps(arm) or 0.0 for arm in arms}
+    said = []
+    for pair in pairs:
+        times = round(steps[pair["arm"]] / steps[baseline])
+        if pair["control"] is None:
+            said.append(
+                f"{pair['arm']} takes {times} times the optimizer steps of {baseline}, and no arm takes as many "
+                f"without the method: add the arm grpo(passes={times}) to tell the method from the steps."
+            )
+        elif pair["mean"] is not None:
+            interval = f" [{', '.join(map(signed, pair['interval']))}]" if pair["interval"] else ""
+            said.append(
+                f"{pair['arm']}, against {pair['control']}, which takes as many optimizer steps: "
+                f"{signed(pair['mean'])} points{interval} "
+                f"(p = {pair['p_adjusted']:.2g}, corrected over such pairs)."
+            )
+    return said
+
+
+def _steps(arm: Arm) -> float | None:
+    """Optimizer steps of a finished run."""
+    found = [run.cost.optimizer_steps for run in arm.runs.values() if run.state == "finished"]
+    return fmean(found) if found else None
+
+
+def _passes(arm: Arm) -> bool:
+    """Whether an arm is plain GRPO with several passes."""
+    return str(arm.settings.get("regulator", "")).replace(" ", "").startswith("grpo(passes=")
+
+
+def _others(arm: Arm) -> Document:
+    return {key: value for key, value in arm.settings.items() if key != "regulator"}

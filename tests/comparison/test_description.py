@@ -1,0 +1,55 @@
+"""What is said of a comparison before it runs."""
+
+from poise.comparison import description
+from poise.comparison.forecast import Forecast
+from poise.comparison.trial import whole
+from support.comparisons import make
+
+
+def test_the_plan_in_words(tmp_path):
+    lines = description.heading(make(tmp_path, "optim.lr=1e-4,2e-4", "tune=2"))
+    assert lines[:3] == [f"2 arms × 3 seeds (0 to 2) in {tmp_path / 'cmp'}:", "  grpo (baseline)", "  ar"]
+    assert "among 0.0001, 0.0002 with seeds 10000 to 10001 on other held-out problems: 8 runs more" in lines[3]
+    assert lines[4].startswith("2 held-out problems × 1 samples, and greedily, fewer than the 1,000")
+    assert description.heading(make(tmp_path, "evaluation.problems=1000"))[-1].endswith("greedily")
+
+
+def test_the_cost_of_a_run_from_two_steps(tmp_path):
+    config = make(tmp_path, "steps=10", "evaluation.problems=8", "evaluation.every=4").arms[0].variants[0].config
+    seconds, tokens = whole(config, {"time/step": 3.0, "time/rollout": 2.0, "tokens/sampled": 50.0}, start=5.0)
+    # Four evaluations (before, after, steps 4 and 8) of 8 × 2 responses; a step has 4.
+    assert seconds == 5 + 10 * 3 + 4 * 4 * 2
+    assert tokens == 500
+    shorter = config.model_copy(update={"budget": 120})  # reached in the third step
+    assert whole(shorter, {"time/step": 3.0, "time/rollout": 2.0, "tokens/sampled": 50.0}, 5.0) == (5 + 9 + 16, 150)
+
+
+def test_what_fits_into_a_budget(tmp_path):
+    forecast = Forecast((60.0, 1000.0))
+    (line,) = description.cost(make(tmp_path), forecast, jobs=2, done=2)
+    assert line.startswith("6 runs (2 done), 2 side by side: about 2:00, 4,000 tokens sampled for training")
+    assert "room for all" in description.cost(make(tmp_path, "hours=1"), forecast, 2, 0)[1]
+    plan = make(tmp_path, "seeds=100", "hours=0.5")  # 30 minutes of two runs a minute
+    assert (
+        description.cost(plan, forecast, 2, 0)[1] == "the budget hours=0.5 has room for about 60 runs, 30 of 100 seeds"
+    )
+    assert "5 runs, 2 of 3 seeds" in description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 0)[1]
+    assert "too few to compare anything" in description.cost(make(tmp_path, "tokens=2500"), forecast, 2, 0)[1]
+
+
+def test_the_smallest_difference_that_can_be_found(tmp_path):
+    (few,) = description.power(make(tmp_path))
+    assert few.startswith("3 seeds cannot make any difference significant: 1 comparison at the level 0.05 with")
+    assert few.endswith("need 6")
+    (enough,) = description.power(make(tmp_path, "seeds=10"))
+    assert enough.startswith("smallest difference that 10 seeds find with a chance of 80%: ")
+
+
+def test_a_rate_at_the_end_of_the_range_is_pointed_out():
+    def told(chosen):
+        rates = [{"rate": rate, "mean": 0.5, "scores": [0.5], "diverged": 0} for rate in (1e-4, 2e-4, 4e-4)]
+        return description.tuned([{"arm": "ar", "chosen": chosen, "rates": rates}])[0]
+
+    assert told(2e-4) == "ar: learning rate 0.0002 (points by rate: 0.0001: 50.0, 0.0002: 50.0, 0.0004: 50.0)"
+    assert "another one may be better" in told(4e-4)
+    assert told(None) == "ar: no learning rate is chosen yet"
