@@ -12,10 +12,11 @@ from support.configs import problem
 
 ROOT = Path(__file__).parents[2]
 METHODS = ["ar", "ar-lopti", "grpo", "lopti", "nthr", "tr-grpo"]
+ALGORITHMS = ["rltr"]
 
 
 def test_the_shipped_recipes():
-    assert recipes() == sorted([*METHODS, "demo"])
+    assert recipes() == sorted([*METHODS, *ALGORITHMS, "demo"])
     link = ROOT / "recipes"
     assert link.is_symlink()
     assert not link.readlink().is_absolute()
@@ -82,6 +83,14 @@ def test_the_regulators_of_the_recipes(name, regulator):
     assert regulators.parse(load(name).regulator) == regulator
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_recipe_of_an_algorithm_is_grpo_s_but_for_the_algorithm_and_the_evaluation(name):
+    config = load(name)
+    assert config.algorithm.startswith(f"{name}(")
+    kept = {"run": "runs/grpo", "algorithm": "grpo", "evaluation": load("grpo").evaluation}
+    assert config.model_copy(update=kept) == load("grpo")
+
+
 def test_the_demo_is_what_runs_without_a_word():
     assert load() == load(None) == load("demo")
     assert load().model == "embedded"
@@ -137,7 +146,7 @@ def test_inheritance_gone_wrong(write, texts, message):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("gppo", "'gppo'; did you mean 'grpo'? (allowed: ar, ar-lopti, demo, grpo, lopti, nthr, tr-grpo)"),
+        ("gppo", f"'gppo'; did you mean 'grpo'? (allowed: {', '.join(recipes())})"),
         ("no/such.yaml", "recipe 'no/such.yaml': there is no such file (shipped: ar, ar-lopti, demo,"),
         ("such.yaml", "there is no such file (shipped: ar,"),
     ],
