@@ -18,14 +18,13 @@ from poise._lib.files import expand
 from poise._lib.user_code import blamed
 from poise.algorithms import Memory, Sample
 from poise.batch import Phase, TokenBatch
-from poise.config.documents import merge
 from poise.config.schema import Config
 from poise.engines.limits import check_settings
 from poise.models.master_weights import MasterWeights
 from poise.models.memory import OutOfMemoryError
 from poise.models.policy import ModelError, load_policy
 from poise.rollout.types import Rollouts
-from poise.runs.folder import CHANGEABLE, RunFolder
+from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.tasks import available, training_problems
 from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
@@ -43,19 +42,18 @@ from poise.training.records import (
     turn_metrics,
 )
 from poise.training.reporter import Reporter
+from poise.training.resume import TrainError, open_to_resume
 from poise.training.setup import arrive, build_sampler, check_same_data, step_seed
 from poise.training.update import NotFiniteError, update
 
-
-class TrainError(RuntimeError):
-    """Training cannot continue. The message says why, and what to do."""
+__all__ = ["TrainError", "Trainer", "train"]
 
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train with this config into its run folder, and return the contents of ``summary.json``."""
     with owned(expand(config.run), make=not resume):
         if resume:
-            return Trainer(config, _open_to_resume(config), quiet=quiet).run()
+            return Trainer(config, open_to_resume(config), quiet=quiet).run()
         folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=config.keep_checkpoints)
         try:
             trainer = Trainer(config, folder, quiet=quiet)
@@ -63,34 +61,6 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
             folder.discard()
             raise
         return trainer.run()
-
-
-def _open_to_resume(config: Config) -> RunFolder:
-    """Open the run's folder, and refuse a config that changes more than it may (``CHANGEABLE``)."""
-    folder = RunFolder.open(config.run, keep=config.keep_checkpoints)
-    saved, done = folder.config, max(folder.checkpoints(), default=0)
-    requested = config.model_dump(mode="json")
-    updated = {**saved, **{key: requested[key] for key in CHANGEABLE}}
-    complete = merge(requested, updated)  # config.json may come from a version with fewer settings
-    if others := [key for key in complete if complete[key] != requested.get(key)]:
-        raise TrainError(
-            f"a resumed run keeps its settings, but {others[0]} differs from {folder.path}/config.json: leave it out, "
-            "or begin another run=DIR"
-        )
-    if config.steps < done:
-        raise TrainError(
-            f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
-            "raise steps to go on, or begin a shorter run in another run=DIR"
-        )
-    tokens = max((line.get("tokens/total") or 0 for line in folder.metrics() if line["step"] <= done), default=0)
-    if config.budget is not None and config.budget != saved.get("budget") and config.budget < tokens:
-        raise TrainError(
-            f"budget={config.budget}: the run in {folder.path} has sampled {tokens} tokens already, and nothing was "
-            "changed; raise budget to go on, or begin a shorter run in another run=DIR"
-        )
-    if updated != saved:
-        folder.write_config(updated)
-    return folder
 
 
 class Trainer:

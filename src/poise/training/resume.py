@@ -1,0 +1,39 @@
+"""Open a run folder to go on with it, and refuse what would not be the same run."""
+
+from __future__ import annotations
+
+from poise.config.documents import merge
+from poise.config.schema import Config
+from poise.runs.folder import CHANGEABLE, RunFolder
+
+
+class TrainError(RuntimeError):
+    """Training cannot continue. The message says why, and what to do."""
+
+
+def open_to_resume(config: Config) -> RunFolder:
+    """Open the run's folder, and refuse a config that changes more than it may (``CHANGEABLE``)."""
+    folder = RunFolder.open(config.run, keep=config.keep_checkpoints)
+    saved, done = folder.config, max(folder.checkpoints(), default=0)
+    requested = config.model_dump(mode="json")
+    updated = {**saved, **{key: requested[key] for key in CHANGEABLE}}
+    complete = merge(requested, updated)  # config.json may come from a version with fewer settings
+    if others := [key for key in complete if complete[key] != requested.get(key)]:
+        raise TrainError(
+            f"a resumed run keeps its settings, but {others[0]} differs from {folder.path}/config.json: leave it out, "
+            "or begin another run=DIR"
+        )
+    if config.steps < done:
+        raise TrainError(
+            f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
+            "raise steps to go on, or begin a shorter run in another run=DIR"
+        )
+    tokens = max((line.get("tokens/total") or 0 for line in folder.metrics() if line["step"] <= done), default=0)
+    if config.budget is not None and config.budget != saved.get("budget") and config.budget < tokens:
+        raise TrainError(
+            f"budget={config.budget}: the run in {folder.path} has sampled {tokens} tokens already, and nothing was "
+            "changed; raise budget to go on, or begin a shorter run in another run=DIR"
+        )
+    if updated != saved:
+        folder.write_config(updated)
+    return folder
