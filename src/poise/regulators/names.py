@@ -22,7 +22,6 @@ from poise.regulators.lopti import Lopti
 from poise.regulators.nthr import NTHR
 from poise.regulators.random_split import RandomSplit
 from poise.regulators.stapo import Stapo
-from poise.regulators.stare import Stare
 from poise.regulators.tr_grpo import TokenRegulation
 
 TABLE: dict[str, type[Regulator]] = {
@@ -35,7 +34,6 @@ TABLE: dict[str, type[Regulator]] = {
     "entropy": TopEntropy,
     "clip-cov": ClipCov,
     "stapo": Stapo,
-    "stare": Stare,
     "constant": Constant,
     "random-split": RandomSplit,
 }
