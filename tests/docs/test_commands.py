@@ -26,6 +26,16 @@ SIZES = {  # put at the end of a command, where it wins
         "evaluation.problems=1",
         "evaluation.samples=1",
     ],
+    "compare": [
+        *TINY,
+        "regulator=grpo; ar | lopti",
+        "seeds=2",
+        "steps=1",
+        "prompts=2",
+        "group=2",
+        "evaluation.problems=1",
+        "evaluation.samples=1",
+    ],
     "eval": ["task.people=2", "samples=2", "problems=2", "max_tokens=48"],
     "diagnose": ["--batches", "1", "prompts=1", "group=4", *TINY],
     "other task": [
