@@ -82,3 +82,22 @@ def test_the_page_of_a_comparison_that_has_just_begun(page, tmp_path, seeds):
     page.goto((tmp_path / "comparison.html").as_uri())
     see(page, "ul.verdict", "nothing to compare")
     see(page, "table", "baseline")
+
+
+def test_the_page_says_how_the_comparison_was_made(page, tmp_path):
+    arms = [made_arm("grpo", 0.0), made_arm("lopti", 0.0, passes=2)]
+    rates = [{"rate": 1e-4, "mean": 0.42, "diverged": 1}, {"rate": 2e-4, "mean": None, "diverged": 0}]
+    pairs = [{"arm": "lopti", "control": HOSTILE, "mean": 0.01, "interval": [-0.02, 0.04], "p_adjusted": 0.5}]
+    alone = {"arm": "other", "control": None, "mean": None, "interval": None, "p_adjusted": None}
+    made = {
+        "matched": [*pairs, alone],
+        "tuning": [{"arm": "grpo", "chosen": 1e-4, "rates": rates}],
+        "failures": [{"arm": "lopti", "seed": 3, "ended": HOSTILE, "log": "logs/x.log"}],
+    }
+    output.write_page(tmp_path / "comparison.html", analyse(arms, "grpo") | made)
+    page.goto((tmp_path / "comparison.html").as_uri())
+    see(page, "ul.verdict", "ten seeds")
+    shown = page.locator("#main").inner_text()
+    for text in ("+1.0 [−2.0, +4.0]", "none: add one", "1.00e-4: 42.0 (1 diverged), 2.00e-4: –", "logs/x.log"):
+        assert text in shown
+    assert page.evaluate("() => window.hacked") is None

@@ -114,6 +114,23 @@ function tables() {
   ];
 }
 
+// How the comparison was made: controls with as many optimizer steps, learning rates, runs without a result.
+function conditions() {
+  const { matched = [], tuning = [], failures = [] } = comparison;
+  const rates = (tuned) => tuned.rates.map((each) => `${number(each.rate)}: ${points(each.mean)}${each.diverged ? ` (${each.diverged} diverged)` : ""}`).join(", ");
+  return [
+    matched.length && [el("h2", {}, "Beside as many optimizer steps"),
+      el("p", { class: "muted" }, "Arms that take more optimizer steps than the baseline, against plain GRPO with as many; p is corrected over these pairs."),
+      table(["arm", "control", "difference", "p"], matched.map((pair) => [pair.arm, pair.control ?? "none: add one",
+        `${signed(pair.mean)}${range(pair.interval, signed)}`, known(pair.p_adjusted) ? chance(pair.p_adjusted) : "–"]))],
+    tuning.length && [el("h2", {}, "Learning rates"),
+      el("p", { class: "muted" }, "Mean accuracy of each on the tuning seeds, which the comparison does not use again."),
+      table(["arm", "chosen", "all"], tuning.map((tuned) => [tuned.arm, known(tuned.chosen) ? number(tuned.chosen) : "not yet", rates(tuned)]))],
+    failures.length && [el("h2", {}, "Runs that failed"),
+      table(["arm", "seed", "ended", "log"], failures.map((failure) => [failure.arm, String(failure.seed), failure.ended, failure.log]))],
+  ].flat().filter(Boolean);
+}
+
 useTheme();
 document.getElementById("runs").textContent = visible(`comparison with ${baseline.name}`);
 document.title = visible(`poise: comparison with ${baseline.name}`);
@@ -124,4 +141,4 @@ document.getElementById("main").replaceChildren(
     + "where there are too few seeds for an exact one. The dashed uprights are the smallest difference that would be found.", forest()),
   el("h2", {}, "Curves"),
   el("div", { class: "grid" }, ["steps", "tokens", "seconds"].map((by) => card(`Held-out accuracy over ${by}`, "in points; the band is the interval of the mean over seeds", bands(by)))),
-  ...tables());
+  ...tables(), ...conditions());
