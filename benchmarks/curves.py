@@ -2,8 +2,9 @@
 
     python benchmarks/curves.py engines.png native=runs/native-0,runs/native-1 transformers=runs/cached-0,runs/cached-1
 
-A line is the mean over runs of a running mean over five steps, the band one standard deviation. Below, the table of
-every run's evaluation before and after.
+A line is the mean over runs of a running mean over five steps, the band one standard deviation. ``--x tokens`` or ``--x
+seconds`` draws it over those, as far as all runs of a line go. Below, the table of every run's evaluation before and
+after.
 """
 
 from __future__ import annotations
@@ -14,17 +15,36 @@ import statistics
 from pathlib import Path
 
 import matplotlib
+import numpy as np
+
+from poise.runs.axes import AXES, x_values
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 SMOOTH = 5  # steps
+POINTS = 200  # of a line that is not over steps
 
 
-def curve(run: Path, metric: str) -> list[float]:
+def curve(run: Path, metric: str, axis: str) -> tuple[list[float], list[float]]:
+    """Places on the axis, and the metric there."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    values = [step[metric] for step in steps if metric in step]
-    return [statistics.mean(values[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(values))]
+    places = x_values(steps, axis)
+    if places is None:
+        raise SystemExit(f"{run} has no {AXES[axis]}: choose another --x")
+    shown = [(x, step[metric]) for x, step in zip(places, steps, strict=True) if metric in step]
+    values = [value for _, value in shown]
+    means = [statistics.mean(values[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(values))]
+    return [x for x, _ in shown], means
+
+
+def together(runs: list[tuple[list[float], list[float]]], axis: str) -> tuple[list[float], list[tuple[float, ...]]]:
+    """Places, and the values of all runs at each of them."""
+    if axis == "step":
+        return runs[0][0], list(zip(*(values for _, values in runs), strict=True))
+    first, last = max(places[0] for places, _ in runs), min(places[-1] for places, _ in runs)
+    grid = np.linspace(first, last, POINTS)
+    return grid.tolist(), list(zip(*(np.interp(grid, *run).tolist() for run in runs), strict=True))
 
 
 def main() -> None:
@@ -32,18 +52,18 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("sets", nargs="+", metavar="NAME=RUN,RUN")
     parser.add_argument("--metric", default="reward/accuracy")
+    parser.add_argument("--x", choices=[*AXES], default="step")
     args = parser.parse_args()
     figure, axis = plt.subplots(figsize=(7, 4))
     for given in args.sets:
         name, runs = given.split("=", 1)
         folders = [Path(run) for run in runs.split(",")]
-        curves = list(zip(*(curve(run, args.metric) for run in folders), strict=True))
+        places, curves = together([curve(run, args.metric, args.x) for run in folders], args.x)
         mean = [statistics.mean(values) for values in curves]
         width = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in curves]
-        steps = range(1, len(mean) + 1)
-        axis.plot(steps, mean, label=f"{name}, {len(folders)} seeds")
+        axis.plot(places, mean, label=f"{name}, {len(folders)} seeds")
         low, high = ([m + sign * w for m, w in zip(mean, width, strict=True)] for sign in (-1, 1))
-        axis.fill_between(steps, low, high, alpha=0.2)
+        axis.fill_between(places, low, high, alpha=0.2)
         gains = []
         for run in folders:
             summary = json.loads((run / "summary.json").read_text())
@@ -54,7 +74,7 @@ def main() -> None:
         if len(gains) > 1:
             spread = statistics.stdev(gains)
             print(f"{name}: gain {statistics.mean(gains):+.3f}, standard deviation over seeds {spread:.3f}")
-    axis.set(xlabel="step", ylabel=args.metric)
+    axis.set(xlabel=AXES[args.x], ylabel=args.metric)
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()

@@ -127,6 +127,19 @@ def test_clip_cov_is_a_covariance():
     assert torch.equal(zeros == 0, ~batch.mask | ((cov > 0.3) & (cov < 5.0)))
 
 
+def test_stare_weights_the_least_probable_tokens_of_one_side_while_entropy_is_low():
+    entropy = torch.full((2, 3), 0.2)
+    (phase,) = weights("stare", golden(entropy=entropy))
+    close(phase.policy, [[1.1, 1, 1], [1, 1, 1]])  # ceil(0.1 · 3) = 1 of the first response's
+    assert phase.kl.eq(1).all()
+    assert phase.metrics == {"entropy": pytest.approx(0.2), "chosen_share": pytest.approx(1 / 6)}
+    (phase,) = weights("stare", golden(entropy=entropy), side="negative", weight=0.9, share=0.5)
+    close(phase.policy, [[1, 1, 1], [0.9, 0.9, 1]])
+    (phase,) = weights("stare", golden(entropy=entropy + 0.1))
+    assert phase.policy.eq(1).all()
+    assert weights("stare", golden(entropy=entropy + 1), max_entropy=None)[0].policy[0, 0] == 1.1
+
+
 def test_two_methods_with_one_seed_draw_apart():
     batch = random_batch(prompts=8, length=40)
     (clipped,) = weights("clip-cov", batch, share=0.3, low=-1e9, high=1e9)
@@ -191,7 +204,8 @@ def test_what_is_drawn_depends_on_seed_and_batch_alone(text):
     [
         "ar(alpha=0)", "amplify(alpha=0.0)", "lopti(threshold=0)", "lopti(threshold=1.001)", "lopti(threshold=7)",
         "nthr(eta=1)", "nthr(eta=1, self_inclusive=True)", "constant(weight=1)", "entropy(quantile=1)",
-        "stapo(max_prob=0)", "random-split(share=0)", "random-split(share=1)", "clip-cov(share=0)",
+        "stapo(max_prob=0)", "stare(weight=1)", "stare(share=0)",
+        "random-split(share=0)", "random-split(share=1)", "clip-cov(share=0)",
         "tr-grpo(low=1.0, high=1.0)", "ar(alpha=0) | lopti(threshold=0) | nthr(eta=1)",
     ],
 )  # fmt: skip

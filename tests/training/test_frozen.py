@@ -16,6 +16,7 @@ from poise.models.compilation import compile_layers
 from poise.models.loading import add_adapter
 from poise.models.policy import ModelError, Policy, load_policy
 from poise.runs.folder import RunFolder
+from poise.training import frozen
 from poise.training.frozen import PLACES, Frozen, FrozenEngine, FrozenModels
 from support.small_runs import SHORT, make, run
 from support.tiny_models import Words, bytes_policy, sample, tiny
@@ -42,10 +43,10 @@ def draw(engine, **changes):
 def test_without_its_adapter_the_policy_is_the_base_model_bit_for_bit(engine):
     policy = with_noise(load_policy("embedded", device="cpu", lora=LoraConfig(rank=4)))
     base, own = load_policy("embedded", device="cpu"), engine(policy)
-    frozen = FrozenEngine(Frozen(policy, adapter=True), engine(policy), (6, 64))
+    base_engine = FrozenEngine(Frozen(policy, adapter=True), engine(policy), (6, 64))
     trained = [parameter.requires_grad for parameter in policy.model.parameters()]
     before = draw(own)
-    found = draw(frozen)
+    found = draw(base_engine)
     after = draw(own)
     assert all(map(torch.equal, found, draw(engine(base))))
     assert all(map(torch.equal, before, after))  # its own keys and values are untouched
@@ -61,8 +62,8 @@ def test_compiled_layers_see_that_the_adapter_is_disabled():
     torch._dynamo.reset()
     compile_layers(policy.trunk, backend="eager")
     own = NativeEngine(policy)
-    frozen = FrozenEngine(Frozen(policy, adapter=True), NativeEngine(policy), (6, 64))
-    before, found, after, expected = (draw(engine) for engine in (own, frozen, own, NativeEngine(base)))
+    base_engine = FrozenEngine(Frozen(policy, adapter=True), NativeEngine(policy), (6, 64))
+    before, found, after, expected = (draw(engine) for engine in (own, base_engine, own, NativeEngine(base)))
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
     assert torch.equal(before[0], after[0])
@@ -118,9 +119,10 @@ def test_a_run_folder_stands_for_the_checkpoint_that_was_the_newest_when_the_run
     other, _ = run(tmp_path, *small, "steps=1", name="other")
     began = RunFolder.create(tmp_path / "began", {"seed": 0})
     source = str(other.path)
-    build(tmp_path, models={"receiver": source}, folder=began)
+    _, _, said = build(tmp_path, models={"receiver": source}, folder=began)
     first = str(other.path / "checkpoints/step-000001/model")
     assert began.read_json(PLACES) == {source: first}
+    assert said[0].startswith(f"receiver: {first}, frozen: the weights take")
     trainer.train(make(tmp_path, *small, "steps=2", name="other"), resume=True, quiet=True)
     resumed, _, _ = build(tmp_path, models={"receiver": source}, folder=began)
     expected = load_policy(first, device="cpu")
@@ -145,6 +147,19 @@ def test_a_receiver_that_does_not_fit_is_refused_before_the_run(tmp_path):
     (tmp_path / "bare").mkdir()
     with pytest.raises(ModelError, match=r"^receiver = '.*bare': .*has no config.json"):
         build(tmp_path, models={"receiver": str(tmp_path / "bare")})
+
+
+def test_weights_that_do_not_fit_beside_the_policy(tmp_path, monkeypatch):
+    load = frozen.load_policy
+    config = make(tmp_path)
+    policy = load(config.model, device="cpu")
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(frozen, "load_policy", full)
+    with pytest.raises(ModelError, match=r"receiver: the frozen weights of embedded do not fit .* use lora.rank="):
+        FrozenModels(config, policy, Asks(), print)
 
 
 def test_memory_for_its_keys_is_announced(tmp_path, monkeypatch):

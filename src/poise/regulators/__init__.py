@@ -16,6 +16,7 @@ from poise.regulators.names import TABLE, get, parse, text
 from poise.regulators.nthr import NTHR
 from poise.regulators.random_split import RandomSplit
 from poise.regulators.stapo import Stapo
+from poise.regulators.stare import Stare
 from poise.regulators.summary import summary
 from poise.regulators.tr_grpo import TokenRegulation
 from poise.regulators.weights import token_weights
@@ -34,6 +35,7 @@ __all__ = [
     "RandomSplit",
     "Regulator",
     "Stapo",
+    "Stare",
     "TokenRegulation",
     "TopEntropy",
     "get",

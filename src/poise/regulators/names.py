@@ -22,6 +22,7 @@ from poise.regulators.lopti import Lopti
 from poise.regulators.nthr import NTHR
 from poise.regulators.random_split import RandomSplit
 from poise.regulators.stapo import Stapo
+from poise.regulators.stare import Stare
 from poise.regulators.tr_grpo import TokenRegulation
 
 TABLE: dict[str, type[Regulator]] = {
@@ -34,6 +35,7 @@ TABLE: dict[str, type[Regulator]] = {
     "entropy": TopEntropy,
     "clip-cov": ClipCov,
     "stapo": Stapo,
+    "stare": Stare,
     "constant": Constant,
     "random-split": RandomSplit,
 }

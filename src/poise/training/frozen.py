@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from poise._lib.files import expand
 from poise.algorithms import Algorithm
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
@@ -98,12 +100,12 @@ class FrozenModels:
         self.start = start or config.model
         self.models: Mapping[str, str] = getattr(algorithm, "models", {})
         users = {"the KL term": START, **self.models} if reference else dict(self.models)
-        places = _places(self.start, users.values(), folder)
+        self.places = _places(self.start, users.values(), folder)
         self.by_source: dict[str, Frozen] = {}
         first: dict[str, str] = {}  # who asked for a source first
         for name, source in users.items():
             if first.setdefault(source, name) == name:
-                self.by_source[source] = self._load(name, source, places.get(source))
+                self.by_source[source] = self._load(name, source)
             if name in self.models:
                 note(f"{name}: {self._describe(source, None if first[source] == name else first[source])}")
 
@@ -142,13 +144,13 @@ class FrozenModels:
             clock=lambda _: nullcontext(), turns=Counter(),
         )  # fmt: skip
 
-    def _load(self, name: str, source: str, place: str | None) -> Frozen:
+    def _load(self, name: str, source: str) -> Frozen:
         config = self.config
         if source == START and hasattr(self.policy.model, "peft_config"):
             return Frozen(self.policy, adapter=True)
         try:
             policy = load_policy(
-                place or (self.start if source == START else source), device=config.device, dtype=config.dtype,
+                self._name(source), device=config.device, dtype=config.dtype,
                 remote_code=config.remote_code, longest=config.rollout.longest,
                 compiled=config.compile if source in self.models.values() else False,
             )  # fmt: skip
@@ -157,13 +159,22 @@ class FrozenModels:
             if source == START:
                 raise
             raise ModelError(f"{name} = {source!r}: {error}") from error
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"{name}: the frozen weights of {self._name(source)} do not fit into the memory beside the policy: use "
+                "lora.rank=…, with which the starting weights need no second copy, or a smaller model"
+            ) from error
         policy.model.requires_grad_(False)
         return Frozen(policy)
+
+    def _name(self, source: str) -> str:
+        """The model's name, or the folder of a checkpoint."""
+        return self.places.get(source) or (self.start if source == START else source)
 
     def _describe(self, source: str, shared: str | None) -> str:
         """What a model is, and what it costs in memory; ``shared``: who has loaded it already."""
         frozen = self.by_source[source]
-        what = f"the run's starting weights ({self.start})" if source == START else source
+        what = f"the run's starting weights ({self._name(source)})" if source == START else self._name(source)
         if frozen.adapter:
             return f"{what}: the policy without its LoRA adapter, no second copy of the weights"
         if shared:
@@ -185,7 +196,7 @@ def _places(start: str, sources: Iterable[str], folder: RunFolder | None) -> dic
                 f"{name}: this run began with the weights in {places[source]}, which are gone: put them back, or begin "
                 "another run=DIR"
             )
-        if source not in places and (Path(name) / "checkpoints").is_dir():
+        if source not in places and (expand(name) / "checkpoints").is_dir():
             places[source] = locate(name)
     if folder is not None and places != (saved or {}):
         folder.write_json(PLACES, places)
