@@ -236,6 +236,13 @@ def test_curves_over_tokens_and_seconds(page, tmp_path):
     assert at(0.5) == "mean 0.2 at 5"
     page.select_option("#axis", "step")
     assert at(1.0) == "mean 0.3 at 3"
+    page.click("nav button:has-text('settings')")
+    cost = page.locator("h2:has-text('Cost') + .scroll tr").all_inner_texts()
+    assert [row.split("\t") for row in cost[1:]] == [
+        ["steps", "3"],
+        ["sampled tokens", "40000"],
+        ["step, total seconds", "7.5"],
+    ]
 
 
 def test_an_axis_that_no_run_has_recorded(page, tmp_path):

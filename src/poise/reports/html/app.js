@@ -37,15 +37,16 @@ function settings() {
   const differing = rows.filter(([, ...values]) => new Set(values).size > 1);
   const names = data.runs.map((run) => run.name);
   const sum = (run, key) => (run.metrics[key] || []).reduce((a, b) => a + (b || 0), 0);
-  const costs = ["time/step", "time/rollout", "time/score", "time/regulate", "time/record", "time/update"];
-  const cost = costs.map((key) => [`${key.slice(5)}, total seconds`, ...data.runs.map((run) => sum(run, key))]);
+  const costs = ["time/step", "time/rollout", "time/transfer", "time/score", "time/regulate", "time/record", "time/update"];
+  const tokens = ["sampled tokens", ...data.runs.map((run) => run.metrics["tokens/total"]?.at(-1) ?? "–")];
+  const cost = costs.filter((key) => data.runs.some((run) => key in run.metrics)).map((key) => [`${key.slice(5)}, total seconds`, ...data.runs.map((run) => sum(run, key))]);
   const where = [...new Set(data.runs.flatMap((run) => Object.keys(run.environment || {})))];
   const accuracy = (run, when) => run.summary?.[when]?.accuracy ?? "–";
   return [
     data.runs.some((run) => run.summary) && el("div", {}, el("h2", {}, "Held-out accuracy"), table(["", ...names],
       ["before", "after"].map((when) => [when, ...data.runs.map((run) => accuracy(run, when))]))),
     names.length > 1 && el("div", {}, el("h2", {}, "Settings that differ"), differing.length ? table(["setting", ...names], differing) : el("p", {}, "None.")),
-    el("h2", {}, "Cost"), table(["", ...names], [["steps", ...data.runs.map((run) => run.steps.length)], ...cost]),
+    el("h2", {}, "Cost"), table(["", ...names], [["steps", ...data.runs.map((run) => run.steps.length)], tokens, ...cost]),
     el("h2", {}, "Environment"), table(["", ...names], where.map((key) => [key, ...data.runs.map((run) => String(run.environment?.[key] ?? "–"))])),
     el("h2", {}, "All settings"), table(["setting", ...names], rows),
   ].filter(Boolean);

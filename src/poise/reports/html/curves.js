@@ -42,6 +42,8 @@ const curves = {
       ["Held-out accuracy by difficulty", like(/^eval\/[^/]+\/avg@\d+\/./)],
       ["Success of first and second attempts", like(/^(first|second)\/success$/), "second attempts: of those who retried"],
       ["Reflections", like(/^reflection\/(readable|shown)$/), "shares that could be read, and were shown"],
+      ["Transfer", like(/^transfer\/(mean|after_right|after_wrong)$/), "share of prefixes that the receiver continued to a right answer"],
+      ["Transfer by cut", like(/^transfer\/cut\//), "by the largest share of the reasoning that the receiver saw"],
       ["Entropy", one("rollout/entropy"), "mean over tokens, in nats"],
       ["Response length", one("rollout/length"), "tokens"],
       ["Sampled tokens", like(/^tokens\/(?!total$)/), "per step, by all models and by each other than the policy"],
@@ -52,7 +54,7 @@ const curves = {
       ["Weight by probability", like(/^reg\/.+\/weight_p/), "mean policy weight in each interval of p"],
       ["Clipped tokens", like(/^optim\/clip_/)],
       ["Tokens flagged, scored or set to zero", like(/^reg\/.+\/(flagged|scored|zero)_share$/)],
-      ["Time per step", like(/^time\/(step|rollout|update|regulate|record|score)$/), "seconds"],
+      ["Time per step", like(/^time\/(step|rollout|transfer|update|regulate|record|score)$/), "seconds"],
     ];
     return wanted.map(([title, matches, note]) => ({ title, note, lines: this.lines(matches) })).filter((g) => g.lines.length);
   },
@@ -60,7 +62,7 @@ const curves = {
   lines(matches) {
     const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].filter(matches);
     const several = data.runs.length > 1;
-    const tail = (key) => key.replace(/^(reg\/all|reg|reward|eval|optim|rollout|time|tokens)\//, "");
+    const tail = (key) => key.replace(/^(reg\/all|reg|reward|eval|optim|rollout|time|tokens|transfer)\//, "");
     return data.runs.flatMap((run, r) => keys.map((key, k) => ({
       label: [several && run.name, (keys.length > 1 || !several) && tail(key)].filter(Boolean).join(" · "),
       colour: colour(several ? r : k),
