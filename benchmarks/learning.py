@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,7 @@ class Studies:
         """All of them, so many at a time."""
         with ThreadPoolExecutor(at_once) as pool:
             futures = [pool.submit(self._study, study) for study in self.chosen]
-            while not all(future.done() for future in futures):
-                time.sleep(2)
+            while wait(futures, timeout=2).not_done:
                 self.write()
         for future in futures:
             future.result()

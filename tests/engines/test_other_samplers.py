@@ -40,6 +40,7 @@ def first_step(tmp_path, monkeypatch, name, gap, *more):
     return RunFolder.open(tmp_path / name, resume=False).metrics()[0]
 
 
+@pytest.mark.usefixtures("short_evaluation")
 def test_the_policy_term_is_weighted_by_truncated_importance(tmp_path, monkeypatch):
     plain = first_step(tmp_path, monkeypatch, "plain", None)
     assert plain["optim/grad_norm"] > 0

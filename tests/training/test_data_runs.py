@@ -2,6 +2,7 @@
 
 import json
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -80,36 +81,31 @@ def same(one, other):
     assert a.read_json("summary.json")["after"] == b.read_json("summary.json")["after"]
 
 
-def train(*args):
+def killed(*args):
+    """Train in a process of its own, which must be killed."""
     with command("train", *args) as process:
         told = process.stdout.read()
-        return process.wait(100), told
+        assert process.wait(100) == -signal.SIGKILL, told
 
 
 def test_killed_in_a_reward_call_in_the_middle_of_an_epoch(tmp_path):
     """Nine problems in steps of four: the third step has the last one of an epoch, and three of the next."""
     data = questions(tmp_path / "questions.jsonl")
-    for name in ("whole", "killed"):
+    for name, train in (("whole", partial(poise, "train")), ("killed", killed)):
         text = REWARD.replace("ENDS", str(name == "killed")).replace('"RUN"', repr(name))
         (tmp_path / f"{name}.py").write_text(text)
-        args = [*SMALL, f"data={data}", f"reward={tmp_path / name}.py:letters", f"run={tmp_path / name}"]
-        code, told = train(*args)
-        assert code == (0 if name == "whole" else -signal.SIGKILL), told
-    code, told = train("--resume", "--trust", f"run={tmp_path / 'killed'}")
-    assert code == 0, told
+        train(*SMALL, f"data={data}", f"reward={tmp_path / name}.py:letters", f"run={tmp_path / name}")
+    poise("train", "--resume", "--trust", f"run={tmp_path / 'killed'}")
     same(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_killed_in_an_episode(tmp_path):
-    for name in ("whole", "killed"):
+    for name, train in (("whole", partial(poise, "train")), ("killed", killed)):
         text = ENVIRONMENT.replace("ENDS", str(name == "killed")).replace('"RUN"', repr(name))
         (tmp_path / f"env_{name}.py").write_text(text)
         where = f"{tmp_path}/env_{name}.py"
-        args = [*SMALL, f"environment={where}:Echo", f"reward={where}:letters", f"run={tmp_path / name}"]
-        code, told = train(*args)
-        assert code == (0 if name == "whole" else -signal.SIGKILL), told
-    code, told = train("--resume", "--trust", f"run={tmp_path / 'killed'}")
-    assert code == 0, told
+        train(*SMALL, f"environment={where}:Echo", f"reward={where}:letters", f"run={tmp_path / name}")
+    poise("train", "--resume", "--trust", f"run={tmp_path / 'killed'}")
     same(tmp_path / "whole", tmp_path / "killed")
     for line in RunFolder.open(tmp_path / "killed", resume=False).metrics():
         assert {"rollout/continued", "rollout/reread"} <= line.keys()
