@@ -30,7 +30,7 @@ from poise.tasks import available, training_problems
 from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
-from poise.training.frozen import FrozenModels
+from poise.training.frozen import FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
 from poise.training.records import (
     Clock,
@@ -72,8 +72,9 @@ class Trainer:
         self.regulator = config.build_regulator()
         self.algorithm = config.build_algorithm()
         self.policy = load_policy(
-            config.model, device=config.device, dtype=config.dtype, lora=config.lora, seed=step_seed(config.seed, 0),
-            remote_code=config.remote_code, compiled=config.compile, longest=config.rollout.longest,
+            starting_weights(config, folder), device=config.device, dtype=config.dtype, lora=config.lora,
+            seed=step_seed(config.seed, 0), remote_code=config.remote_code, compiled=config.compile,
+            longest=config.rollout.longest,
         )  # fmt: skip
         self.notes: list[str] = []  # shown as soon as there is a console
         self.clock = Clock()

@@ -17,7 +17,7 @@ from poise.models.loading import add_adapter
 from poise.models.policy import ModelError, Policy, load_policy
 from poise.runs.folder import RunFolder
 from poise.training import frozen
-from poise.training.frozen import PLACES, Frozen, FrozenEngine, FrozenModels
+from poise.training.frozen import PLACES, Frozen, FrozenEngine, FrozenModels, starting_weights
 from support.small_runs import SHORT, make, run
 from support.tiny_models import Words, bytes_policy, sample, tiny
 
@@ -130,6 +130,14 @@ def test_a_run_folder_stands_for_the_checkpoint_that_was_the_newest_when_the_run
     weight = lambda policy: next(policy.model.parameters())  # noqa: E731
     assert torch.equal(weight(resumed.by_source[source].policy), weight(expected))
     assert not torch.equal(weight(expected), weight(newest))
+    config = make(tmp_path, f"model={source}", "lora.rank=2")  # a checkpoint of LoRA's has no base weights
+    based = RunFolder.create(tmp_path / "based", {"seed": 0})
+    assert starting_weights(config, based) == str(other.path / "checkpoints/step-000002/model")
+    based.write_json(PLACES, {"start": first})
+    assert starting_weights(config, based) == first
+    resumed, _, _ = build(tmp_path, f"model={source}", folder=based, reference=True)
+    assert torch.equal(weight(resumed.reference.policy), weight(expected))
+    assert starting_weights(make(tmp_path), began) == "embedded"
     shutil.rmtree(other.path / "checkpoints/step-000001")
     with pytest.raises(
         ModelError, match=re.escape(f"began with the weights in {first}, which are gone: put them back")

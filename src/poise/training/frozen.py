@@ -182,6 +182,14 @@ class FrozenModels:
         return f"{what}, frozen: the weights take {frozen.nbytes / GIB:.2f} GiB more on {frozen.policy.device}"
 
 
+def starting_weights(config: Config, folder: RunFolder) -> str:
+    """The name by which to load the policy: ``model``, or the checkpoint that it stood for when the run began.
+
+    With LoRA that matters: the run's own checkpoints hold the adapter alone.
+    """
+    return _places(config.model, [START] if config.lora else [], folder).get(START, config.model)
+
+
 def _places(start: str, sources: Iterable[str], folder: RunFolder | None) -> dict[str, str]:
     """The checkpoints that run folders among the sources stand for: the newest ones when this run began.
 
