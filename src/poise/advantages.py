@@ -59,12 +59,18 @@ def reinforce_pp(
     return torch.zeros_like(rewards).masked_scatter_(weight > 0, advantages)
 
 
-TABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # the names of the setting ``advantage``
-    "group-zscore": group_zscore,
-    "group-centered": group_centered,
-    "leave-one-out": leave_one_out,
-    "reinforce-pp": lambda rewards, _: reinforce_pp(rewards),
+Estimate = Callable[[Tensor, Tensor, Tensor], Tensor]  # rewards (B,), groups (B,), mask (B, T) -> advantages (B,)
+
+TABLE: dict[str, Estimate] = {  # the names of the setting ``advantage``
+    "group-zscore": lambda rewards, groups, _: group_zscore(rewards, groups),
+    "group-centered": lambda rewards, groups, _: group_centered(rewards, groups),
+    "leave-one-out": lambda rewards, groups, _: leave_one_out(rewards, groups),
+    "reinforce-pp": lambda rewards, _groups, _mask: reinforce_pp(rewards),
+    "reinforce-pp-tokens": lambda rewards, _, mask: reinforce_pp(rewards, mask=mask),
+    "reinforce-pp-baseline": lambda rewards, groups, _: reinforce_pp(rewards, groups),
+    "reinforce-pp-baseline-tokens": lambda rewards, groups, mask: reinforce_pp(rewards, groups, mask=mask),
 }
+WITHOUT_GROUPS = ("reinforce-pp", "reinforce-pp-tokens")  # estimates that compare no responses to one prompt
 
 
 def _finite(rewards: Tensor) -> Tensor:

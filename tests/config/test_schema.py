@@ -28,9 +28,9 @@ def test_the_objective_mirrors_its_settings():
     assert ObjectiveConfig(**changed).settings() == objective.Settings(**changed)
 
 
-def test_every_advantage_is_a_function():
-    for name in Config.model_fields["advantage"].annotation.__args__:
-        assert callable(getattr(advantages, name.replace("-", "_")))
+def test_every_advantage_is_in_the_table():
+    assert Config.model_fields["advantage"].annotation.__args__ == tuple(advantages.TABLE)
+    assert set(advantages.WITHOUT_GROUPS) < set(advantages.TABLE)
 
 
 def test_defaults_work_and_cannot_be_changed():
@@ -52,6 +52,9 @@ def test_a_task_keeps_its_settings_beside_its_name():
 
 def test_one_response_per_prompt_needs_no_group_with_reinforce_pp():
     assert load("demo", ["group=1", "advantage=reinforce-pp"]).group == 1
+    assert load("demo", ["group=1", "advantage=reinforce-pp-tokens"]).group == 1
+    with pytest.raises(ConfigError, match="compares the responses to a prompt"):
+        load("demo", ["group=1", "advantage=reinforce-pp-baseline"])
 
 
 def test_the_error_is_a_value_error_and_travels_between_processes():

@@ -21,6 +21,7 @@ from poise import algorithms, regulators, tasks
 from poise._lib import user_code as _user_code
 from poise._lib.errors import unknown
 from poise._lib.files import expand
+from poise.advantages import WITHOUT_GROUPS
 from poise.config.documents import (
     DEEPEST,
     ConfigError,
@@ -63,7 +64,13 @@ class Config(Group):
     group: Count = 8  # responses per prompt
     regulator: Text = "grpo"  # text form, such as ar(alpha=0.3) | lopti
     algorithm: Text = "grpo"  # text form; decides what is sampled and compared
-    advantage: Literal["group-zscore", "group-centered", "leave-one-out", "reinforce-pp"] = "group-zscore"
+    # REINFORCE++ normalises over the batch, by response or (-tokens) by token; -baseline first subtracts group means
+    advantage: Literal[
+        "group-zscore", "group-centered", "leave-one-out", "reinforce-pp", "reinforce-pp-tokens",
+        "reinforce-pp-baseline", "reinforce-pp-baseline-tokens",
+    ] = "group-zscore"  # fmt: skip
+    # Leave groups whose rewards are all equal out of the update: no KL, no place in the denominator or in mini-batches
+    drop_equal_groups: bool = False
     task: TaskConfig  # required
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
@@ -152,7 +159,7 @@ class Config(Group):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.group < 2 and self.advantage != "reinforce-pp":
+        if self.group < 2 and self.advantage not in WITHOUT_GROUPS:
             raise ValueError(
                 f"group = {self.group}: advantage {self.advantage!r} compares the responses to a prompt with each "
                 "other, so there must be at least 2; with one, use advantage reinforce-pp"

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from poise import advantages
 from poise._lib.transfer import send
 from poise.algorithms.base import CONSOLIDATED, Sample
-from poise.batch import Phase, TokenBatch
+from poise.batch import Phase, Rows, TokenBatch
 from poise.models.policy import Policy
 from poise.models.scoring import score_all, score_min_p
 from poise.rollout.types import Rollouts
@@ -107,7 +107,7 @@ def token_batch(
     return TokenBatch(
         old_logp=score_all(policy, rollouts, temperature, micro_tokens)[0] if recompute else rollouts.logp,
         mask=rollouts.mask,
-        advantages=_advantages(samples, rewards, groups, advantage),
+        advantages=_advantages(samples, rewards, groups, rollouts.mask, advantage),
         groups=groups,
         rewards=rewards,
         correct=torch.tensor([sample.score.correct for sample in samples], device=device),
@@ -131,28 +131,60 @@ def group_numbers(groups: Sequence[Hashable]) -> list[int]:
 
 
 def without_consolidated(
-    samples: Sequence[Sample], phases: Sequence[Phase], batch: TokenBatch
+    samples: Sequence[Sample], phases: Sequence[Phase], batch: TokenBatch, rows: Rows = slice(None)
 ) -> tuple[list[Phase], TokenBatch]:
-    """The phases and the batch for summaries of what was sampled."""
-    rows = [row for row, sample in enumerate(samples) if sample.role != CONSOLIDATED]
-    if not rows or len(rows) == len(samples):
-        return list(phases), batch
-    return [phase.rows(rows) for phase in phases], batch.rows(rows)
+    """The phases and the batch for summaries of what was sampled. ``rows`` are those of the phases."""
+    numbers = torch.arange(len(samples))[rows].tolist()
+    sampled = [place for place, row in enumerate(numbers) if samples[row].role != CONSOLIDATED]
+    if not sampled or len(sampled) == len(numbers):
+        return list(phases), batch.rows(rows)
+    return [phase.rows(sampled) for phase in phases], batch.rows([numbers[place] for place in sampled])
 
 
-def _advantages(samples: Sequence[Sample], rewards: Tensor, groups: Tensor, kind: str) -> Tensor:
+def groups_with_spread(samples: Sequence[Sample]) -> tuple[list[int], int]:
+    """The rows without the groups whose rewards are all equal, and the number of these groups.
+
+    A row with an advantage of its own stays, and so does one that has nothing to compare with.
+    """
+    rewards: dict[Hashable, list[float]] = {}
+    for sample in samples:
+        if sample.group is not None and sample.advantage is None:
+            rewards.setdefault(sample.group, []).append(sample.score.reward)
+    equal = {group for group, members in rewards.items() if len(members) > 1 and min(members) == max(members)}
+    rows = [row for row, sample in enumerate(samples) if sample.group not in equal or sample.advantage is not None]
+    return rows, len(equal)
+
+
+def on_all_rows(phase: Phase, rows: Rows, batch: TokenBatch) -> Phase:
+    """A phase of some rows as one of the whole batch: weight 0, and no per-token values, in the other rows.
+
+    A slice stands for all rows.
+    """
+    if isinstance(rows, slice):
+        return phase
+
+    def spread(values: Tensor, fill: float) -> Tensor:
+        whole = torch.full(batch.mask.shape, fill, dtype=values.dtype, device=values.device)
+        whole[rows] = values
+        return whole
+
+    tokens = {name: spread(values, torch.nan) for name, values in phase.tokens.items()}
+    return Phase(phase.name, spread(phase.policy, 0.0), spread(phase.kl, 0.0), phase.metrics, tokens)
+
+
+def _advantages(samples: Sequence[Sample], rewards: Tensor, groups: Tensor, mask: Tensor, kind: str) -> Tensor:
     """(B,) advantages: a sample's own one, or else normalised within its group.
 
-    ``reinforce-pp`` knows no groups. It normalises over the rows of one role, since others play another game.
+    REINFORCE++ normalises over the rows of one role together, since others play another game.
     """
     preset = [sample.advantage for sample in samples]
     rest: dict[str, list[int]] = {}  # rows to normalise together
     for row, sample in enumerate(samples):
         if sample.advantage is None:
-            rest.setdefault(sample.role if kind == "reinforce-pp" else "", []).append(row)
+            rest.setdefault(sample.role if kind.startswith("reinforce-pp") else "", []).append(row)
     if [len(rows) for rows in rest.values()] == [len(preset)]:
-        return advantages.TABLE[kind](rewards, groups)
+        return advantages.TABLE[kind](rewards, groups, mask)
     values = torch.tensor([0.0 if value is None else value for value in preset], device=rewards.device)
     for rows in rest.values():
-        values[rows] = advantages.TABLE[kind](rewards[rows], groups[rows]).to(values.dtype)
+        values[rows] = advantages.TABLE[kind](rewards[rows], groups[rows], mask[rows]).to(values.dtype)
     return values
