@@ -98,8 +98,9 @@ class Study:
         return arm.removeprefix("algorithm=").replace(repr(str(self.strong)), "strong")
 
     def run(self) -> int:
-        """The stronger receiver, then all arms; the exit code."""
-        code = self._command(["train", "demo", f"run={self.strong}", *self.receiver, "--quiet"])
+        """The stronger receiver, then all arms; the exit code. What is done already is not done again."""
+        strong = ["train", "demo", f"run={self.strong}", *self.receiver, "--quiet"]
+        code = 0 if (self.strong / "summary.json").exists() else self._command(strong)
         return code or self._command(["compare", "demo", *self.overrides, "--quiet"])
 
     def _command(self, words: list[str]) -> int:
