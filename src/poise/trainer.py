@@ -56,18 +56,23 @@ from poise.training.update import NotFiniteError, update
 __all__ = ["TrainError", "Trainer", "train"]
 
 
-def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Train with this config into its run folder, and return the contents of ``summary.json``."""
+def train(
+    config: Config, *, resume: bool = False, quiet: bool = False, before: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train with this config into its run folder, and return the contents of ``summary.json``.
+
+    ``before`` is the accuracy before training, if another run of the same model has measured it in the same way.
+    """
     with owned(expand(config.run), make=not resume):
         if resume:
-            return Trainer(config, open_to_resume(config), quiet=quiet).run()
+            return Trainer(config, open_to_resume(config), quiet=quiet).run(before)
         folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=config.keep_checkpoints)
         try:
             trainer = Trainer(config, folder, quiet=quiet)
         except Exception:
             folder.discard()
             raise
-        return trainer.run()
+        return trainer.run(before)
 
 
 class Trainer:
@@ -110,7 +115,7 @@ class Trainer:
 
     # The loop
 
-    def run(self) -> dict[str, Any]:
+    def run(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
         """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after."""
         done, self.memory, self.tokens = self.checkpoints.restore()
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -119,7 +124,7 @@ class Trainer:
         with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
             for note in self.notes:
                 report.note(note)
-            before = self._accuracy_before(report, done)
+            before = self._accuracy_before(report, done, before)
             if ending := self._ending(done, self.tokens):
                 report.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
             report.begin(done, self.tokens)
@@ -282,7 +287,7 @@ class Trainer:
         with _model_errors():
             return held_out(self.sampler, self.config, lambda done, total: report.note(f"  {done}/{total}"))
 
-    def _accuracy_before(self, report: Reporter, done: int) -> dict[str, Any]:
+    def _accuracy_before(self, report: Reporter, done: int, known: dict[str, Any] | None) -> dict[str, Any]:
         """Held-out accuracy before training: measured once; a resumed run reads it from ``before.json``."""
         before: dict[str, Any] | None = self.folder.read_json("before.json")
         if before is None:
@@ -291,7 +296,7 @@ class Trainer:
                     f"{self.folder.path}/before.json is missing: it holds the accuracy before training, which "
                     f"cannot be measured any more at step {done}; put it back, or begin again in another run=DIR"
                 )
-            before = self._evaluate(report).summary()
+            before = known or self._evaluate(report).summary()
             self.folder.write_json("before.json", before)
         if not is_summary(before):
             raise TrainError(

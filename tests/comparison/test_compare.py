@@ -61,6 +61,7 @@ def test_two_arms_and_three_seeds(whole):
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert "grpo-seed-0.log" in logs
     assert len(logs) == 6
+    assert len({path.read_text() for path in folder.glob("arms/*/*/before.json")}) == 1
 
 
 def test_killed_and_extended_it_ends_with_the_same_table(whole, tmp_path):

@@ -66,7 +66,7 @@ def test_runs_go_seed_by_seed_over_all_arms(tmp_path):
 def test_folders_depend_on_the_arm_alone(tmp_path):
     few = make(tmp_path, regulator="ar | lopti; grpo(passes=2)")
     many = make(tmp_path, "seeds=5", regulator="grpo; grpo(passes=2); ar | lopti")
-    places = [{arm.name: arm.variants[0].folder for arm in plan.arms} for plan in (few, many)]
+    places = [{arm.name: plan.place(arm.variants[0]) for arm in plan.arms} for plan in (few, many)]
     assert places[0].items() <= places[1].items()
     assert all(set(place) <= set("abcdefghijklmnopqrstuvwxyz0123456789=.-") for place in places[1].values())
 
@@ -165,6 +165,17 @@ def test_the_same_comparison_goes_on_and_may_grow(tmp_path):
     record.write(grown)
     record.check(grown)
     assert "also has the arm 'lopti', and a result is never dropped" in refused(make(tmp_path, "seeds=4"))
+
+
+def test_runs_stay_those_of_an_arm_that_is_written_otherwise(tmp_path):
+    record.write(make(tmp_path))
+    plan = record.check(make(tmp_path, "optim.lr=1e-4,2e-4", regulator="grpo; ar(alpha=0.2)"))  # the recipe has 2e-4
+    assert {arm.name: plan.place(arm.variants[0]) for arm in plan.arms if arm.name.endswith("2e-4")} == {
+        "grpo, optim.lr=2e-4": "grpo",
+        "ar(alpha=0.2), optim.lr=2e-4": "ar",
+    }
+    record.write(plan)
+    record.check(make(tmp_path, "optim.lr=1e-4,2e-4"))
 
 
 def test_another_comparison_is_refused(tmp_path):

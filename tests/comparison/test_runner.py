@@ -18,9 +18,10 @@ class Fake:
     def __init__(self, behave=None):
         self.behave = behave or (lambda run: finish(run) or 0)
         self.started, self.running, self.signals, self.most, self.closed = [], {}, [], 0, False
-        self.runs = {}
+        self.runs, self.before = {}, []
 
-    def start(self, number, config, log):
+    def start(self, number, config, log, before=None):
+        self.before.append(before)
         log.parent.mkdir(parents=True, exist_ok=True)
         self.started.append(config.run)
         self.running[number] = config.run
@@ -82,6 +83,14 @@ def test_seed_by_seed_over_all_arms_and_nothing_twice(tmp_path):
     assert again == []
     _, more = carry_out(make(tmp_path, "seeds=4", regulator="grpo; ar; lopti"))
     assert more == ["lopti/seed-0", "lopti/seed-1", "lopti/seed-2", "grpo/seed-3", "ar/seed-3", "lopti/seed-3"]
+
+
+def test_the_accuracy_before_training_is_measured_once(tmp_path):
+    runner, _ = carry_out(make(tmp_path, "rollout.temperature=1.0,0.9", regulator="grpo; ar"), jobs=1)
+    assert runner.processes.before[:2] == [None, None]  # at each temperature once
+    assert all(path.name == "before.json" for path in runner.processes.before[2:])
+    assert runner.processes.before[2] != runner.processes.before[3]
+    assert runner.processes.before[2:4] == runner.processes.before[4:6]
 
 
 def test_each_arm_gets_the_rate_that_its_tuning_seeds_choose(tmp_path):

@@ -40,15 +40,6 @@ class Variant:
     config: Config
 
     @property
-    def folder(self) -> str:
-        """A name for the folder of its runs: readable, and another one for every name."""
-        if re.fullmatch(r"\w[\w.=-]{0,59}", self.name, re.ASCII):
-            return self.name
-        digest = hashlib.sha256(" ".join(self.name.split()).encode()).hexdigest()[:6]
-        readable = re.sub(r"[^\w.=]+", "-", self.name, flags=re.ASCII)[:60].strip("-.")
-        return f"{readable}-{digest}"
-
-    @property
     def rate(self) -> float:
         """The learning rate."""
         return self.config.optim.lr
@@ -68,6 +59,15 @@ class PlannedArm:
     name: str
     settings: Mapping[str, Any]
     variants: tuple[Variant, ...]
+
+
+def folder_name(variant: str) -> str:
+    """A name for the folder of a variant's runs: readable, and another one for every variant."""
+    if re.fullmatch(r"\w[\w.=-]{0,59}", variant, re.ASCII):
+        return variant
+    digest = hashlib.sha256(" ".join(variant.split()).encode()).hexdigest()[:6]
+    readable = re.sub(r"[^\w.=]+", "-", variant, flags=re.ASCII)[:60].strip("-.")
+    return f"{readable}-{digest}"
 
 
 def alternatives(key: str, text: str) -> list[str]:

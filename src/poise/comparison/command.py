@@ -26,13 +26,12 @@ INTERRUPTED = 130
 
 def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = False, quiet: bool = False) -> int:
     """Carry out a comparison, or what is left of it; the exit code: 0, 1 if a run failed, 130 if it was interrupted."""
-    plan = read_plan(recipe, overrides)
-    record.check(plan)
+    plan = record.check(read_plan(recipe, overrides))
     if dry_run:
         _foretell(plan)
         return 0
     with owned(plan.folder, make=True):
-        record.check(plan)  # again: another process may have begun one meanwhile
+        plan = record.check(plan)  # again: another process may have begun one meanwhile
         record.write(plan)
         with Progress(quiet=quiet) as view, Stopper(view.note) as stopper:
             for line in description.heading(plan):

@@ -2,8 +2,8 @@
 
 It reads requests from standard input and writes news to standard output, a JSON object a line:
 
-    {"start": 3, "config": {…}, "log": FILE, "threads": 1}   begin run 3; when it ends: {"ended": 3, "status": 0}
-    {"signal": "SIGTERM"}                                    send a signal to every run
+    {"start": 3, "config": {…}, …}   begin run 3 (``Nursery.start``); when it ends: {"ended": 3, "status": 0}
+    {"signal": "SIGTERM"}            send a signal to every run
 
 A run that crashes, or that the system kills, ends alone. When standard input ends, because the comparison was killed,
 all runs are killed; when this process is killed, the system kills them.
@@ -17,6 +17,8 @@ import os
 import select
 import signal
 import sys
+import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -114,10 +116,8 @@ def _child(request: dict[str, Any]) -> NoReturn:
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        code = carry_out(request["config"], threads=request["threads"])
+        code = carry_out(request["config"], threads=request["threads"], before=request["before"])
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -133,41 +133,37 @@ def _die_with_parent() -> None:
         os._exit(FAILED)
 
 
-def carry_out(settings: dict[str, Any], *, threads: int) -> int:
-    """Begin the run with these settings, or go on with it; its exit code. What went wrong is printed."""
+def carry_out(settings: dict[str, Any], *, threads: int, before: str | None = None) -> int:
+    """Begin the run with these settings, or go on with it; its exit code. What went wrong is printed.
+
+    The file ``before`` has the accuracy before training, if another run has measured it.
+    """
     import torch
 
-    from poise._lib.user_code import UserCodeError
-    from poise.config.schema import ConfigError, restore
-    from poise.models.policy import ModelError
-    from poise.runs.folder import CheckpointError, DamagedError
-    from poise.runs.trackers import TrackerError
-    from poise.tasks import RewardError, TaskError
-    from poise.trainer import TrainError
+    from poise.config.schema import restore
 
     torch.set_num_threads(threads)
-    explained = (ConfigError, ModelError, CheckpointError, DamagedError, OSError, TaskError, RewardError, TrainError)
     try:
         config = restore(settings, trust=True)  # the user typed them
-        _train(config)
+        _train(config, None if before is None else json.loads(Path(before).read_bytes()))
     except KeyboardInterrupt:
         return STOPPED
-    except (*explained, TrackerError, UserCodeError) as error:
-        print(f"poise: {error}", file=sys.stderr)
+    except Exception as error:
+        traceback.print_exc()
+        why = str(error) or type(error).__name__
+        print(f"poise: {why}", file=sys.stderr)  # the last line is what the user is shown
         return FAILED
     return DONE
 
 
-def _train(config: Any) -> None:
-    import time
-
+def _train(config: Any, before: dict[str, Any] | None) -> None:
     from poise import trainer
     from poise.runs.lock import BusyError
 
     end = time.monotonic() + WAIT
     while True:
         try:
-            trainer.train(config, resume=(Path(config.run) / "config.json").exists())
+            trainer.train(config, resume=(Path(config.run) / "config.json").exists(), before=before)
             return
         except BusyError:
             if time.monotonic() > end:

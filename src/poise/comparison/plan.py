@@ -8,7 +8,7 @@ uses again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 from poise._lib.errors import short
 from poise._lib.files import expand
-from poise.comparison.arms import OWN, PlannedArm, Variant, build
+from poise.comparison.arms import OWN, PlannedArm, Variant, build, folder_name
 from poise.config.documents import ConfigError, Document, merge, parse, parse_typed, read, recipes
 from poise.config.schema import Config
 
 HELD_OUT = 1000  # problems; see docs/compare.md
 TUNING = 10_000  # the first tuning seed
 MOST_SEEDS = 1000
+START = ("model", "task", "rollout", "evaluation", "lora", "device", "dtype", "remote_code")  # decide accuracy before
 
 
 class PlannedRun(NamedTuple):
@@ -37,6 +38,11 @@ class PlannedRun(NamedTuple):
     def folder(self) -> Path:
         """Its run folder."""
         return Path(self.config.run)
+
+    @property
+    def start(self) -> str:
+        """Equal for runs with the same accuracy before training, which need to measure it but once."""
+        return self.config.model_dump_json(include=set(START))
 
     @property
     def name(self) -> str:
@@ -70,10 +76,15 @@ class Plan:
     seeds: tuple[int, ...]
     tuning_seeds: tuple[int, ...] = ()
     limits: Limits = field(default_factory=Limits)
+    former: Mapping[str, str] = field(default_factory=dict)  # names that variants had in an earlier plan of the folder
+
+    def place(self, variant: Variant) -> str:
+        """The name of the folder of a variant's runs."""
+        return folder_name(self.former.get(variant.name, variant.name))
 
     def run(self, arm: PlannedArm, variant: Variant, seed: int) -> PlannedRun:
         """The run of a variant with a seed."""
-        update: dict[str, Any] = {"seed": seed, "run": str(self.folder / "arms" / variant.folder / f"seed-{seed}")}
+        update: dict[str, Any] = {"seed": seed, "run": str(self.folder / "arms" / self.place(variant) / f"seed-{seed}")}
         evaluation = variant.config.evaluation
         if seed in self.tuning_seeds:
             update["evaluation"] = evaluation.model_copy(update={"seed": evaluation.seed + TUNING})
@@ -116,6 +127,7 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
         document = read("demo")
     folder = _folder(document, settings)
     document = merge(document, {"evaluation": {"problems": _held_out(recipe, document)}})
+    document.setdefault("keep_checkpoints", 1)  # there are many runs, and each is resumed from its newest
     seeds, tuning = _seeds(own), _count(own, "tune", 0, MOST_SEEDS)
     arms = tuple(build(document, settings, tuned=tuning > 0))
     limits = Limits(

@@ -27,8 +27,8 @@ class Ended(NamedTuple):
 class Processes(Protocol):
     """What carries out runs."""
 
-    def start(self, number: int, config: Config, log: Path) -> None:
-        """Begin a run, or go on with it."""
+    def start(self, number: int, config: Config, log: Path, before: Path | None = None) -> None:
+        """Begin a run, or go on with it; ``before`` has its accuracy before training, if another run measured it."""
 
     def wait(self, seconds: float) -> list[Ended]:
         """The runs that have ended meanwhile, after at most this time."""
@@ -55,12 +55,16 @@ class Nursery:
         self._running: set[int] = set()
         self._rest, self._starts = b"", 0
 
-    def start(self, number: int, config: Config, log: Path) -> None:
-        """Begin a run, or go on with it, and write what it says to the end of ``log``."""
+    def start(self, number: int, config: Config, log: Path, before: Path | None = None) -> None:
+        """Begin a run, or go on with it, and write what it says to the end of ``log``.
+
+        The file ``before`` has its accuracy before training, if another run has measured it.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         settings = config.model_dump(mode="json")
         self._running.add(number)
-        self._send({"start": number, "config": settings, "log": str(log), "threads": self.threads})
+        known = None if before is None else str(before)
+        self._send({"start": number, "config": settings, "log": str(log), "threads": self.threads, "before": known})
 
     def wait(self, seconds: float) -> list[Ended]:
         """The runs that have ended meanwhile, after at most this time."""

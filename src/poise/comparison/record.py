@@ -10,6 +10,7 @@ comparison.json    the results
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ PLAN = "plan.json"
 ANOTHER = "or begin another comparison with run=DIR"
 
 
-def check(plan: Plan) -> None:
-    """Refuse a folder that holds something else, or a comparison whose finished runs would not fit this plan."""
+def check(plan: Plan) -> Plan:
+    """The plan, with the folders of runs that are there already.
+
+    A folder that holds something else is refused, and so is a comparison whose runs would not fit this plan.
+    """
     if plan.folder.exists() and not plan.folder.is_dir():
         raise ConfigError([f"run={plan.folder} is a file: choose another run=DIR"])
     recorded = _read(plan.folder)
@@ -34,23 +38,26 @@ def check(plan: Plan) -> None:
         if others:
             what = "is the folder of a run" if "config.json" in others else "is not empty, and holds no comparison"
             raise ConfigError([f"run={plan.folder} {what}: choose another run=DIR"])
-        return
-    now = {variant.name: variant for arm in plan.arms for variant in arm.variants}
+        return plan
+    now = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
+    former: dict[str, str] = {}
     for name, saved in recorded["variants"].items():
-        if name not in now:
-            raise ConfigError(
-                [
-                    f"the comparison in {plan.folder} also has the arm {name!r}, and a result is never dropped: "
-                    f"name it too, {ANOTHER}"
-                ]
-            )
-        for key, before, after in _differences(saved, now[name].identity):
+        for key, before, after in _differences(saved, now.get(name, saved)):
             raise ConfigError(
                 [
                     f"{key} = {short(after)}, but the comparison in {plan.folder} has {short(before)}: its runs could "
                     f"not be compared with new ones; leave {key} as it was, {ANOTHER}"
                 ]
             )
+        same = [other for other, identity in now.items() if not [*_differences(saved, identity)]]
+        if not same:
+            raise ConfigError(
+                [
+                    f"the comparison in {plan.folder} also has the arm {name!r}, and a result is never dropped: "
+                    f"name it too, {ANOTHER}"
+                ]
+            )
+        former[same[0]] = name  # an axis that was added changes the names of arms
     if missing := sorted(set(recorded["seeds"]) - set(plan.seeds)):
         raise ConfigError(
             [
@@ -58,12 +65,14 @@ def check(plan: Plan) -> None:
                 f"instead of taking some away, {ANOTHER}"
             ]
         )
+    return replace(plan, former=former)
 
 
 def write(plan: Plan) -> None:
     """Remember this plan."""
     recorded = _read(plan.folder) or {"variants": {}, "seeds": []}
-    variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
+    new = (variant for arm in plan.arms for variant in arm.variants if variant.name not in plan.former)
+    variants = {variant.name: variant.identity for variant in new}
     seeds = sorted({*recorded["seeds"], *plan.seeds})
     with replacing(plan.folder / PLAN) as file:
         file.write(dumps({"variants": recorded["variants"] | variants, "seeds": seeds}, indent=1))
@@ -71,7 +80,7 @@ def write(plan: Plan) -> None:
 
 def log_of(plan: Plan, variant: Variant, seed: int) -> Path:
     """Where a run's words are written."""
-    return plan.folder / "logs" / f"{variant.folder}-seed-{seed}.log"
+    return plan.folder / "logs" / f"{plan.place(variant)}-seed-{seed}.log"
 
 
 def _read(folder: Path) -> Document | None:

@@ -104,6 +104,7 @@ class Runner:
     def run(self, interrupted: Callable[[], bool]) -> None:
         """Carry out all runs that have no result yet. ``interrupted`` asks to stop: runs finish their step and save."""
         asked = False
+        (self.plan.folder / "failures.json").unlink(missing_ok=True)  # of the command before, which are tried again
         try:
             while True:
                 if interrupted() and not asked:
@@ -142,8 +143,8 @@ class Runner:
             runs = list(open_runs(ready))
             if not runs:
                 continue
-            untouched = len(runs) == len(self.plan.arms)  # a seed that has begun is finished in any case
-            if untouched and not self._fits(len(runs)):
+            begun = len(runs) < len(ready)  # then all its arms are trained, if there is time
+            if not begun and not self._fits(len(self.plan.arms)):
                 self._stop_at_budget()
                 return None
             return runs[0]
@@ -152,9 +153,17 @@ class Runner:
     def _start(self, run: PlannedRun) -> None:
         self._count += 1
         self._tries[run.folder] = self._tries.get(run.folder, 0) + 1
+        self.failures.pop(str(run.folder), None)
         fresh = not (run.folder / "config.json").exists()
-        self.processes.start(self._count, run.config, log_of(self.plan, run.variant, run.seed))
+        self.processes.start(self._count, run.config, log_of(self.plan, run.variant, run.seed), self._before(run))
         self._running[self._count] = Started(run, self.clock(), fresh)  # after imports, which take no run's time
+
+    def _before(self, run: PlannedRun) -> Path | None:
+        """A file with the run's accuracy before training, if a finished run began with the same model."""
+        for other in self.runs():
+            if other and self.result(other.folder) and other.start == run.start:
+                return other.folder / "before.json"
+        return None
 
     def _end(self, ended: Ended) -> None:
         started = self._running.pop(ended.number)
@@ -166,7 +175,6 @@ class Runner:
             self._succeeded += 1
             if started.fresh and result.state == "finished":
                 self.forecast.measured.append(seconds)
-            self.failures.pop(str(run.folder), None)
             self.view.ended(run, result, "")
         elif ended.status == STOPPED or self.stopped:
             self._tries[run.folder] -= 1
