@@ -146,6 +146,27 @@ def test_graphs_see_weights_that_have_changed():
     assert (logp - out.logp)[out.mask].abs().max() < 0.2
 
 
+def test_graphs_stay_when_other_numbers_of_responses_are_asked_for():
+    policy = tiny("llama", "cuda", torch.bfloat16)
+    engine = NativeEngine(policy)
+
+    def ask(number, tokens):
+        asked = [Request(prompt, tokens, NEVER, i) for i, prompt in enumerate(prompts(number))]
+        return engine.sample(asked, Sampling(1.0), seed=1)
+
+    ask(32, 30)
+    held = engine._decoder
+    for number, tokens in ((20, 30), (27, 12), (32, 30)):
+        out = ask(number, tokens)
+        assert engine._decoder is held
+        with torch.no_grad():
+            logp, _ = policy.score(out)
+        assert (logp - out.logp)[out.mask].abs().mean() < 0.05
+    ask(40, 10)
+    grown = engine._decoder.cache
+    assert (grown.slots, grown.length) == (40, held.cache.length)
+
+
 def test_a_model_that_no_graph_can_hold_gets_the_other_engine():
     policy = tiny("llama", "cuda", torch.bfloat16)
     assert supports(policy)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class NativeEngine:
         self.policy, self.batch = policy, batch
         self.shapes = layer_shapes(policy)
         self._decoder: Decoder | None = None
-        self._decoder_key: tuple[object, ...] = ()  # what the decoder was made for
+        self._decoder_key: tuple[Any, ...] = ()  # what the decoder was made for
 
     @torch.no_grad()
     def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
@@ -102,8 +103,8 @@ class NativeEngine:
     def _decoder_for(self, requests: Sequence[Request], least: tuple[int, int] = (0, 0)) -> Decoder:
         """A decoder with room for these requests: that of the last call, if it needed the same.
 
-        Its sizes depend on these requests and ``least`` alone, not on earlier calls: the address and stride of a matrix
-        may change the last bits of a product, and a resumed run must continue bit for bit.
+        On a CPU its sizes depend on these requests alone, not on earlier calls: the address and stride of a matrix may
+        change the last bits of a product, and a resumed run must continue bit for bit.
         """
         like = next(self.policy.trunk.parameters())
         slots, length = self.cache_sizes(requests)
@@ -111,13 +112,26 @@ class NativeEngine:
         longest = _rounded(max(len(request.prompt) for request in requests))
         sizes = (slots, prompts, longest, max(request.max_tokens for request in requests))
         if self._graphs:
-            sizes = (max(slots, least[0]), 0, 0, max(length, least[1]))
+            sizes = self._roomy(max(slots, least[0]), max(length, least[1]), like.device)
         key = (*sizes, like.dtype, like.device)
         if self._decoder is None or key != self._decoder_key:
             self.release()
             self._decoder = _new_decoder(self.policy, self.shapes, *sizes, like)
             self._decoder_key = key
         return self._decoder
+
+    def _roomy(self, slots: int, length: int, device: torch.device) -> tuple[int, int, int, int]:
+        """The sizes of a slot cache: those of the last call, grown where these requests need more.
+
+        An algorithm may ask for other numbers of responses, of other lengths, from call to call, and recording the
+        graphs of another cache takes longer than decoding. A cache that is too large to stay in memory does not grow.
+        """
+        if self._decoder is not None:
+            had, _, _, room = self._decoder_key[:4]
+            grown = max(slots, had), max(length, room)
+            if grown[0] * grown[1] * self.token_bytes <= graphs.idle_bytes(device):
+                slots, length = grown
+        return slots, 0, 0, length
 
 
 def _rounded(length: int) -> int:

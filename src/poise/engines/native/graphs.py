@@ -67,7 +67,12 @@ def may_stay(cache: SharedPromptCache | SlotCache) -> bool:
     """Whether the cache may stay in memory until the next call, with the graphs that were recorded for it."""
     if cache.device.type != "cuda":
         return True
-    return cache.nbytes <= IDLE_SHARE * torch.cuda.get_device_properties(cache.device).total_memory
+    return cache.nbytes <= idle_bytes(cache.device)
+
+
+def idle_bytes(device: torch.device) -> float:
+    """The largest cache that may stay in memory between two calls."""
+    return IDLE_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 class GraphedDecoder(Decoder):
