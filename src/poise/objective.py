@@ -187,8 +187,14 @@ def terms(
         policy=policy,
         bonus=phase.kl.to(dtype) * share,
         share=share,
-        **({} if survey is None else {n: v.to(dtype) for n, v in vars(survey).items() if v is not None}),
+        **({} if survey is None else _weighted(survey, policy)),
     )
+
+
+def _weighted(survey: Survey, policy: Tensor) -> dict[str, Tensor]:
+    """The survey's tensors in the dtype of the weights, 0 for tokens without weight."""
+    present = {name: value for name, value in vars(survey).items() if value is not None}
+    return {name: torch.where(policy > 0, value.to(policy.dtype), 0.0) for name, value in present.items()}
 
 
 def token_losses(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings) -> dict[str, Tensor]:

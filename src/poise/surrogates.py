@@ -43,7 +43,7 @@ class Terms:
     policy: Tensor  # weight of the surrogate
     bonus: Tensor  # weight of the KL and entropy terms, before their coefficients
     share: Tensor  # the token's share in an average over the mini-batch
-    # The fields of the Survey
+    # The fields of the Survey, 0 for tokens without weight
     sequence: Tensor | None = None
     chosen: Tensor | None = None
     target: Tensor | None = None
@@ -214,9 +214,7 @@ class Gspo(Surrogate):
     def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """The tokens of responses whose ratio is clipped."""
         assert parts.sequence is not None
-        return _outside(
-            torch.where(parts.policy > 0, parts.sequence, 0.0), parts.advantages, self.clip_low, self.clip_high
-        )
+        return _outside(parts.sequence, parts.advantages, self.clip_low, self.clip_high)
 
     @property
     def aggregation(self) -> str | None:
@@ -365,7 +363,7 @@ class LpReg(Surrogate):
         assert parts.chosen is not None
         assert parts.target is not None
         value = clipped(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high, None)
-        gap = torch.where((parts.chosen > 0) & (parts.policy > 0), logp - parts.target, 0.0)
+        gap = torch.where(parts.chosen > 0, logp - parts.target, 0.0)
         return value - self.coef * parts.chosen * k3(gap)
 
     def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,8 @@ def test_every_surrogate(name: str, far: float) -> None:
     noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(5)).cuda()
     batch = replace(batch, old_logp=(batch.old_logp + far * noise).clamp(max=0))
     twin, twin_head = exact(hidden, head)
-    for phase in regulators.parse("ar | lopti")(batch):
+    phases = [*regulators.parse("ar | lopti")(batch), *regulators.parse("entropy(quantile=0.5)")(batch)]
+    for phase in phases:  # with the last one, tokens without weight carry KL
         found = fused(hidden, head, batch, phase, settings, memory=7 * 50 * 4)
         expected = plain(twin, twin_head, batch, phase, settings)
         for metric, value in found[1].items():

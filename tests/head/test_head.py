@@ -46,7 +46,8 @@ def test_every_surrogate(name: str, memory: int | None, far: float) -> None:
     hidden, head, batch = problem(seed=3, rows=16)
     noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     batch = replace(batch, old_logp=(batch.old_logp + far * noise).clamp(max=0))
-    for phase in regulators.parse("ar | lopti")(batch):
+    phases = [*regulators.parse("ar | lopti")(batch), *regulators.parse("entropy(quantile=0.5)")(batch)]
+    for phase in phases:  # with the last one, tokens without weight carry KL
         found = fused(hidden, head, batch, phase, settings, memory=memory)
         assert_same(found, plain(hidden, head, batch, phase, settings), hidden, head, 1e-11)
 
