@@ -17,7 +17,7 @@ from poise import regulators
 from poise._lib.files import expand
 from poise._lib.user_code import blamed
 from poise.algorithms import Memory, Sample
-from poise.batch import Phase, Rows, TokenBatch
+from poise.batch import Phase, TokenBatch
 from poise.config.schema import Config
 from poise.engines.limits import check_settings
 from poise.models.master_weights import MasterWeights
@@ -27,18 +27,12 @@ from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.tasks import available, training_problems
-from poise.training.batches import (
-    groups_with_spread,
-    on_all_rows,
-    stack,
-    token_batch,
-    with_verdict,
-    without_consolidated,
-)
+from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
 from poise.training.frozen import FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
+from poise.training.phases import on_all_rows, phases_of
 from poise.training.records import (
     Clock,
     environment,
@@ -198,7 +192,10 @@ class Trainer:
         tokens = token_metrics(self.sampler.tokens, self.tokens)
         with clock("regulate"):
             rollouts, batch = self._batch(samples)
-            rows, phases, dropped = self._regulate(samples, batch)
+            with blamed(config.regulator):
+                rows, phases, dropped = phases_of(
+                    self.regulator, samples, batch, drop_equal_groups=config.drop_equal_groups
+                )
         with clock("record"):
             if config.rollouts_every and (step == 1 or step % config.rollouts_every == 0):
                 self.folder.save_rollouts(step, response_records(step, samples))
@@ -232,22 +229,6 @@ class Trainer:
             reference=self._reference_logp if config.objective.kl_coef else None, micro_tokens=micro_tokens,
             min_p=self.settings.min_p,
         )  # fmt: skip
-
-    def _regulate(self, samples: Sequence[Sample], batch: TokenBatch) -> tuple[Rows, list[Phase], dict[str, float]]:
-        """The rows to update on, their phases, and a metric: with ``drop_equal_groups``, the groups that have spread.
-
-        Without any, all rows with weight 0: no optimizer step.
-        """
-        rows: Rows = slice(None)
-        metrics: dict[str, float] = {}
-        if self.config.drop_equal_groups:
-            kept, count = groups_with_spread(samples)
-            metrics = {"reward/dropped_groups": float(count)}
-            if not kept:
-                return rows, [Phase.of(batch, 0.0, 0.0)], metrics
-            rows = kept if count else rows
-        with blamed(self.config.regulator):
-            return rows, self.regulator(batch.rows(rows)), metrics
 
     def _reference_logp(self, rollouts: Rollouts) -> Tensor:
         config = self.config

@@ -141,37 +141,6 @@ def without_consolidated(
     return [phase.rows(sampled) for phase in phases], batch.rows([numbers[place] for place in sampled])
 
 
-def groups_with_spread(samples: Sequence[Sample]) -> tuple[list[int], int]:
-    """The rows without the groups whose rewards are all equal, and the number of these groups.
-
-    A row with an advantage of its own stays, and so does one that has nothing to compare with.
-    """
-    rewards: dict[Hashable, list[float]] = {}
-    for sample in samples:
-        if sample.group is not None and sample.advantage is None:
-            rewards.setdefault(sample.group, []).append(sample.score.reward)
-    equal = {group for group, members in rewards.items() if len(members) > 1 and min(members) == max(members)}
-    rows = [row for row, sample in enumerate(samples) if sample.group not in equal or sample.advantage is not None]
-    return rows, len(equal)
-
-
-def on_all_rows(phase: Phase, rows: Rows, batch: TokenBatch) -> Phase:
-    """A phase of some rows as one of the whole batch: weight 0, and no per-token values, in the other rows.
-
-    A slice stands for all rows.
-    """
-    if isinstance(rows, slice):
-        return phase
-
-    def spread(values: Tensor, fill: float) -> Tensor:
-        whole = torch.full(batch.mask.shape, fill, dtype=values.dtype, device=values.device)
-        whole[rows] = values
-        return whole
-
-    tokens = {name: spread(values, torch.nan) for name, values in phase.tokens.items()}
-    return Phase(phase.name, spread(phase.policy, 0.0), spread(phase.kl, 0.0), phase.metrics, tokens)
-
-
 def _advantages(samples: Sequence[Sample], rewards: Tensor, groups: Tensor, mask: Tensor, kind: str) -> Tensor:
     """(B,) advantages: a sample's own one, or else normalised within its group.
 
