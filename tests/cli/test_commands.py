@@ -53,10 +53,9 @@ def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
 def test_samples_are_shown_with_what_the_environment_said(tmp_path, monkeypatch, command):
     monkeypatch.setitem(tasks.TASKS, "twice", Twice)
     if command == "eval":
-        few = ["task.name=twice", "problems=2", "samples=2", "max_tokens=200"]
-        assert "sample  reward" not in poise("eval", "embedded", *few).output
-        shown = poise("eval", "embedded", *few, "--show", 3).output
-        assert "[…" not in shown  # whole
+        few = ["task.name=twice", "problems=2", "samples=2"]
+        assert "sample  reward" not in poise("eval", "embedded", *few, "max_tokens=1").output
+        shown = poise("eval", "embedded", *few, "max_tokens=12", "--show", 3).output
     else:
         own = [name for name in SMALL if not name.startswith("task.")]
         mine = tmp_path / "mine.yaml"

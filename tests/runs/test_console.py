@@ -191,6 +191,18 @@ def test_streams_that_were_closed_before_poise_began(monkeypatch):
         print("hello")
 
 
+def test_long_samples_are_cut_unless_they_are_wanted_whole(capsys, terminal):
+    sample = ("ask", "\n".join(f"line {i}" for i in range(40)), 1.0, True)
+    for file in (None, terminal):
+        with Console(0, file=file) as out:
+            out.samples_table([sample])
+            out.samples_table([sample], whole=True)
+        text = capsys.readouterr().out if file is None else shown_on(terminal)
+        assert text.count("[… 25 lines …]") == 1
+        assert text.count("line 20") == 1
+        assert text.count("line 39") == 2
+
+
 def test_samples_come_from_the_whole_range_of_rewards():
     def chosen(rewards, k=3):
         return [sample[2] for sample in across_rewards([("", str(i), r, False) for i, r in enumerate(rewards)], k)]
