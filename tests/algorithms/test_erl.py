@@ -12,12 +12,14 @@ from poise import regulators, trainer
 from poise.algorithms.erl import Erl
 from poise.algorithms.reflections import CUT_OFF, GAP, read_advice
 from poise.algorithms.sampler import Sampler
-from poise.models.policy import load_policy
+from poise.models.policy import ModelError, load_policy
+from poise.models.prompts import PromptError, plain
 from poise.models.scoring import score_all
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from support.command_line import poise
+from support.configs import problem
 from support.scripted import Scripted
 from support.small_runs import SHORT, command, make, parameters, run
 
@@ -382,6 +384,65 @@ def test_any_reflection_is_data(policy, said, template, monkeypatch):
     rows, _ = again.collect(Erl(2, memory=True), memory=memory)
     question = of_role(rows, "reflection")[0].prompt
     assert sum(token in special for token in question) == (3 if template else 2)
+
+
+def test_text_that_cannot_be_encoded_as_text_is_left_out(policy, monkeypatch):
+    def encode(messages, tools=()):
+        if any("<|end|>" in message["content"] for message in messages):
+            raise PromptError("a control token")
+        return real(messages, tools)
+
+    real = policy.encode
+    monkeypatch.setattr(policy, "encode", encode)
+    monkeypatch.setattr("poise.algorithms.erl.read_advice", lambda _: "stop <|end|> here")
+    samples, _ = Play(policy, ended("blue", "red"), ended("x"), ended("red")).collect(Erl(2))
+    assert of_role(samples, "second")[0].prompt == samples[0].prompt
+    said = policy.tokenizer("<|end|> no", split_special_tokens=True)["input_ids"]
+    samples, _ = Play(policy, [said, "red<|end|>"]).collect(Erl(2))
+    assert samples[0].notes == {"unasked": 1.0}
+
+
+def test_a_reflection_may_be_begun(policy):
+    algorithm = Erl(3, begin="<prompt>", reflection_tokens=20)
+    replies = ["Say red.<|end|>", "Say red.</prompt> Done.<|end|>", "Say " * 40]
+    play = Play(policy, ended("blue", "blue", "blue"), replies, ended("red", "red", "blue"))
+    samples, _ = play.collect(algorithm)
+    given = plain(policy.tokenizer, "<prompt>")
+    for sample in (reflections := of_role(samples, "reflection")):
+        assert sample.tokens[~sample.own].tolist() == given
+        assert sample.own[len(given) :].all()
+    assert reflections[0].text == "<prompt>Say red."
+    assert len(reflections[2].tokens) == 20
+    assert [sample.notes["readable"] for sample in samples[:3]] == [1, 1, 0]
+    shown = [sample.problem.prompt for sample in of_role(samples, "second")]
+    assert shown[0] == shown[1] == f"Say red.\n\n{shown[2]}"
+    with pytest.raises(ModelError, match="raise it, or shorten begin"):
+        Play(policy, ended("blue", "red")).collect(Erl(2, begin="<prompt>", reflection_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("erl(lone='maybe')", "unknown lone 'maybe'"),
+        ("erl(memory=1)", "memory must be true or false"),
+        ("erl(reflection_tokens=0)", "reflection_tokens must be between 1"),
+        ("erl(reflection_tokens=1.5)", "must be a whole number"),
+        ("erl(temperature=-1)", "temperature must be between 0"),
+        ("erl(top_p=0)", "top_p must be between"),
+        ("erl(ask='{x}')", "ask: unknown field 'x' (allowed: task, attempt"),
+        ("erl(ask='{task.x}')", "unknown field 'task.x'"),
+        ("erl(ask='{task:>99999999999}')", "write {task} alone"),
+        ("erl(ask='{')", "ask cannot be read"),
+        ("erl(ask=3)", "ask must be text"),
+        ("erl(recall='{task}')", "recall: unknown field"),
+        ("erl(begin=3)", "begin must be text"),
+        ("erl(group='x')", "group must be a whole number"),
+        ("grpo(group=0)", "group must be a whole number of at least 1"),
+        ("grpo(group=1)", "so there must be at least 2"),
+    ],
+)
+def test_mistakes_in_settings_are_named(override, message):
+    assert message in problem(f"algorithm={override}")
 
 
 # Runs

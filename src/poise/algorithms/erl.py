@@ -42,6 +42,8 @@ from poise.algorithms.reflections import (
     shorten,
     task_of,
 )
+from poise.models.policy import ModelError
+from poise.models.prompts import plain
 from poise.models.system_prompts import with_system
 from poise.models.tool_prompts import tools_of
 from poise.tasks import Message, Problem
@@ -61,7 +63,8 @@ class Erl:
     reflection or a second attempt that is alone in its group: its advantage is its "success" (1 or 0), or "drop".
     ``reflection_tokens`` is the longest reflection; ``temperature`` and ``top_p`` sample reflections (None: the run's).
     ``ask`` is the question, with the fields {task}, {attempt}, {feedback} and {memory}; ``recall`` fills {memory}, with
-    the field {advice}.
+    the field {advice}. ``begin`` is the text that every reflection begins with: a small model that forgets the tags may
+    be given "<prompt>", and then the end of the reply closes it.
     """
 
     group: int = 8
@@ -74,6 +77,7 @@ class Erl:
     top_p: float | None = None
     ask: str = ASK
     recall: str = RECALL
+    begin: str = ""
 
     def __post_init__(self) -> None:
         for name in ("reflection", "consolidation", "memory"):
@@ -89,6 +93,8 @@ class Erl:
             check_range("erl", "top_p", self.top_p, 1e-6, 1.0)
         check_text("ask", self.ask, ("task", "attempt", "feedback", "memory"))
         check_text("recall", self.recall, ("advice",))
+        if not isinstance(self.begin, str):
+            raise TypeError(f"erl: begin must be text, got {short(self.begin)}")
 
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
@@ -129,10 +135,11 @@ class Erl:
         for row, sample in enumerate(first):
             if _failed(sample) and (text := self._question(sampler, asking, sample, openings[row], remembered)):
                 asked[row] = replace(sample.problem, prompt=text)
-        reflections = asking.play([*asked.values()], _seed(seed, "reflection"))
+        begun = [self._begun(sampler)] * len(asked)
+        reflections = asking.play([*asked.values()], _seed(seed, "reflection"), begun=begun)
         if asking.sampling.temperature != sampler.sampling.temperature:  # then the policy scores them, at the run's
             reflections = [replace(sample, logp=None, entropy=None, sampler_logp=None) for sample in reflections]
-        advice = [read_advice(sample.text) for sample in reflections]
+        advice = [read_advice(sample.text + self._closing(sample)) for sample in reflections]
         retried = [first[row] for row in asked]
         shown: dict[int, list[Message]] = {}  # openings with advice, where it can be read and fits
 
@@ -150,6 +157,20 @@ class Erl:
             row: Retry(row % self.group + 1, *part, shown.get(i))
             for i, (row, part) in enumerate(zip(asked, parts, strict=True))
         }
+
+    def _begun(self, sampler: Sampler) -> list[int]:
+        """The tokens that every reflection begins with."""
+        tokens = plain(sampler.policy.tokenizer, self.begin) if self.begin else []
+        if len(tokens) >= self.reflection_tokens:
+            raise ModelError(
+                f"erl: begin has {len(tokens)} tokens, and reflection_tokens={self.reflection_tokens} counts them: "
+                "raise it, or shorten begin"
+            )
+        return tokens
+
+    def _closing(self, reflection: Sample) -> str:
+        """What closes the tag that a reflection was begun with, unless it was cut off."""
+        return "</prompt>" if self.begin and reflection.finished else ""
 
     def _asking(self, sampler: Sampler) -> Sampler:
         """A sampler for reflections."""

@@ -7,7 +7,7 @@ from inspect import signature
 
 from poise._lib import user_code as _user_code
 from poise._lib.calls import read_call
-from poise._lib.errors import unknown
+from poise._lib.errors import short, unknown
 from poise.algorithms.base import Algorithm
 from poise.algorithms.erl import Erl
 from poise.algorithms.grpo import Grpo
@@ -37,4 +37,6 @@ def get(text: str, group: int) -> Algorithm:
             raise TypeError(unknown(f"setting of {name}", key, allowed))
     if "group" in allowed:
         settings.setdefault("group", group)
+        if type(settings["group"]) is not int or settings["group"] < 1:
+            raise ValueError(f"{name}: group must be a whole number of at least 1, got {short(settings['group'])}")
     return factory(**settings)

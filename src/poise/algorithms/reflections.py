@@ -37,12 +37,14 @@ def check_text(name: str, text: str, fields: Sequence[str]) -> None:
     if not isinstance(text, str):
         raise TypeError(f"erl: {name} must be text, got {short(text)}")
     try:
-        found = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
+        found = [(field, spec, how) for _, field, spec, how in Formatter().parse(text) if field is not None]
     except ValueError as error:
         raise ValueError(f"erl: {name} cannot be read: {error}; write {{{{ and }}}} for curly brackets") from None
-    for field in found:
+    for field, spec, how in found:
         if field not in fields:
             raise ValueError(f"erl: {name}: " + unknown("field", field, fields))
+        if spec or how:
+            raise ValueError(f"erl: {name}: write {{{field}}} alone, without a format behind it")
 
 
 def read_advice(text: str) -> str | None:

@@ -159,9 +159,10 @@ class Config(Group):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.group < 2 and self.advantage not in WITHOUT_GROUPS:
+        group = getattr(self.build_algorithm(), "group", self.group)  # it may have one of its own
+        if isinstance(group, int) and group < 2 and self.advantage not in WITHOUT_GROUPS:
             raise ValueError(
-                f"group = {self.group}: advantage {self.advantage!r} compares the responses to a prompt with each "
+                f"group = {group}: advantage {self.advantage!r} compares the responses to a prompt with each "
                 "other, so there must be at least 2; with one, use advantage reinforce-pp"
             )
         if self.stop_at is not None and self.evaluation.every == 0:
