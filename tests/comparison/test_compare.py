@@ -64,6 +64,11 @@ def test_two_arms_and_three_seeds(whole):
     assert len({path.read_text() for path in folder.glob("arms/*/*/before.json")}) == 1
 
 
+def test_a_setting_written_as_an_option_is_answered():
+    assert "--seeds is now seeds=3" in fails("compare", "demo", "--seeds", "3")
+    assert "there is one arm only" in fails("compare")
+
+
 def test_killed_and_extended_it_ends_with_the_same_table(whole, tmp_path):
     """First a run is killed, which takes no other down; then all of it; then the command goes on with more."""
     folder = tmp_path / "cmp"

@@ -146,6 +146,20 @@ def test_mistakes_are_answered():
     assert "run = [1]" in problem("run=[1]")
 
 
+def test_mistakes_in_a_file_are_answered(write):
+    def wrong(text):
+        with pytest.raises(ConfigError) as caught:
+            read_plan(str(write("base: demo\n" + text)), [])
+        return str(caught.value)
+
+    assert "axes = 'x': must have a list of values for each key" in wrong("axes: x")
+    assert "must have a list of values" in wrong("axes: {regulator: ar}")
+    assert "arms = {}: must be a list of arms" in wrong("arms: {}")
+    assert "must be a list of arms" in wrong("arms: [ar, grpo]")
+    assert "two arms are named 'x'" in wrong("arms: [{name: x, regulator: ar}, {name: x, regulator: grpo}]")
+    assert wrong("arms: [{regulator: grpo}, {regulater: ar}]") == "unknown key 'regulater'; did you mean 'regulator'?"
+
+
 # A folder that was used before
 
 

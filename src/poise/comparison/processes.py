@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from poise.comparison.nursery import STOPPED
 from poise.config.schema import Config
 from poise.trainer import TrainError
 
@@ -47,10 +48,11 @@ class NurseryError(TrainError):
 class Nursery:
     """Runs as children of one process that imports torch and the trainer once; it is started when first needed."""
 
+    COMMAND = (sys.executable, "-P", "-m", "poise.comparison.nursery")
     MOST_STARTS = 3  # of that process: it does so little that it should never die
 
-    def __init__(self, threads: int = 1, environment: dict[str, str] | None = None) -> None:
-        self.threads, self.environment = threads, environment or {}
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
         self._process: subprocess.Popen[bytes] | None = None
         self._running: set[int] = set()
         self._rest, self._starts = b"", 0
@@ -108,26 +110,27 @@ class Nursery:
             raise NurseryError(
                 f"the process that starts runs has ended {self.MOST_STARTS} times: see what it printed above"
             )
-        threads = {"OMP_NUM_THREADS": str(self.threads)}
+        # Asking CUDA whether there is a GPU would make it useless in a forked child; NVML can be asked.
+        settings = {"OMP_NUM_THREADS": str(self.threads), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "poise.comparison.nursery"],
+            self.COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C on the terminal reaches the comparison alone
-            env=os.environ | threads | self.environment,
+            env=os.environ | settings,
         )
         self._finalizer = weakref.finalize(self, _end, self._process, os.getpid())
         assert self._process.stdout is not None
         self._rest = self._process.stdout.readline()[:0]  # wait until it is ready: imports are not a run's time
 
     def _lost(self) -> list[Ended]:
-        """The nursery has died, and the system has killed its children."""
+        """The nursery has died, and the system has killed its children, which are not to blame."""
         assert self._process is not None
         self._finalizer()
         self._process = None
         lost, self._running = self._running, set()
-        return [Ended(number, -signal.SIGKILL) for number in sorted(lost)]
+        return [Ended(number, STOPPED) for number in sorted(lost)]
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
