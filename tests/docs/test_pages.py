@@ -143,7 +143,7 @@ def test_files_that_pages_name_exist():
 @pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_names_of_the_code_exist(page):
     dotted = [re.match(r"[A-Za-z_]\w*(\.\w+)+(?=[(: ]|$)", span) for span in code_spans(page)]
-    a_file = r".*\.(py|md|txt|toml|yaml|json|safetensors|html|css)"
+    a_file = r".*\.(py|md|txt|toml|yaml|json|safetensors|html|css|js)"
     names = {found[0] for found in dotted if found and not re.fullmatch(a_file, found[0])}
     settings = {f"{group}.{key}" for group, field in Config.model_fields.items()
                 for key in getattr(field.annotation, "model_fields", ())}  # fmt: skip

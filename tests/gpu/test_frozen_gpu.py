@@ -24,7 +24,7 @@ def test_the_model_without_its_adapter_has_graphs_of_its_own(compiled):
                 parameter.normal_(std=0.5)
     policy = Policy(adapted, Words(), compiled=compiled)
     own, inner = NativeEngine(policy), NativeEngine(policy)
-    receiver = FrozenEngine(Frozen(policy, adapter=True), inner, (24, 128))
+    receiver = FrozenEngine(Frozen(policy, adapter=True), inner)
     before = sample(own, prompts(6), 4, max_tokens=30, seed=0)
     found = sample(receiver, prompts(6), 4, max_tokens=30, seed=0)
     decoder = inner._decoder

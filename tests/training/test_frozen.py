@@ -43,7 +43,7 @@ def draw(engine, **changes):
 def test_without_its_adapter_the_policy_is_the_base_model_bit_for_bit(engine):
     policy = with_noise(load_policy("embedded", device="cpu", lora=LoraConfig(rank=4)))
     base, own = load_policy("embedded", device="cpu"), engine(policy)
-    base_engine = FrozenEngine(Frozen(policy, adapter=True), engine(policy), (6, 64))
+    base_engine = FrozenEngine(Frozen(policy, adapter=True), engine(policy))
     trained = [parameter.requires_grad for parameter in policy.model.parameters()]
     before = draw(own)
     found = draw(base_engine)
@@ -62,7 +62,7 @@ def test_compiled_layers_see_that_the_adapter_is_disabled():
     torch._dynamo.reset()
     compile_layers(policy.trunk, backend="eager")
     own = NativeEngine(policy)
-    base_engine = FrozenEngine(Frozen(policy, adapter=True), NativeEngine(policy), (6, 64))
+    base_engine = FrozenEngine(Frozen(policy, adapter=True), NativeEngine(policy))
     before, found, after, expected = (draw(engine) for engine in (own, base_engine, own, NativeEngine(base)))
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)

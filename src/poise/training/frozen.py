@@ -25,7 +25,6 @@ from poise.config.schema import Config
 from poise.engines.choose import choose
 from poise.engines.forecast import GIB, announce
 from poise.engines.limits import check_settings
-from poise.engines.native.engine import PROMPT_STEP, NativeEngine
 from poise.models.loading import locate
 from poise.models.policy import ModelError, Policy, load_policy
 from poise.models.scoring import score_all
@@ -61,15 +60,10 @@ class Frozen:
 
 @dataclass(frozen=True, eq=False)
 class FrozenEngine:
-    """Samples from a frozen model with an engine, and so a KV cache and CUDA graphs, of its own.
-
-    On CUDA the cache has a fixed size, ``least`` (slots, tokens per slot): the number of requests and their lengths
-    differ from step to step, and every other size would mean that graphs are recorded again.
-    """
+    """Samples from a frozen model with an engine, and so a KV cache and CUDA graphs, of its own."""
 
     frozen: Frozen
     engine: Engine
-    least: tuple[int, int]
 
     @property
     def policy(self) -> Policy:
@@ -79,11 +73,7 @@ class FrozenEngine:
     def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
         """Sample a response to each request, in their order."""
         with self.frozen.active():
-            if not isinstance(self.engine, NativeEngine):
-                return self.engine.sample(requests, sampling, seed, done)
-            rollouts = self.engine.run(requests, sampling, seed, done, least=self.least)
-            self.engine.release_if_large()
-            return rollouts
+            return self.engine.sample(requests, sampling, seed, done)
 
 
 class FrozenModels:
@@ -136,11 +126,9 @@ class FrozenModels:
             # vLLM copies weights with their adapter, and a second one would take its share of the memory again.
             engine = choose(frozen.policy, "auto" if rollout.engine == "vllm" else rollout.engine, rollout.batch, note)
         announce(engine, note, responses=most, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens)
-        length = -(-(rollout.max_prompt + rollout.max_tokens) // PROMPT_STEP) * PROMPT_STEP + PROMPT_STEP
-        least = min(most, rollout.batch or most), length
         # No limit on prompts: another tokenizer may need more tokens for them. The clock is the algorithm's.
         return replace(
-            like, policy=frozen.policy, engine=FrozenEngine(frozen, engine, least), max_prompt=None,
+            like, policy=frozen.policy, engine=FrozenEngine(frozen, engine), max_prompt=None,
             clock=lambda _: nullcontext(), turns=Counter(),
         )  # fmt: skip
 
