@@ -1,6 +1,7 @@
 """The run folder: everything that a run writes, and what it resumes from.
 
     config.json, data.json         the run's settings; the fingerprint of its dataset, if it has one
+    models.json                    the checkpoints that run folders stood for, if the run has frozen models of them
     metrics.jsonl                  one line per step, append-only
     environment.json               versions and hardware
     rollouts/step-000010.jsonl.gz  the responses of a step, with their scores
