@@ -1,9 +1,8 @@
 """The run folder: everything that a run writes, and what it resumes from.
 
     config.json, data.json         the run's settings; the fingerprint of its dataset, if it has one
-    models.json                    the checkpoints that run folders stood for, if the run has frozen models of them
     metrics.jsonl                  one line per step, append-only
-    environment.json               versions and hardware
+    environment.json, models.json  versions and hardware; the checkpoints that run folders stood for as frozen models
     rollouts/step-000010.jsonl.gz  the responses of a step, with their scores
     tokens/step-000010.safetensors their tokens, each with its log-probability, weight and so on
     checkpoints/step-000010/       what a resumed run starts from, sealed by manifest.json
