@@ -345,6 +345,16 @@ class TestMistakes:
         for name, value in held.master_weights.parameters.items():
             assert torch.equal(value, before[name])
 
+    @pytest.mark.usefixtures("short_evaluation")
+    def test_probabilities_that_are_not_finite_are_a_divergence_too(self, tmp_path):
+        config = make(tmp_path, *SHORT)
+        held = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
+        with torch.no_grad():  # as after a step that was too large
+            next(held.policy.model.parameters()).fill_(torch.nan)
+        with pytest.raises(TrainError, match=r"the model's probabilities are not finite: lower optim\.lr"):
+            held.run()
+        assert held.folder.read_json("diverged.json")["step"] == 1
+
     def test_an_unreadable_checkpoint_gives_way_to_the_one_before(self, tmp_path, capsys):
         folder, _ = run(tmp_path, *SHORT, "steps=2", "checkpoint_every=1")
         expected = parameters(folder)

@@ -190,7 +190,7 @@ class Trainer:
             samples, memory = self.algorithm.collect(problems, self.sampler, seed, self.memory)
             samples, failed = with_verdict(samples)
         tokens = token_metrics(self.sampler.tokens, self.tokens)
-        with clock("regulate"):
+        with clock("regulate"), self._divergence(step):
             rollouts, batch = self._batch(samples)
             with blamed(config.regulator):
                 rows, phases, dropped = phases_of(
@@ -223,6 +223,8 @@ class Trainer:
         config = self.config
         temperature, micro_tokens = config.rollout.temperature, config.optim.micro_tokens
         rollouts = stack(samples, self.policy, temperature, micro_tokens)
+        if not rollouts.logp[rollouts.mask].isfinite().all():
+            raise NotFiniteError("the model's probabilities are not finite")
         return rollouts, token_batch(
             samples, rollouts, self.policy, advantage=config.advantage, temperature=temperature,
             recompute=config.rollout.old_logp == "recomputed", hidden="hidden" in self.regulator.needs,
@@ -240,18 +242,23 @@ class Trainer:
         optim = self.config.optim
         self._set_learning_rate(step)
         try:
-            with self.checkpoints.updating(step):
+            with self._divergence(step, "; the newest checkpoint is untouched"), self.checkpoints.updating(step):
                 return update(
                     self.policy, self.optimizer, rollouts, batch, phases, self.settings,
                     temperature=self.config.rollout.temperature, mini_batch=optim.mini_batch,
                     micro_tokens=optim.micro_tokens, grad_clip=optim.grad_clip, seed=seed,
                 )  # fmt: skip
-        except NotFiniteError as error:
-            self.folder.write_json("diverged.json", {"step": step, "why": str(error)})
-            remedy = "lower optim.lr, or set dtype=float32; the newest checkpoint is untouched"
-            raise TrainError(f"{error}: {remedy}") from error
         except OutOfMemoryError as error:
             raise TrainError(str(error)) from error
+
+    @contextmanager
+    def _divergence(self, step: int, more: str = "") -> Iterator[None]:
+        """Write down that a run has diverged, and say what to do."""
+        try:
+            yield
+        except NotFiniteError as error:
+            self.folder.write_json("diverged.json", {"step": step, "why": str(error)})
+            raise TrainError(f"{error}: lower optim.lr, or set dtype=float32{more}") from error
 
     def _set_learning_rate(self, step: int) -> None:
         warmup = self.config.optim.warmup_steps

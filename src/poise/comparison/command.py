@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import torch
 
@@ -38,7 +38,7 @@ def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = Fal
                 view.note(line)
             jobs, parallel = _side_by_side(plan)
             runner = Runner(plan, Nursery(plan.limits.threads), view, jobs)
-            with mps.served(plan.folder, view.note) if parallel else nullcontext():
+            with mps.served(plan.folder, view.note) if parallel else nullcontext(), closing(runner.processes):
                 if plan.limits.budget():
                     _announce_budget(plan, runner, stopper)
                 runner.run(lambda: stopper.requested)

@@ -27,7 +27,7 @@ HEAD_MEMORY = 1 << 30  # bytes of logits per chunk on CUDA: small beside the lay
 
 
 class NotFiniteError(RuntimeError):
-    """The gradient is NaN or infinite, and no optimizer step was taken."""
+    """The gradient, or a probability of the model, is NaN or infinite, and no optimizer step was taken."""
 
 
 def update(
