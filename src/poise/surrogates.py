@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from poise._lib.calls import read_call
-from poise._lib.errors import check_range, unknown
+from poise._lib.errors import check_range, short, unknown
 from poise.batch import Rows, TokenBatch
 
 SEQUENCE_MEAN = "seq-mean-token-mean"
@@ -127,6 +127,11 @@ def _one(values: Tensor) -> Tensor:
     return (values - values.detach()).exp()
 
 
+def _check_switch(owner: str, name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner}: {name} must be True or False, got {short(value)}")
+
+
 def _limit(value: float | None) -> float:
     return inf if value is None else value
 
@@ -197,6 +202,7 @@ class Gspo(Surrogate):
     def __post_init__(self) -> None:
         check_range("gspo", "clip_low", self.clip_low, 0.0, 1.0)
         check_range("gspo", "clip_high", self.clip_high, 0.0)
+        _check_switch("gspo", "sequence_mean", self.sequence_mean)
 
     def survey(self, logp: Tensor, batch: TokenBatch) -> Survey:
         """The mean log-ratio of each response."""
@@ -237,6 +243,7 @@ class Sapo(Surrogate):
     def __post_init__(self) -> None:
         check_range("sapo", "positive", self.positive, 1e-6)
         check_range("sapo", "negative", self.negative, 1e-6)
+        _check_switch("sapo", "sequence_mean", self.sequence_mean)
 
     def value(self, logp: Tensor, parts: Terms) -> Tensor:
         """The gate times the advantage."""
