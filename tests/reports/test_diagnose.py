@@ -52,6 +52,14 @@ def embedded():
     )
 
 
+def test_responses_are_first_attempts_whatever_else_the_algorithm_samples(tmp_path):
+    retries = ("prompts=1", "group=3", "rollout.max_tokens=8", "algorithm=erl(reflection_tokens=8)", "device=cpu")
+    done = call("diagnose", "embedded", "--batches", 1, *retries, "--out", tmp_path / "out")
+    assert "cut off at 8 tokens: 3 of 3 responses" in done.output
+    roles = [record.get("role") for record in RunFolder.open(tmp_path / "out", resume=False).rollouts(1)]
+    assert roles == [None] * 3 + ["reflection"] * 3 + ["second"] * 3 + ["consolidated"] * 3
+
+
 @pytest.mark.parametrize("text", SURROGATES.values())
 def test_the_surrogate_is_the_configs(embedded, text):
     """Off policy, where surrogates differ: the gradient that diagnose measures is that of the objective."""

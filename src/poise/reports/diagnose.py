@@ -11,7 +11,7 @@ from torch import Tensor
 
 from poise import regulators
 from poise._lib.user_code import blamed
-from poise.algorithms import Sample
+from poise.algorithms.base import FIRST, Sample
 from poise.algorithms.sampler import Sampler
 from poise.batch import Phase, TokenBatch
 from poise.config.run_settings import starting_model
@@ -111,7 +111,7 @@ def diagnose(
         loop = PolicyLoop(policy, config, sampled)
         figures, tokens = dominance(loop, announced, optimizer, intervals=intervals, clip=config.optim.grad_clip)
         results.append(figures)
-        cut_off += int((~sampled.rollouts.finished).sum())
+        cut_off += sum(not sample.finished for sample in sampled.samples if sample.role == FIRST)
         suspects += _suspects(number, sampled, policy, tokens)
         _record(folder, number, sampled, policy, tokens)
     mean, error = combine(results)
