@@ -58,5 +58,9 @@ def test_a_missing_control_is_suggested():
     assert "add the arm grpo(passes=2)" in matched.sentences([pair], arms, "grpo")[0]
     other = arm("grpo(passes=2)", 20, [0.6, 0.6, 0.6], **{"objective.clip_high": "0.3"})
     assert matched.controls([GRPO, LOPTI, other], "grpo") == {"lopti": None}  # it differs in something else too
+    tuned = [GRPO, arm("lopti", 20, [0.6] * 3, **{"optim.lr": 1e-4})]
+    tuned.append(arm("grpo(passes=2)", 20, [0.6] * 3, **{"optim.lr": 5e-5}))
+    assert matched.controls(tuned, "grpo") == {"lopti": None}
+    assert matched.controls(tuned, "grpo", ["optim.lr"]) == {"lopti": "grpo(passes=2)"}
     assert matched.compare([GRPO, arm("ar", 10, [0.5, 0.5, 0.5])], "grpo") == []
     assert matched.compare([arm("grpo", 0, []), LOPTI], "grpo") == []

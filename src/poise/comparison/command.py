@@ -10,6 +10,7 @@ import torch
 
 from poise.comparison import description, matched, mps, output, record, trial, tuning
 from poise.comparison.analysis import Document, analyse
+from poise.comparison.arms import RATE
 from poise.comparison.forecast import Forecast
 from poise.comparison.plan import Plan, read_plan
 from poise.comparison.processes import Nursery
@@ -99,7 +100,7 @@ def _finish(plan: Plan, runner: Runner) -> int:
     """Write the results, print them, and return the exit code."""
     arms = _collect(plan, runner)
     document = analyse(arms, plan.baseline.name, plan.seeds)
-    pairs = matched.compare(arms, plan.baseline.name)
+    pairs = matched.compare(arms, plan.baseline.name, (RATE,) if plan.tuning_seeds else ())
     document["verdict"] += matched.sentences(pairs, arms, plan.baseline.name)
     document |= _conditions(plan, runner) | {"matched": pairs}
     output.write(plan.folder, document, arms)
@@ -138,7 +139,7 @@ def _collect(plan: Plan, runner: Runner) -> list[Arm]:
     found = []
     for arm in plan.arms:
         variant = runner.chosen(arm)
-        settings = dict(arm.settings) | ({"optim.lr": variant.rate} if variant and len(arm.variants) > 1 else {})
+        settings = dict(arm.settings) | ({RATE: variant.rate} if variant and len(arm.variants) > 1 else {})
         runs = {seed: runner.result(plan.run(arm, variant, seed).folder) for seed in plan.seeds} if variant else {}
         found.append(Arm(arm.name, settings, {seed: run for seed, run in runs.items() if run is not None}))
     return found

@@ -19,10 +19,11 @@ Document = dict[str, Any]
 ALIKE = 0.05  # steps that differ by a smaller share are as many: a step without an active token is left out
 
 
-def controls(arms: Sequence[Arm], baseline: str) -> dict[str, str | None]:
+def controls(arms: Sequence[Arm], baseline: str, tuned: Sequence[str] = ()) -> dict[str, str | None]:
     """For each arm that takes more optimizer steps than the baseline: its control among the arms, or None.
 
-    A control is the baseline with several passes, and all other settings as the arm has them.
+    A control is the baseline with several passes, and all other settings as the arm has them, but for those that were
+    ``tuned`` for each arm.
     """
     steps = {arm.name: _steps(arm) for arm in arms}
     base = steps.get(baseline)
@@ -37,7 +38,7 @@ def controls(arms: Sequence[Arm], baseline: str) -> dict[str, str | None]:
             other.name
             for other in arms
             if _passes(other)
-            and _others(other) == _others(arm)
+            and _others(other, tuned) == _others(arm, tuned)
             and (theirs := steps[other.name])
             and abs(theirs - own) <= ALIKE * own
         ]
@@ -45,10 +46,10 @@ def controls(arms: Sequence[Arm], baseline: str) -> dict[str, str | None]:
     return found
 
 
-def compare(arms: Sequence[Arm], baseline: str, level: float = LEVEL) -> list[Document]:
+def compare(arms: Sequence[Arm], baseline: str, tuned: Sequence[str] = (), level: float = LEVEL) -> list[Document]:
     """For ``comparison.json``: each such arm against its control, with p-values corrected over these pairs."""
     by_name = {arm.name: arm for arm in arms}
-    pairs = controls(arms, baseline)
+    pairs = controls(arms, baseline, tuned)
     known = {name: control for name, control in pairs.items() if control is not None}
     differences = {
         name: difference(by_name[name].results(ACCURACY), by_name[control].results(ACCURACY), level=level)
@@ -100,5 +101,5 @@ def _passes(arm: Arm) -> bool:
     return str(arm.settings.get("regulator", "")).replace(" ", "").startswith("grpo(passes=")
 
 
-def _others(arm: Arm) -> Document:
-    return {key: value for key, value in arm.settings.items() if key != "regulator"}
+def _others(arm: Arm, tuned: Sequence[str]) -> Document:
+    return {key: value for key, value in arm.settings.items() if key not in ("regulator", *tuned)}
