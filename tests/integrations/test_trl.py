@@ -22,8 +22,9 @@ STOCK = trl.GRPOTrainer
 PLAIN = ["grpo", "grpo(passes=2)"]
 METHODS = [
     *PLAIN,
-    *sorted(regulators.TABLE.keys() - {"grpo", "constant"}),
+    *sorted(regulators.TABLE.keys() - {"grpo", "constant", "stare"}),
     "constant(weight=0.5)",
+    "stare(max_entropy=None)",  # the model is too hot for the default
     "ar(alpha=0.3) | lopti(threshold=0.5)",
     "nthr | lopti",
 ]

@@ -82,7 +82,7 @@ def _example_batch(
         correct=correct,
         ref_logp=logp,
         sampler_logp=logp,
-        entropy=torch.rand(rows, length, generator=generator),
+        entropy=0.02 * torch.rand(rows, length, generator=generator),  # low: STARE is idle where entropy is high
         hidden=torch.randn(rows, length, width, generator=generator),
         head=torch.randn(vocabulary, width, generator=generator),
         targets=torch.randint(vocabulary, (rows, length), generator=generator),
