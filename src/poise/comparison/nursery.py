@@ -37,8 +37,9 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)  # nothing else may write where news are read
     _preload()
-    _tell(news, {"ready": os.getpid()})
-    _Nursery(requests, news).serve()
+    with suppress(BrokenPipeError):  # the comparison was killed meanwhile
+        _tell(news, {"ready": os.getpid()})
+        _Nursery(requests, news).serve()
 
 
 def _preload() -> None:
