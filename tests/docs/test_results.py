@@ -1,0 +1,84 @@
+"""The tables of docs/results are those of the figures that are beside them."""
+
+from __future__ import annotations
+
+import json
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from poise.comparison.sign_flip import interval
+from poise.comparison.statistics import student_interval
+from support.pages import ROOT
+
+RESULTS = ROOT / "docs/results"
+
+
+def page(name: str) -> tuple[str, dict[str, Any]]:
+    """A page, with plain minus signs and in one line, and its figures."""
+    text = (RESULTS / f"{name}.md").read_text().replace("−", "-")
+    return " ".join(text.split()), json.loads((RESULTS / f"h200/{name}.json").read_text())
+
+
+def mean(values: dict[str, float]) -> str:
+    low, high = student_interval(list(values.values()))
+    return f"{fmean(values.values()):.3f} [{low:.3f}, {high:.3f}]"
+
+
+def gain(arm: dict[str, float], baseline: dict[str, float]) -> str:
+    found = [value - baseline[seed] for seed, value in arm.items()]
+    low, high = interval(found)
+    return f"{fmean(found):+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def at(curve: list[tuple[float, float]], tokens: float) -> float:
+    return float(np.interp(tokens, [x for x, _ in curve], [y for _, y in curve]))
+
+
+def test_rltr() -> None:
+    text, found = page("rltr")
+    names = ["GRPO (`transfer=0`)", "`transfer=0.5`", "`transfer=3.5`", "`transfer=3.5`, strong"]
+    runs = [{s: run for s, run in arm.items() if run["steps"] == 80} for arm in found["runs"].values()]
+    ends: dict[str, float] = {}
+    base: dict[str, dict[str, float]] = {}
+    for name, arm in zip(names, runs, strict=True):
+        scores = {
+            score: {s: r["curve"][-1][3][score] for s, r in arm.items()} for score in ("accuracy", "maj@16", "greedy")
+        }
+        first = not base
+        base = base or scores
+        against = {score: "" if first else gain(scores[score], base[score]) for score in scores}
+        cells = [name, mean(scores["accuracy"]), f"{median(scores['accuracy'].values()):.3f}", against["accuracy"]]
+        cells += [mean(scores["maj@16"]), against["maj@16"], mean(scores["greedy"]), against["greedy"]]
+        assert row(cells) in text
+        curves = {s: [(p[1] - first * received(r, p[0]), p[3]["accuracy"]) for p in r["curve"]] for s, r in arm.items()}
+        ends = ends or {s: curve[-1][0] for s, curve in curves.items()}
+        equal = {s: at(curve, ends[s]) for s, curve in curves.items()}
+        middle = "" if first else f"{median(equal[s] - base['accuracy'][s] for s in equal):+.3f}"
+        cells = [name, f"{fmean(c[-1][0] for c in curves.values()):,.0f}", f"{fmean(equal.values()):.3f}"]
+        cells += ["" if first else gain(equal, base["accuracy"]), middle, "" if first else "0, 7 of 7"]
+        assert row(cells) in text
+    kinds = {
+        "all responses": "mean", "after right responses": "after_right", "after wrong responses": "after_wrong",
+        "first quarter of the reasoning": "cut/0.25", "second quarter": "cut/0.5", "third quarter": "cut/0.75",
+        "fourth quarter": "cut/1", "without a prefix": "uncut",
+    }  # fmt: skip
+    for words, kind in kinds.items():
+        steps = [[run["metrics"][f"transfer/{kind}"] for run in arm.values()] for arm in runs]
+        shown = [(over(each, slice(10)), over(each, slice(-20, None))) for each in steps]
+        assert row([words, *(f"{first:.3f} → {last:.3f}" for first, last in shown)]) in text
+
+
+def received(run: dict[str, Any], steps: int) -> float:
+    return float(sum(run["metrics"]["tokens/receiver"][:steps]))
+
+
+def over(runs: list[list[float | None]], steps: slice) -> float:
+    """The mean over runs of the mean over their steps."""
+    return fmean(fmean(value for value in run[steps] if value is not None) for run in runs)
+
+
+def row(cells: list[str]) -> str:
+    """A line of a table."""
+    return " ".join(("| " + " | ".join(cells) + " |").split())
