@@ -18,6 +18,7 @@ from poise.models.scoring import score_all
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
+from poise.training.records import step_metrics
 from support.command_line import poise
 from support.configs import problem
 from support.scripted import Scripted
@@ -253,6 +254,19 @@ def test_attempts_without_a_verdict_are_neither_retried_nor_counted(policy):
     assert failed == {"reward/failed": 2.0}
     assert [sample.role for sample in judged[43:]] == ["reflection"] * 2 + ["second"] * 2 + ["consolidated"] * 2
     assert Erl(44).metrics(judged)["second/success"] == 1 / 2
+
+
+def test_a_step_without_first_attempts_has_no_metrics_of_them(policy):
+    algorithm = Erl(2)
+    play = Play(policy, ended("silence", "blue"), ended(advice("Say red.")), ended("red"))
+    samples, _ = play.collect(algorithm)
+    judged, _ = with_verdict(samples)  # "blue" has nothing to be compared with any more
+    assert [sample.role for sample in judged] == ["reflection", "second", "consolidated"]
+    rollouts = stack(judged, policy, 1.0)
+    batch = token_batch(judged, rollouts, policy)
+    assert batch.advantages.tolist() == [1, 1, 1]
+    metrics = step_metrics(algorithm, play.task, judged, rollouts, batch)
+    assert not [name for name in metrics if name.startswith(("first/", "second/"))]
 
 
 def test_several_turns(chatml):

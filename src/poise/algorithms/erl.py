@@ -220,6 +220,8 @@ class Erl:
         first = [sample for sample in samples if sample.role == FIRST]
         retried = [sample for sample in first if "readable" in sample.notes]
         judged = [sample for sample in retried if "second" in sample.notes]
+        if not first:  # none of them is left to compare: see ``with_verdict``
+            return {}
         found = {"first/success": fmean(sample.score.correct for sample in first)}
         if self.reflection:
             found["second/retried"] = len(retried) / len(first)
