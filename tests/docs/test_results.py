@@ -22,8 +22,9 @@ def page(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def mean(values: dict[str, float]) -> str:
-    low, high = student_interval(list(values.values()))
-    return f"{fmean(values.values()):.3f} [{low:.3f}, {high:.3f}]"
+    ends = student_interval(list(values.values()))
+    assert ends is not None
+    return f"{fmean(values.values()):.3f} [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
 def gain(arm: dict[str, float], baseline: dict[str, float]) -> str:
@@ -82,3 +83,34 @@ def over(runs: list[list[float | None]], steps: slice) -> float:
 def row(cells: list[str]) -> str:
     """A line of a table."""
     return " ".join(("| " + " | ".join(cells) + " |").split())
+
+
+def test_erl() -> None:
+    text, found = page("erl")
+    arms: dict[str, dict[str, Any]] = found["arms"]
+    names = dict(zip(arms, ["GRPO", "ERL", "ERL, no consolidation", "ERL, memory"], strict=True))
+    curves = {arm: {s: run["held_out"] for s, run in runs.items()} for arm, runs in arms.items()}
+    end = min(curve[-1][0] for runs in curves.values() for curve in runs.values())
+    assert f"At {end:,.0f} tokens" in text
+    base = {s: at(curve, end) for s, curve in curves["grpo"].items()}
+    for arm, runs in arms.items():
+        scores = {s: at(curve, end) for s, curve in curves[arm].items()}
+        differences = [scores[s] - base[s] for s in scores]
+        against = gain(scores, base) if arm == "erl" else f"{fmean(differences):+.3f}" if arm != "grpo" else ""
+        cells = [names[arm], str(len(runs)), mean(scores), f"{median(scores.values()):.3f}", against]
+        cells.append(mean({s: run["after"]["greedy"] for s, run in runs.items()}))
+        assert row([*cells, f"{fmean(len(run['curve']) for run in runs.values()):.0f}"]) in text
+        if arm == "grpo":
+            continue
+        shown = [names[arm]]
+        for name, form in (
+            ("reflection/readable", ".3f"), ("reflection/length", ".1f"), ("first/success", ".3f"),
+            ("second/success", ".3f"),
+        ):  # fmt: skip
+            steps = [[step.get(name) for step in run["curve"]] for run in runs.values()]
+            shown.append(f"{over(steps, slice(10)):{form}} → {over(steps, slice(-20, None)):{form}}")
+        assert row(shown) in text
+    for tokens in range(40_000, 240_000, 40_000):
+        grpo, erl = ({s: at(curve, tokens) for s, curve in curves[arm].items()} for arm in ("grpo", "erl"))
+        cells = [f"{tokens:,}", f"{fmean(grpo.values()):.3f}", f"{fmean(erl.values()):.3f}", gain(erl, grpo)]
+        assert row(cells) in text
