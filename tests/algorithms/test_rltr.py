@@ -147,6 +147,12 @@ def test_cuts_are_uniform_between_low_and_high(policy):
     assert sum(cuts) / 4000 == pytest.approx(0.4, abs=0.01)
 
 
+def test_a_cut_is_rounded_down_from_what_was_typed(policy):
+    receiver = Sampler(policy, Scripted(policy, None), Sevens(), max_tokens=400)
+    for share, count, length in [(0.29, 100, 29), (0.35, 180, 63), (0.57, 7, 3), (1.0, 7, 7)]:
+        assert len(prefix((ids(policy, "A B") * 90)[:count], share, MARKS, policy, receiver)) == length
+
+
 @pytest.mark.parametrize(
     ("text", "place"),
     [
@@ -259,6 +265,8 @@ def test_the_answer_may_be_weighted_too(policy):
     bare = Rltr(group=2, answer=0.5)
     with pytest.raises(TaskError, match=r"answer = 0.5 .* no such part \(its parts: exact\); leave answer out"):
         bare._score(Score(1.0, True, {"exact": 1.0}), 1.0)
+    with pytest.raises(TaskError, match=r"reward, 2, is not the sum of its parts, {'answer': 1.0}: leave"):
+        bare._score(Score(2.0, True, {"answer": 1.0}), 1.0)  # rewards of a dataset may have weights
 
 
 def test_the_receivers_time_is_its_own(policy):

@@ -19,6 +19,7 @@ EDGES = r"\s*_`\"'${"  # what may stand between a mark and its answer
 COMPARED = 200  # characters of an answer that are compared
 INCOMPLETE = "\ufffd"  # stands for bytes that are no whole character
 MOST_BYTES = 4  # of a character in UTF-8
+ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, and means 29
 
 
 def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Policy, receiver: Sampler) -> list[int]:
@@ -27,7 +28,7 @@ def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Po
     It goes over as tokens, or as text if the receiver has another vocabulary. It never holds a token that would end the
     receiver's reply, or that the receiver does not have, and leaves room for at least one token.
     """
-    begun = list(tokens[: int(share * reasoning_tokens(policy, tokens, marks))])
+    begun = list(tokens[: int(share * reasoning_tokens(policy, tokens, marks) + ROUNDING)])
     if begun and not same_tokens(policy, receiver.policy):
         begun = plain(receiver.policy.tokenizer, whole_text(policy, begun))
     ends, size = set(receiver.policy.end_tokens), receiver.policy.head().vocabulary

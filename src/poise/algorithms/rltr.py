@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isclose
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,6 +153,12 @@ class Rltr:
                 raise TaskError(
                     f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', and this task's "
                     f"reward has no such part (its parts: {named}); leave answer out, and change transfer instead"
+                )
+            if not isclose(sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
+                raise TaskError(
+                    f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', and this task's "
+                    f"reward, {reward:g}, is not the sum of its parts, {parts}: leave answer out, and give the task's "
+                    "rewards other weights (task.reward_weights)"
                 )
             reward += (self.answer - 1) * parts["answer"]
             parts["answer"] *= self.answer
