@@ -23,20 +23,29 @@ def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict
         raise ValueError(f"cannot read {short(text.strip())} in {short(whole)}; write name(setting=value) | name(...)")
     name, inside = match[1], match[2] or ""
     try:
-        call = ast.parse(f"f({inside})", mode="eval").body
+        call = ast.parse(source := f"f({inside})", mode="eval").body
         assert isinstance(call, ast.Call)
-        args = [_literal(node) for node in call.args]
-        settings = {str(k.arg): _literal(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
-        raise ValueError(
-            f"cannot read the settings of {short(name)} in {short(whole)}; write {name}(setting=value, ...)"
-        ) from None
+        args = [_literal(node, source) for node in call.args]
+        settings = {str(k.arg): _literal(k.value, source, f"{k.arg}=") for k in call.keywords}
+    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError) as error:
+        why = f": {error}" if isinstance(error, _NoLiteralError) else f"; write {name}(setting=value, ...)"
+        raise ValueError(f"cannot read the settings of {short(name)} in {short(whole)}{why}") from None
     return name, args, settings
 
 
-def _literal(node: ast.expr) -> Any:
-    """The value of a literal; true, false and null may be written as in YAML."""
-    return YAML_WORDS[node.id] if isinstance(node, ast.Name) and node.id in YAML_WORDS else ast.literal_eval(node)
+class _NoLiteralError(ValueError):
+    """A value that is no literal; the message says what may stand there."""
+
+
+def _literal(node: ast.expr, source: str, setting: str = "") -> Any:
+    """The value of a literal; true, false and null may be written as in YAML. ``setting`` goes before it in errors."""
+    if isinstance(node, ast.Name) and node.id in YAML_WORDS:
+        return YAML_WORDS[node.id]
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, RecursionError, MemoryError):
+        typed = short(setting + (ast.get_source_segment(source, node) or ""))
+        raise _NoLiteralError(f"{typed}: write a number, true, false, null, a list, or a text in quotes") from None
 
 
 def with_settings(text: str, changes: Mapping[str, Any]) -> str:
