@@ -17,6 +17,7 @@ from poise import regulators
 from poise._lib.files import expand
 from poise._lib.user_code import blamed
 from poise.algorithms import Memory, Sample
+from poise.algorithms.collected import collect
 from poise.batch import Phase, TokenBatch
 from poise.config.schema import Config
 from poise.engines.limits import check_settings
@@ -187,12 +188,15 @@ class Trainer:
         with clock("problems"):
             problems = training_problems(task, seed=config.seed, step=step, step_seed=seed, count=config.prompts)
         with _model_errors():
-            samples, memory = self.algorithm.collect(problems, self.sampler, seed, self.memory)
+            samples, memory = collect(
+                self.algorithm, problems, self.sampler, seed, self.memory,
+                name=config.algorithm, advantage=config.advantage,
+            )  # fmt: skip
             samples, failed = with_verdict(samples)
         tokens = token_metrics(self.sampler.tokens, self.tokens)
         with clock("regulate"), self._divergence(step):
             rollouts, batch = self._batch(samples)
-            with blamed(config.regulator):
+            with blamed("regulator", config.regulator):
                 rows, phases, dropped = phases_of(
                     self.regulator, samples, batch, drop_equal_groups=config.drop_equal_groups
                 )

@@ -259,5 +259,5 @@ def test_a_mistake_in_ones_own_regulator_gets_a_sentence(result, message):
 
 
 def test_blame_is_for_code_of_ones_own_alone():
-    with pytest.raises(ZeroDivisionError), _user_code.blamed("ar | lopti"):
+    with pytest.raises(ZeroDivisionError), _user_code.blamed("regulator", "ar | lopti"):
         raise ZeroDivisionError

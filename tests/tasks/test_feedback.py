@@ -25,7 +25,7 @@ class Talks(Mine):
     def feedback(self, problem, text):
         if isinstance(self.says, Exception):
             raise self.says
-        return self.says if isinstance(self.says, str) else f"{text} to {problem.id}"
+        return f"{text} to {problem.id}" if self.says is None else self.says
 
 
 FAILED = Score(0.0, False)
@@ -64,6 +64,12 @@ def test_mistakes_name_the_task_and_the_problem():
 
     with pytest.raises(RewardError, match=r"the feedback of task 'mine' must be text, got 3 \(problem p1\)"):
         feedback_on(Mine(), PROBLEM, Numbers(Mine(), PROBLEM), Score(0, False), 1)
+    with pytest.raises(RewardError, match=r"the feedback of task 'mine' must be text, got b'no' \(problem p1\)"):
+        on(Talks(b"no"))
+
+
+def test_any_tokenizer_can_read_feedback():
+    assert on(Talks("half a pair: \ud800")) == "half a pair: ?"
 
 
 @given(st.text() | st.text(alphabet="\x00\ud800\n \u202e", min_size=50).map(lambda text: text * 50))

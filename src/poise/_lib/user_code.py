@@ -42,19 +42,25 @@ class UserCodeError(RuntimeError):
 
 
 @contextmanager
-def blamed(regulator: str) -> Iterator[None]:
-    """Turn an exception of a user's own regulator into one that names its file and line; leave poise's as they are."""
+def blamed(kind: str, text: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn an exception of a user's own regulator or algorithm into one that names its file and line.
+
+    ``kind`` is the setting, ``text`` its value. Exceptions of poise's own code stay as they are, and so do those of a
+    ``passing`` type, which tell the user enough.
+    """
     try:
         yield
+    except passing:
+        raise
     except Exception as error:
-        if not asks_for_code({"regulator": regulator}):
+        if not asks_for_code({kind: text}):
             raise
         import torch
 
         libraries = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
         at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        raise UserCodeError(f"regulator {regulator!r} failed: {type(error).__name__}: {error}{at}") from error
+        raise UserCodeError(f"{kind} {text!r} failed: {type(error).__name__}: {error}{at}") from error
 
 
 # Consent

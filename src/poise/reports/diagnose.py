@@ -12,6 +12,7 @@ from torch import Tensor
 from poise import regulators
 from poise._lib.user_code import blamed
 from poise.algorithms.base import FIRST, Sample
+from poise.algorithms.collected import collect
 from poise.algorithms.sampler import Sampler
 from poise.batch import Phase, TokenBatch
 from poise.config.run_settings import starting_model
@@ -154,7 +155,9 @@ def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
     """
     drawn = 1_000_003 * (config.seed + 1) + seed
     problems = draw(sampler.task, "train", drawn, config.prompts)
-    samples, _ = with_verdict(config.build_algorithm().collect(problems, sampler, drawn)[0])
+    algorithm = config.build_algorithm()
+    collected, _ = collect(algorithm, problems, sampler, drawn, name=config.algorithm, advantage=config.advantage)
+    samples, _ = with_verdict(collected)
     temperature, micro_tokens = config.rollout.temperature, config.optim.micro_tokens
     rollouts = replace(stack(samples, sampler.policy, temperature, micro_tokens), sampler_logp=None)
     batch = token_batch(
@@ -170,7 +173,7 @@ def _announced(chosen: dict[str, regulators.Regulator], title: str, say: Progres
     def announce(name: str, regulator: regulators.Regulator) -> regulators.Regulator:
         def phases(batch: TokenBatch) -> list[Phase]:
             say(f"{title} {name}")
-            with blamed(name):
+            with blamed("regulator", name):
                 return regulator(batch)
 
         return regulators.Function(phases)

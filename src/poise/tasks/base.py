@@ -212,7 +212,7 @@ class SingleTurn:
     def feedback(self) -> str:
         """What a task with ``feedback(problem, text)`` says of the reply, in words."""
         said = getattr(self.task, "feedback", None)
-        return str(said(self.problem, self.reply)) if said else ""
+        return said(self.problem, self.reply) if said else ""  # ``feedback_on`` checks it
 
 
 def begin(task: Task, problem: Problem) -> Episode:

@@ -22,6 +22,7 @@ def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, tu
             raise RewardError(
                 f"the feedback of task {task.name!r} must be text, got {short(said)} (problem {problem.id})"
             )
+    said = said[: 2 * LONGEST].encode("utf-8", "replace").decode()  # tokenizers refuse half of a surrogate pair
     return said.strip()[:LONGEST] or plain(score, turns)
 
 

@@ -39,7 +39,11 @@ def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, flo
         )
     judged = _in_groups(samples, [sample for sample in samples if sample.score.failed is None])
     if not judged:
-        raise TaskError(f"none of the {len(samples)} attempts of this step got a verdict: {samples[0].score.failed}")
+        without = [sample for sample in samples if sample.score.failed is not None]
+        raise TaskError(
+            f"none of the {len(samples)} attempts of this step can be compared with another: {len(without)} got no "
+            f"verdict, the first one because: {without[0].score.failed} (problem {without[0].problem.id})"
+        )
     return judged, {"reward/failed": float(len(failures))} if failures else {}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from poise import __version__
 from poise.algorithms.base import FIRST, Algorithm, Sample
+from poise.algorithms.collected import metrics_of
 from poise.algorithms.sampler import POLICY, Sampler
 from poise.batch import Phase, TokenBatch
 from poise.rollout.types import Rollouts
@@ -111,17 +112,11 @@ def step_metrics(
 
     They are over first attempts, whatever else was sampled, so that algorithms can be compared.
     """
-    own = algorithm_metrics(algorithm, samples)
+    own = metrics_of(algorithm, samples)
     first = [row for row, sample in enumerate(samples) if sample.role == FIRST]
     if first and len(first) < len(samples):
         samples, rollouts, batch = [samples[row] for row in first], rollouts.rows(first), batch.rows(first)
     return {**reward_metrics(samples, batch), **task_metrics(task), **rollout_metrics(rollouts, batch, cap), **own}
-
-
-def algorithm_metrics(algorithm: Algorithm, samples: Sequence[Sample]) -> dict[str, float]:
-    """What the algorithm itself says of the samples it collected."""
-    metrics = getattr(algorithm, "metrics", None)
-    return dict(metrics(samples)) if metrics else {}
 
 
 def task_metrics(task: Task) -> dict[str, float]:
