@@ -79,8 +79,9 @@ def stack(samples: Sequence[Sample], policy: Policy, temperature: float, micro_t
         rows = send(unscored, device)
         logp, entropy = score_all(policy, rollouts.rows(unscored), temperature, micro_tokens)
         rollouts.logp[rows], rollouts.entropy[rows] = logp, entropy
-        if rollouts.sampler_logp is not None:
-            rollouts.sampler_logp[rows] = logp
+        if rollouts.sampler_logp is not None:  # what the sampler reported stays
+            given = send(torch.tensor([samples[row].sampler_logp is not None for row in unscored]), device)
+            rollouts.sampler_logp[rows] = torch.where(given[:, None], rollouts.sampler_logp[rows], logp)
     return rollouts
 
 
