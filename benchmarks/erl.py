@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import numpy as np
 from erl_tasks import ASK, RECALL
 from learning import _latest
 
+from poise.comparison import mps
 from poise.comparison.sign_flip import interval, p_value
 
 HERE = Path(__file__).resolve().parent
@@ -326,19 +326,6 @@ def planned(options: argparse.Namespace, model: Path, runs: Path) -> list[Run]:
     return sorted(made, key=lambda run: (order.index(run.arm) >= 2, run.seed, order.index(run.arm)))
 
 
-def start_mps() -> str | None:
-    """Let processes share the GPU without taking turns, if that works here; returns what ends it."""
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
-        return None
-    subprocess.run([control, "-d"], check=False)
-    trial = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda').sum().item()"]
-    if subprocess.run(trial, check=False, timeout=60).returncode == 0:
-        return control
-    subprocess.run([control], input=b"quit\n", check=False)
-    return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -364,18 +351,16 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     options.start = options.start and options.start.resolve()
     os.chdir(HERE.parent)  # where the task's file is found
-    mps = start_mps()
-    study = Study(out, runs, options.seconds)
     start = [*WARMSTART, *(TINY_START if options.tiny else []), *options.warm]
-    model = options.start or study.warm_start(_latest(start), options.warmstart_seconds)
-    if not options.only_warmstart:
-        study.runs = planned(options, model, runs)
-        try:
-            study.run(options.at_once)
-        finally:
-            study.kill()
-    if mps:
-        subprocess.run([mps], input=b"quit\n", check=False)
+    with mps.served(runs, print):
+        study = Study(out, runs, options.seconds)
+        model = options.start or study.warm_start(_latest(start), options.warmstart_seconds)
+        if not options.only_warmstart:
+            study.runs = planned(options, model, runs)
+            try:
+                study.run(options.at_once)
+            finally:
+                study.kill()
     found = study.write()
     picture(out, found["arms"])
     for arm, told in found["summary"].items():

@@ -11,7 +11,11 @@ state="{folder}/state"
 if [ "$1" = -d ]; then [ -e "{folder}/refuse" ] && exit 1; touch "$state"; exit 0; fi
 read command
 [ -e "$state" ] || exit 1
-[ "$command" = quit ] && rm "$state"
+case "$command" in
+    quit) rm "$state" ;;
+    get_server_list) echo 7 ;;
+    "get_client_list 7") cat "{folder}/clients" 2>/dev/null ;;
+esac
 exit 0
 """
 
@@ -48,6 +52,18 @@ def test_somebody_elses_stays(control, tmp_path):
     with mps.served(tmp_path, print):
         pass
     assert not (control / "state").exists()
+
+
+def test_it_stays_while_others_use_it(control, tmp_path, monkeypatch):
+    monkeypatch.setattr(mps, "PATIENCE", 0.0)
+    with mps.served(tmp_path, print):
+        (control / "clients").write_text(f"{os.getpid()}\n4711\n")  # another program came
+    assert (control / "state").exists()
+    (control / "clients").write_text(f"{os.getpid()}\n")  # and went
+    with mps.served(tmp_path, print):  # it is still ours
+        pass
+    assert not (control / "state").exists()
+    assert not (tmp_path / "mps").exists()
 
 
 @pytest.mark.parametrize("trouble", ["refused", "no client", "not installed"])
