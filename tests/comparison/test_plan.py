@@ -157,6 +157,9 @@ def test_mistakes_in_a_file_are_answered(write):
     assert "arms = {}: must be a list of arms" in wrong("arms: {}")
     assert "must be a list of arms" in wrong("arms: [ar, grpo]")
     assert "two arms are named 'x'" in wrong("arms: [{name: x, regulator: ar}, {name: x, regulator: grpo}]")
+    assert "two arms are named 'x y'" in wrong("arms: [{name: x y, regulator: ar}, {name: x  y, regulator: grpo}]")
+    for name in (r'"\ud800"', r'"a\nb"', "null", "[x]"):
+        assert "must be text in one line" in wrong(f"arms: [{{name: {name}, regulator: ar}}, {{regulator: grpo}}]")
     assert wrong("arms: [{regulator: grpo}, {regulater: ar}]") == "unknown key 'regulater'; did you mean 'regulator'?"
 
 

@@ -153,6 +153,10 @@ def _listed(written: Any) -> list[tuple[str, list[Value]]]:
     if not isinstance(written, list) or not written or not all(isinstance(arm, Mapping) and arm for arm in written):
         example = "such as - regulator: ar"
         raise ConfigError([f"arms = {short(written)}: must be a list of arms, each with settings, {example}"])
+    for arm in written:
+        name = arm.get("name", "")
+        if isinstance(name, bool) or not isinstance(name, str | int | float) or not str(name).isprintable():
+            raise ConfigError([f"arms: name = {short(name)}: must be text in one line"])
     return [
         (
             str(arm.get("name", "")),
@@ -200,7 +204,7 @@ def _check_distinct(arms: Sequence[PlannedArm]) -> None:
         for identity, name in seen:
             if identity == arm.variants[0].identity:
                 raise ConfigError([f"arms {name!r} and {arm.name!r} are the same: leave one of them out"])
-            if name == arm.name:
+            if name.split() == arm.name.split():  # a folder is named after it, whatever the spaces
                 raise ConfigError([f"two arms are named {name!r}: give one of them another name"])
         seen.append((arm.variants[0].identity, arm.name))
 
