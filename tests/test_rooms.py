@@ -1,6 +1,8 @@
 """Which package may import which: nobody imports from a room above their own."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import poise
@@ -87,3 +89,16 @@ def test_no_test_imports_another():
                 names = [node.module] if node.level == 0 else ["tests"]
             found += [f"{path.relative_to(TESTS)}:{node.lineno}" for name in names if name.split(".")[0] in own]
     assert not found, "\n".join(found)
+
+
+def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported():
+    """That import takes seconds, in which nothing is printed."""
+    code = (
+        "import sys\n"
+        "from poise.cli.app import app\n"
+        "try: app(['train', 'demo', 'budget=ten'])\n"
+        "finally: print([name for name in ('transformers', 'poise.trainer') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert "budget = 'ten'" in done.stderr + done.stdout
+    assert done.stdout.strip().endswith("[]")

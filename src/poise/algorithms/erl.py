@@ -42,7 +42,7 @@ from poise.algorithms.reflections import (
     shorten,
     task_of,
 )
-from poise.models.policy import ModelError
+from poise.models.errors import ModelError
 from poise.models.prompts import plain
 from poise.models.system_prompts import with_system
 from poise.models.tool_prompts import tools_of

@@ -7,12 +7,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from poise.models.policy import Policy
 from poise.models.prompts import plain
 from poise.rewards.answers import stated
 
 if TYPE_CHECKING:
     from poise.algorithms.sampler import Sampler
+    from poise.models.policy import Policy
 
 MARKS = ("<answer>", "\\boxed", "####")  # each begins an answer
 EDGES = r"\s*_`\"'${"  # what may stand between a mark and its answer

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from poise._lib.errors import short, unknown
 from poise.algorithms.base import Sample
 from poise.engines.limits import positions
-from poise.models.policy import Policy
 from poise.models.prompts import PromptError
 from poise.models.tool_prompts import Tools
 from poise.tasks import Message, Problem, Score, Split, Task
@@ -19,6 +18,7 @@ from poise.tasks.feedback import feedback_on
 
 if TYPE_CHECKING:
     from poise.algorithms.sampler import Sampler
+    from poise.models.policy import Policy
 
 ASK = (
     "You tried a task and failed. Find out why, and write advice for the next attempt.\n\n"

@@ -41,11 +41,11 @@ def explained() -> Iterator[None]:
     """Print errors that tell the user what to do as they are; any other is a bug and keeps its traceback."""
     from poise._lib.user_code import UserCodeError
     from poise.config.schema import ConfigError
-    from poise.models.policy import ModelError
+    from poise.models.errors import ModelError
     from poise.runs.folder import CheckpointError, DamagedError
     from poise.runs.trackers import TrackerError
     from poise.tasks import RewardError, TaskError
-    from poise.trainer import TrainError
+    from poise.training.resume import TrainError
 
     try:
         yield

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from poise.comparison.nursery import STOPPED
 from poise.config.schema import Config
-from poise.trainer import TrainError
+from poise.training.resume import TrainError
 
 
 class Ended(NamedTuple):

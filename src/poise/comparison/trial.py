@@ -11,7 +11,7 @@ from pathlib import Path
 from poise.comparison.processes import Processes, last_lines
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
-from poise.trainer import TrainError
+from poise.training.resume import TrainError
 
 STEPS = 2  # the second tells more: the first also warms up
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from poise.models.policy import ModelError, Policy
+from poise.models.errors import ModelError
 from poise.rollout.types import Request
+
+if TYPE_CHECKING:
+    from poise.models.policy import Policy
 
 STRETCHED = ("linear", "dynamic", "yarn")  # rotary embeddings whose factor max_position_embeddings does not include
 

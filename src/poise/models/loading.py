@@ -18,13 +18,10 @@ from torch import nn
 
 from poise._lib.files import MANIFEST, expand, read_json
 from poise.models import trials
+from poise.models.errors import ModelError
 from poise.runs.folder import RunFolder, verify_model
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "kk-tiny"
-
-
-class ModelError(ValueError):
-    """A model that cannot be loaded or used. The message says what to do."""
 
 
 def load_model(

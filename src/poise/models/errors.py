@@ -1,0 +1,7 @@
+"""The error of everything that has to do with a model; apart, so that catching it imports no transformers."""
+
+from __future__ import annotations
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or used. The message says what to do."""
