@@ -252,6 +252,16 @@ def test_attempts_without_a_verdict_take_no_part(policy):
     assert samples[0].score == Score(0.0, False, failed="hangs")
     assert [sample.notes["transfer"] for sample in samples[1:]] == [1.0, 0.5]  # of one continuation, and of two
     assert algorithm.metrics([samples[0]]) == {}
+    played = sampler(policy, [RIGHT, OTHER, "<|end|>"], lambda number, _: ["it hangs<|end|>", SEVEN][number])
+    algorithm = Rltr(group=3, low=0.5, high=0.5)
+    samples = collect(algorithm, played)
+    assert [sample.score.reward for sample in samples] == [3.0, 3.5, -2.5]
+    assert algorithm.metrics(samples) == pytest.approx(
+        {
+            "transfer/mean": 1 / 2, "transfer/after_right": 1.0, "transfer/cut/0.5": 1.0, "transfer/uncut": 1 / 3,
+            "transfer/failed": 1.0,
+        }
+    )  # fmt: skip
 
 
 def test_the_answer_may_be_weighted_too(policy):

@@ -115,8 +115,11 @@ class Rltr:
 
     def _continue(
         self, samples: Sequence[Sample], prefixes: Sequence[list[int]], receiver: Sampler, seed: int
-    ) -> list[float]:
-        """The share of right continuations of each prefix. Equal prefixes of a problem are continued once."""
+    ) -> list[float | None]:
+        """The share of right continuations of each prefix; None if none of them has a verdict.
+
+        Equal prefixes of a problem are continued once.
+        """
         keys = [(s.problem.id, tuple(s.prompt), tuple(begun)) for s, begun in zip(samples, prefixes, strict=True)]
         asked = {
             key: sample.problem
@@ -131,19 +134,19 @@ class Rltr:
             seed,
             begun=[key[-1] for key in asked for _ in times],
         )
-        shares: dict[tuple[object, ...], float] = {}
+        shares: dict[tuple[object, ...], float | None] = {}
         for number, key in enumerate(asked):
             scores = [sample.score for sample in played[number * len(times) : (number + 1) * len(times)]]
             judged = [score.correct for score in scores if score.failed is None]
-            shares[key] = sum(judged) / len(judged) if judged else 0.0
+            shares[key] = sum(judged) / len(judged) if judged else None
         return [shares.get(key, 0.0) for key in keys]
 
-    def _rewarded(self, sample: Sample, share: float, cut: float, length: int) -> Sample:
+    def _rewarded(self, sample: Sample, share: float | None, cut: float, length: int) -> Sample:
         """The sample with its new reward."""
         if sample.score.failed is not None:
             return sample
-        notes = {**sample.notes, "transfer": share, "cut": cut, "prefix": length}
-        return replace(sample, score=self._score(sample.score, share), notes=notes)
+        notes = {**sample.notes, **({} if share is None else {"transfer": share}), "cut": cut, "prefix": length}
+        return replace(sample, score=self._score(sample.score, share or 0.0), notes=notes)
 
     def _score(self, score: Score, share: float) -> Score:
         parts, reward = dict(score.parts), score.reward
@@ -166,8 +169,12 @@ class Rltr:
         return replace(score, reward=reward + parts["transfer"], parts=parts)
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """``transfer/…``: the mean over all responses, 0 for those without a prefix; the others are over prefixes."""
-        noted = [sample for sample in samples if "transfer" in sample.notes]
+        """``transfer/…``: the mean over all responses, 0 for those without a prefix; the others are over prefixes.
+
+        Responses whose continuations all lack a verdict are counted, and no part of a mean.
+        """
+        tried = [sample for sample in samples if "cut" in sample.notes]
+        noted = [sample for sample in tried if "transfer" in sample.notes]
         cut = [sample for sample in noted if sample.notes["prefix"]]
         groups = {
             "mean": noted,
@@ -180,7 +187,9 @@ class Rltr:
             for name, rows in groups.items()
             if rows
         }
-        return {**means, "transfer/uncut": 1 - len(cut) / len(noted)} if noted else {}
+        failed = {"transfer/failed": float(len(tried) - len(noted))} if len(noted) < len(tried) else {}
+        uncut = {"transfer/uncut": (len(noted) - len(cut)) / len(tried)} if tried else {}
+        return {**means, **uncut, **failed}
 
 
 def _receivers_seed(seed: int) -> int:
