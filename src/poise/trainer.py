@@ -30,7 +30,7 @@ from poise.runs.lock import owned
 from poise.tasks import available, training_problems
 from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
-from poise.training.evaluate import Evaluation, at_once, held_out, is_summary
+from poise.training.evaluate import Evaluation, at_once, held_out, read_before
 from poise.training.frozen import FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
 from poise.training.phases import on_all_rows, phases_of
@@ -162,7 +162,7 @@ class Trainer:
             if stopper.requested:
                 raise KeyboardInterrupt
             if last:
-                self._explain(ending, step, report)
+                report.ended(ending, step, self.tokens)
                 return step
         return done
 
@@ -171,13 +171,6 @@ class Trainer:
         if self.config.budget is not None and tokens >= self.config.budget:
             return "budget"
         return "steps" if step >= self.config.steps else None
-
-    def _explain(self, ending: str | None, step: int, report: Reporter) -> None:
-        """Say which of ``budget`` and ``steps`` came first."""
-        budget = self.config.budget
-        if budget is not None and ending is not None:
-            first = f"budget={budget} is spent" if ending == "budget" else f"steps={step} came before budget={budget}"
-            report.note(f"{first}: {self.tokens} tokens were sampled in {step} steps")
 
     def step(self, step: int, report: Reporter) -> dict[str, float]:
         """One step: problems, samples, a batch, phases, an update, and the metrics of all of them."""
@@ -281,20 +274,10 @@ class Trainer:
 
     def _accuracy_before(self, report: Reporter, done: int, known: dict[str, Any] | None) -> dict[str, Any]:
         """Held-out accuracy before training: measured once; a resumed run reads it from ``before.json``."""
-        before: dict[str, Any] | None = self.folder.read_json("before.json")
+        before = read_before(self.folder, done)
         if before is None:
-            if done:
-                raise TrainError(
-                    f"{self.folder.path}/before.json is missing: it holds the accuracy before training, which "
-                    f"cannot be measured any more at step {done}; put it back, or begin again in another run=DIR"
-                )
             before = known or self._evaluate(report).summary()
             self.folder.write_json("before.json", before)
-        if not is_summary(before):
-            raise TrainError(
-                f"{self.folder.path}/before.json does not hold the accuracy before training as poise writes it: put "
-                "the file back from a copy, or begin again in another run=DIR"
-            )
         return before
 
     def _goal_reached(self, metrics: dict[str, float], report: Reporter) -> bool:

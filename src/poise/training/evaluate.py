@@ -9,9 +9,11 @@ from typing import Any
 from poise.algorithms import Sample
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
+from poise.runs.folder import RunFolder
 from poise.tasks import TaskError, draw
 from poise.training.accuracy import ProblemResult, summarise
 from poise.training.records import task_metrics, turn_metrics
+from poise.training.resume import TrainError
 
 CHUNK = 64  # problems per call of the sampler, and per progress report
 
@@ -77,6 +79,25 @@ def is_summary(data: Any) -> bool:
     numbers = [*(row.get(key) for row in rows for key in ("value", "low", "high")), data.get("accuracy")]
     counts = [data.get(key) for key in ("n", "samples")]
     return all(type(count) is int for count in counts) and all(type(number) in (int, float) for number in numbers)
+
+
+def read_before(folder: RunFolder, done: int) -> dict[str, Any] | None:
+    """The accuracy before training that a run has measured, from ``before.json``; None: it is still to be measured.
+
+    After ``done`` steps it cannot be measured any more.
+    """
+    before: dict[str, Any] | None = folder.read_json("before.json")
+    if before is None and done:
+        raise TrainError(
+            f"{folder.path}/before.json is missing: it holds the accuracy before training, which cannot be measured "
+            f"any more at step {done}; put it back, or begin again in another run=DIR"
+        )
+    if before is not None and not is_summary(before):
+        raise TrainError(
+            f"{folder.path}/before.json does not hold the accuracy before training as poise writes it: put the file "
+            "back from a copy, or begin again in another run=DIR"
+        )
+    return before
 
 
 def at_once(problems: int, samples: int) -> int:

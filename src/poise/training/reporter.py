@@ -19,6 +19,7 @@ class Reporter:
 
     def __init__(self, config: Config, folder: RunFolder, start_step: int, *, quiet: bool = False) -> None:
         self._stack = ExitStack()
+        self._budget = config.budget
         settings = config.model_dump(mode="json")
         self._trackers = open_trackers(config.tracking, folder.path, settings, start_step=start_step)
         for tracker in self._trackers:
@@ -49,6 +50,13 @@ class Reporter:
     def samples(self, samples: Sequence[Sample]) -> None:
         """Show a few first attempts, chosen across the range of rewards."""
         self._console.samples_table([shown(sample) for sample in samples if sample.role == FIRST])
+
+    def ended(self, setting: str | None, step: int, tokens: int) -> None:
+        """Report which of ``budget`` and ``steps`` ended the run after this step; None: neither did."""
+        if self._budget is None or setting is None:
+            return
+        spent, over = f"budget={self._budget} is spent", f"steps={step} came before budget={self._budget}"
+        self.note(f"{spent if setting == 'budget' else over}: {tokens} tokens were sampled in {step} steps")
 
     def stopped(self, resume: str) -> None:
         """Report that the run ends early; ``resume`` is the command that continues it."""
