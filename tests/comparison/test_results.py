@@ -105,8 +105,8 @@ def test_an_arm_lists_the_seeds_that_are_done():
         for seed, state in [(2, "diverged"), (1, "unfinished"), (0, "finished")]
     }
     arm = Arm("ar", {}, runs)
-    assert list(arm.results().items()) == [(0, 0.5), (2, 0.5)]
-    assert arm.results("greedy") == {0: 0.25, 2: 0.25}
+    assert list(arm.results().items()) == [(0, 0.5), (2, 0.0)]  # what was measured before training is no result of it
+    assert arm.results("greedy") == {0: 0.25, 2: 0.0}
     assert arm.results("maj@4") == {}
 
 

@@ -114,7 +114,7 @@ def test_each_arm_gets_the_rate_that_its_tuning_seeds_choose(tmp_path):
 
     told = report(plan, runner.result)
     assert [each["chosen"] for each in told] == [2e-4, 1e-4]
-    assert told[0]["rates"][2] == {"rate": 4e-4, "scores": [0.9, 0.2], "mean": pytest.approx(0.55), "diverged": 1}
+    assert told[0]["rates"][2] == {"rate": 4e-4, "scores": [0.9, 0.0], "mean": pytest.approx(0.45), "diverged": 1}
 
 
 def test_a_diverged_run_is_a_result(tmp_path):

@@ -45,6 +45,7 @@ def arm(mean=0.012, interval=(-0.008, 0.031), seeds=10, p=0.21, p_adjusted=0.21,
             "points is compatible with four seeds, which are too few for an exact interval.",
         ),
         (arm(seeds=1), "lopti: +1.2 points against grpo in one seed, which says nothing about others."),
+        (arm(seeds=2), "lopti: +1.2 points against grpo in two seeds, which says nothing about others."),
         (arm(seeds=0), "lopti: no seed is complete yet."),
     ],
 )

@@ -67,8 +67,14 @@ class RunResult:
 
     @property
     def scores(self) -> Mapping[str, float]:
-        """The final scores. A diverged run has those last measured, an unfinished run none."""
-        return self.curve[-1].scores if self.state != "unfinished" and self.curve else {}
+        """The final scores. A diverged run has those last measured, an unfinished run none.
+
+        Those measured before training are no result of it: a run that diverged before any other has 0.
+        """
+        if self.state == "unfinished" or not self.curve:
+            return {}
+        last = self.curve[-1]
+        return dict.fromkeys(last.scores, 0.0) if self.state == "diverged" and not last.step else last.scores
 
     @classmethod
     def read(cls, path: str | Path) -> RunResult:

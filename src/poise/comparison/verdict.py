@@ -49,10 +49,9 @@ def against(arm: Mapping[str, Any], baseline: str, level: float = 0.95) -> str:
     name, n = arm["name"], len(found["seeds"])
     if not n:
         return f"{name}: no seed is complete yet."
-    if n == 1:
-        return (
-            f"{name}: {signed(found['mean'])} points against {baseline} in one seed, which says nothing about others."
-        )
+    if n < 3:  # then there is no interval
+        seen = "one seed" if n == 1 else f"{_number(n)} seeds"
+        return f"{name}: {signed(found['mean'])} points against {baseline} in {seen}, which says nothing about others."
     low, high = found["interval"]
     shown = f"{name}: {signed(found['mean'])} points [{signed(low)}, {signed(high)}] against {baseline}"
     if found["p_adjusted"] <= 1 - level + 1e-12:
