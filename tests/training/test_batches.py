@@ -4,17 +4,18 @@ import pytest
 import torch
 
 from poise.algorithms.base import Sample
+from poise.algorithms.collected import collect
 from poise.models.scoring import score_all
 from poise.objective import importance_weights
 from poise.tasks import Problem, Score
-from poise.training.batches import stack, token_batch
+from poise.training.batches import stack, token_batch, with_verdict
 from support.tiny_models import tiny
 
 
-def sample(**given):
-    tokens = torch.tensor([11, 12, 13])
-    problem = Problem("p", "?", "all", {})
-    return Sample(problem, [7, 8], tokens, tokens > 0, Score(1.0, True), "", True, advantage=1.0, **given)
+def sample(reward=1.0, failed=None, **given):
+    tokens, problem = torch.tensor([11, 12, 13]), Problem("p", "?", "all", {})
+    score = Score(reward, reward > 0, failed=failed)
+    return Sample(problem, [7, 8], tokens, tokens > 0, score, "", True, **{"advantage": 1.0, **given})
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -27,3 +28,21 @@ def test_importance_weights_are_of_what_the_sampler_reported_and_1_where_it_repo
     torch.testing.assert_close(batch.old_logp, torch.stack([mine, scored, mine, scored]), rtol=1e-4, atol=1e-4)
     expected = torch.stack([mine - other, scored - other, 0 * mine, 0 * mine]).exp()
     torch.testing.assert_close(importance_weights(batch, 1e9), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_with_an_advantage_of_their_own_are_nothing_to_compare_others_with():
+    own, other = sample(group=0), sample(0.0, group=0, advantage=None)
+    lost = sample(0.0, "hangs", group=0, advantage=None)
+    judged, _ = with_verdict([own, other, lost])
+    assert judged == [own]
+    judged, _ = with_verdict([own, other, sample(2.0, group=0, advantage=None), lost])
+    assert [row.score.reward for row in judged] == [1.0, 0.0, 2.0]
+    batch = token_batch(judged, stack(judged, tiny("llama"), 1.0), tiny("llama"), advantage="group-centered")
+    assert batch.advantages.tolist() == [1.0, -1.0, 1.0]
+
+    class Mixed:
+        def collect(self, *_):
+            return [own, other], None
+
+    with pytest.raises(ValueError, match="sample 1 has nothing to be compared with"):
+        collect(Mixed(), [], None, 0, name="mixed", advantage="group-zscore")

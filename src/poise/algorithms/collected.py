@@ -65,7 +65,7 @@ def _checked(result: Any, advantage: str) -> tuple[list[Sample], Memory | None]:
         json.dumps(memory)
     except (TypeError, ValueError) as error:
         raise TypeError(f"collect's memory goes into checkpoints as JSON: {error}") from None
-    sizes = Counter(sample.group for sample in samples)
+    sizes = Counter(sample.group for sample in samples if sample.advantage is None)  # those that are compared
     for row, sample in enumerate(samples):
         alone = sample.group is None or sizes[sample.group] == 1
         if alone and sample.advantage is None and sample.score.failed is None and advantage not in WITHOUT_GROUPS:

@@ -48,9 +48,17 @@ def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, flo
 
 
 def _in_groups(before: Sequence[Sample], after: list[Sample]) -> list[Sample]:
-    """What is left, without a sample whose whole group has gone: there is nothing to compare it with."""
-    had, has = (Counter(sample.group for sample in samples) for samples in (before, after))
-    return [sample for sample in after if sample.group is None or has[sample.group] > 1 or had[sample.group] == 1]
+    """What is left, without a sample whose whole group has gone: there is nothing to compare it with.
+
+    A sample with an advantage of its own is compared with none.
+    """
+    compared = ([sample for sample in samples if sample.advantage is None] for samples in (before, after))
+    had, has = (Counter(sample.group for sample in samples) for samples in compared)
+    return [
+        sample
+        for sample in after
+        if sample.group is None or sample.advantage is not None or has[sample.group] > 1 or had[sample.group] == 1
+    ]
 
 
 def stack(samples: Sequence[Sample], policy: Policy, temperature: float, micro_tokens: int | None = None) -> Rollouts:
