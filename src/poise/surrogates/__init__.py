@@ -1,0 +1,36 @@
+"""Surrogates: what the policy term of a token is, as a function of its current probability. One table of names.
+
+>>> objective.Settings(surrogate="dppo(delta=0.2)")
+
+A regulator weights tokens before the update; a surrogate acts through the ratio r = π/π_old of the current policy. The
+weights multiply the surrogate's value, so every surrogate goes with every regulator. With one optimizer step per batch
+r = 1, and all of them but ``lp-reg`` have the gradient of ``clip``, up to the average. docs/surrogates.md compares
+them.
+
+A surrogate sees one token. What it needs to know of the others (GSPO's sequence, the choices of KL-Cov and Lp-Reg)
+comes from a ``Survey`` of the mini-batch's current log-probabilities, taken before its gradient and constant in it. So
+the cut into micro-batches changes nothing. A survey does not depend on the phase.
+"""
+
+from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Survey, Terms, clipped, k3
+from poise.surrogates.names import TABLE, parse
+from poise.surrogates.pointwise import Cispo, Clip, Dppo, Sapo
+from poise.surrogates.surveyed import Gspo, KlCov, LpReg
+
+__all__ = [
+    "SEQUENCE_MEAN",
+    "TABLE",
+    "Cispo",
+    "Clip",
+    "Dppo",
+    "Gspo",
+    "KlCov",
+    "LpReg",
+    "Sapo",
+    "Surrogate",
+    "Survey",
+    "Terms",
+    "clipped",
+    "k3",
+    "parse",
+]

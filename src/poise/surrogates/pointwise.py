@@ -1,0 +1,127 @@
+"""Surrogates that need to know nothing but the token itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from poise._lib.errors import check_range
+from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Terms, check_switch, clipped, limit, one, outside
+
+
+@dataclass(frozen=True)
+class Clip(Surrogate):
+    """``min(r·A, clip(r)·A)``, and at least ``c·A`` for A < 0: PPO's clip, asymmetric, with a dual clip.
+
+    Its settings are ``objective.clip_low``, ``clip_high`` and ``dual_clip``, by default those of the AR/Lopti authors.
+    DAPO's clip-higher (arXiv 2503.14476) is 0.2 / 0.28 without dual clip.
+    """
+
+    clip_low: float = 0.20
+    clip_high: float = 0.24
+    dual_clip: float | None = 10.0
+
+    def value(self, logp: Tensor, parts: Terms) -> Tensor:
+        """The clipped value."""
+        return clipped(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:
+        """Where the clip removes the gradient."""
+        return outside(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high)
+
+
+@dataclass(frozen=True)
+class Cispo(Surrogate):
+    """``sg[clip(r, low, high)]·A·log π``: the ratio is a bounded weight, and no token loses its gradient.
+
+    Paper: MiniMax-M1, arXiv 2506.13585. ``low`` and ``high`` bound the ratio itself. The default is TRL's, above only,
+    at 5.0; verl's clip of 0.2 is ``cispo(low=0.8, high=1.2)``. **Ours:** the value is ``clip(r)·A·π/sg[π]``, which has
+    the same gradient, and compares with the other surrogates'. ``cispo(high=None)`` has the gradient of r·A.
+    """
+
+    low: float = 0.0
+    high: float | None = 5.0
+
+    def __post_init__(self) -> None:
+        check_range("cispo", "low", self.low, 0.0)
+        if self.high is not None:
+            check_range("cispo", "high", self.high, self.low)
+
+    def value(self, logp: Tensor, parts: Terms) -> Tensor:
+        """The bounded ratio times the advantage."""
+        log_ratio = parts.log_ratio(logp)
+        return log_ratio.detach().exp().clamp(self.low, limit(self.high)) * parts.advantages * one(log_ratio)
+
+    def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:
+        """Where the ratio is out of bounds; these tokens keep a gradient."""
+        ratio = parts.log_ratio(logp).exp()
+        return ratio < self.low, ratio > limit(self.high)
+
+
+@dataclass(frozen=True)
+class Sapo(Surrogate):
+    """``A·(4/τ)·σ(τ(r − 1))``: a gate that closes softly instead of a clip.
+
+    Paper: arXiv 2511.20347; τ = 1.0 for A > 0 (``positive``) and 1.05 otherwise (``negative``), mean over sequences, as
+    in verl. As τ goes to 0 the gradient becomes that of r·A. ``sequence_mean=False`` keeps ``objective.aggregation``.
+    """
+
+    positive: float = 1.0
+    negative: float = 1.05
+    sequence_mean: bool = True
+
+    def __post_init__(self) -> None:
+        check_range("sapo", "positive", self.positive, 1e-6)
+        check_range("sapo", "negative", self.negative, 1e-6)
+        check_switch("sapo", "sequence_mean", self.sequence_mean)
+
+    def value(self, logp: Tensor, parts: Terms) -> Tensor:
+        """The gate times the advantage."""
+        tau = torch.full_like(parts.advantages, self.negative).masked_fill_(parts.advantages > 0, self.positive)
+        return parts.advantages * (4 / tau) * torch.sigmoid(tau * torch.expm1(parts.log_ratio(logp)))
+
+    @property
+    def aggregation(self) -> str | None:
+        """The mean over sequences."""
+        return SEQUENCE_MEAN if self.sequence_mean else None
+
+
+@dataclass(frozen=True)
+class Dppo(Surrogate):
+    """DPPO-TV: ``r·A``; a token is dropped where ``π − π_old > δ`` and A > 0, or ``π − π_old < −δ`` and A < 0.
+
+    Paper: arXiv 2602.04879: what counts is by how much a probability changes, not by which factor. The default is
+    verl's: δ = 0.15, the ratio capped at 20 as a weight, ``sg[min(r, cap)]·A·log π``. prime-rl's default loss is
+    ``dppo(delta=0.2, cap=None, square=1e-3)``: it adds ``square·(log r)²`` to the loss of every token, dropped or not.
+    **Ours:** a token without advantage has no such term. ``dppo(delta=1, cap=None)`` is r·A exactly.
+    """
+
+    delta: float = 0.15
+    cap: float | None = 20.0
+    square: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range("dppo", "delta", self.delta, 0.0, 1.0)
+        check_range("dppo", "square", self.square, 0.0)
+        if self.cap is not None:
+            check_range("dppo", "cap", self.cap, 1.0)
+
+    def value(self, logp: Tensor, parts: Terms) -> Tensor:
+        """The ratio times the advantage where the token is kept, less the square."""
+        log_ratio = parts.log_ratio(logp)
+        low, high = self._dropped(log_ratio.detach(), parts)
+        ratio = log_ratio.detach().exp().clamp(max=limit(self.cap)) * one(log_ratio)
+        value = torch.where(low | high, 0.0, ratio * parts.advantages)
+        if self.square:
+            value = value - torch.where(parts.advantages != 0, self.square * log_ratio.square(), 0.0)
+        return value
+
+    def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:
+        """The dropped tokens."""
+        return self._dropped(parts.log_ratio(logp), parts)
+
+    def _dropped(self, log_ratio: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:
+        change = parts.old_logp.exp() * torch.expm1(log_ratio)
+        return (change < -self.delta) & (parts.advantages < 0), (change > self.delta) & (parts.advantages > 0)
