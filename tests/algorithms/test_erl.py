@@ -269,6 +269,13 @@ def test_a_step_without_first_attempts_has_no_metrics_of_them(policy):
     assert not [name for name in metrics if name.startswith(("first/", "second/"))]
 
 
+def test_a_template_that_refuses_the_question_leaves_the_attempt_unasked(chatml):
+    refuses = "{% for m in messages %}{% if m.content|length > 99 %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    chatml.tokenizer.chat_template = refuses + CHATML
+    samples, _ = Play(chatml, ended("red", "blue")).collect(Erl(2))
+    assert Erl(2).metrics(samples)["reflection/unasked"] == 1
+
+
 def test_several_turns(chatml):
     first = ended("left", "up", "blue", "red")  # the two attempts take turns
     second = ended("down", "red")

@@ -11,7 +11,7 @@ from poise.algorithms.sampler import Sampler
 from poise.engines.hf import CachedEngine
 from poise.engines.native.engine import NativeEngine
 from poise.tasks import Problem, Score, SingleTurn, TaskError, draw
-from poise.tasks.base import RewardError, judge
+from poise.tasks.base import RewardError, heard, judge
 from support.tiny_models import prompts, tiny
 
 SEVEN = Problem("7", "", "", {})
@@ -117,6 +117,18 @@ def test_a_score_of_other_types_is_refused(score, refusal):
     task.score = lambda *_: score
     with pytest.raises(RewardError, match=rf"the score of task 'lengths' \(problem 7\): .*{refusal}"):
         judge(task, SEVEN, SingleTurn(task, SEVEN))
+
+
+@pytest.mark.parametrize("said", ["text", 5, ["x"], [{"content": "x"}], [{"role": "user", "content": None}]])
+def test_what_an_episode_says_is_a_list_of_messages(said):
+    with pytest.raises(RewardError, match=r"task 'lengths' says must be a list of messages.*\(problem 7\)"):
+        heard(Lengths(concurrent=False), SEVEN, said)
+
+
+def test_any_tokenizer_can_read_what_an_episode_says():
+    said = [{"role": "tool", "content": "file \udcff", "name": "list"}]
+    assert heard(Lengths(concurrent=False), SEVEN, said) == [{"role": "tool", "content": "file ?", "name": "list"}]
+    assert heard(Lengths(concurrent=False), SEVEN, None) == []
 
 
 @pytest.mark.parametrize("number", [np.float32(1), np.bool_(True), np.int64(1), torch.tensor(1.0), True, 1])

@@ -144,6 +144,8 @@ def test_mistakes_are_answered():
     assert "must be a whole number" in problem("tune=x")
     assert "there is no such file" in problem(recipe="nowhere.yaml")
     assert "run = [1]" in problem("run=[1]")
+    for typed in ("seeds=[1", "run=[1", "baseline=*x"):
+        assert f"override '{typed}': cannot read the value" in problem(typed)
 
 
 def test_mistakes_in_a_file_are_answered(write):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from poise._lib.errors import short, unknown
 from poise.algorithms.base import Sample
 from poise.engines.limits import positions
-from poise.models.prompts import PromptError
 from poise.models.tool_prompts import Tools
 from poise.tasks import Message, Problem, Score, Split, Task
 from poise.tasks.feedback import feedback_on
@@ -101,7 +100,7 @@ def fits(sampler: Sampler, messages: Sequence[Message], tools: Tools = ()) -> bo
     """Whether the model can read these messages and reply to them, as ``sampler`` would ask it."""
     try:
         size = len(sampler.policy.encode(messages, tools))
-    except PromptError:  # a control token in the text that cannot be encoded as text
+    except Exception:  # a control token that cannot be encoded as text; and a chat template may raise anything
         return False
     return size + sampler.max_tokens <= most_tokens(sampler.policy)
 

@@ -31,6 +31,7 @@ from poise.tasks import (
     Task,
     begin,
     explained,
+    heard,
     judge,
     judge_all,
     several_turns,
@@ -339,6 +340,6 @@ class _Replies:
         given = game.turns[0].tokens.tolist() if game.begun and len(game.turns) == 1 else []
         text = self.policy.decode([*given, *tokens])
         with explained(game.task, game.problem):
-            said = game.episode.step(text)
+            said = heard(game.task, game.problem, game.episode.step(text))
         together = isinstance(game.task, ScoresTogether)  # then all that have ended are scored in one call
         return text, said, None if said or together else judge(game.task, game.problem, game.episode)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from poise._lib.errors import short
 from poise._lib.files import expand
 from poise.comparison.arms import OWN, PlannedArm, Variant, build, folder_name
-from poise.config.documents import ConfigError, Document, merge, parse, parse_typed, read, recipes
+from poise.config.documents import ConfigError, Document, merge, parse, read, read_typed, recipes
 from poise.config.schema import Config
 
 HELD_OUT = 1000  # problems; see docs/compare.md
@@ -116,11 +116,11 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     own: Document = {key: document.pop(key) for key in OWN if key in document and key not in ("axes", "arms")}
     settings = []
     for override in overrides:
-        key, equals, value = override.partition("=")
+        key, equals, _ = override.partition("=")
         if key.strip() == "seed" and equals:
             raise ConfigError(["seed: a comparison has several seeds; write seeds=10 for 0 to 9, or seeds=20-29"])
         if equals and key.strip() in OWN:
-            own[key.strip()] = parse_typed(value)
+            own[key.strip()] = read_typed(override)
         else:
             settings.append(override)
     if recipe is None and not any(override.startswith("model=") for override in settings):
@@ -146,7 +146,7 @@ def _folder(document: Document, settings: list[str]) -> Path:
     typed = [override for override in settings if override.partition("=")[0].strip() == "run"]
     for override in typed:
         settings.remove(override)
-    name = parse_typed(typed[-1].partition("=")[2]) if typed else document.get("run", "runs/compare")
+    name = read_typed(typed[-1]) if typed else document.get("run", "runs/compare")
     if not typed and document.get("run") in (None, *(read(shipped).get("run") for shipped in recipes())):
         name = "runs/compare"
     if not isinstance(name, str | int | float) or not str(name).strip():

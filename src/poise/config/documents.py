@@ -83,7 +83,7 @@ def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | No
     parts: dict[str, Document] = {"regulator": {}, "algorithm": {}}  # settings inside a text
     problems = []
     for text in overrides:
-        key, equals, written = text.partition("=")
+        key, equals, _ = text.partition("=")
         path = [part.strip() for part in (short_keys or {}).get(key.strip(), key).split(".")]
         if not equals or not all(path):
             problems.append(f"override {short(text)}: write key=value, such as optim.lr=1e-6")
@@ -92,9 +92,9 @@ def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | No
             problems.append(f"override {short(text)}: the key has {len(path)} levels, more than {DEEPEST}")
             continue
         try:
-            value = parse_typed(written)
-        except yaml.YAMLError as error:
-            problems.append(f"override {short(text)}: cannot read the value: {_reason(error)}")
+            value = read_typed(text)
+        except ConfigError as error:
+            problems += error.problems
             continue
         if path[0] in parts and len(path) > 1:
             parts[path[0]][".".join(path[1:])] = value
@@ -149,6 +149,14 @@ def parse(text: str) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError(f"it has more than {DEEPEST} levels") from None
+
+
+def read_typed(override: str) -> Any:
+    """The value of a text ``key=value``."""
+    try:
+        return parse_typed(override.partition("=")[2])
+    except yaml.YAMLError as error:
+        raise ConfigError([f"override {short(override)}: cannot read the value: {_reason(error)}"]) from None
 
 
 def parse_typed(written: str) -> Any:

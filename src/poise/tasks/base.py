@@ -239,6 +239,27 @@ def explained(task: Task, problem: Problem, what: str = "reward") -> Iterator[No
         ) from error
 
 
+def heard(task: Task, problem: Problem, said: Any) -> list[Message]:
+    """What an episode says, as messages with texts that any tokenizer can read; nothing where it ends."""
+    if not said:
+        return []
+    if not isinstance(said, list | tuple) or not all(_is_message(each) for each in said):
+        raise RewardError(
+            f"what an episode of task {task.name!r} says must be a list of messages, each a dict with the texts 'role' "
+            f"and 'content', got {short(said)} (problem {problem.id})"
+        )
+    return [{**each, "content": readable(each["content"])} for each in said]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def readable(text: str) -> str:
+    """The text with ? for each half of a surrogate pair, as names of files may hold: tokenizers refuse it."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def judge(task: Task, problem: Problem, episode: Episode) -> Score:
     """``episode.score`` in plain Python numbers, with an error that says on which problem it went wrong."""
     with explained(task, problem):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from poise._lib.errors import short
 from poise.rewards.base import RewardError
-from poise.tasks.base import Episode, Problem, Score, Task, explained
+from poise.tasks.base import Episode, Problem, Score, Task, explained, readable
 
 LONGEST = 2000  # characters of what a task of a user's own may say
 
@@ -22,8 +22,7 @@ def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, tu
             raise RewardError(
                 f"the feedback of task {task.name!r} must be text, got {short(said)} (problem {problem.id})"
             )
-    said = said[: 2 * LONGEST].encode("utf-8", "replace").decode()  # tokenizers refuse half of a surrogate pair
-    return said.strip()[:LONGEST] or plain(score, turns)
+    return readable(said.strip()[:LONGEST]) or plain(score, turns)
 
 
 def plain(score: Score, turns: int) -> str:
