@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import poise
 
 ROOT = Path(poise.__file__).parent
@@ -91,14 +93,18 @@ def test_no_test_imports_another():
     assert not found, "\n".join(found)
 
 
-def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported():
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [(["train", "demo", "budget=ten"], "budget = 'ten'"), (["compare", "regulator=ar;grpo", "seeds=1"], "seeds = 1")],
+)
+def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported(command, message):
     """That import takes seconds, in which nothing is printed."""
     code = (
         "import sys\n"
         "from poise.cli.app import app\n"
-        "try: app(['train', 'demo', 'budget=ten'])\n"
+        f"try: app({command})\n"
         "finally: print([name for name in ('transformers', 'poise.trainer') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert "budget = 'ten'" in done.stderr + done.stdout
+    assert message in done.stderr + done.stdout
     assert done.stdout.strip().endswith("[]")

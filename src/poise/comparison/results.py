@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from poise.reports.recorded import read_json, read_metrics
 from poise.runs.folder import RunFolder
-from poise.training.evaluate import is_summary
+from poise.training.accuracy import is_summary
 
 State = Literal["finished", "diverged", "unfinished"]
 Line = Mapping[str, Any]  # the metrics of a step

@@ -10,7 +10,7 @@ from poise.reports.recorded import read_json, read_metrics
 from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
 from poise.runs.plots import curve
-from poise.training.evaluate import is_summary
+from poise.training.accuracy import is_summary
 
 
 def write_picture(paths: Sequence[str | Path], out: str | Path, x: str = "step") -> Path:

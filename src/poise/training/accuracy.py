@@ -190,3 +190,13 @@ def _check_count(owner: str, name: str, value: int, low: int, high: float = floa
     if not isinstance(value, int):
         raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}")
     check_range(owner, name, value, low, high)
+
+
+def is_summary(data: Any) -> bool:
+    """Whether ``data``, read from a file, has the fields of ``Evaluation.summary`` that poise reads."""
+    if not isinstance(data, dict) or not isinstance(data.get("table"), dict):
+        return False
+    rows = [row if isinstance(row, dict) else {} for row in data["table"].values()]
+    numbers = [*(row.get(key) for row in rows for key in ("value", "low", "high")), data.get("accuracy")]
+    counts = [data.get(key) for key in ("n", "samples")]
+    return all(type(count) is int for count in counts) and all(type(number) in (int, float) for number in numbers)

@@ -11,7 +11,7 @@ from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
 from poise.tasks import TaskError, draw
-from poise.training.accuracy import ProblemResult, summarise
+from poise.training.accuracy import ProblemResult, is_summary, summarise
 from poise.training.records import task_metrics, turn_metrics
 from poise.training.resume import TrainError
 
@@ -69,16 +69,6 @@ class Evaluation:
         summary = self.summary()
         named = {name.replace(", difficulty ", "/"): row["value"] for name, row in summary["table"].items()}
         return {f"eval/{self.task}/{name}": value for name, value in named.items()}
-
-
-def is_summary(data: Any) -> bool:
-    """Whether ``data``, read from a file, has the fields of ``Evaluation.summary`` that poise reads."""
-    if not isinstance(data, dict) or not isinstance(data.get("table"), dict):
-        return False
-    rows = [row if isinstance(row, dict) else {} for row in data["table"].values()]
-    numbers = [*(row.get(key) for row in rows for key in ("value", "low", "high")), data.get("accuracy")]
-    counts = [data.get(key) for key in ("n", "samples")]
-    return all(type(count) is int for count in counts) and all(type(number) in (int, float) for number in numbers)
 
 
 def read_before(folder: RunFolder, done: int) -> dict[str, Any] | None:
