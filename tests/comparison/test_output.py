@@ -82,6 +82,17 @@ def test_the_page_of_a_comparison_that_has_just_begun(page, tmp_path, seeds):
     page.goto((tmp_path / "comparison.html").as_uri())
     see(page, "ul.verdict", "nothing to compare")
     see(page, "table", "baseline")
+    p = page.locator("table tr", has_text="ar").locator("td").nth(4)
+    assert p.first.inner_text() == ("1" if seeds else "–")  # no p where nothing was measured
+
+
+def test_the_terminal_shows_no_p_where_nothing_was_measured(capsys):
+    arms = [made_arm("grpo", 0.0, seeds=0), made_arm("ar", 0.0, seeds=0)]
+    with Console(0) as console:
+        output.show(analyse(arms, "grpo", range(3)), console)
+    printed = capsys.readouterr()
+    row = next(line for line in (printed.out + printed.err).splitlines() if line.startswith("ar "))
+    assert row.split()[:5] == ["ar", "0", "–", "–", "–"]
 
 
 def test_the_page_says_how_the_comparison_was_made(page, tmp_path):

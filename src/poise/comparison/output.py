@@ -59,7 +59,7 @@ def _shown(arm: Mapping[str, Any]) -> Row:
         "seeds": len(arm["seeds"]),
         "accuracy": _with_interval(arm["accuracy"], arm["interval"], points),
         "difference": "baseline" if found is None else _with_interval(found["mean"], found["interval"], signed),
-        "p": "" if found is None else f"{found['p_adjusted']:.2g}",
+        "p": "" if found is None else "–" if found["mean"] is None else f"{found['p_adjusted']:.2g}",
         "greedy": "–" if greedy is None else points(greedy["mean"]),
         "tokens": _large(cost["tokens"]),
         "FLOP": _large(cost["flop"]),

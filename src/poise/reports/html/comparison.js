@@ -79,7 +79,7 @@ function tables() {
   const names = [...new Set(comparison.arms.flatMap((arm) => Object.keys(arm.scores)))].filter((name) => !name.startsWith("avg@"));
   const result = (arm) => [arm.name, arm.seeds.length, `${points(arm.accuracy)}${range(arm.interval, points)}`,
     arm.difference ? `${signed(arm.difference.mean)}${range(arm.difference.interval, signed)}` : "baseline",
-    arm.difference ? chance(arm.difference.p_adjusted) : "", large(arm.cost.tokens), power(arm.cost.flop), large(arm.cost.optimizer_steps), large(arm.cost.seconds)];
+    !arm.difference ? "" : known(arm.difference.mean) ? chance(arm.difference.p_adjusted) : "–", large(arm.cost.tokens), power(arm.cost.flop), large(arm.cost.optimizer_steps), large(arm.cost.seconds)];
   const secondary = (arm, name) => {
     const found = arm.scores[name];
     return found ? `${points(found.mean)}${found.difference ? ` (${signed(found.difference.mean)}${range(found.difference.interval, signed)})` : ""}` : "–";
