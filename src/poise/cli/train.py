@@ -32,6 +32,7 @@ def train(
     - `poise train`
     - `poise train ar model=Qwen/Qwen2.5-0.5B-Instruct task.people=3-5 run=runs/ar`
     - `poise train demo regulator="ar(alpha=0.3) | lopti(threshold=0.5)" seed=1 run=runs/both`
+    - `poise train demo algorithm=rltr algorithm.transfer=0.5 budget=2e6 run=runs/rltr`
     - `poise train model=Qwen/Qwen2.5-0.5B-Instruct data=questions.jsonl reward=math run=runs/mine`
     - `poise train model=Qwen/Qwen2.5-0.5B-Instruct task.name=my_tasks.py:Mine run=runs/mine`
     - `poise train --resume run=runs/ar`
