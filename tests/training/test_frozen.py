@@ -185,3 +185,8 @@ def test_memory_for_its_keys_is_announced(tmp_path, monkeypatch):
     assert (receiver.max_prompt, receiver.max_tokens) == (None, sampler.max_tokens)
     assert receiver.engine.engine is not sampler.engine  # keys and values of its own
     assert replace(sampler, others={}).others == {}
+
+
+def test_a_run_cannot_be_frozen_in_itself(tmp_path):
+    with pytest.raises(ModelError, match=r"receiver = '.*/run' is this run's own folder.*write 'start'"):
+        run(tmp_path, f"algorithm=rltr(receiver='{tmp_path}/run')")

@@ -90,6 +90,12 @@ class FrozenModels:
         self.start = start or config.model
         self.models: Mapping[str, str] = getattr(algorithm, "models", {})
         users = {"the KL term": START, **self.models} if reference else dict(self.models)
+        for name, source in self.models.items():
+            if folder is not None and source != START and expand(source).resolve() == folder.path.resolve():
+                raise ModelError(
+                    f"{name} = {source!r} is this run's own folder, and a frozen model cannot be in training: write "
+                    f"{START!r} for the weights that the run starts with, or name another run"
+                )
         self.places = _places(self.start, users.values(), folder)
         self.by_source: dict[str, Frozen] = {}
         first: dict[str, str] = {}  # who asked for a source first
