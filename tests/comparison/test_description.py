@@ -40,7 +40,7 @@ def test_what_fits_into_a_budget(tmp_path):
 def test_the_smallest_difference_that_can_be_found(tmp_path):
     (few,) = description.power(make(tmp_path))
     assert few.startswith("3 seeds cannot make any difference significant: 1 comparison at the level 0.05 with")
-    assert few.endswith("need 6")
+    assert few.endswith("needs 6")
     (enough,) = description.power(make(tmp_path, "seeds=10"))
     assert enough.startswith("smallest difference that 10 seeds find with a chance of 80%: ")
 

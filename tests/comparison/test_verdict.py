@@ -71,7 +71,7 @@ def test_too_few_seeds():
     found = verdict(analyse([made_arm("grpo", 0.0, seeds=4), made_arm("ar", 0.06, seeds=4)], "grpo"))
     assert found[0] == (
         "Four seeds cannot make any difference significant: one comparison at the level 0.05 with Holm's correction "
-        "need six."
+        "needs six."
     )
     found = verdict(analyse([made_arm("grpo", 0.0, seeds=1), made_arm("ar", 0.06, seeds=1)], "grpo"))
     assert found[0] == "No arm has two seeds in common with the baseline yet: there is nothing to compare."

@@ -68,7 +68,7 @@ def power(plan: Plan) -> list[str]:
     if not isfinite(unit):
         return [
             f"{seeds} seeds cannot make any difference significant: {comparisons} comparison{'s' * (comparisons > 1)} "
-            f"at the level {1 - LEVEL:.2g} with Holm's correction need {needed}"
+            f"at the level {1 - LEVEL:.2g} with Holm's correction need{'s' * (comparisons == 1)} {needed}"
         ]
     return [
         f"smallest difference that {seeds} seeds find with a chance of {POWER:.0%}: {unit:.2f} times the spread of "

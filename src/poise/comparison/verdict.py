@@ -34,7 +34,8 @@ def _power(document: Mapping[str, Any], comparisons: int) -> str:
     if seeds < needed:
         return (
             f"{_number(seeds).capitalize()} seeds cannot make any difference significant: {among} at the level "
-            f"{1 - document['level']:.2g} with Holm's correction need {_number(needed)}."
+            f"{1 - document['level']:.2g} with Holm's correction {'needs' if comparisons == 1 else 'need'} "
+            f"{_number(needed)}."
         )
     return (
         f"The smallest difference that {_number(seeds)} seeds would find with a chance of "
