@@ -162,15 +162,6 @@ def _row_sums(
 
 
 @triton.jit
-def _statistics(own, top, others, spread):
-    """A token's log p, its row's entropy, and 1 − p, from the token's own logit and the sums of ``_row_sums``."""
-    mine = tl.exp2(own - top)
-    total = others + mine
-    logp = tl.where(mine > 1e-30, -_log1p(others / tl.maximum(mine, 1e-30)), (own - top - tl.log2(total)) / LOG2E)
-    return logp, -logp - spread / total / LOG2E, others / total
-
-
-@triton.jit
 def _row_gradient(
     logits, vocabulary, bias, slope, slope_of_entropy, entropy, lift, scale, softcap, inverse_temperature,
     ENTROPY: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -214,7 +205,10 @@ def _row_kernel(
     top, others, spread = _row_sums(
         logits, vocabulary, bias, own, scale, softcap, inverse_temperature, ENTROPY, BIAS, SOFTCAP, BLOCK
     )  # fmt: skip
-    logp, entropy, missing = _statistics(own, top, others, spread)
+    mine = tl.exp2(own - top)
+    total = others + mine
+    logp = tl.where(mine > 1e-30, -_log1p(others / tl.maximum(mine, 1e-30)), (own - top - tl.log2(total)) / LOG2E)
+    entropy = -logp - spread / total / LOG2E
     if MODE == 0:
         tl.store(logp_out + row, logp)
         if ENTROPY:
@@ -244,7 +238,7 @@ def _row_kernel(
             ENTROPY, BIAS, SOFTCAP, BLOCK,
         )  # fmt: skip
         tl.debug_barrier()
-        d = slope * missing
+        d = slope * (others / total)
         if ENTROPY:
             d -= slope_of_entropy * tl.exp(logp) * (logp + entropy)
         tl.store(logits + target, (d * own_slope).to(logits.dtype.element_ty))
