@@ -29,6 +29,7 @@ SIZES = {  # put at the end of a command, where it wins
     "compare": [
         *TINY,
         "regulator=grpo; ar | lopti",
+        "model=embedded",
         "seeds=2",
         "steps=1",
         "prompts=2",

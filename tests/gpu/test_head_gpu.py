@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from poise import Head, Phase, TokenBatch, objective, regulators, surrogates
-from poise.head import kernels, policy_loss, token_logp
+from poise.head import policy_loss, token_logp
 from poise.objective import AGGREGATIONS, KL_ESTIMATORS, Settings
 from support.heads import HEADS, SURROGATES, error, fused, gradients, plain, problem
 
@@ -74,6 +74,8 @@ def test_every_regulator_and_aggregation(name: str, aggregation: str, kl: str) -
 def test_every_surrogate(name: str, far: float) -> None:
     """Loss, metrics and gradients, near the old policy and far from it."""
     settings = Settings(surrogate=SURROGATES[name], kl_coef=0.05, entropy_coef=0.02)
+    from poise.head import kernels  # needs Triton, which a machine without CUDA may lack
+
     assert kernels.supports(settings.rule)
     hidden, head, batch = on_gpu(torch.float32, rows=32, width=40)
     noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(5)).cuda()
@@ -96,6 +98,8 @@ def test_a_surrogate_of_ones_own_is_left_to_plain_torch() -> None:
             return parts.log_ratio(logp) * parts.advantages
 
     settings = Settings(surrogate=Linear(), kl_coef=0.05)
+    from poise.head import kernels
+
     assert not kernels.supports(settings.rule)
     hidden, head, batch = on_gpu(torch.float32)
     twin, twin_head = exact(hidden, head)
