@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from erl_tasks import ASK, RECALL
-from learning import _latest
+from learning import _latest, read_run
 
 from poise.comparison import mps
 from poise.comparison.sign_flip import interval, p_value
@@ -117,20 +117,8 @@ def launch(words: list[str], log: Path, threads: int) -> subprocess.Popen[bytes]
 
 def read(run: Path) -> dict[str, Any]:
     """Evaluations and curves of a run that may still be under way."""
-    found: dict[str, Any] = {}
-    try:
-        for name in ("before", "summary"):
-            if (run / f"{name}.json").exists():
-                found[name] = json.loads((run / f"{name}.json").read_text())
-        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
-        steps = [json.loads(line) for line in lines]
-    except ValueError:  # a line that is being written
-        return found
-    if "summary" in found:
-        found["after"] = found.pop("summary")["after"]
-    found["curve"] = [{k: v for k, v in step.items() if k in KEPT or k.startswith(KEPT_PARTS)} for step in steps]
-    found["held_out"] = success(found)
-    return found
+    found = read_run(run, KEPT, KEPT_PARTS)
+    return found | {"held_out": success(found)} if "curve" in found else found
 
 
 def success(found: dict[str, Any]) -> list[tuple[float, float]]:

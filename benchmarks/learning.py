@@ -19,11 +19,13 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+KEPT_METRICS = ("step", "reward/accuracy", "rollout/length", "time/step")
 PART = 47 << 20  # bytes of a part
 HERE = Path(__file__).resolve().parent
 HELD_OUT = 512
@@ -169,15 +171,15 @@ class Studies:
     def write(self) -> None:
         """What is known so far."""
         for study in self.chosen:
-            self.found[study.name] |= _read(self.runs / study.name)
+            self.found[study.name] |= read_run(self.runs / study.name, KEPT_METRICS)
         results = {**_environment(), "seconds": time.monotonic() - self.began, "studies": self.found}
         (self.out / "learning.json").write_text(json.dumps(results, indent=1) + "\n")
         logs = {path.name: path.read_text(errors="replace")[-200_000:] for path in self.runs.glob("*.log")}
         (self.out / "learning.log").write_text("".join(f"== {name}\n{log}\n" for name, log in logs.items()))
 
 
-def _read(run: Path) -> dict[str, Any]:
-    """Evaluations and curve of a run that may still be under way."""
+def read_run(run: Path, kept: Sequence[str], parts: tuple[str, ...] = ("eval/",)) -> dict[str, Any]:
+    """Evaluations and curve of a run that may still be under way, with the metrics named or beginning so."""
     found: dict[str, Any] = {}
     try:
         for name in ("before", "summary"):
@@ -189,8 +191,7 @@ def _read(run: Path) -> dict[str, Any]:
         return found
     if "summary" in found:
         found["after"] = found.pop("summary")["after"]
-    kept = ("step", "reward/accuracy", "rollout/length", "time/step")
-    found["curve"] = [{k: v for k, v in step.items() if k in kept or k.startswith("eval/")} for step in steps]
+    found["curve"] = [{k: v for k, v in step.items() if k in kept or k.startswith(parts)} for step in steps]
     return found
 
 

@@ -24,6 +24,7 @@ from poise.engines.limits import check_settings
 from poise.models.master_weights import MasterWeights
 from poise.models.memory import OutOfMemoryError
 from poise.models.policy import ModelError, load_policy
+from poise.rollout.sampling import derived_seed
 from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
@@ -45,7 +46,7 @@ from poise.training.records import (
 )
 from poise.training.reporter import Reporter
 from poise.training.resume import TrainError, open_to_resume
-from poise.training.setup import arrive, build_sampler, check_same_data, step_seed
+from poise.training.setup import arrive, build_sampler, check_same_data
 from poise.training.update import NotFiniteError, update
 
 __all__ = ["TrainError", "Trainer", "train"]
@@ -80,7 +81,7 @@ class Trainer:
         self.algorithm = config.build_algorithm()
         self.policy = load_policy(
             starting_weights(config, folder), device=config.device, dtype=config.dtype, lora=config.lora,
-            seed=step_seed(config.seed, 0), remote_code=config.remote_code, compiled=config.compile,
+            seed=derived_seed(config.seed, 0), remote_code=config.remote_code, compiled=config.compile,
             longest=config.rollout.longest,
         )  # fmt: skip
         self.notes: list[str] = []  # shown as soon as there is a console
@@ -174,7 +175,7 @@ class Trainer:
 
     def step(self, step: int, report: Reporter) -> dict[str, float]:
         """One step: problems, samples, a batch, phases, an update, and the metrics of all of them."""
-        config, clock, task, seed = self.config, self.clock, self.sampler.task, step_seed(self.config.seed, step)
+        config, clock, task, seed = self.config, self.clock, self.sampler.task, derived_seed(self.config.seed, step)
         clock.restart()
         self.sampler.tokens.clear()  # those of an evaluation
         self.sampler.turns.clear()

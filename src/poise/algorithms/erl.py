@@ -19,7 +19,6 @@ shortened or left out; an attempt without a verdict is not tried again.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,16 +35,17 @@ from poise.algorithms.reflections import (
     attempt_of,
     check_text,
     fits,
-    most_tokens,
     read_advice,
     result_of,
     shorten,
     task_of,
 )
+from poise.engines.limits import most_tokens
 from poise.models.errors import ModelError
 from poise.models.prompts import plain
 from poise.models.system_prompts import with_system
 from poise.models.tool_prompts import tools_of
+from poise.rollout.sampling import derived_seed
 from poise.tasks import Message, Problem
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Erl:
             if _failed(sample) and (text := self._question(sampler, asking, sample, openings[row], remembered)):
                 asked[row] = replace(sample.problem, prompt=text)
         begun = [self._begun(sampler)] * len(asked)
-        reflections = asking.play([*asked.values()], _seed(seed, "reflection"), begun=begun)
+        reflections = asking.play([*asked.values()], derived_seed(seed, "reflection"), begun=begun)
         if asking.sampling.temperature != sampler.sampling.temperature:  # then the policy scores them, at the run's
             reflections = [replace(sample, logp=None, entropy=None, sampler_logp=None) for sample in reflections]
         advice = [read_advice(sample.text + self._closing(sample)) for sample in reflections]
@@ -151,7 +151,7 @@ class Erl:
             return shown.get(i, messages)
 
         again = replace(sampler, max_prompt=None)
-        second = again.play([sample.problem for sample in retried], _seed(seed, "second"), opening=opening)
+        second = again.play([sample.problem for sample in retried], derived_seed(seed, "second"), opening=opening)
         parts = zip(retried, reflections, advice, second, strict=True)
         return {
             row: Retry(row % self.group + 1, *part, shown.get(i))
@@ -281,8 +281,3 @@ class Retry:
 def _failed(sample: Sample) -> bool:
     """Whether an attempt got the verdict that it is wrong."""
     return not sample.score.correct and sample.score.failed is None
-
-
-def _seed(seed: int, role: str) -> int:
-    """The random numbers of a role are apart from those of the others."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{role}".encode(), digest_size=8).digest(), "big") >> 1

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from poise._lib.errors import short, unknown
 from poise.algorithms.base import Sample
-from poise.engines.limits import positions
+from poise.engines.limits import most_tokens
 from poise.models.tool_prompts import Tools
 from poise.tasks import Message, Problem, Score, Split, Task
 from poise.tasks.feedback import feedback_on
 
 if TYPE_CHECKING:
     from poise.algorithms.sampler import Sampler
-    from poise.models.policy import Policy
 
 ASK = (
     "You tried a task and failed. Find out why, and write advice for the next attempt.\n\n"
@@ -103,12 +102,6 @@ def fits(sampler: Sampler, messages: Sequence[Message], tools: Tools = ()) -> bo
     except Exception:  # a control token that cannot be encoded as text; and a chat template may raise anything
         return False
     return size + sampler.max_tokens <= most_tokens(sampler.policy)
-
-
-def most_tokens(policy: Policy) -> int:
-    """How many tokens a prompt and its response may have together."""
-    limits = (positions(policy), policy.length_limit)
-    return min((limit for limit in limits if limit is not None), default=1 << 62)
 
 
 @dataclass(frozen=True)

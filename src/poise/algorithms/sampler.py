@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poise.algorithms.base import Sample
-from poise.engines.limits import check_positions, positions
+from poise.engines.limits import NO_LIMIT, check_positions, most_tokens
 from poise.models.policy import ModelError, Policy, first_line
 from poise.models.prompts import PromptError
 from poise.models.tool_prompts import Tools, tools_of
@@ -39,7 +39,6 @@ from poise.tasks import (
 
 Opening = Callable[[int, list[Message]], list[Message]]
 MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
-NO_LIMIT = 1 << 62
 POLICY = "policy"  # the name under which the policy's tokens are counted
 
 
@@ -174,9 +173,8 @@ class Sampler:
 
     def _room(self, prompt: int) -> int:
         """How many tokens may follow a prompt of so many, in all turns together."""
-        most = [limit - prompt for limit in (positions(self.policy), self.policy.length_limit) if limit is not None]
         # Where not even the first reply fits, the engine refuses it.
-        return min(max(self.max_tokens, min(most, default=NO_LIMIT)), self.max_episode or NO_LIMIT)
+        return min(max(self.max_tokens, most_tokens(self.policy) - prompt), self.max_episode or NO_LIMIT)
 
     def _encode(self, problem: Problem, messages: list[Message], tools: Tools) -> list[int]:
         """A problem's prompt; one that cannot be encoded, or is too long, is refused by its name."""

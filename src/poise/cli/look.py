@@ -74,8 +74,9 @@ def report(
             write_picture(runs, place, x)
         else:
             with progress() as say:
-                written = lambda done, total: say(f"{done:,} of {total:,} responses written")  # noqa: E731
-                write_report(runs, place, x=x, progress=written)
+                write_report(
+                    runs, place, x=x, progress=lambda done, total: say(f"{done:,} of {total:,} responses written")
+                )
     print(visible(f"report: {place}"))
 
 

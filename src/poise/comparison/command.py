@@ -14,7 +14,7 @@ from poise.comparison.arms import RATE
 from poise.comparison.forecast import Forecast
 from poise.comparison.plan import Plan, read_plan
 from poise.comparison.processes import Nursery
-from poise.comparison.results import Arm, RunResult
+from poise.comparison.results import Arm, result_of
 from poise.comparison.runner import Runner
 from poise.comparison.view import Progress
 from poise.runs.console import Console, visible
@@ -65,26 +65,14 @@ def _foretell(plan: Plan) -> None:
     """Print what the plan does, and what it costs by a trial run. Nothing is written."""
     for line in description.heading(plan):
         print(visible(line))
-    results = {run.folder: _result(run.folder) for run in description.all_runs(plan)}
-    done = sum(result is not None for result in results.values())
-    nursery = Nursery(plan.limits.threads)
-    try:
-        print("measuring two steps of a run …", flush=True)
+    done = sum(result_of(folder) is not None for folder in {run.folder for run in description.all_runs(plan)})
+    print("measuring two steps of a run …", flush=True)
+    with closing(Nursery(plan.limits.threads)) as nursery:
         forecast = trial.measure(plan.baseline.variants[0].config, nursery)
-    finally:
-        nursery.close()
     for line in description.cost(plan, Forecast(forecast), _side_by_side(plan)[0], done):
         print(visible(line))
     for line in description.power(plan):
         print(line)
-
-
-def _result(folder: object) -> RunResult | None:
-    try:
-        found = RunResult.read(str(folder))
-    except FileNotFoundError:
-        return None
-    return found if found.state != "unfinished" else None
 
 
 def _announce_budget(plan: Plan, runner: Runner, stopper: Stopper) -> None:

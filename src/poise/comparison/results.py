@@ -108,6 +108,15 @@ class RunResult:
         )
 
 
+def result_of(folder: str | Path) -> RunResult | None:
+    """The result of the run in a folder; None while there is none."""
+    try:
+        found = RunResult.read(folder)
+    except FileNotFoundError:
+        return None
+    return None if found.state == "unfinished" else found
+
+
 @dataclass(frozen=True)
 class Arm:
     """One method of a comparison: its name, the settings in which it differs, and its runs by seed."""

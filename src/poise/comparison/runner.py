@@ -23,7 +23,7 @@ from poise.comparison.nursery import STOPPED
 from poise.comparison.plan import Plan, PlannedRun
 from poise.comparison.processes import Ended, Processes, ending, last_lines
 from poise.comparison.record import log_of
-from poise.comparison.results import RunResult
+from poise.comparison.results import RunResult, result_of
 
 HOPELESS = 3  # the first runs all fail: what is wrong with them is wrong with the others too
 PAUSE = 0.25  # seconds between looks
@@ -51,6 +51,11 @@ class Status:
     running: list[tuple[PlannedRun, float]]  # each with its time so far
     failed: int
     left: float | None
+
+    @property
+    def waiting(self) -> int:
+        """The runs that are neither done nor under way, and have not failed."""
+        return self.total - self.done - len(self.running) - self.failed
 
 
 @dataclass
@@ -88,11 +93,7 @@ class Runner:
     def result(self, folder: Path) -> RunResult | None:
         """The result of the run in a folder; None while it has none."""
         if folder not in self._results:  # read once, and again when the run has ended
-            try:
-                found = RunResult.read(folder)
-            except FileNotFoundError:
-                found = None
-            self._results[folder] = found if found and found.state != "unfinished" else None
+            self._results[folder] = result_of(folder)
         return self._results[folder]
 
     def chosen(self, arm: PlannedArm) -> Any:

@@ -68,9 +68,8 @@ class Progress:
         if self._live or self._status is None:
             return ""
         status = self._status
-        left = status.total - status.done - len(status.running) - status.failed
         end = "" if status.left is None else f", {duration(status.left)} to the end"
-        return f"[{status.done} done, {len(status.running)} running, {left} left{end}] "
+        return f"[{status.done} done, {len(status.running)} running, {status.waiting} left{end}] "
 
 
 def _ending(result: RunResult | None, why: str) -> str:
@@ -85,8 +84,7 @@ def _ending(result: RunResult | None, why: str) -> str:
 
 def _panel(status: Status) -> Group:
     """The view of a moment."""
-    waiting = status.total - status.done - len(status.running) - status.failed
-    parts = [f"{status.done} of {status.total} runs done", f"{len(status.running)} running", f"{waiting} left"]
+    parts = [f"{status.done} of {status.total} runs done", f"{len(status.running)} running", f"{status.waiting} left"]
     parts += [f"{status.failed} failed"] if status.failed else []
     parts += [f"{duration(status.left)} to the end"] if status.left is not None else []
     table = Table.grid(padding=(0, 2))

@@ -11,6 +11,7 @@ from poise.rollout.types import Request
 if TYPE_CHECKING:
     from poise.models.policy import Policy
 
+NO_LIMIT = 1 << 62
 STRETCHED = ("linear", "dynamic", "yarn")  # rotary embeddings whose factor max_position_embeddings does not include
 
 
@@ -27,6 +28,11 @@ def positions(policy: Policy) -> int | None:
             trained = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
             most = max(most, int((parameters.get("factor") or 1) * trained))
     return most
+
+
+def most_tokens(policy: Policy) -> int:
+    """How many tokens a prompt and its response may have together, in this model and as it is run here."""
+    return min((limit for limit in (positions(policy), policy.length_limit) if limit is not None), default=NO_LIMIT)
 
 
 def check_positions(policy: Policy, prompt: int, max_tokens: int, asked: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,11 @@ def uniform(seed: int, number: Tensor, position: Tensor) -> Tensor:
     """
     bits = mix(streams(seed, number) + position) >> 41 & ((1 << 23) - 1)
     return (bits.float() * 2 + 1) * 2.0**-24
+
+
+def derived_seed(seed: int, name: object) -> int:
+    """A seed for one purpose of many. Those of other names, or other seeds, are unrelated."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def streams(seed: int, number: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable
 from functools import cache
@@ -54,11 +53,6 @@ def arrive(sampler: Sampler, config: Config, step: int) -> None:
     progress = sampler.progress
     progress.global_step, progress.max_steps = step, config.steps
     progress.epoch = epochs(sampler.task, config.seed, step * config.prompts)
-
-
-def step_seed(seed: int, step: int) -> int:
-    """The seed of a step. Two steps, or two runs with different seeds, draw independent numbers."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def steps_taken(model: str) -> int:
