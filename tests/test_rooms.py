@@ -108,3 +108,18 @@ def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported(comm
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert message in done.stderr + done.stdout
     assert done.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["tasks", "--help"]])
+def test_help_and_version_import_nothing_heavy(arguments):
+    heavy = ("torch", "transformers", "matplotlib", "numpy", "scipy", "poise.tasks", "poise.config")
+    code = (
+        "import sys\n"
+        f"sys.argv = ['poise', *{arguments}]\n"
+        "from poise.__main__ import main\n"
+        "try: main()\n"
+        f"finally: print([name for name in {heavy} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("[]")

@@ -22,7 +22,9 @@ def main() -> None:
         from poise.cli.app import app
         from poise.runs.console import lasting_output
     except ModuleNotFoundError as error:
-        sys.exit(f"poise's command line needs {error.name}, which is not installed: pip install 'poise[train]'")
+        from poise._lib.errors import how_to_install
+
+        sys.exit(f"poise's command line needs {error.name}, which is not installed; {how_to_install('train')}")
     with suppress(FileNotFoundError):  # the current folder may have been removed
         _user_code.FOLDERS.append(os.getcwd())  # user code may be in the current folder
     with lasting_output():

@@ -202,3 +202,11 @@ def test_the_minimal_loop_runs_as_a_script(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["minimal_loop.py", "lopty"])
     with pytest.raises(ValueError, match="did you mean 'lopti'"):
         runpy.run_path(str(ROOT / "examples/minimal_loop.py"), run_name="__main__")
+
+
+def test_nothing_says_to_install_poise_from_the_package_index():
+    """The package of that name there is another one: what works is a clone."""
+    places = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    told = [f"{place.name}: {line}" for place in places for line in place.read_text().splitlines()
+            if re.search(r"pip install[^`]* '?poise\b|'poise\[", line)]  # fmt: skip
+    assert not told, "\n".join(told)

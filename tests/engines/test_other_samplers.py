@@ -98,7 +98,7 @@ class TestVllmMissing:
         monkeypatch.setattr("poise.engines.vllm.find_spec", lambda _: None)
 
     def test_it_says_what_to_install(self):
-        with pytest.raises(ModelError, match=r"vLLM is not installed; run: pip install 'poise\[vllm\]'"):
+        with pytest.raises(ModelError, match=r"vLLM is not installed; in your clone .* pip install -e '\.\[vllm\]'"):
             choose(tiny("llama"), "vllm")
 
     def test_no_run_folder_is_left(self, tmp_path):

@@ -355,7 +355,7 @@ def test_no_process_is_left(busy):
 
 def test_without_math_verify(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"pip install 'poise\[math\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[math\]'"):
         rewards.get("math")
 
 

@@ -87,7 +87,7 @@ def test_an_unknown_name_opens_nothing(tmp_path, calls):
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")])
 def test_a_missing_package_says_what_to_install_and_closes_the_others(tmp_path, calls, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"run: pip install 'poise\[{name}\]'"):
+    with pytest.raises(ImportError, match=rf"run: pip install -e '\.\[{name}\]'"):
         open_trackers(["wandb", name], tmp_path, {})
     assert calls[-1] == ("run.finish",)
 
@@ -98,5 +98,5 @@ def test_a_folder_called_wandb_is_not_wandb(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     if getattr(__import__("wandb"), "__file__", None):
         pytest.skip("wandb is installed, and comes first")
-    with pytest.raises(ImportError, match="'wandb' is not installed; run: pip install"):
+    with pytest.raises(ImportError, match="'wandb' is not installed; in your clone of poise run: pip install"):
         open_trackers(["wandb"], tmp_path, {})

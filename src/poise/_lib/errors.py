@@ -36,6 +36,11 @@ def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
     return f"unknown {what} {short(name)}{guess} (allowed: {listed})"
 
 
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra. Not from the package index, where poise is another package."""
+    return f"in your clone of poise run: pip install -e '.[{extra}]' -c constraints.txt"
+
+
 def check_range(
     owner: str,
     name: str,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from poise import tasks
 from poise.cli.common import explained, fail
+
+if TYPE_CHECKING:
+    from poise.tasks import Problem, Task
 
 
 def list_tasks(context: typer.Context) -> None:
     """List the tasks and their settings."""
     if context.invoked_subcommand is not None:
         return
+    from poise import tasks
+
     rows = [(name, maker, ", ".join(tasks.settings_of(name))) for name, maker in tasks.TASKS.items()]
     rows += [(f"{prefix}/NAME", maker, "those of NAME") for prefix, maker in tasks.PREFIXES.items()]
     width = max(len(name) for name, *_ in rows)
@@ -36,6 +40,7 @@ def show(
     - `poise tasks show kk task.people=4 seed=0`
     - `poise tasks show kk task.people=3 task.style=compact task.phrasing=plain split=test`
     """
+    from poise import tasks
     from poise.config.run_settings import task_to_show
 
     with explained():
@@ -57,7 +62,9 @@ def show(
             _show_demonstration(task, problem, seed)
 
 
-def _show_demonstration(task: tasks.Task, problem: tasks.Problem, seed: int) -> None:
+def _show_demonstration(task: Task, problem: Problem, seed: int) -> None:
+    from poise import tasks
+
     assert isinstance(task, tasks.Demonstrates)
     text = task.demonstration(problem, seed=seed)
     episode = tasks.begin(task, problem)

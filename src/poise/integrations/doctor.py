@@ -60,7 +60,7 @@ def _is_live(plugin: str, entry: Callable[[], tuple[str, Any]], say: Say) -> boo
     known = [point for point in metadata.entry_points(group="verl.plugins") if point.name == plugin]
     policy = os.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto")
     if not known:
-        say("  poise's entry points are not installed: `pip install` poise again in this environment")
+        say("  poise's entry points are not installed: in your clone of poise run: pip install -e '.[verl]'")
     elif policy.strip().lower() != "auto" and plugin not in policy.lower().split(","):
         say(f"  VERL_USE_EXTERNAL_PLUGINS={policy} leaves it out: unset it, or add {plugin}")
     else:

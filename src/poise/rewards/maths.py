@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
-from poise._lib.errors import check_range
+from poise._lib.errors import check_range, how_to_install
 from poise.rewards import answers, equality, formulas
 from poise.rewards.base import RewardError, gold_of, text_of, wrong
 from poise.rewards.processes import LOADING, LostError, Process
@@ -22,7 +22,7 @@ from poise.rewards.processes import LOADING, LostError, Process
 MOST_WORKERS = 4
 REMEMBERED = 20_000  # pairs of answer and gold: a group of responses often has the same answer many times
 PATIENCE = 300.0  # seconds of a stuck machine: the limit of a check is processor time, and far smaller
-MISSING = "math needs math-verify: pip install 'poise[math]' (for plain numbers, the reward 'number' does without it)"
+MISSING = f"math needs math-verify; {how_to_install('math')} (for plain numbers, the reward 'number' does without it)"
 
 
 @dataclass(frozen=True)

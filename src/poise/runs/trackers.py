@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from poise._lib.errors import unknown
+from poise._lib.errors import how_to_install, unknown
 
 PROJECT = "poise"
 
@@ -115,9 +115,7 @@ def _import(extra: str, module: str, needed: str) -> Any:
     try:
         package = import_module(module)
     except ImportError as error:
-        raise TrackerError(
-            f"tracker {extra!r} cannot be imported ({error}); run: pip install 'poise[{extra}]'"
-        ) from error
+        raise TrackerError(f"tracker {extra!r} cannot be imported ({error}); {how_to_install(extra)}") from error
     if not hasattr(package, needed):
-        raise TrackerError(f"tracker {extra!r} is not installed; run: pip install 'poise[{extra}]'")
+        raise TrackerError(f"tracker {extra!r} is not installed; {how_to_install(extra)}")
     return package

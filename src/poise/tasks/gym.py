@@ -16,7 +16,7 @@ from itertools import count
 from random import Random
 from typing import Any, ClassVar
 
-from poise._lib.errors import check_range, unknown
+from poise._lib.errors import check_range, how_to_install, unknown
 from poise.tasks.base import Message, Problem, Score, Split, check_split
 from poise.tasks.replies import spoken
 from poise.tasks.streams import check_whole, draw_of_split
@@ -38,7 +38,7 @@ def gym(name: str) -> Callable[..., Gym]:
     try:
         from gymnasium import registry
     except ImportError as error:
-        raise ValueError(f"tasks named gym/… need gymnasium: pip install 'poise[games]' ({error})") from error
+        raise ValueError(f"tasks named gym/… need gymnasium ({error}); {how_to_install('games')}") from error
     if name not in registry:
         raise ValueError(unknown("environment of gymnasium", name, registry))
     return partial(Gym, name)

@@ -24,7 +24,7 @@ from inspect import Parameter, Signature, signature
 from random import Random
 from typing import Any, ClassVar
 
-from poise._lib.errors import check_range, unknown
+from poise._lib.errors import check_range, how_to_install, unknown
 from poise.tasks.arithmetic import ExpressionError, evaluate
 from poise.tasks.base import Problem, Score, Split, check_split
 from poise.tasks.replies import last_answer
@@ -79,7 +79,7 @@ def _generators() -> Mapping[str, Any]:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(f"tasks named rg/… need reasoning-gym: pip install 'poise[rg]' ({error})") from error
+        raise ValueError(f"tasks named rg/… need reasoning-gym ({error}); {how_to_install('rg')}") from error
     found: Mapping[str, Any] = DATASETS
     return found
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from poise._lib.errors import short
+from poise._lib.errors import how_to_install, short
 from poise._lib.files import expand
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
@@ -156,7 +156,7 @@ def _module(name: str, source: str) -> Any:
         return import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise DataError(f"data {source}: reading it needs {package}: pip install 'poise[data]'") from None
+        raise DataError(f"data {source}: reading it needs {package}; {how_to_install('data')}") from None
 
 
 def plain(value: Any) -> Any:
