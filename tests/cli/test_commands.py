@@ -10,10 +10,12 @@ import yaml
 
 from poise import config as configs
 from poise import tasks, trainer
+from poise.config.documents import merge
 from poise.models.policy import load_policy
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.trainer import TrainError
+from poise.training.resume import open_to_resume
 from support.command_line import SMALL, fails, poise
 from support.twice import Twice
 
@@ -113,6 +115,11 @@ def test_what_cannot_be_resumed_is_left_as_it_is(copy):
     other = configs.restore({**RunFolder(copy).config, "seed": 7})
     with pytest.raises(TrainError, match="a resumed run keeps its settings, but seed differs from"):
         trainer.train(other, resume=True, quiet=True)
+    other = configs.restore(merge(RunFolder(copy).config, {"optim": {"lr": 0.5}}))
+    with pytest.raises(TrainError, match=r"optim\.lr differs from .*config\.json \(0\.5 instead of 0\.0002\)"):
+        open_to_resume(other)
+    same = configs.restore({**RunFolder(copy).config, "regulator": "grpo(passes=1)"})  # written otherwise
+    assert open_to_resume(same).config["regulator"] == "grpo"
     assert contents(copy) == before
     with owned(copy, make=False):
         for again in (["--resume"], ["demo"]):

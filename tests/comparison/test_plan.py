@@ -1,12 +1,15 @@
 """What is typed or written in a file becomes arms, seeds and runs."""
 
+import shutil
+
 import pytest
 
 from poise.comparison import record
 from poise.comparison.arms import alternatives
 from poise.comparison.plan import HELD_OUT, TUNING, read_plan
 from poise.config.documents import ConfigError
-from support.comparisons import make
+from poise.runs.folder import RunFolder
+from support.comparisons import finish, make
 
 
 def names(plan):
@@ -203,6 +206,42 @@ def test_another_comparison_is_refused(tmp_path):
     assert "steps = 9" in refused(make(tmp_path, "steps=9"))
     assert "also has the arm 'ar'" in refused(make(tmp_path, regulator="grpo; lopti"))
     assert "also has seed 2" in refused(make(tmp_path, "seeds=2"))
+
+
+def edit(path, **settings):
+    folder = RunFolder(path)
+    folder.write_config(folder.config | settings)
+
+
+def test_a_run_with_other_settings_than_planned_is_refused(tmp_path):
+    plan = make(tmp_path)
+    plan.folder.mkdir()
+    record.write(plan)
+    runs = plan.all_runs()
+    finish(runs[0])
+    finish(runs[3], steps=1)  # diverged
+    record.check(plan)
+    edit(runs[3].folder, optim=plan.arms[1].variants[0].config.optim.model_dump(mode="json") | {"lr": 0.5})
+    said = refused(plan)
+    assert f"the run in {runs[3].folder} has optim.lr = 0.5, but the comparison plans 0.0002 for ar, seed 1" in said
+    assert "if its config.json was edited, undo that; otherwise move the folder away" in said
+    shutil.move(runs[3].folder, tmp_path / "away")
+    record.check(plan)
+    edit(runs[0].folder, seed=7)
+    assert "seed = 7, but the comparison plans 0 for grpo, seed 0" in refused(plan)
+
+
+def test_runs_with_the_same_settings_written_otherwise_count(tmp_path):
+    plan = make(tmp_path)
+    plan.folder.mkdir()
+    record.write(plan)
+    for run in plan.all_runs():
+        finish(run)
+    edit(run.folder, regulator="ar()", run="where/it/was/before")
+    moved = make(tmp_path, regulator="grpo; ar(alpha=0.2)")
+    record.check(moved)
+    edit(run.folder, regulator="nowhere.py:Code")
+    assert "regulator = 'nowhere.py:Code'" in refused(moved)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

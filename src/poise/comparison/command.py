@@ -65,7 +65,7 @@ def _foretell(plan: Plan) -> None:
     """Print what the plan does, and what it costs by a trial run. Nothing is written."""
     for line in description.heading(plan):
         print(visible(line))
-    done = sum(result_of(folder) is not None for folder in {run.folder for run in description.all_runs(plan)})
+    done = sum(result_of(folder) is not None for folder in {run.folder for run in plan.all_runs()})
     print("measuring two steps of a run …", flush=True)
     with closing(Nursery(plan.limits.threads)) as nursery:
         forecast = trial.measure(plan.baseline.variants[0].config, nursery)

@@ -7,7 +7,7 @@ from math import inf, isfinite
 from typing import Any
 
 from poise.comparison.forecast import Forecast
-from poise.comparison.plan import HELD_OUT, Plan, PlannedRun
+from poise.comparison.plan import HELD_OUT, Plan
 from poise.comparison.statistics import LEVEL, POWER, detectable, seeds_needed
 from poise.runs.console import duration
 
@@ -88,12 +88,6 @@ def tuned(report: Sequence[dict[str, Any]]) -> list[str]:
         hint = "; it is at the end of the rates, so another one may be better" if edge else ""
         lines.append(f"{arm['arm']}: learning rate {arm['chosen']:g} (points by rate: {scores}){hint}")
     return lines
-
-
-def all_runs(plan: Plan) -> list[PlannedRun]:
-    """Every run that the plan may come to, at any learning rate."""
-    compared = [plan.run(arm, variant, seed) for seed in plan.seeds for arm in plan.arms for variant in arm.variants]
-    return [*plan.tuning_runs(), *compared]
 
 
 def _span(seeds: Sequence[int]) -> str:

@@ -100,6 +100,11 @@ class Plan:
             if len(arm.variants) > 1
         ]
 
+    def all_runs(self) -> list[PlannedRun]:
+        """Every run that the plan may come to, at any learning rate."""
+        variants = [(arm, variant) for arm in self.arms for variant in arm.variants]
+        return [*self.tuning_runs(), *(self.run(*each, seed) for seed in self.seeds for each in variants)]
+
     def seed_runs(self, seed: int, choose: Callable[[PlannedArm], Variant]) -> list[PlannedRun]:
         """The runs of all arms with a seed of the comparison; ``choose`` names the variant of each."""
         return [self.run(arm, choose(arm), seed) for arm in self.arms]

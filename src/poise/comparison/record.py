@@ -9,16 +9,16 @@ comparison.json    the results
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from poise._lib.errors import short
 from poise._lib.files import dumps, read_json, replacing
 from poise.comparison.arms import Variant
 from poise.comparison.plan import Plan
-from poise.config.documents import ConfigError, Document, merge
+from poise.config.differences import differences
+from poise.config.documents import ConfigError, Document
+from poise.runs.folder import RunFolder
 
 PLAN = "plan.json"
 ANOTHER = "or begin another comparison with run=DIR"
@@ -42,14 +42,14 @@ def check(plan: Plan) -> Plan:
     now = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
     former: dict[str, str] = {}
     for name, saved in recorded["variants"].items():
-        for key, before, after in _differences(saved, now.get(name, saved)):
+        for key, before, after in differences(saved, now.get(name, saved)):
             raise ConfigError(
                 [
                     f"{key} = {short(after)}, but the comparison in {plan.folder} has {short(before)}: its runs could "
                     f"not be compared with new ones; leave {key} as it was, {ANOTHER}"
                 ]
             )
-        same = [other for other, identity in now.items() if not [*_differences(saved, identity)]]
+        same = [other for other, identity in now.items() if not [*differences(saved, identity)]]
         if not same:
             raise ConfigError(
                 [
@@ -65,7 +65,25 @@ def check(plan: Plan) -> Plan:
                 f"instead of taking some away, {ANOTHER}"
             ]
         )
-    return replace(plan, former=former)
+    plan = replace(plan, former=former)
+    _check_runs(plan)
+    return plan
+
+
+def _check_runs(plan: Plan) -> None:
+    """Refuse a run in the folder that has other settings than the plan gives it: it would count as what it is not."""
+    for run in plan.all_runs():
+        if not (run.folder / "config.json").exists():
+            continue
+        planned = run.config.model_dump(mode="json")
+        for key, before, now in differences(RunFolder(run.folder).config | {"run": planned["run"]}, planned):
+            raise ConfigError(
+                [
+                    f"the run in {run.folder} has {key} = {short(before)}, but the comparison plans {short(now)} for "
+                    f"{run.name}: if its config.json was edited, undo that; otherwise move the folder away, and the "
+                    "same command trains this run anew"
+                ]
+            )
 
 
 def write(plan: Plan) -> None:
@@ -95,12 +113,3 @@ def _read(folder: Path) -> Document | None:
         case {"variants": dict(variants), "seeds": list()} if all(isinstance(v, dict) for v in variants.values()):
             return dict(data)
     raise ConfigError([f"{path} does not hold a plan as poise writes it: put the file back from a copy, {ANOTHER}"])
-
-
-def _differences(saved: Document, now: Document, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, saved value, value now) of what differs. A setting that an older version lacked counts as equal."""
-    for key, value in merge(now, saved).items():
-        if isinstance(value, dict) and isinstance(now.get(key), dict):
-            yield from _differences(value, now[key], f"{prefix}{key}.")
-        elif value != now.get(key):
-            yield f"{prefix}{key}", value, now.get(key)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from poise.config.documents import merge
+from poise._lib.errors import short
+from poise.config.differences import differences
 from poise.config.schema import Config
 from poise.runs.folder import CHANGEABLE, RunFolder
 
@@ -17,11 +18,10 @@ def open_to_resume(config: Config) -> RunFolder:
     saved, done = folder.config, max(folder.checkpoints(), default=0)
     requested = config.model_dump(mode="json")
     updated = {**saved, **{key: requested[key] for key in CHANGEABLE}}
-    complete = merge(requested, updated)  # config.json may come from a version with fewer settings
-    if others := [key for key in complete if complete[key] != requested.get(key)]:
+    for key, before, now in differences(updated, requested):
         raise TrainError(
-            f"a resumed run keeps its settings, but {others[0]} differs from {folder.path}/config.json: leave it out, "
-            "or begin another run=DIR"
+            f"a resumed run keeps its settings, but {key} differs from {folder.path}/config.json ({short(now)} instead "
+            f"of {short(before)}): leave it out, or begin another run=DIR"
         )
     if config.steps < done:
         raise TrainError(
