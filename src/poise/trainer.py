@@ -91,7 +91,7 @@ class Trainer:
             config, self.policy, self.algorithm, self.notes.append, folder,
             reference=bool(config.objective.kl_coef),
         )  # fmt: skip
-        per_evaluation = at_once(config.evaluation.problems, config.evaluation.samples)
+        per_evaluation = at_once(config.evaluation.problems, config.evaluation.samples, self.policy.device)
         responses = max(config.prompts * config.group, per_evaluation)
         self.sampler = build_sampler(config, self.policy, self.notes.append, responses=responses, clock=self.clock)
         self.sampler = self.frozen.beside(self.sampler)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from poise import tasks
 from poise.algorithms.sampler import Sampler
 from poise.tasks import Problem, Score, Task
-from poise.training.evaluate import evaluate
+from poise.training.evaluate import at_once, evaluate
 from support.scripted import Scripted
 from support.tiny_models import tiny
 
@@ -102,3 +103,10 @@ def test_a_task_that_names_no_answers_has_no_majority() -> None:
     found = evaluated(Unsaid(), lambda _: ["yes"] * 15 + ["no"])
     assert found.metrics()["eval/unsaid/avg@16"] == 15 / 16
     assert not [name for name in found.metrics() if "maj@" in name]
+
+
+def test_a_gpu_evaluates_more_problems_in_a_call() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [at_once(1000, samples, cpu) for samples in (1, 4, 64)] == [64, 256, 4096]
+    assert [at_once(1000, samples, gpu) for samples in (1, 4, 64)] == [1000, 1024, 4096]
+    assert at_once(10, 4, gpu) == 40

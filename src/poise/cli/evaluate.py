@@ -81,7 +81,7 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
         config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code, longest=rollout.longest
     )
     note = partial(print, file=sys.stderr)
-    sampler = build_sampler(config, policy, note, responses=at_once(asked.problems, asked.samples))
+    sampler = build_sampler(config, policy, note, responses=at_once(asked.problems, asked.samples, policy.device))
     arrive(sampler, config, steps_taken(config.model))
     print(visible(f"{config.model} on task {describe_task(config)}, split test, seed {asked.seed}:"))
     sampling = describe_sampling(config, config.test_temperature)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from poise.algorithms import Sample
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
@@ -16,6 +18,7 @@ from poise.training.records import task_metrics, turn_metrics
 from poise.training.resume import TrainError
 
 CHUNK = 64  # problems per call of the sampler, and per progress report
+GPU_RESPONSES = 1024  # per call, if that is more: a GPU decodes many in the time of a few
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,14 @@ def read_before(folder: RunFolder, done: int) -> dict[str, Any] | None:
     return before
 
 
-def at_once(problems: int, samples: int) -> int:
+def at_once(problems: int, samples: int, device: torch.device) -> int:
     """The largest number of responses that ``evaluate`` samples in one call."""
-    return min(problems, CHUNK) * samples
+    return min(problems, _chunk(samples, device)) * samples
+
+
+def _chunk(samples: int, device: torch.device) -> int:
+    """Problems per call. Their random numbers depend on it, so it depends on nothing that changes from run to run."""
+    return CHUNK if device.type == "cpu" else max(CHUNK, GPU_RESPONSES // samples)
 
 
 def evaluate(
@@ -111,8 +119,9 @@ def evaluate(
     problems = len(test_problems)  # a finite task may have fewer
     sampled: list[Sample] = []
     greedy: list[Sample] = []
-    for start in range(0, problems, CHUNK):
-        chunk = test_problems[start : start + CHUNK]
+    size = _chunk(samples, sampler.policy.device)
+    for start in range(0, problems, size):
+        chunk = test_problems[start : start + size]
         chunk_seed = seed * 1_000_003 + start
         attempts = sampler.play([problem for problem in chunk for _ in range(samples)], chunk_seed)
         sampled += attempts
