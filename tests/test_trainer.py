@@ -66,6 +66,7 @@ def test_the_run_folder_tells_everything(tmp_path):
     )
     records = folder.rollouts(2)
     assert len(records) == 16
+    assert all(record["gold"].startswith("(1) ") for record in records)
     tokens, texts = folder.tokens(2)
     begin, end = tokens["start"][:2].tolist()
     assert len(tokens["start"]) == 17

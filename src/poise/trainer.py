@@ -196,7 +196,7 @@ class Trainer:
                 )
         with clock("record"):
             if config.rollouts_every and (step == 1 or step % config.rollouts_every == 0):
-                self.folder.save_rollouts(step, response_records(step, samples))
+                self.folder.save_rollouts(step, response_records(step, samples, task))
                 arrays = token_arrays(rollouts, batch, [on_all_rows(phase, rows, batch) for phase in phases])
                 self.folder.save_tokens(step, arrays, self.policy.texts(arrays["id"]))
             if step == 1 or self._ending(step, tokens["tokens/total"]):

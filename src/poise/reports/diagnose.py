@@ -114,7 +114,7 @@ def diagnose(
         results.append(figures)
         cut_off += sum(not sample.finished for sample in sampled.samples if sample.role == FIRST)
         suspects += _suspects(number, sampled, policy, tokens)
-        _record(folder, number, sampled, policy, tokens)
+        _record(folder, number, sampled, sampler, tokens)
     mean, error = combine(results)
     result = {
         "intervals": intervals.names, "edges": list(intervals.edges), "mean": mean, "error": error, "batches": results,
@@ -201,8 +201,8 @@ def _suspects(step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Ten
     return listed
 
 
-def _record(folder: RunFolder, step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Tensor]) -> None:
+def _record(folder: RunFolder, step: int, sampled: Sampled, sampler: Sampler, tokens: dict[str, Tensor]) -> None:
     phase = Phase.of(sampled.batch, tokens=tokens)
-    folder.save_rollouts(step, response_records(step, sampled.samples))
+    folder.save_rollouts(step, response_records(step, sampled.samples, sampler.task))
     arrays = token_arrays(sampled.rollouts, sampled.batch, [phase])
-    folder.save_tokens(step, arrays, policy.texts(arrays["id"]))
+    folder.save_tokens(step, arrays, sampler.policy.texts(arrays["id"]))

@@ -43,6 +43,7 @@ from poise.tasks.data import Data, Math
 from poise.tasks.environment import environment
 from poise.tasks.feedback import feedback_on
 from poise.tasks.frozenlake import FrozenLake
+from poise.tasks.gold import gold_answer
 from poise.tasks.gym import gym
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.tasks.reasoning_gym import reasoning_gym
@@ -92,6 +93,7 @@ __all__ = [
     "explained",
     "feedback_on",
     "get",
+    "gold_answer",
     "heard",
     "judge",
     "judge_all",

@@ -157,6 +157,10 @@ class ReasoningGym:
         right = found >= FULL
         return Score(found if self.partial else float(right), right, answer=" ".join(answer.split()))
 
+    def gold(self, problem: Problem) -> Any:
+        """The generator's own answer; another may be right too."""
+        return self._entry(problem.data["number"])["answer"]
+
     def feedback(self, problem: Problem, text: str) -> str:  # noqa: ARG002
         """Only what can be said without the scorer: that no answer could be read."""
         return "" if last_answer(text) else "No answer could be read: write it between <answer> and </answer>."

@@ -20,12 +20,16 @@ from poise.algorithms.sampler import POLICY, Sampler
 from poise.batch import Phase, TokenBatch
 from poise.rollout.types import Rollouts
 from poise.runs.console import barred
-from poise.tasks import Task, several_turns
+from poise.tasks import Task, gold_answer, several_turns
 
 
-def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-    """Every response of a step: the problem, the text, and the verifier's score."""
+def response_records(step: int, samples: Sequence[Sample], task: Task) -> Iterator[dict[str, Any]]:
+    """Every response of a step: the problem, the text, and the verifier's score.
+
+    ``gold`` is the right answer, ``answer`` what the verifier read; a record lacks what is not known.
+    """
     for sample in samples:
+        gold, answer = gold_answer(task, sample.problem), sample.score.answer
         yield {
             "step": step,
             "problem": sample.problem.id,
@@ -36,6 +40,8 @@ def response_records(step: int, samples: Sequence[Sample]) -> Iterator[dict[str,
             "correct": sample.score.correct,
             "parts": dict(sample.score.parts),
             "finished": sample.finished,
+            **({"gold": gold} if gold is not None else {}),
+            **({"answer": answer} if isinstance(answer, str) else {}),
             **({"environment": said} if (said := environment_turns(sample)) else {}),
             **({"role": sample.role} if sample.role != FIRST else {}),
             **({"notes": dict(sample.notes)} if sample.notes else {}),

@@ -15,7 +15,7 @@ from poise.tasks.data.splits import fingerprint
 from poise.tasks.knights_knaves.feedback import feedback
 from poise.tasks.knights_knaves.generator import check_settings, draw, tell
 from poise.tasks.knights_knaves.meaning import split_of
-from poise.tasks.knights_knaves.puzzle import Puzzle
+from poise.tasks.knights_knaves.puzzle import Puzzle, answer_text
 from poise.tasks.knights_knaves.reader import read
 from poise.tasks.knights_knaves.statements import solve
 from poise.tasks.knights_knaves.verifier import TAGS, score
@@ -136,6 +136,10 @@ class KnightsKnaves:
         """What is wrong with a response: tags, people left out, or claims that contradict the answer."""
         data = problem.data
         return feedback(data["names"], data["statements"], text, opened_think=self.open_think)
+
+    def gold(self, problem: Problem) -> str:
+        """The right answer, as it should stand between the answer tags."""
+        return answer_text(problem.data["names"], problem.data["solution"])
 
     def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
         """A worked solution in the style of the task."""
