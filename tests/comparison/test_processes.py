@@ -2,10 +2,11 @@
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
-from poise.comparison.nursery import STOPPED
+from poise.comparison.nursery import FAILED, STOPPED
 from poise.comparison.processes import Ended, Nursery, NurseryError, ending, last_lines
 from support.comparisons import make
 
@@ -58,6 +59,22 @@ def test_runs_are_not_blamed_for_the_death_of_what_started_them(config, tmp_path
         assert wait(nursery) == [Ended(number, STOPPED)]
     with pytest.raises(NurseryError, match="has ended 3 times"):
         nursery.start(9, config, tmp_path / "log")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_runs_are_forked_from_a_process_of_one_thread(config, tmp_path, monkeypatch):
+    """Python 3.12 and newer warn otherwise: a lock that another thread holds stays held in the child for ever."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")  # NumPy would start so many threads when it is imported
+    nursery = Nursery(threads=3)
+    nursery._launch()
+    threads = Path(f"/proc/{nursery._process.pid}/task")
+    assert len(list(threads.iterdir())) == 1
+    (tmp_path / "run").touch()
+    nursery.start(1, config.model_copy(update={"run": str(tmp_path / "run")}), tmp_path / "log")
+    assert wait(nursery) == [Ended(1, FAILED)]  # a file is no run folder
+    assert "is a file" in (tmp_path / "log").read_text()
+    assert len(list(threads.iterdir())) == 1
+    nursery.close()
 
 
 def test_how_a_run_ended_in_words(tmp_path):

@@ -11,7 +11,11 @@ import pytest
 from poise.runs.lock import OWNER, BusyError, owned
 from support.checkpoint_files import names
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes"),
+    # Python 3.12 warns of a fork beside the threads of other tests; these children only lock and unlock files.
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
 
 
 def child(work):

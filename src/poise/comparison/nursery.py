@@ -143,6 +143,7 @@ def carry_out(settings: dict[str, Any], *, threads: int, before: str | None = No
 
     from poise.config.schema import restore
 
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that it starts
     torch.set_num_threads(threads)
     try:
         config = restore(settings, trust=True)  # the user typed them

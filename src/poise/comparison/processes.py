@@ -110,8 +110,9 @@ class Nursery:
             raise NurseryError(
                 f"the process that starts runs has ended {self.MOST_STARTS} times: see what it printed above"
             )
-        # Asking CUDA whether there is a GPU would make it useless in a forked child; NVML can be asked.
-        settings = {"OMP_NUM_THREADS": str(self.threads), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        # NumPy and SciPy start threads when they are imported, and a process of several threads should not fork. A run
+        # sets its own number. Asking CUDA whether there is a GPU would make it useless in a child; NVML can be asked.
+        settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._process = subprocess.Popen(
             self.COMMAND,
             stdin=subprocess.PIPE,
