@@ -16,6 +16,8 @@ from poise.reports.html import write_report
 from poise.reports.html.data import Source
 from poise.reports.html.page import in_html
 from poise.reports.verdict import combine, verdict
+from poise.runs import warnings
+from poise.runs.warnings import RunWarning
 from support.run_folders import HOSTILE, WORDS, add_step, look, make_run, next_frame, response, see
 from support.softmax_table import Table
 
@@ -191,6 +193,18 @@ def test_two_runs_side_by_side(page, tmp_path):
     assert page.inner_text(".pane:last-child p").startswith("two · step 1 · response 0")
     page.select_option("#f-run", "1")
     see(page, "#count", "18 of 24 responses", whole=True)
+
+
+def test_the_first_page_begins_with_the_warnings(page, tmp_path):
+    folder = make_run(tmp_path / "run")
+    warnings.add(folder, RunWarning("no-spread", 3, f"Equal rewards {HOSTILE}.", "Raise group=."))
+    look(page, tmp_path, folder, tab="")
+    shown = page.locator("#main > .warnings li")
+    assert shown.count() == 1
+    assert shown.inner_text().startswith("Equal rewards")
+    assert shown.inner_text().endswith("(after step 3) Raise group=.")
+    page.get_by_role("tab", name="responses").click()
+    assert page.locator("#main .warnings").count() == 0
 
 
 def test_curves_show_values_and_zoom_together(page, tmp_path):

@@ -8,6 +8,7 @@
     checkpoints/step-000010/       what a resumed run starts from, sealed by manifest.json
     before.json, summary.json      held-out accuracy before training; the final results
     problems.json, diverged.json   those results by problem; the step at which the gradient was not finite
+    warnings.json                  what keeps the run from learning (``poise.runs.warnings``)
     owner.json                     the process that trains here, while one does (``poise.runs.lock``)
 
 A kill at any moment leaves only complete files, except for the last line of metrics.jsonl: readers ignore it if torn.
@@ -58,7 +59,7 @@ T = TypeVar("T")
 _STEP = r"step-(\d{6,})"
 _OWN = (
     *("config.json", "data.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "problems.json"),
-    *("models.json", "diverged.json", "curve.png", "rollouts", "tokens", "checkpoints"),
+    *("models.json", "diverged.json", "warnings.json", "curve.png", "rollouts", "tokens", "checkpoints"),
 )
 CHANGEABLE = ("run", "steps", "budget")  # settings that a resumed run may change
 _COPY = "put the file back from a copy"
@@ -358,9 +359,8 @@ class RunFolder:
             intact = f"the checkpoint of step {earlier} is intact"
             break
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
-        remedy = "free some space" if full else "put that right"
-        problem = f"checkpoint of step {step} could not be written: {error}"
-        return f"{problem}; {intact}. {remedy}, then {self.resume_command}"
+        remedy = f"{'free some space' if full else 'put that right'}, then {self.resume_command}"
+        return f"checkpoint of step {step} could not be written: {error}; {intact}. {remedy}"
 
     @property
     def resume_command(self) -> str:

@@ -14,8 +14,15 @@ function open(name) {
   if (location.hash.slice(1) !== chosen) history.replaceState(null, "", `#${chosen}`);
   document.getElementById("tabs").replaceChildren(...known.map((tab) => el("button", {
     type: "button", role: "tab", "aria-selected": String(tab === chosen), onclick: () => open(tab) }, tab)));
-  document.getElementById("main").replaceChildren(...[shown(chosen)].flat());
+  document.getElementById("main").replaceChildren(...(chosen === known[0] ? warnings() : []), ...[shown(chosen)].flat());
   return chosen;
+}
+
+// What keeps runs from learning, with what to do about it: on the first page.
+function warnings() {
+  const lines = data.runs.flatMap((run) => (run.warnings || []).map(({ step, what, remedy }) => el("li", {},
+    `${data.runs.length > 1 ? `${run.name}: ` : ""}${what}${step ? ` (after step ${step})` : ""} ${remedy}`)));
+  return lines.length ? [el("ul", { class: "verdict warnings", "aria-label": "Warnings" }, lines)] : [];
 }
 
 // A view, or the reason why it cannot be drawn: one damaged file must not break the rest of the page.

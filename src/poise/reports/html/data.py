@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from poise.algorithms.base import FIRST
 from poise.reports.recorded import read_json, read_metrics, read_step
+from poise.runs import warnings
 from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
 
+WATCHED = ("config.json", "metrics.jsonl", "warnings.json", "summary.json", "diagnose.json", "diagnose", "tokens")
 Block = tuple[int, int, int]  # run, step, row: the address of a response
 
 
@@ -40,12 +43,7 @@ class Source:
 
     def stamp(self) -> str:
         """A text that changes whenever there is something new to show."""
-        watched = [
-            path
-            for folder in self.folders
-            for name in ("config.json", "metrics.jsonl", "summary.json", "diagnose.json", "diagnose", "tokens")
-            if (path := folder.path / name).exists()
-        ]
+        watched = [path for folder in self.folders for name in WATCHED if (path := folder.path / name).exists()]
         return " ".join(f"{stat.st_mtime_ns}/{stat.st_size}" for stat in (path.stat() for path in watched))
 
     def index(self) -> dict[str, Any]:
@@ -101,6 +99,7 @@ class Source:
             "config": read_json(folder, "config.json"),
             "environment": read_json(folder, "environment.json"),
             "summary": read_json(folder, "summary.json"),
+            "warnings": [asdict(each) for each in warnings.parse(read_json(folder, warnings.FILE), str(folder.path))],
             "diagnose": _diagnosis(folder),
             "steps": [line["step"] for line in lines],
             "x": {axis: x_values(lines, axis) for axis in AXES},
