@@ -181,6 +181,8 @@ class Phase:
         """Raise ValueError unless both weights are (B, T), finite, >= 0, and 0 outside the mask."""
         for name, weight in (("policy", self.policy), ("kl", self.kl)):
             where = f"phase {self.name!r}: {name}"
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"{where} must be a tensor, got {type(weight).__name__}: build phases with Phase.of")
             if weight.shape != batch.mask.shape:
                 expected = tuple(batch.mask.shape)
                 raise ValueError(f"{where} must have the mask's shape {expected}, got {tuple(weight.shape)}")

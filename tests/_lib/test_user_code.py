@@ -258,6 +258,16 @@ def test_a_mistake_in_ones_own_regulator_gets_a_sentence(result, message):
     assert ("spy_module.py, line 5)" in said) == ("Phase.of(batch, -" not in result and "Phase" in result)
 
 
+@pytest.mark.parametrize("result", ["batch.prob", "None", "0.5", "np.ones(3)"])
+def test_a_function_that_returns_no_phases_is_named(result):
+    Path("spy_module.py").write_text(
+        f"import numpy as np\nimport poise\n\n\n@poise.regulator\ndef mine(batch):\n    return {result}\n"
+    )
+    said = " ".join(fails("train", "demo", *SMALL, "regulator=spy_module.mine", "run=mine").split())
+    assert "mine must return a list of poise.Phase, got" in said
+    assert "return [poise.Phase.of(batch, weights)]" in said
+
+
 def test_blame_is_for_code_of_ones_own_alone():
     with pytest.raises(ZeroDivisionError), _user_code.blamed("regulator", "ar | lopti"):
         raise ZeroDivisionError

@@ -106,7 +106,9 @@ def test_a_reward_that_float32_cannot_average_is_refused(reward):
         (Score(1.0, None), "correct must be True or False, got None"),
         (Score(1.0, "no"), "correct must be True or False, got 'no'"),
         (Score(1.0, True, answer=("x", ["y"])), "answer must be text or None, got "),
-        (Score(1.0, torch.ones(2)), "ambiguous"),
+        (Score(1.0, torch.ones(2)), "correct must be True or False, got tensor"),
+        (torch.tensor([True, False]), "True or False, got tensor"),
+        ("yes", "True or False, got 'yes'"),
         (Score(1.0, True, None), "parts must be a dict"),
         (Score(1.0, True, {"format": "x"}), r"parts\['format'\] must be a number"),
         (Score(1.0, True, {}, [1]), "answer must be text or None"),
@@ -117,6 +119,14 @@ def test_a_score_of_other_types_is_refused(score, refusal):
     task.score = lambda *_: score
     with pytest.raises(RewardError, match=rf"the score of task 'lengths' \(problem 7\): .*{refusal}"):
         judge(task, SEVEN, SingleTurn(task, SEVEN))
+
+
+@pytest.mark.parametrize("right", [True, np.bool_(True), torch.tensor(True), torch.tensor([True])])
+def test_a_verdict_is_a_score(right):
+    task = Lengths(concurrent=False)
+    for verdict, score in ((right, Score(1.0, True)), (right & False, Score(0.0, False))):
+        task.score = lambda *_, verdict=verdict: verdict
+        assert judge(task, SEVEN, SingleTurn(task, SEVEN)) == score
 
 
 @pytest.mark.parametrize("said", ["text", 5, ["x"], [{"content": "x"}], [{"role": "user", "content": None}]])

@@ -320,6 +320,8 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["tasks", "show", "kk", "split=tset"], "did you mean 'test'"),
         (["warmstart", "x", "stepz=3"], "did you mean 'steps'"),
         (["warmstart", "x", "steps=[1"], "cannot read the value"),
+        (["train", "steps=["], "override 'steps=[': cannot read the value: it ends too early: a bracket or a quote"),
+        (["train", "steps='"], "a bracket or a quote is not closed"),
         (["tasks", "show", "kk", "task.people=[1"], "cannot read the value"),
         (["tasks", "show", "kk", "task.people=!!int x"], "cannot read the value"),
         (["warmstart", "x", "steps=many"], "warmstart: steps must be a number, got 'many'"),

@@ -1,5 +1,6 @@
 """Models that need care: what is served is right, and what is not served is refused at load, with a sentence."""
 
+import os
 import re
 from dataclasses import replace
 
@@ -262,6 +263,35 @@ class TestFiles:
         with pytest.raises(ModelError, match=r"NaN or infinite weights in model\.layers\.0\.mlp\.up_proj\.weight"):
             load_policy(str(folder), device="cpu")
 
+    def test_a_folder_without_a_tokenizer(self, folder):
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+        with pytest.raises(ModelError, match=r"has no tokenizer.*save a tokenizer into it"):
+            load_policy(str(folder), device="cpu")
+
+    def test_weights_that_are_cut_off(self, folder):
+        file = folder / "model.safetensors"
+        for size in (100_000, 4, 0):
+            os.truncate(file, size)
+            with pytest.raises(ModelError, match="the model cannot be loaded"):
+                load_policy(str(folder), device="cpu")
+
+    def test_a_tokenizer_with_more_tokens_than_the_model(self, folder):
+        policy = load_policy("embedded", device="cpu")
+        policy.model.resize_token_embeddings(200)
+        policy.model.save_pretrained(folder)
+        with pytest.raises(ModelError, match="its tokenizer has 792 tokens, but the model only 200"):
+            load_policy(str(folder), device="cpu")
+
+    def test_a_token_added_to_the_tokenizer_alone(self, folder):
+        policy = load_policy("embedded", device="cpu")
+        policy.tokenizer.add_tokens(["<new>"])
+        policy.tokenizer.save_pretrained(folder)
+        policy = load_policy(str(folder), device="cpu")  # the token may never be used
+        assert policy.encode("old")
+        with pytest.raises(ModelError, match=r"token 796 of the tokenizer \('<new>'\), but the model has only 796"):
+            policy.encode("<new>")
+
     @pytest.mark.parametrize("tied", [True, False])
     def test_tied_weights_are_not_missing(self, tied, tmp_path):
         torch.manual_seed(0)
@@ -286,3 +316,38 @@ class TestFiles:
         save_file(weights, file, {"format": "pt"})
         with pytest.raises(ModelError, match=r"no weights for \S+layers\.0"):
             load_policy(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("meta", "this torch cannot compute there"), ("cuda:99", "CUDA device"), ("gpu", "must be auto, or a device of")],
+)
+def test_a_device_that_cannot_compute(device, why):
+    with pytest.raises(ModelError, match=f"device '?{device}'?: .*{why}"):
+        load_policy("embedded", device=device)
+
+
+class TestHub:
+    """A name that is no folder is asked of the hub once; transformers would ask for a minute."""
+
+    @pytest.fixture(autouse=True)
+    def _online(self, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    @pytest.mark.parametrize("name", ["models/mine", "not a model", "a/b/c"])
+    def test_it_cannot_be_reached(self, name, monkeypatch):
+        class Session:
+            def head(self, *_, **__):
+                raise OSError("no such host")
+
+        monkeypatch.setattr("huggingface_hub.get_session", Session)
+        monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("asked again"))
+        with pytest.raises(ModelError, match=rf"{name}: there is no such folder here, .* the hub cannot be"):
+            load_policy(name, device="cpu")
+
+    def test_a_model_in_the_cache_is_not_asked_for(self, monkeypatch):
+        from poise.models.hub import check_hub
+
+        monkeypatch.setattr("huggingface_hub.get_session", lambda: pytest.fail("asked"))
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/config.json")
+        check_hub("org/name")

@@ -233,6 +233,8 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
 def _reason(error: Exception) -> str:
     """The first line of what went wrong."""
     text = (error.problem if isinstance(error, yaml.MarkedYAMLError) else None) or str(error)
+    if "<stream end>" in text or "unexpected end of stream" in text:
+        return "it ends too early: a bracket or a quote is not closed"
     return text.splitlines()[0]
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import yaml
 
 from poise._lib.errors import short
-from poise._lib.files import read_json
 from poise.config.documents import SHORT_FORMS, ConfigError, Document, merge, parse, read, split_overrides
 from poise.config.groups import EvaluationConfig, RolloutConfig
 from poise.config.messages import unknown_key
 from poise.config.schema import Config, keys, resolve, restore
 from poise.models.loading import EMBEDDED, locate
 from poise.runs.folder import RunFolder
+from poise.runs.listing import is_run
 from poise.tasks import Task
 
 # How a model is measured that no run made.
@@ -28,20 +28,11 @@ SHORT_KEYS = {
 _EVALUATED = ("task", "rollout", "evaluation", "device", "dtype", "remote_code")  # what changes an evaluation
 
 
-def is_run(model: str) -> bool:
-    """Whether a folder is a run's, even one that was stopped before its first checkpoint."""
-    try:
-        settings = read_json(Path(model) / "config.json")
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and "rollout" in settings
-
-
 def run_of(model: str) -> str | None:
     """The run folder that a model belongs to, if it is a run, a checkpoint of one, or the model in a checkpoint."""
     place = Path(model)
     above = [folder.parent for folder in place.absolute().parents if folder.name == "checkpoints" and place.is_dir()]
-    return next((str(folder) for folder in (place, *above) if is_run(str(folder))), None)
+    return next((str(folder) for folder in (place, *above) if is_run(folder)), None)
 
 
 def starting_model(model: str) -> str:

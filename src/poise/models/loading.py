@@ -19,7 +19,9 @@ from torch import nn
 from poise._lib.files import MANIFEST, expand, read_json
 from poise.models import trials
 from poise.models.errors import ModelError
+from poise.models.hub import check_hub
 from poise.runs.folder import RunFolder, verify_model
+from poise.runs.listing import is_run
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "kk-tiny"
 
@@ -38,6 +40,7 @@ def load_model(
     default = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
     tokenizer = _load_tokenizer(name, source, remote_code)
     model = _load_weights(name, source, default if dtype == "auto" else getattr(torch, dtype), remote_code)
+    _check_vocabulary(name, model, tokenizer)
     if lora is not None:  # on the CPU, so that a seed gives the same adapter on every device
         model = add_adapter(model, lora, seed)
     model.to(torch_device)
@@ -50,12 +53,27 @@ def resolve_device(device: str = "auto") -> torch.device:
     has_cuda = torch.cuda.is_available()
     if device == "auto":
         return torch.device("cuda" if has_cuda else "cpu")
-    if device.startswith("cuda") and not has_cuda:
-        raise ModelError(f"device {device}: this torch sees no CUDA device; use device=cpu, or auto")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError:
         raise ModelError(f"device {device!r}: must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
+    if found.type == "cuda" and not has_cuda:
+        raise ModelError(f"device {device}: this torch sees no CUDA device; use device=cpu, or auto")
+    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
+        raise ModelError(f"device {device}: this torch sees {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
+    if found.type not in ("cpu", "cuda"):
+        _check_device(found)
+    return found
+
+
+def _check_device(device: torch.device) -> None:
+    """Refuse a device that this torch cannot compute on."""
+    try:
+        torch.ones(1, device=device).item()  # a meta tensor has no value
+    except Exception as error:  # an AssertionError, a RuntimeError, a NotImplementedError: each device has its own
+        raise ModelError(
+            f"device {device}: this torch cannot compute there ({first_line(error)}); use device=cpu, or auto"
+        ) from None
 
 
 def first_line(error: Exception) -> str:
@@ -95,7 +113,8 @@ def locate(name: str) -> str:
     if name == "embedded":
         return str(EMBEDDED)
     folder = expand(name) if name.startswith("~") else Path(name)
-    if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").exists() or (folder / "before.json").exists():
+    files = ("checkpoints", "metrics.jsonl", "before.json")
+    if any((folder / file).exists() for file in files) or is_run(folder):
         return str(RunFolder.open(folder, resume=False).newest() / "model")
     if (folder / MANIFEST).exists() and (folder / "model").is_dir():  # a checkpoint
         return str(folder / "model")
@@ -122,6 +141,8 @@ def _check_folder(name: str, folder: Path) -> None:
 def _load_tokenizer(name: str, source: str, remote_code: bool) -> Any:
     import transformers
 
+    if not Path(source).is_dir():
+        check_hub(name)
     try:
         return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=remote_code)
     except Exception as error:  # transformers raises many types here
@@ -151,6 +172,16 @@ def _load_weights(name: str, source: str, dtype: torch.dtype, remote_code: bool)
         raise ModelError(f"{name}: the model cannot be loaded ({first_line(error)})") from error
     _check_weights(name, model, report["missing_keys"])
     return model
+
+
+def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
+    """Refuse a tokenizer that makes tokens that the model does not have."""
+    known, made = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size  # tokens added later not counted
+    if made > known:
+        raise ModelError(
+            f"{name}: its tokenizer has {made} tokens, but the model only {known}: this is another model's tokenizer; "
+            "put the right one into the folder, or call model.resize_token_embeddings(len(tokenizer)) and save it"
+        )
 
 
 def _check_attention(name: str, config: Any, remote_code: bool) -> None:

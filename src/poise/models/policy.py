@@ -93,13 +93,23 @@ class Policy:
 
     def encode(self, messages: str | Sequence[Message], tools: Tools = ()) -> list[int]:
         """The token ids of messages, through the chat template if the tokenizer has one."""
-        return encode(self.tokenizer, messages, self.end_tokens, tools)
+        return self._known(encode(self.tokenizer, messages, self.end_tokens, tools))
 
     def encode_next(
         self, before: Sequence[Message], said: Sequence[Message], last: int | None, tools: Tools = ()
     ) -> list[int]:
         """The token ids between the model's reply and its next turn: see ``prompts.encode_next``."""
-        return encode_next(self.tokenizer, before, said, last, self.end_tokens, tools)
+        return self._known(encode_next(self.tokenizer, before, said, last, self.end_tokens, tools))
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """The tokens, unless the model has no embedding for one: tokenizers may have got more tokens than the model."""
+        if tokens and max(tokens) >= (size := self.trunk.get_input_embeddings().weight.shape[0]):
+            text = self.tokenizer.decode([max(tokens)])
+            raise ModelError(
+                f"a prompt has token {max(tokens)} of the tokenizer ({text!r}), but the model has only {size} tokens: "
+                "save the folder again after model.resize_token_embeddings(len(tokenizer))"
+            )
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response, without the token that ended it."""

@@ -53,6 +53,11 @@ class Regulator(ABC):
         if cls.scope not in SCOPES:
             raise TypeError(f"{cls.__name__}.scope: " + unknown("scope", str(cls.scope), SCOPES))
 
+    @property
+    def _title(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
     @abstractmethod
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """The phases of the update, in order. Runs without gradients."""
@@ -62,18 +67,22 @@ class Regulator(ABC):
         for name in sorted(self.needs):
             if getattr(batch, name) is None:
                 help_text = f" ({_FIELD_HELP[name]})" if name in _FIELD_HELP else ""
-                raise ValueError(f"{type(self).__name__} needs TokenBatch.{name}{help_text}, which this batch lacks")
+                raise ValueError(f"{self._title} needs TokenBatch.{name}{help_text}, which this batch lacks")
         with torch.no_grad():
             phases = self.phases(batch)
-            phases = list(phases) if isinstance(phases, Iterable) else [phases]  # ``phases`` may be a generator
+            one = isinstance(phases, Tensor) or not isinstance(phases, Iterable)
+            phases = [phases] if one else list(phases)  # ``phases`` may be a generator
             for phase in phases:
                 if not isinstance(phase, Phase):
                     got = type(phase).__name__
-                    raise TypeError(f"{type(self).__name__} must return a list of poise.Phase, got {got}: use Phase.of")
+                    raise TypeError(
+                        f"{self._title} must return a list of poise.Phase, got {got}: return [poise.Phase.of(batch, "
+                        "weights)]"
+                    )
                 phase.check(batch)
         names = [phase.name for phase in phases]
         if not phases or len(set(names)) < len(names):
-            raise ValueError(f"{type(self).__name__} must return phases with distinct names, got {names}")
+            raise ValueError(f"{self._title} must return phases with distinct names, got {names}")
         return phases
 
     def __or__(self, other: Callable[[TokenBatch], list[Phase]]) -> Regulator:
@@ -138,9 +147,13 @@ class Function(Regulator):
         object.__setattr__(self, "needs", frozenset(getattr(self.function, "needs", ())))
         object.__setattr__(self, "scope", getattr(self.function, "scope", "batch"))
 
+    @property
+    def _title(self) -> str:
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
+
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """The phases that the callable returns."""
-        return list(self.function(batch, **dict(self.settings)))
+        return self.function(batch, **dict(self.settings))  # type: ignore[return-value] # ``__call__`` checks it
 
 
 def as_regulator(value: Callable[[TokenBatch], Sequence[Phase]]) -> Regulator:

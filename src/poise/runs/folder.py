@@ -319,7 +319,7 @@ class RunFolder:
         """The folder of the newest checkpoint."""
         steps = self.checkpoints()
         if not steps:
-            raise CheckpointError(f"{self.path} has no checkpoint yet")
+            raise CheckpointError(f"{self.path} has no checkpoint yet; go on with: {self.resume_command}")
         return self._checkpoints / _name(steps[-1])
 
     def checkpoints(self) -> list[int]:

@@ -292,8 +292,8 @@ def _checked(task: Task, problem: Problem, given: Any) -> Score:
 def _plain(score: Any) -> Score:
     """The score with numbers of Python's own: verifiers compute with numpy and torch, whose numbers JSON lacks."""
     if not isinstance(score, Score):
-        raise TypeError(f"must be a poise.tasks.Score(reward, correct), got {short(score)}")
-    if isinstance(score.correct, str) or score.correct not in (True, False):
+        score = _score_of_verdict(score)
+    if _number_or_none(score.correct) not in (0.0, 1.0):
         raise TypeError(f"correct must be True or False, got {short(score.correct)}")
     if not isinstance(score.parts, Mapping):
         raise TypeError(f"parts must be a dict of numbers, got {short(score.parts)}")
@@ -315,13 +315,28 @@ def _hashable(value: Any) -> bool:
     return True
 
 
+def _score_of_verdict(value: Any) -> Score:
+    """True or False, of Python, numpy or torch, as a score. A number would not tell what is right."""
+    truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
+    number = _number_or_none(value) if truth else None
+    if number is None:
+        raise TypeError(f"must be a poise.tasks.Score(reward, correct), True or False, got {short(value)}")
+    return Score(number, bool(number))
+
+
 def _number(name: str, value: Any) -> float:
+    number = _number_or_none(value)
+    if number is None:
+        raise TypeError(f"{name} must be a number, got {short(value)}")
+    return number
+
+
+def _number_or_none(value: Any) -> float | None:
+    """A number of Python's, numpy's or torch's as a float."""
     try:
-        if not isinstance(value, str | bytes):
-            return float(value)
+        return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        pass
-    raise TypeError(f"{name} must be a number, got {short(value)}")
+        return None
 
 
 def check_split(split: str) -> None:
