@@ -123,7 +123,7 @@ class Trainer:
             before = self._accuracy_before(report, done, before)
             if ending := self._ending(done, self.tokens):
                 report.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
-            report.begin(done, self.tokens)
+            report.begin(done, self.tokens, self.policy)
             try:
                 done = self._take_steps(done, report, stopper)
                 after = self._evaluate(report)

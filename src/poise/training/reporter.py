@@ -8,17 +8,22 @@ from typing import Self
 
 from poise.algorithms.base import FIRST, Sample
 from poise.config.schema import Config
-from poise.runs.console import Console
+from poise.models.policy import Policy
+from poise.runs.console import Console, complain
 from poise.runs.folder import RunFolder
 from poise.runs.trackers import open_trackers
+from poise.runs.warnings import RunWarning
 from poise.training.records import shown
+from poise.training.warnings import Watch
 
 
 class Reporter:
-    """Shows a run's steps on the console, and sends them to the trackers."""
+    """Shows a run's steps and warnings on the console, and sends the steps to the trackers."""
 
     def __init__(self, config: Config, folder: RunFolder, start_step: int, *, quiet: bool = False) -> None:
         self._stack = ExitStack()
+        self._watch: Watch | None = None
+        self._config, self._folder, self._quiet = config, folder, quiet
         self._budget = config.budget
         settings = config.model_dump(mode="json")
         self._trackers = open_trackers(config.tracking, folder.path, settings, start_step=start_step)
@@ -37,8 +42,10 @@ class Reporter:
         """Show a message."""
         self._console.note(text)
 
-    def begin(self, step: int, tokens: int) -> None:
+    def begin(self, step: int, tokens: int, policy: Policy) -> None:
         """Start the timing: training continues after this step, with so many tokens sampled until then."""
+        self._watch = Watch(self._config, self._folder, policy)
+        self._warn(self._watch.new(step))
         self._console.begin(step, tokens)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -46,6 +53,14 @@ class Reporter:
         self._console.step(step, metrics)
         for tracker in self._trackers:
             tracker.log(step, metrics)
+        if self._watch is not None:
+            self._watch.lines.append(metrics)
+            self._warn(self._watch.new(step))
+
+    def _warn(self, warnings: Sequence[RunWarning]) -> None:
+        """Show warnings, on standard error if the console is quiet."""
+        for warning in warnings:
+            (complain if self._quiet else self.note)(str(warning))
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Show a few first attempts, chosen across the range of rewards."""

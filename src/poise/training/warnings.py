@@ -1,0 +1,285 @@
+"""When a run learns nothing, and what to do: one table. Each warning is said once (``poise.runs.warnings``).
+
+A condition looks at the metrics of the steps so far. It waits for a few steps with many groups, because a single step
+proves nothing. docs/warnings.md explains the warnings, and how often they were wrong on recorded runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, isfinite, sqrt
+
+from poise.config.schema import Config
+from poise.models.policy import Policy
+from poise.runs.folder import RunFolder
+from poise.runs.warnings import RunWarning, add, read
+
+STEPS, GROUPS = 5, 40  # a condition waits for so many of both
+NO_SPREAD = 0.95  # share of the responses with advantage 0 from which there is nothing to learn
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a condition looks at: the settings, the model, and the metrics of every step so far."""
+
+    config: Config
+    lines: Sequence[Mapping[str, float | None]] = ()
+    chat_template: bool = True  # whether the tokenizer has one
+    end_token: bool = True  # whether there is a token that ends a response
+    before: float | None = None  # held-out accuracy before training
+
+    @property
+    def few(self) -> int:
+        """The number of steps that a condition looks at."""
+        return max(STEPS, ceil(GROUPS / self.config.prompts))
+
+    def first(self, name: str, steps: int) -> list[float]:
+        """A metric in the first steps; empty as long as there are fewer, or one lacks it."""
+        return _numbers(self.lines[:steps], name, steps)
+
+    def last(self, name: str) -> list[float]:
+        """A metric in the last few steps; empty as long as there are fewer, or one lacks it."""
+        return _numbers(self.lines[-self.few :], name, self.few)
+
+    def within(self, name: str, low: float, high: float) -> bool:
+        """Whether the mean of a metric over the last few steps is known and lies in this range."""
+        values = self.last(name)
+        return bool(values) and low <= _mean(values) <= high
+
+    @property
+    def no_spread(self) -> bool:
+        """Whether hardly any group had different rewards in the last few steps."""
+        return self.within("reward/no_spread", NO_SPREAD, 1)
+
+    def best(self) -> tuple[float, int]:
+        """The best training accuracy over a few steps in a row, and the last of them."""
+        n, values = self.few, _numbers(self.lines, "reward/accuracy", len(self.lines))
+        return max(((_mean(values[i - n : i]), i) for i in range(n, len(values) + 1)), default=(0.0, 0))
+
+    def held_out(self) -> list[float]:
+        """Held-out accuracy, before training and at each evaluation so far."""
+        every, name = self.config.evaluation.every, f"/avg@{self.config.evaluation.samples}"
+        lines = self.lines[every - 1 :: every] if every else []
+        found = [line[key] for line in lines for key in line if key.startswith("eval/") and key.endswith(name)]
+        return [value for value in (self.before, *found) if value is not None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One warning: its name, when it holds, what is wrong and what to do, in a sentence each.
+
+    ``covers`` are warnings that have the same cause: they are not said any more once this one was.
+    """
+
+    name: str
+    holds: Callable[[Progress], bool]
+    what: Callable[[Progress], str]
+    remedy: Callable[[Progress], str]
+    covers: tuple[str, ...] = ()
+
+
+def _no_template(run: Progress) -> bool:
+    right, ended = (run.first(name, run.few) for name in ("reward/accuracy", "rollout/finished"))
+    return not run.chat_template and bool(right) and (_mean(right) <= 0.05 or _mean(ended or [1.0]) <= 0.1)
+
+
+def _no_format(run: Progress) -> bool:
+    found = run.last("reward/format")  # 0 or below for a response without it
+    return bool(found) and max(found) == min(found) <= 0
+
+
+def _all_wrong(run: Progress) -> bool:
+    steps = run.few if run.no_spread else 3 * run.few  # other parts of the reward may come first
+    right = run.first("reward/accuracy", steps)
+    return bool(right) and max(right) == 0
+
+
+def _all_right(run: Progress) -> bool:
+    right = run.first("reward/accuracy", run.few)
+    return bool(right) and min(right) >= 0.99
+
+
+def _no_steps(run: Progress) -> bool:
+    return not run.no_spread and run.within("optim/steps", 0, 0)
+
+
+def _entropy_collapsed(run: Progress) -> bool:
+    first, last = run.first("rollout/entropy", run.few), run.last("rollout/entropy")
+    fell = bool(first) and _mean(last) < 0.1 * _mean(first)
+    return fell and run.within("reward/no_spread", 0.5, 1) and run.within("reward/accuracy", 0, 0.9)
+
+
+def _accuracy_fell(run: Progress) -> bool:
+    right = run.last("reward/accuracy")
+    return bool(right) and _far_below(_mean(right), run.best()[0], run.few * run.config.prompts)
+
+
+def _held_out_fell(run: Progress) -> bool:
+    right = run.held_out()
+    return len(right) > 1 and _far_below(right[-1], max(right), run.config.evaluation.problems)
+
+
+def _far_below(now: float, best: float, problems: int) -> bool:
+    """Less than two thirds of the best, and by more than chance: four standard errors, at their largest."""
+    return now < best * 2 / 3 and best - now > 4 * sqrt(2 * 0.25 / problems)
+
+
+def _smaller_steps(run: Progress) -> str:
+    lr = run.config.optim.lr
+    return (
+        f"The steps are too large: begin again with a smaller optim.lr ({lr / 4:.2g} instead of {lr:.2g}), and if that "
+        "does not help, hold the model near its start with objective.kl_coef=0.01."
+    )
+
+
+TABLE = (
+    Entry(
+        "no-end-token",
+        lambda run: not run.end_token,
+        lambda run: "The model has no end token: every response goes on to its limit, rollout.max_tokens="
+        f"{run.config.rollout.max_tokens}.",
+        lambda _: "Set eos_token_id in the model's generation_config.json, or take a model that has one.",
+        ("cut-off",),
+    ),
+    Entry(
+        "no-chat-template",
+        _no_template,
+        lambda _: "The tokenizer has no chat template, so the model reads the bare text of the problems, and hardly "
+        "any response is right or ends.",
+        lambda _: "Take an instruction-tuned model, teach this one the form of the answers first (poise warmstart), "
+        "or put a chat_template.jinja into its folder.",
+        ("cut-off", "no-format", "all-wrong", "no-spread"),
+    ),
+    Entry(
+        "cut-off",
+        lambda run: run.within("rollout/finished", 0, 0.1) and run.within("reward/accuracy", 0, 0.05),
+        lambda run: f"{1 - _mean(run.last('rollout/finished')):.0%} of the last responses were cut off at "
+        f"rollout.max_tokens={run.config.rollout.max_tokens}, before they could answer.",
+        lambda run: f"Raise rollout.max_tokens (to {2 * run.config.rollout.max_tokens}, say), or ask for shorter "
+        "answers in the prompt.",
+        ("no-format", "all-wrong", "no-spread"),
+    ),
+    Entry(
+        "no-format",
+        _no_format,
+        lambda run: f"No response of the last {run.few} steps had the form that the reward asks for, so none could "
+        "be right.",
+        lambda run: f"Read some: poise report {run.config.run}. Show the form in the prompt with an example, take an "
+        "instruction-tuned model, or teach it the form first (poise warmstart).",
+        ("all-wrong", "no-spread"),
+    ),
+    Entry(
+        "all-wrong",
+        _all_wrong,
+        lambda run: f"No response has been right since the run began, in {len(run.lines)} steps"
+        + (": all rewards are equal, and nothing is learned." if run.no_spread else "; only their rewards differ."),
+        lambda run: f"Read some: poise report {run.config.run}. Are they wrong? Take easier problems, a better model, "
+        "or a larger group=. Are they right? Then mend the reward (docs/rewards.md); a response counts as right from "
+        "a reward of 1.0, or the reward's correct_at.",
+        ("no-spread",),
+    ),
+    Entry(
+        "all-right",
+        _all_right,
+        lambda run: f"Nearly every response has been right since the first step ({len(run.lines)} steps): there is "
+        "nothing to learn from these problems.",
+        lambda _: "Take harder problems (task.…=), and check that the reward does not accept wrong answers.",
+        ("no-spread",),
+    ),
+    Entry(
+        "no-spread",
+        lambda run: run.no_spread and run.within("reward/accuracy", 0, 0.95),
+        lambda run: f"In the last {run.few} steps nearly all groups had equal rewards: their advantages are 0, and "
+        "nothing is learned from them.",
+        lambda run: f"Raise group= (from {run.config.group} to {2 * run.config.group}, say) or rollout.temperature= "
+        f"(now {run.config.rollout.temperature:g}), or take problems that the model solves sometimes but not always.",
+        ("entropy",),
+    ),
+    Entry(
+        "no-steps",
+        _no_steps,
+        lambda run: f"The optimizer took no step in the last {run.few} steps, although rewards differ: the weight of "
+        f"every token is 0 (regulator={run.config.regulator}).",
+        lambda _: "Change the regulator's settings: poise diagnose shows the weights; regulator=grpo has weight 1.",
+    ),
+    Entry(
+        "entropy",
+        _entropy_collapsed,
+        lambda run: f"The entropy has collapsed, from {_mean(run.first('rollout/entropy', run.few)):.2g} to "
+        f"{_mean(run.last('rollout/entropy')):.2g}: responses to a prompt are nearly the same, and there is little "
+        "left to compare.",
+        lambda run: f"Begin again with a smaller optim.lr ({run.config.optim.lr / 4:.2g}), or with "
+        "objective.clip_high=0.28, or with objective.entropy_coef=0.001.",
+        ("no-spread",),
+    ),
+    Entry(
+        "accuracy-fell",
+        _accuracy_fell,
+        lambda run: f"Training undoes itself: accuracy was {run.best()[0]:.2f} up to step {run.best()[1]}, and has "
+        f"been {_mean(run.last('reward/accuracy')):.2f} over the last {run.few} steps.",
+        _smaller_steps,
+        ("held-out-fell", "no-spread", "entropy", "cut-off", "no-format"),
+    ),
+    Entry(
+        "held-out-fell",
+        _held_out_fell,
+        lambda run: f"Training undoes itself: held-out accuracy was {max(run.held_out()):.2f}, and is "
+        f"{run.held_out()[-1]:.2f} now.",
+        _smaller_steps,
+        ("accuracy-fell", "no-spread", "entropy", "cut-off", "no-format"),
+    ),
+)  # fmt: skip
+
+
+def found(run: Progress, said: Sequence[str] = ()) -> list[Entry]:
+    """The warnings that hold now, without those that were said and those that they cover."""
+    silent = {*said, *(name for entry in TABLE if entry.name in said for name in entry.covers)}
+    new = []
+    for entry in TABLE:
+        if entry.name not in silent and entry.holds(run):
+            new.append(entry)
+            silent |= {entry.name, *entry.covers}
+    return new
+
+
+def replay(run: Progress) -> list[tuple[int, Entry]]:
+    """The warnings that a finished run would have had, each with the number of steps after which."""
+    said: list[tuple[int, Entry]] = []
+    for step in range(len(run.lines) + 1):
+        new = found(replace(run, lines=run.lines[:step]), [entry.name for _, entry in said])
+        said += [(step, entry) for entry in new]
+    return said
+
+
+class Watch:
+    """Watches the metrics of one run, and gives out each warning once, also if the run was resumed in between.
+
+    ``lines`` are the metrics of the steps so far: append those of a step to them.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, policy: Policy) -> None:
+        self.lines: list[Mapping[str, float | None]] = list(folder.metrics())
+        self._folder = folder
+        self._said = [warning.name for warning in read(folder)]
+        template, ends = policy.tokenizer.chat_template, policy.end_tokens
+        before = folder.read_json("before.json") or {}
+        self._run = Progress(config, self.lines, bool(template), bool(ends), before.get("accuracy"))
+
+    def new(self, step: int) -> list[RunWarning]:
+        """The warnings that hold since this step, written down in the run's folder."""
+        run = self._run
+        new = [RunWarning(each.name, step, each.what(run), each.remedy(run)) for each in found(run, self._said)]
+        for warning in new:
+            add(self._folder, warning)
+            self._said.append(warning.name)
+        return new
+
+
+def _numbers(lines: Sequence[Mapping[str, float | None]], name: str, count: int) -> list[float]:
+    values = [value for line in lines if (value := line.get(name)) is not None and isfinite(value)]
+    return values if len(values) == count else []
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
