@@ -414,6 +414,26 @@ def test_the_console_shows_samples_and_plain_lines(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("short_evaluation")
+def test_from_python_the_result_is_shown_and_drawn_as_by_the_command(tmp_path, capsys):
+    config = make(tmp_path, *SHORT, "steps=1")
+    trainer.train(config)
+    shown = capsys.readouterr().out
+    assert "avg@2" in shown
+    assert f"curve: {tmp_path / 'run'}/curve.png" in shown
+    assert (tmp_path / "run/curve.png").read_bytes().startswith(b"\x89PNG")
+    first = (tmp_path / "run/metrics.jsonl").read_bytes()
+    again = [trainer.train(config, quiet=True)["run"] for _ in range(2)]  # a cell of a notebook is run twice
+    assert again == [str(tmp_path / f"run-{number}") for number in (2, 3)]
+    assert capsys.readouterr().out == ""
+    assert json.loads((tmp_path / "run-2/config.json").read_text())["run"] == again[0]
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == first
+    with pytest.raises(FileExistsError, match="choose another run=DIR, or go on"):
+        trainer.train(config, renumber=False)
+    trainer.train(config, resume=True)
+    assert "already at step 1" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("short_evaluation")
 @pytest.mark.parametrize("name", configs.recipes())
 def test_recipes_are_runnable_with_the_embedded_model(tmp_path, name, embedded):
     small = ["steps=1", "model=embedded", "optim.mini_batch=0", "evaluation.samples=1", "rollout.temperature=1"]

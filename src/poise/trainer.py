@@ -45,7 +45,7 @@ from poise.training.records import (
     turn_metrics,
 )
 from poise.training.reporter import Reporter
-from poise.training.resume import TrainError, open_to_resume
+from poise.training.resume import TrainError, in_free_folder, open_to_resume
 from poise.training.setup import arrive, build_sampler, check_same_data
 from poise.training.update import NotFiniteError, update
 
@@ -53,12 +53,17 @@ __all__ = ["TrainError", "Trainer", "train"]
 
 
 def train(
-    config: Config, *, resume: bool = False, quiet: bool = False, before: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Train with this config into its run folder, and return the contents of ``summary.json``.
+    config: Config, *, resume: bool = False, quiet: bool = False, before: dict[str, Any] | None = None,
+    renumber: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Train with this config into its run folder, show the result, and return the contents of ``summary.json``.
 
-    ``before`` is the accuracy before training, if another run of the same model has measured it in the same way.
+    ``before`` is the accuracy before training, if another run of the same model has measured it in the same way. If
+    the folder has a run already, this one goes to the next free folder, such as ``runs/mine-2``; with
+    ``renumber=False`` that is an error.
     """
+    if renumber and not resume:
+        config = in_free_folder(config, quiet=quiet)
     with owned(expand(config.run), make=not resume):
         if resume:
             return Trainer(config, open_to_resume(config), quiet=quiet).run(before)
@@ -131,13 +136,8 @@ class Trainer:
                 self.checkpoints.save_finished_step(self.memory, self.tokens)
                 report.stopped(self.folder.resume_command)
                 raise
-        self.folder.write_json("problems.json", after.by_problem())
-        summary = {
-            "steps": done, "tokens": self.tokens, "before": before, "after": after.summary(),
-            "run": str(self.folder.path),
-        }  # fmt: skip
-        self.folder.write_json("summary.json", summary)
-        return summary
+        summary = {"steps": done, "tokens": self.tokens, "before": before, "after": after.summary()}
+        return report.finished(summary, after.by_problem())
 
     def _take_steps(self, done: int, report: Reporter, stopper: Stopper) -> int:
         """Take the remaining steps, and return the number of the last one. A stop request raises KeyboardInterrupt."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -38,7 +38,7 @@ def train(
     - `poise train --resume run=runs/ar`
     """
     from poise import config as configs
-    from poise.runs.console import visible
+    from poise.runs.console import Console, visible
 
     recipe, overrides = split_arguments(args or [])
     with explained():
@@ -48,9 +48,11 @@ def train(
             print(visible(settings) if resume else settings)  # a run folder's may be anybody's
             return
         from poise import trainer
+        from poise.training.results import show
 
-        summary = trainer.train(config, resume=resume, quiet=quiet)
-        _report(config, summary)
+        summary = trainer.train(config, resume=resume, quiet=quiet, renumber=False)
+        if quiet:
+            show(config, summary, Console(0))
 
 
 def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
@@ -74,44 +76,3 @@ def split_arguments(args: list[str]) -> tuple[str | None, list[str]]:
     if len(recipes) > 1:
         fail(f"one recipe at a time, got {' and '.join(recipes)}; settings are written key=value")
     return (recipes[0] if recipes else None), [arg for arg in args if "=" in arg]
-
-
-def _report(config: Config, summary: dict[str, Any]) -> None:
-    """Print accuracy before and after, and draw the curve."""
-    from poise.reports.picture import write_picture
-    from poise.runs.console import Console
-    from poise.runs.folder import RunFolder
-
-    folder = RunFolder.open(config.run, resume=False)
-    with Console(0) as console:
-        console.before_after_table(_rows(summary))
-    for when in ("before", "after"):
-        if failed := summary[when].get("failed"):
-            count = summary[when]["n"] * summary[when]["samples"]
-            print(f"{when} training, {failed} of {count} samples got no verdict, and count as wrong")
-        if cut := summary[when].get("cut_off"):
-            limit = config.rollout.max_tokens
-            total = summary[when]["n"] * summary[when]["samples"]
-            print(f"{when} training, {cut} of {total} samples were cut off at rollout.max_tokens={limit}")
-    write_picture([folder.path], folder.path / "curve.png", "tokens" if config.budget else "step")
-    print(
-        f"curve: {folder.path / 'curve.png'}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model"
-    )
-
-
-def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    before, after = summary["before"], summary["after"]
-    rows = []
-    for name in (name for name in before["table"] if name in after["table"]):
-        old, new = before["table"][name], after["table"][name]
-        rows.append(
-            {
-                "name": name,
-                "before": old["value"],
-                "before_ci": (old["low"], old["high"]),
-                "after": new["value"],
-                "after_ci": (new["low"], new["high"]),
-                "change": new["value"] - old["value"],
-            }
-        )
-    return rows

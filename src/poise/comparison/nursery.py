@@ -48,6 +48,7 @@ def _preload() -> None:
 
     torch.set_num_threads(1)
 
+    import poise.runs.plots
     import poise.trainer  # noqa: F401
 
 
@@ -165,7 +166,8 @@ def _train(config: Any, before: dict[str, Any] | None) -> None:
     end = time.monotonic() + WAIT
     while True:
         try:
-            trainer.train(config, resume=(Path(config.run) / "config.json").exists(), before=before)
+            begun = (Path(config.run) / "config.json").exists()
+            trainer.train(config, resume=begun, before=before, renumber=False)
             return
         except BusyError:
             if time.monotonic() > end:

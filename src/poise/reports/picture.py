@@ -10,7 +10,7 @@ from poise.reports.recorded import read_json, read_metrics
 from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
 from poise.runs.plots import curve
-from poise.training.accuracy import is_summary
+from poise.training.results import with_ends
 
 
 def write_picture(paths: Sequence[str | Path], out: str | Path, x: str = "step") -> Path:
@@ -27,23 +27,10 @@ def write_picture(paths: Sequence[str | Path], out: str | Path, x: str = "step")
 
 
 def _with_ends(folder: RunFolder, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The metrics, with the evaluations before and after training as records of their own."""
-    summary = read_json(folder, "summary.json")
-    before, after = read_json(folder, "before.json"), summary.get("after") if isinstance(summary, dict) else None
-    ends = [(0, before), (lines[-1]["step"] if lines else 0, after)]
-    first, last = (
-        [{"step": step, _key(folder, lines, found): found["accuracy"]}] if is_summary(found) else []
-        for step, found in ends
-    )
-    return [*first, *lines, *last]
-
-
-def _key(folder: RunFolder, lines: list[dict[str, Any]], evaluation: dict[str, Any]) -> str:
-    """The metric that an evaluation's accuracy belongs to."""
-    measure = f"avg@{evaluation['samples']}"
-    known = [key for line in lines for key in line if key.startswith("eval/") and key.endswith(f"/{measure}")]
-    task = _settings(folder).get("task")
-    return known[0] if known else f"eval/{task.get('name') if isinstance(task, dict) else ''}/{measure}"
+    summary, task = read_json(folder, "summary.json"), _settings(folder).get("task")
+    after = summary.get("after") if isinstance(summary, dict) else None
+    name = str(task.get("name")) if isinstance(task, dict) else ""
+    return with_ends(lines, name, read_json(folder, "before.json"), after)
 
 
 def _settings(folder: RunFolder) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The console: a progress bar on a terminal, plain lines anywhere else.
+"""The console: a progress bar on a terminal, a bar and a curve in a notebook, plain lines anywhere else.
 
 Model output is untrusted. Control characters and terminal escape sequences are shown as visible text, and rich never
 parses model output as markup.
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import isfinite
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich import box
@@ -24,6 +25,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
+
+from poise.runs.notebook import Notebook, notebook_display
 
 Sample = tuple[str, str, float, bool]  # prompt, completion, reward, correct
 
@@ -121,6 +124,9 @@ class Console:
         self._seen = deque[tuple[int, int, float]](maxlen=WINDOW + 1)  # step, tokens until then, time
         self.begin(start_step)
         self._live: Live | None = None
+        self._notebook: Notebook | None = None
+        if not quiet and file is None and total_steps and (display := notebook_display()):
+            self._notebook = Notebook(display)
         # Do not ask rich whether this is a terminal: environment variables can make it write escape codes to a file.
         self._rich: RichConsole | None = None
         if not quiet and self._file.isatty():
@@ -151,6 +157,10 @@ class Console:
         tokens = int(metrics.get("tokens/total") or 0)
         left = self._left(step, tokens)
         shown = [form.format(value) for key, form in SHOWN if (value := metrics.get(key)) is not None]
+        if self._notebook:
+            text = "  ".join([self._done(step, tokens), *([left] if left else []), *shown])
+            self._notebook.step(step, self._share(step, tokens), text, metrics)
+            return
         if self._live:
             self._bar.update(self._task, completed=self._share(step, tokens), left=left, done=self._done(step, tokens))
             self._view.renderables[1] = Text("  ".join(shown), overflow="fold")
@@ -160,6 +170,11 @@ class Console:
     def note(self, text: str) -> None:
         """Show a message, above the progress bar if there is one."""
         self._print(visible(text))
+
+    def picture(self, path: Path) -> None:
+        """Show a picture of the run's curve, where pictures can be shown."""
+        if self._notebook:
+            self._notebook.picture(path)
 
     def table(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print dicts as a table: one column per key, numbers right-aligned."""
@@ -228,6 +243,8 @@ class Console:
         if self._live:
             self._live.stop()
             self._live = None
+        if self._notebook:
+            self._notebook.close()
 
     def __enter__(self) -> Console:
         return self

@@ -21,6 +21,12 @@ Points = list[tuple[float, float]]
 
 
 def curve(path_png: str | Path, runs: Mapping[str, Metrics], title: str, x: str = "step") -> None:
+    """Write a picture of the curves of runs by name."""
+    with replacing(Path(path_png)) as file:
+        draw(runs, title, x).savefig(file, format="png", dpi=150)
+
+
+def draw(runs: Mapping[str, Metrics], title: str, x: str = "step") -> Figure:
     """Plot reward, training accuracy and held-out accuracy of runs by name, over steps, sampled tokens or seconds.
 
     Training curves appear raw (faint) and smoothed (bold), held-out points (``eval/…avg@…``) raw. A run that has not
@@ -44,8 +50,7 @@ def curve(path_png: str | Path, runs: Mapping[str, Metrics], title: str, x: str 
     for axes, quantity in ((left, "reward"), (right, "accuracy")):
         _finish(axes, AXES[x], quantity)
     right.set_ylim(-0.02, 1.02)
-    with replacing(Path(path_png)) as file:
-        figure.savefig(file, format="png", dpi=150)
+    return figure
 
 
 def _finish(axes: Any, x: str, y: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Self
+from typing import Any, Self
 
 from poise.algorithms.base import FIRST, Sample
 from poise.config.schema import Config
@@ -13,6 +13,7 @@ from poise.runs.console import Console, complain
 from poise.runs.folder import RunFolder
 from poise.runs.trackers import open_trackers
 from poise.runs.warnings import RunWarning
+from poise.training import results
 from poise.training.records import shown
 from poise.training.warnings import Watch
 
@@ -24,7 +25,6 @@ class Reporter:
         self._stack = ExitStack()
         self._watch: Watch | None = None
         self._config, self._folder, self._quiet = config, folder, quiet
-        self._budget = config.budget
         settings = config.model_dump(mode="json")
         self._trackers = open_trackers(config.tracking, folder.path, settings, start_step=start_step)
         for tracker in self._trackers:
@@ -68,12 +68,22 @@ class Reporter:
 
     def ended(self, setting: str | None, step: int, tokens: int) -> None:
         """Report which of ``budget`` and ``steps`` ended the run after this step; None: neither did."""
-        if self._budget is None or setting is None:
+        budget = self._config.budget
+        if budget is None or setting is None:
             return
-        spent, over = f"budget={self._budget} is spent", f"steps={step} came before budget={self._budget}"
+        spent, over = f"budget={budget} is spent", f"steps={step} came before budget={budget}"
         self.note(f"{spent if setting == 'budget' else over}: {tokens} tokens were sampled in {step} steps")
 
     def stopped(self, resume: str) -> None:
         """Report that the run ends early; ``resume`` is the command that continues it."""
         self._console.close()
         self._console.note(f"stopped; go on with: {resume}")
+
+    def finished(self, summary: dict[str, Any], by_problem: dict[str, Any]) -> dict[str, Any]:
+        """Write and show the result of the run; the contents of ``summary.json``."""
+        summary = {**summary, "run": str(self._folder.path)}
+        self._folder.write_json("problems.json", by_problem)
+        self._folder.write_json("summary.json", summary)
+        if not self._quiet:
+            results.show(self._config, summary, self._console)
+        return summary

@@ -1,10 +1,14 @@
-"""Open a run folder to go on with it, and refuse what would not be the same run."""
+"""Which folder a run goes to: its own to go on in, if it is the same run, or the next free one."""
 
 from __future__ import annotations
 
+from itertools import count
+
 from poise._lib.errors import short
+from poise._lib.files import expand
 from poise.config.differences import differences
 from poise.config.schema import Config
+from poise.runs.console import Console
 from poise.runs.folder import CHANGEABLE, RunFolder
 
 
@@ -37,3 +41,14 @@ def open_to_resume(config: Config) -> RunFolder:
     if updated != saved:
         folder.write_config(updated)
     return folder
+
+
+def in_free_folder(config: Config, *, quiet: bool = False) -> Config:
+    """The config, with the next free folder (``runs/mine-2``) if there is a run in its own: a cell is run twice."""
+    taken = expand(config.run)
+    if not (taken / "config.json").exists():
+        return config
+    numbered = (taken.with_name(f"{taken.name}-{number}") for number in count(2))
+    free = next(str(folder) for folder in numbered if not folder.exists())
+    Console(0, quiet=quiet).note(f"{taken} has a run already, so this one goes to {free} (resume=True goes on with it)")
+    return config.model_copy(update={"run": free})

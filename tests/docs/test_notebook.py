@@ -1,0 +1,55 @@
+"""The quickstart notebook, run cell by cell in a kernel of its own, with smaller runs."""
+
+import os
+import re
+import shutil
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from support.pages import ROOT
+
+NOTEBOOK = ROOT / "examples/quickstart.ipynb"
+SMALLER = {"steps=8": "steps=2", "prompts=8": "prompts=2", "evaluation.problems=32": "evaluation.problems=2"}
+
+
+def outputs(cell):
+    return [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
+
+
+def printed(cell):
+    return "".join(output["text"] for output in outputs(cell) if output.output_type == "stream")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's own
+def test_the_quickstart_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    shutil.copy(NOTEBOOK, tmp_path)
+    notebook = nbformat.read(tmp_path / NOTEBOOK.name, 4)
+    for cell in notebook.cells:
+        for written, smaller in SMALLER.items():
+            cell.source = cell.source.replace(written, smaller)
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    trained = [cell for cell in notebook.cells if "trainer.train(" in cell.source]
+    assert len(trained) == 2
+    for cell in trained:
+        bar, curve = (output.data for output in outputs(cell) if output.output_type == "display_data")
+        assert '<progress value="1.0000"' in bar["text/html"]
+        assert "2/2  reward" in bar["text/plain"]
+        assert curve["image/png"].startswith("iVBORw0KGgo")  # a PNG
+        assert re.search(r"avg@2 +0\.\d+ \[", printed(cell))
+        assert "step  " not in printed(cell)  # the bar shows the steps
+    assert (tmp_path / "runs/softer/curve.png").exists()
+    assert "weight 0." in printed(notebook.cells[-2])
+
+
+def test_the_notebook_as_it_is_kept():
+    """Its outputs are those of a run without an error, and small."""
+    notebook = nbformat.read(NOTEBOOK, 4)
+    nbformat.validate(notebook)
+    assert not [o for cell in notebook.cells for o in cell.get("outputs", []) if o.output_type == "error"]
+    assert NOTEBOOK.stat().st_size < 200_000
+    assert not re.search(r"/(home|root|tmp|work)/", NOTEBOOK.read_text())
