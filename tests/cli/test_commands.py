@@ -10,6 +10,7 @@ import yaml
 
 from poise import config as configs
 from poise import tasks, trainer
+from poise.cli import train
 from poise.config.documents import merge
 from poise.models.policy import load_policy
 from poise.runs.folder import RunFolder
@@ -21,7 +22,8 @@ from support.twice import Twice
 
 
 def test_help_shows_examples():
-    assert "poise train --resume run=" in poise("train", "--help").output
+    assert "poise train --resume runs/ar` (or `--resume run=runs/ar`)" in train.train.__doc__
+    assert "poise train --resume runs/ar" in poise("train", "--help").output
     assert "poise eval embedded" in poise("eval", "--help").output
     for command in ("train", "eval", "warmstart", "tasks"):
         assert command in poise("--help").output
@@ -183,6 +185,13 @@ MISTAKES = {  # what was done to a run, and what --resume says
 }
 
 
+def test_damaged_settings_are_named_by_every_command(copy):
+    (copy / "config.json").write_text('{"seed": ')
+    for command in (["eval", copy], ["diagnose", copy], ["report", copy], ["train", "demo", f"model={copy}"]):
+        said = fails(*command, *(["run=runs/next"] if command[0] == "train" else []))
+        assert "config.json cannot be read as JSON: put the file back" in " ".join(said.split()), command
+
+
 def edit(run, changes):
     path = run / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -226,10 +235,11 @@ def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
 
 
 @pytest.mark.usefixtures("short_evaluation")
-def test_more_steps_are_kept_for_the_next_resume(tmp_path):
-    run = f"run={tmp_path / 'run'}"
-    poise("train", "demo", *SMALL, run)
-    poise("train", "--resume", run, "steps=2", "--quiet")
+@pytest.mark.parametrize("spelling", ["run={}", "{}"])
+def test_more_steps_are_kept_for_the_next_resume(tmp_path, spelling):
+    run = tmp_path / "run"
+    poise("train", "demo", *SMALL, f"run={run}")
+    poise("train", "--resume", spelling.format(run), "steps=2", "--quiet")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
 
 
@@ -309,6 +319,8 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["train", "task.peple=3"], "did you mean 'task.people'"),
         (["train", "--resume"], "run=DIR"),
         (["train", "--resume", "run=/nonexistent"], "there is no run in"),
+        (["train", "--resume", "/nonexistent"], "there is no run in /nonexistent"),
+        (["train", "--resume", "demo", "run=x"], "leave demo out"),
         (["train", "--resume", "run=x", "seed=2"], "cannot be changed"),
         (["eval", "/nonexistent/model"], "there is no such folder"),
         (["eval", "nobody/nothing", "task.name=kk"], "neither a folder here nor a model that could be fetched"),

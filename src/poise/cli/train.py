@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def train(
     args: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in run=DIR; steps=N and budget=N may raise its end.")
+        bool,
+        typer.Option("--resume", help="Go on with a run: --resume DIR; steps=N and budget=N may raise its end."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every setting with its value, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")] = False,
@@ -35,7 +36,8 @@ def train(
     - `poise train demo algorithm=rltr algorithm.transfer=0.5 budget=2e6 run=runs/rltr`
     - `poise train model=Qwen/Qwen2.5-0.5B-Instruct data=questions.jsonl reward=math run=runs/mine`
     - `poise train model=Qwen/Qwen2.5-0.5B-Instruct task.name=my_tasks.py:Mine run=runs/mine`
-    - `poise train --resume run=runs/ar`
+    - `poise train --resume runs/ar` (or `--resume run=runs/ar`)
+    - `poise train --resume runs/ar steps=200`
     """
     from poise import config as configs
     from poise.runs.console import Console, visible
@@ -56,17 +58,18 @@ def train(
 
 
 def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
-    """The settings of the run that is to go on."""
+    """The settings of the run that is to go on. Its folder is named as ``run=DIR``, or by itself."""
     from poise.config.documents import split_overrides
     from poise.config.run_settings import of_run
 
-    if recipe is not None:
-        fail("--resume takes its settings from the run folder: leave the recipe out")
+    if recipe is not None and any(item.startswith("run=") for item in overrides):
+        fail(f"--resume takes its settings from the run folder: leave {recipe} out")
     if extra := sorted({item.partition("=")[0] for item in overrides} - {"run", "steps", "budget"}):
         fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= and budget= can)")
     changes, _ = split_overrides(overrides)
-    if "run" not in changes:
-        fail("--resume needs to know which run: poise train --resume run=DIR")
+    changes.setdefault("run", recipe)
+    if changes["run"] is None:
+        fail("--resume needs to know which run: poise train --resume DIR (or run=DIR)")
     return of_run(str(changes["run"]), changes, trust=trust)
 
 

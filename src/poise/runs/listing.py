@@ -6,11 +6,16 @@ from pathlib import Path
 
 from poise._lib.files import read_json
 
+_WRITTEN = ("metrics.jsonl", "before.json")  # by runs alone
+
 
 def is_run(folder: str | Path) -> bool:
-    """Whether a folder is a run's, even one that was stopped before its first checkpoint."""
+    """Whether a folder is a run's, even one without a checkpoint or with a damaged config.json."""
+    settings = Path(folder) / "config.json"
+    if settings.is_file() and any(settings.with_name(name).is_file() for name in _WRITTEN):
+        return True
     try:
-        settings = read_json(Path(folder) / "config.json")
+        found = read_json(settings)
     except (OSError, ValueError):
         return False
-    return isinstance(settings, dict) and "rollout" in settings
+    return isinstance(found, dict) and "rollout" in found
