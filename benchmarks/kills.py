@@ -35,6 +35,7 @@ from poise.runs import folder as runs
 from poise.runs.folder import RunFolder
 from poise.trainer import Trainer
 from poise.training import warm_start as warmstart
+from poise.training.evaluations import Evaluations
 
 SETTINGS = [
     "steps=3", "prompts=2", "group=2", "task.people=2", "rollout.max_tokens=6", "evaluation.problems=1",
@@ -44,7 +45,7 @@ SETTINGS = [
 PHASES: dict[str, list[tuple[Any, str]]] = {  # what is under way, by the function that does it; the innermost counts
     "start": [(trainer, "train")],
     "sampling and update": [(Trainer, "step")],
-    "evaluation": [(Trainer, "_evaluate")],
+    "evaluation": [(Evaluations, "measure")],
     "metrics": [(RunFolder, "log")],
     "records": [(RunFolder, "save_rollouts"), (RunFolder, "save_tokens")],
     "checkpoint": [(RunFolder, "save_checkpoint")],

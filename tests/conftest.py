@@ -63,10 +63,10 @@ def served(tmp_path):
 @pytest.fixture
 def short_evaluation(monkeypatch):
     """For tests that do not look at accuracy, most of a small run: replies to held-out problems end after 4 tokens."""
-    from poise import trainer
+    from poise.training import evaluations
 
-    held_out = trainer.held_out
-    monkeypatch.setattr(trainer, "held_out", lambda sampler, *rest: held_out(replace(sampler, max_tokens=4), *rest))
+    real = evaluations.held_out
+    monkeypatch.setattr(evaluations, "held_out", lambda sampler, *rest: real(replace(sampler, max_tokens=4), *rest))
 
 
 @pytest.fixture

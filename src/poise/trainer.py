@@ -23,15 +23,16 @@ from poise.config.schema import Config
 from poise.engines.limits import check_settings
 from poise.models.master_weights import MasterWeights
 from poise.models.memory import OutOfMemoryError
-from poise.models.policy import ModelError, load_policy
+from poise.models.policy import load_policy
 from poise.rollout.sampling import derived_seed
 from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
-from poise.tasks import available, training_problems
+from poise.tasks import training_problems
 from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
-from poise.training.evaluate import Evaluation, at_once, held_out, read_before
+from poise.training.evaluate import at_once
+from poise.training.evaluations import Evaluations
 from poise.training.frozen import FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
 from poise.training.phases import on_all_rows, phases_of
@@ -45,7 +46,7 @@ from poise.training.records import (
     turn_metrics,
 )
 from poise.training.reporter import Reporter
-from poise.training.resume import TrainError, in_free_folder, open_to_resume
+from poise.training.resume import TrainError, in_free_folder, model_errors, open_to_resume
 from poise.training.setup import arrive, build_sampler, check_same_data
 from poise.training.update import NotFiniteError, update
 
@@ -125,13 +126,20 @@ class Trainer:
         with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
             for note in self.notes:
                 report.note(note)
-            before = self._accuracy_before(report, done, before)
-            if ending := self._ending(done, self.tokens):
+            evaluations = Evaluations(self.sampler, self.config, self.folder, report, stopper)
+            ending = self._ending(done, self.tokens)
+            try:
+                before = evaluations.before(done, before)
+                reached = not ending and evaluations.catch_up(done)
+            except KeyboardInterrupt:
+                report.stopped(self.folder.resume_command)
+                raise
+            if ending:
                 report.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
             report.begin(done, self.tokens, self.policy)
             try:
-                done = self._take_steps(done, report, stopper)
-                after = self._evaluate(report)
+                done = done if ending or reached else self._take_steps(done, report, stopper, evaluations)
+                after = evaluations.measure()
             except (Exception, KeyboardInterrupt):
                 self.checkpoints.save_finished_step(self.memory, self.tokens)
                 report.stopped(self.folder.resume_command)
@@ -139,29 +147,25 @@ class Trainer:
         summary = {"steps": done, "tokens": self.tokens, "before": before, "after": after.summary()}
         return report.finished(summary, after.by_problem())
 
-    def _take_steps(self, done: int, report: Reporter, stopper: Stopper) -> int:
+    def _take_steps(self, done: int, report: Reporter, stopper: Stopper, evaluations: Evaluations) -> int:
         """Take the remaining steps, and return the number of the last one. A stop request raises KeyboardInterrupt."""
         config, checkpoints = self.config, self.checkpoints
-        if self._ending(done, self.tokens):
-            return done
         for step in range(done + 1, config.steps + 1):
-            if stopper.requested:  # during the evaluation before the first step
-                raise KeyboardInterrupt
+            stopper.check()
             metrics = self.step(step, report)
             arrive(self.sampler, config, step)
             ending = self._ending(step, self.tokens)
             try:
-                if config.evaluation.every and step % config.evaluation.every == 0 and not ending:
-                    metrics |= self._evaluate(report).metrics()
+                if evaluations.due(step) and not ending:
+                    metrics |= evaluations.measure().metrics()
             finally:
                 self.folder.log(step, metrics)
                 checkpoints.logged = step
             report.step(step, metrics)
-            last = ending is not None or stopper.requested or self._goal_reached(metrics, report)
+            last = ending is not None or stopper.requested or evaluations.goal_reached(metrics)
             if last or checkpoints.due(step):
                 checkpoints.save(step, self.memory, self.tokens)
-            if stopper.requested:
-                raise KeyboardInterrupt
+            stopper.check()
             if last:
                 report.ended(ending, step, self.tokens)
                 return step
@@ -181,7 +185,7 @@ class Trainer:
         self.sampler.turns.clear()
         with clock("problems"):
             problems = training_problems(task, seed=config.seed, step=step, step_seed=seed, count=config.prompts)
-        with _model_errors():
+        with model_errors():
             samples, memory = collect(
                 self.algorithm, problems, self.sampler, seed, self.memory,
                 name=config.algorithm, advantage=config.advantage,
@@ -262,39 +266,3 @@ class Trainer:
         warmup = self.config.optim.warmup_steps
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.optim.lr * (min(step / warmup, 1.0) if warmup else 1.0)
-
-    # Evaluation on held-out problems
-
-    def _evaluate(self, report: Reporter) -> Evaluation:
-        settings = self.config.evaluation
-        count = available(self.sampler.task, "test", settings.problems)
-        greedily = " and greedily" if self.config.test_temperature else ", greedily"
-        report.note(f"evaluating {count} held-out problems × {settings.samples}{greedily}")
-        with _model_errors():
-            return held_out(self.sampler, self.config, lambda done, total: report.note(f"  {done}/{total}"))
-
-    def _accuracy_before(self, report: Reporter, done: int, known: dict[str, Any] | None) -> dict[str, Any]:
-        """Held-out accuracy before training: measured once; a resumed run reads it from ``before.json``."""
-        before = read_before(self.folder, done)
-        if before is None:
-            before = known or self._evaluate(report).summary()
-            self.folder.write_json("before.json", before)
-        return before
-
-    def _goal_reached(self, metrics: dict[str, float], report: Reporter) -> bool:
-        """Whether this step's evaluation, if it had one, reached ``stop_at``."""
-        name = f"eval/{self.sampler.task.name}/avg@{self.config.evaluation.samples}"
-        goal, accuracy = self.config.stop_at, metrics.get(name)
-        if goal is None or accuracy is None or accuracy < goal:
-            return False
-        report.note(f"held-out accuracy {accuracy:.3f} has reached stop_at={goal}: stopping")
-        return True
-
-
-@contextmanager
-def _model_errors() -> Iterator[None]:
-    """Turn a ModelError, such as a prompt that is too long, into a TrainError."""
-    try:
-        yield
-    except ModelError as error:
-        raise TrainError(str(error)) from error

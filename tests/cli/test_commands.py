@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ from poise.models.policy import load_policy
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.trainer import TrainError
+from poise.training import evaluate
 from poise.training.resume import open_to_resume
 from support.command_line import SMALL, fails, poise
 from support.twice import Twice
@@ -27,6 +29,19 @@ def test_help_shows_examples():
     assert "poise eval embedded" in poise("eval", "--help").output
     for command in ("train", "eval", "warmstart", "tasks"):
         assert command in poise("--help").output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_eval_at_once(tmp_path, monkeypatch, number):
+    def interrupted(*_):
+        signal.raise_signal(number)
+        pytest.fail("the evaluation went on")
+
+    monkeypatch.setattr(evaluate, "held_out", interrupted)
+    result = poise("eval", "embedded", "problems=1", "--json", tmp_path / "out.json")
+    assert result.exit_code == 130
+    assert "stopped before the last problem" in result.output
+    assert not (tmp_path / "out.json").exists()
 
 
 def test_dry_run_prints_the_resolved_config(tmp_path):

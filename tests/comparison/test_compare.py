@@ -108,3 +108,17 @@ def test_ctrl_c_saves_what_runs(tmp_path):
     assert steps
     assert all(0 < run.steps < 500 for run in steps)
     assert not list(folder.glob("arms/*/*/owner.json"))
+
+
+def test_a_signal_ends_evaluations_at_once(tmp_path):
+    folder = tmp_path / "cmp"
+    with command(*arguments(folder, "evaluation.problems=20000")) as process:  # which would take minutes
+        wait_until(lambda: any("evaluating" in log.read_text() for log in folder.glob("logs/*")), 300)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=300)[0]
+    assert process.returncode == 130, said
+    assert "the same command goes on" in said
+    assert list(folder.glob("arms/*/*/config.json"))
+    assert not list(folder.glob("arms/*/*/before.json"))
+    assert not (folder / "failures.json").exists()
+    assert any("stopped; go on with" in log.read_text() for log in folder.glob("logs/*"))

@@ -11,6 +11,9 @@ import pytest
 from poise import trainer
 from poise.runs.folder import RunFolder
 from poise.trainer import Trainer
+from poise.training import evaluations
+from poise.training.evaluate import Evaluation
+from poise.training.evaluations import Evaluations
 from poise.training.interrupts import Stopper
 from support.small_runs import SMALL, command, make, run
 
@@ -91,19 +94,80 @@ def test_a_line_that_cannot_be_logged_is_no_finished_step(tmp_path, monkeypatch)
     assert [line["step"] for line in RunFolder.open(config.run).metrics()] == [1, 2, 3, 4]
 
 
-def test_a_signal_during_the_evaluation_before_training_begins_no_step(tmp_path, monkeypatch):
-    config, real = make(tmp_path, *QUICK), trainer.Trainer._evaluate
+def interrupt(monkeypatch, number):
+    """Let SIGTERM come in that evaluation of a run."""
+    calls, real = [], evaluations.held_out
 
-    def interrupted(held, console):
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == number:
+            signal.raise_signal(signal.SIGTERM)
+            raise AssertionError("the evaluation went on")
+        return real(*args)
+
+    monkeypatch.setattr(evaluations, "held_out", interrupted)
+
+
+def lines(path):
+    """The lines of a run's metrics, in order, without times."""
+    records = RunFolder.open(path, resume=False).metrics()
+    return [[(key, value) for key, value in line.items() if not key.startswith("time/")] for line in records]
+
+
+@pytest.mark.parametrize(("number", "steps"), [(1, 0), (2, 2), (3, 4)])  # before training, after step 2, at the end
+def test_a_signal_ends_an_evaluation_at_once_and_the_resumed_run_does_it_again(
+    tmp_path, monkeypatch, capsys, number, steps
+):
+    settings = [*QUICK, "objective.entropy_coef=0.01", "evaluation.every=2", "checkpoint_every=100"]
+    whole, summary = run(tmp_path, *settings, name="whole")
+    config = make(tmp_path, *settings)
+    with monkeypatch.context() as patch:
+        interrupt(patch, number)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(config)
+    assert f"stopped; go on with: poise train --resume run={config.run}" in capsys.readouterr().out
+    folder = RunFolder.open(config.run)
+    assert [line["step"] for line in folder.metrics()] == [1, 2, 3, 4][:steps]
+    assert folder.checkpoints() == [steps][: bool(steps)]
+    assert (folder.read_json("before.json") is None) == (not steps)
+    resumed = trainer.train(config, resume=True, quiet=True)
+    assert lines(config.run) == lines(whole.path)
+    assert resumed["after"] == summary["after"]
+    assert resumed["before"] == summary["before"]
+
+
+def test_an_evaluation_that_is_done_again_may_reach_the_goal(tmp_path, monkeypatch):
+    config = make(tmp_path, *QUICK, "evaluation.every=2", "stop_at=0.0001")
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(config, quiet=True)
+    reached = {"eval/kk/avg@1": 1.0}
+    monkeypatch.setattr(Evaluation, "metrics", lambda _: reached)
+    assert trainer.train(config, resume=True, quiet=True)["steps"] == 2
+    assert RunFolder.open(config.run).metrics()[-1].items() >= reached.items()
+
+
+def test_a_run_that_goes_on_beyond_its_end_is_not_evaluated_there_twice(tmp_path):
+    folder, _ = run(tmp_path, *QUICK, "evaluation.every=2", "steps=2")
+    config = make(tmp_path, *QUICK, "evaluation.every=2", "steps=3")
+    trainer.train(config, resume=True, quiet=True)
+    assert not any(key.startswith("eval/") for line in folder.metrics() for key in line)
+
+
+def test_a_signal_before_an_evaluation_begins_none(tmp_path, monkeypatch):
+    config, real = make(tmp_path, *QUICK), Evaluations.before
+
+    def interrupted(held, *rest):
         signal.raise_signal(signal.SIGTERM)
-        return real(held, console)
+        return real(held, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_evaluate", interrupted)
+        patch.setattr(Evaluations, "before", interrupted)
+        patch.setattr(evaluations, "held_out", lambda *_: pytest.fail("an evaluation began"))
         with pytest.raises(KeyboardInterrupt):
             trainer.train(config, quiet=True)
     folder = RunFolder.open(config.run)
     assert folder.metrics() == []
-    assert folder.read_json("before.json")  # what was measured is kept
     trainer.train(config, resume=True, quiet=True)
     assert [line["step"] for line in folder.metrics()] == [1, 2, 3, 4]

@@ -73,6 +73,7 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
     from poise.models.policy import load_policy
     from poise.runs.console import Console, visible
     from poise.training.evaluate import at_once, held_out
+    from poise.training.interrupts import Stopper
     from poise.training.records import shown
     from poise.training.setup import arrive, build_sampler, steps_taken
 
@@ -87,7 +88,12 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
     sampling = describe_sampling(config, config.test_temperature)
     greedily = "; and once greedily" if config.test_temperature else ""  # at temperature 0 the samples are
     print(f"{asked.problems} problems × {asked.samples} samples at {sampling}{greedily}", flush=True)
-    found = held_out(sampler, config, _report_progress)
+    try:
+        with Stopper(note) as stopper, stopper.at_once():
+            found = held_out(sampler, config, _report_progress)
+    except KeyboardInterrupt:
+        note("stopped before the last problem: nothing is measured, and the same command begins again")
+        raise
     summary = found.summary()
     with Console(0) as console:
         console.samples_table([shown(sample) for sample in found.attempts], show, whole=True)

@@ -54,6 +54,9 @@ from poise._lib.files import (
 from poise._lib.user_code import asks_for_code
 from poise.runs.console import complain
 from poise.runs.lock import OWNER
+from poise.runs.metrics_file import COPY, DamagedError, MetricsFile
+
+__all__ = ["CheckpointError", "DamagedError", "RunFolder", "verify_model"]
 
 T = TypeVar("T")
 _STEP = r"step-(\d{6,})"
@@ -62,13 +65,8 @@ _OWN = (
     *("models.json", "diverged.json", "warnings.json", "curve.png", "rollouts", "tokens", "checkpoints"),
 )
 CHANGEABLE = ("run", "steps", "budget")  # settings that a resumed run may change
-_COPY = "put the file back from a copy"
 LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses: a hostile 10 MB file can unpack to 10 GB
 ASIDE = "set-aside-"  # prefix of an unreadable checkpoint that the run continued without
-
-
-class DamagedError(ValueError):
-    """A file of a run is not what poise wrote. The message names it, and says what to do."""
 
 
 class CheckpointError(RuntimeError):
@@ -83,7 +81,7 @@ class RunFolder:
         self.path = expand(path)
         self.keep = keep
         self._config = self.path / "config.json"
-        self._metrics = self.path / "metrics.jsonl"
+        self._metrics = MetricsFile(self.path / "metrics.jsonl")
         self._rollouts = self.path / "rollouts"
         self._tokens = self.path / "tokens"
         self._checkpoints = self.path / "checkpoints"
@@ -120,7 +118,7 @@ class RunFolder:
             check_own(run.path / name for name in _OWN)
             for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):
                 remove_leftovers(folder)
-            run._filter_lines(lambda _: True)  # drops a torn last line
+            run._metrics.rewrite(lambda record: record)  # drops a torn last line
         return run
 
     def discard(self) -> None:
@@ -135,7 +133,7 @@ class RunFolder:
         """The run's settings."""
         config = self.read_json("config.json")
         if not isinstance(config, dict):
-            raise DamagedError(f"{self._config} holds no settings, which are a JSON object: {_COPY}")
+            raise DamagedError(f"{self._config} holds no settings, which are a JSON object: {COPY}")
         return config
 
     def write_config(self, config: Mapping[str, Any]) -> None:
@@ -162,50 +160,21 @@ class RunFolder:
         try:
             return read_json(path) if path.exists() else None
         except ValueError:
-            raise DamagedError(f"{path} cannot be read as JSON: {_COPY}") from None
+            raise DamagedError(f"{path} cannot be read as JSON: {COPY}") from None
 
     # Metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of one step. NaN and infinities become null."""
-        if "step" in metrics:
-            raise ValueError("metrics: the name 'step' is reserved for the step's number")
-        numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
-        line = dumps({"step": step, **numbers})
-        with self._metrics.open("ab", buffering=0) as file:
-            before = file.tell()
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:  # disk full: leave no half line before the next one
-                os.truncate(self._metrics, before)
-                raise
+        self._metrics.append(step, metrics)
+
+    def log_more(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the line of a step that is logged already."""
+        self._metrics.rewrite(lambda record: {**record, **metrics} if record["step"] == step else record)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of every step, one dict each, including "step"."""
-        return [record for _, record in self._lines()]
-
-    def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
-        text = self._metrics.read_bytes() if self._metrics.exists() else b""
-        *lines, torn = text.split(b"\n")
-        records = []
-        for number, line in enumerate(lines, 1):
-            try:
-                record = dict(loads(line))
-                records.append((line + b"\n", {**record, "step": int(record["step"])}))
-            except (ValueError, TypeError, KeyError, OverflowError):
-                # A power cut may leave a last line of the right length with wrong bytes.
-                if number == len(lines) and not torn:
-                    break
-                why = f"this is not a JSON object with a step: {line[:60]!r}"
-                raise DamagedError(f"{self._metrics}, line {number}: {why}; remove the line, or {_COPY}") from None
-        return records
-
-    def _filter_lines(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        text = b"".join(line for line, record in self._lines() if keep(record))
-        if self._metrics.exists() and self._metrics.read_bytes() != text:
-            with replacing(self._metrics) as file:
-                file.write(text)
+        return self._metrics.records()
 
     # Rollouts
 
@@ -260,9 +229,7 @@ class RunFolder:
             temporary.mkdir(parents=True)
             write(temporary)
             seal(temporary, {"step": step, **self._origin})
-            if self._metrics.exists():  # the metrics up to this step must survive a power cut as the checkpoint does
-                with self._metrics.open("r+b") as file:
-                    os.fsync(file.fileno())
+            self._metrics.sync()  # the metrics up to this step must survive a power cut as the checkpoint does
             if folder.exists():
                 os.replace(folder, old)
             os.replace(temporary, folder)
@@ -332,14 +299,14 @@ class RunFolder:
         A later checkpoint, which could not be read, is renamed to ``set-aside-…`` instead. If the metrics do not have
         the steps 1 to ``step`` once each, ``say`` is told.
         """
-        self._filter_lines(lambda record: record["step"] <= step)
+        self._metrics.rewrite(lambda record: record if record["step"] <= step else None)
         logged = [record["step"] for record in self.metrics()]
         if len(logged) != step or logged != list(range(1, step + 1)):
             present = set(logged)
             first = next((s for s in range(1, step + 1) if s not in present), None)
             gap = step - sum(1 <= s <= step for s in present)
             what = f"has no line for {gap} steps, the first is {first}" if gap else "has steps twice, or unordered"
-            say(f"{self._metrics} {what}: training goes on, curves stay like that; to mend it, stop and {_COPY}")
+            say(f"{self._metrics.path} {what}: training goes on, curves stay like that; to mend it, stop and {COPY}")
         for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
             remove(self._rollouts / f"{_name(later)}.jsonl.gz")
         for later in [s for s in _steps(self._tokens, ".safetensors") if s > step]:

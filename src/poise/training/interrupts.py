@@ -1,4 +1,4 @@
-"""Signals request a stop: the current step finishes and is saved. A second Ctrl-C stops at once.
+"""Signals request a stop: a step finishes and is saved, an evaluation ends at once, and so does all at a second Ctrl-C.
 
 SIGTERM comes from ``kill`` and from schedulers, SIGHUP from a terminal that closes, SIGUSR1, SIGUSR2 and SIGXCPU from
 batch systems shortly before the time limit.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,10 +18,11 @@ SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name)
 
 
 class Stopper:
-    """A context in which these signals only set ``requested``."""
+    """A context in which these signals only set ``requested``, except within ``at_once``."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.note, self.requested = note, False
+        self._at_once = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopper:
@@ -37,10 +39,27 @@ class Stopper:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a signal raises KeyboardInterrupt: for work that can be done again. One that came before does too."""
+        self._at_once = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._at_once = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a stop was requested."""
+        if self.requested:
+            raise KeyboardInterrupt
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.requested:  # a closing terminal may send SIGHUP twice, which must not lose the step
             return
         self.requested = True
-        self.note("stopping after the step or evaluation under way; press Ctrl-C again to stop at once")
+        if self._at_once:
+            raise KeyboardInterrupt
+        self.note("stopping after the step under way; press Ctrl-C again to stop at once")

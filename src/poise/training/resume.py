@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
 from poise._lib.errors import short
 from poise._lib.files import expand
 from poise.config.differences import differences
 from poise.config.schema import Config
+from poise.models.errors import ModelError
 from poise.runs.console import Console
 from poise.runs.folder import CHANGEABLE, RunFolder
 
 
 class TrainError(RuntimeError):
     """Training cannot continue. The message says why, and what to do."""
+
+
+@contextmanager
+def model_errors() -> Iterator[None]:
+    """Turn a ModelError, such as a prompt that is too long, into a TrainError."""
+    try:
+        yield
+    except ModelError as error:
+        raise TrainError(str(error)) from error
 
 
 def open_to_resume(config: Config) -> RunFolder:

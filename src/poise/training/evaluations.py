@@ -1,0 +1,78 @@
+"""The evaluations of one run: before training, after every so many steps, and at the end.
+
+A signal ends an evaluation at once. A resumed run does it again from the beginning, with the same result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+from poise.algorithms.sampler import Sampler
+from poise.config.schema import Config
+from poise.runs.folder import RunFolder
+from poise.tasks import available
+from poise.training.evaluate import Evaluation, held_out, read_before
+from poise.training.interrupts import Stopper
+from poise.training.reporter import Reporter
+from poise.training.resume import model_errors
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Measures the policy on held-out problems, as the run's settings say."""
+
+    sampler: Sampler
+    config: Config
+    folder: RunFolder
+    report: Reporter
+    stopper: Stopper
+
+    def measure(self) -> Evaluation:
+        """Evaluate now. A stop request raises KeyboardInterrupt."""
+        settings = self.config.evaluation
+        count = available(self.sampler.task, "test", settings.problems)
+        greedily = " and greedily" if self.config.test_temperature else ", greedily"
+        with self.stopper.at_once(), model_errors():
+            self.report.note(f"evaluating {count} held-out problems × {settings.samples}{greedily}")
+            return held_out(self.sampler, self.config, self._progress)
+
+    def _progress(self, done: int, total: int) -> None:
+        self.report.note(f"  {done}/{total}")
+        self.stopper.check()  # Python drops what a signal raises in a destructor
+
+    def before(self, done: int, known: dict[str, Any] | None) -> dict[str, Any]:
+        """The accuracy before training: measured once; a resumed run reads it from ``before.json``."""
+        before = read_before(self.folder, done)
+        if before is None:
+            before = known or self.measure().summary()
+            self.folder.write_json("before.json", before)
+        return before
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate after this step, unless it is the last."""
+        every = self.config.evaluation.every
+        return every > 0 and step % every == 0
+
+    def catch_up(self, done: int) -> bool:
+        """Do the evaluation after step ``done`` that was cut short, if it was; whether it reached the goal."""
+        line = next((line for line in self.folder.metrics() if line["step"] == done), None)
+        summary = self.folder.read_json("summary.json")
+        ended = isinstance(summary, dict) and summary.get("steps") == done  # it had the final evaluation
+        if line is None or not self.due(done) or ended or any(key.startswith("eval/") for key in line):
+            return False
+        measured = self.measure().metrics()
+        self.folder.log_more(done, measured)
+        logged = {key: nan if value is None else value for key, value in line.items() if key != "step"}
+        self.report.step(done, logged | measured)
+        return self.goal_reached(measured)
+
+    def goal_reached(self, metrics: dict[str, float]) -> bool:
+        """Whether a step's evaluation, if it had one, reached ``stop_at``."""
+        name = f"eval/{self.sampler.task.name}/avg@{self.config.evaluation.samples}"
+        goal, accuracy = self.config.stop_at, metrics.get(name)
+        if goal is None or accuracy is None or accuracy < goal:
+            return False
+        self.report.note(f"held-out accuracy {accuracy:.3f} has reached stop_at={goal}: stopping")
+        return True
