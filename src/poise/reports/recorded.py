@@ -116,6 +116,8 @@ def _checked(records: list[dict[str, Any]], arrays: dict[str, Tensor], texts: di
 def _check_record(record: dict[str, Any], name: str) -> None:
     for key in TEXTS:
         _check(isinstance(record[key], str), f"{name}: {key} is not a string")
+    for key in ("gold", "answer"):
+        _check(isinstance(record.get(key, ""), str), f"{name}: {key} is not a string")
     turns = record.get("environment", [])
     usable = isinstance(turns, list) and all(
         isinstance(turn, list) and len(turn) == 2 and type(turn[0]) is int and isinstance(turn[1], str)

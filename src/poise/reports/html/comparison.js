@@ -4,12 +4,10 @@ const comparison = JSON.parse(document.getElementById("data").textContent);
 const baseline = comparison.arms.find((arm) => arm.name === comparison.baseline);
 const rivals = comparison.arms.filter((arm) => arm !== baseline);
 
-const known = (value) => value !== null && value !== undefined;
 const points = (value) => (known(value) ? (100 * value).toFixed(1) : "–");
 const signed = (value) => (known(value) ? `${value >= 0.0005 ? "+" : ""}${(Math.round(1000 * value) / 10 || 0).toFixed(1)}`.replace("-", "−") : "–");
 const range = (ends, show) => (ends ? ` [${show(ends[0])}, ${show(ends[1])}]` : "");
 const chance = (p) => (p < 0.001 ? "< 0.001" : String(Number(p.toPrecision(2))));
-const large = (value) => (known(value) ? Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value) : "–");
 const power = (value) => (known(value) ? value.toExponential(2) : "–");
 const shade = (arm) => colour(comparison.arms.indexOf(arm));
 
@@ -20,7 +18,7 @@ function forest() {
   const ends = shown.flatMap(({ difference: d }) => [...d.values, ...(d.interval || [])]);
   let [low, high] = extent([...ends, 0, ...(known(comparison.detectable) ? [comparison.detectable, -comparison.detectable] : [])]);
   if (low === high) { low -= 0.01; high += 0.01; }
-  const x = (value) => 190 + ((value - low) / (high - low)) * 420;
+  const x = (value) => 222 + ((value - low) / (high - low)) * 388;
   const bottom = 14 + 26 * shown.length;
   const upright = (value, attributes) => svg("line", { x1: x(value), x2: x(value), y1: 6, y2: bottom, ...attributes });
   const row = (arm, i) => {
@@ -29,7 +27,7 @@ function forest() {
       ["p, corrected", chance(d.p_adjusted)], ["seeds", d.seeds.length]];
     return svg("g", { class: "forest-row", onpointermove: (event) => tip.show(event, el("b", {}, arm.name), tip.list(told)), onpointerleave: tip.hide },
       svg("rect", { x: 0, y: y - 13, width: 780, height: 26, fill: "transparent" }),
-      svg("text", { class: "value", x: 182, y: y + 4, "text-anchor": "end" }, arm.name.length > 32 ? `${arm.name.slice(0, 31)}…` : arm.name),
+      svg("text", { class: "value", x: 214, y: y + 4, "text-anchor": "end" }, arm.name.length > 32 ? `${arm.name.slice(0, 31)}…` : arm.name),
       d.interval && svg("line", { x1: x(d.interval[0]), x2: x(d.interval[1]), y1: y, y2: y, stroke: shade(arm), "stroke-width": 2,
         "stroke-dasharray": d.method === "student" ? "4 3" : null }),
       d.values.map((value) => svg("circle", { cx: x(value), cy: y, r: 1.6, fill: "var(--muted)", opacity: 0.6 })),
@@ -68,9 +66,9 @@ function bands(by) {
   };
   return [svg("svg", { viewBox: "0 0 330 170", role: "img", "aria-label": `accuracy over ${by}: ${arms.map((arm) => arm.name).join(", ")}` },
     ticks(low, high).map((t) => [svg("line", { class: "axis", x1: 40, x2: 322, y1: y(t), y2: y(t) }), svg("text", { x: 35, y: y(t) + 4, "text-anchor": "end" }, points(t))]),
-    ticks(x0, x1, 4).map((t) => svg("text", { x: x(t), y: 160, "text-anchor": "middle" }, large(t))),
+    ticks(x0, x1, 4).map((t) => upright(x(t), 160, large(t), 330)),
     arms.map(draw)),
-  el("div", { class: "legend" }, arms.map((arm) => el("span", {}, el("i", { style: { background: shade(arm) } }), `${arm.name} ${points(arm.curve.mean.at(-1))}`)))];
+  el("div", { class: "legend" }, arms.map((arm) => el("span", {}, mark(shade(arm), DASHES[comparison.arms.indexOf(arm) % DASHES.length]), `${arm.name} ${points(arm.curve.mean.at(-1))}`)))];
 }
 
 const reached = (reach) => (reach ? `${reach.reached} of ${reach.seeds}${known(reach.median) ? `, median ${large(reach.median)}` : ""}` : "–");

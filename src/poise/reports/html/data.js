@@ -4,7 +4,7 @@ const LIVE = document.documentElement.dataset.live === "true";
 const CACHED = 200; // decoded responses to keep
 
 const data = {
-  runs: [], rows: [], prompts: [], stamp: "", axes: {}, x: "step",
+  runs: [], rows: [], texts: [], stamp: "", axes: {}, x: "step",
   blocks: new Map(),
 
   async load() {
@@ -17,7 +17,7 @@ const data = {
     this.runs = index.runs;
     this.axes = index.axes;
     this.x = index.x;
-    this.prompts = index.prompts;
+    this.texts = index.texts;
     this.rows = index.rows.map((row, number) =>
       Object.assign(Object.fromEntries(index.columns.map((name, i) => [name, row[i]])), { number }));
     return !same;

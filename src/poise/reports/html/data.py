@@ -24,9 +24,14 @@ from poise.reports.recorded import read_json, read_metrics, read_step
 from poise.runs import warnings
 from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
+from poise.training.accuracy import is_summary
 
-WATCHED = ("config.json", "metrics.jsonl", "warnings.json", "summary.json", "diagnose.json", "diagnose", "tokens")
 Block = tuple[int, int, int]  # run, step, row: the address of a response
+WATCHED = (
+    "config.json", "metrics.jsonl", warnings.FILE, "before.json", "summary.json", "diverged.json", "diagnose.json",
+    "diagnose", "tokens",
+)  # fmt: skip
+REMEDY = "Begin again with a smaller optim.lr, or with dtype=float32."  # for a run that diverged
 
 
 class Source:
@@ -48,22 +53,22 @@ class Source:
 
     def index(self) -> dict[str, Any]:
         """Everything except the tokens: settings, curves, figures, and one row per response."""
-        prompts: dict[str, int] = {}
+        texts: dict[str, int] = {}
         rows: list[list[Any]] = []
         for run, folder in enumerate(self.folders):
             for step in folder.recorded():
                 if folder.tokens_path(step).exists():
                     records = enumerate(self._records(run, step))
-                    rows += [self._row(run, step, i, record, prompts) for i, record in records]
+                    rows += [self._row(run, step, i, record, texts) for i, record in records]
         return {
             "stamp": self.stamp(),
             "axes": AXES,
             "x": self.x,
             "runs": [self._run(run) for run in range(len(self.folders))],
             "columns": ["run", "step", "row", "length", "reward", "correct", "finished", "difficulty", "problem",
-                        "prompt", "parts", "role", "notes"],
+                        "prompt", "parts", "role", "notes", "gold", "answer"],
             "rows": rows,
-            "prompts": list(prompts),
+            "texts": list(texts),  # prompts and answers, which many rows share
         }  # fmt: skip
 
     def blocks(self) -> Iterator[tuple[Block, bytes]]:
@@ -94,12 +99,16 @@ class Source:
         folder = self.folders[run]
         lines = read_metrics(folder)
         keys = sorted({key for line in lines for key in line} - {"step"})
+        summary = read_json(folder, "summary.json")
+        ended: dict[str, Any] = summary if isinstance(summary, dict) else {}
         return {
             "name": self.names[run],
             "config": read_json(folder, "config.json"),
             "environment": read_json(folder, "environment.json"),
-            "summary": read_json(folder, "summary.json"),
-            "warnings": [asdict(each) for each in warnings.parse(read_json(folder, warnings.FILE), str(folder.path))],
+            "before": _evaluation(read_json(folder, "before.json")) or _evaluation(ended.get("before")),
+            "after": _evaluation(ended.get("after")),
+            "done": ended.get("steps"),
+            "warnings": _warnings(folder),
             "diagnose": _diagnosis(folder),
             "steps": [line["step"] for line in lines],
             "x": {axis: x_values(lines, axis) for axis in AXES},
@@ -108,12 +117,15 @@ class Source:
             "fields": self._fields[run],
         }
 
-    def _row(self, run: int, step: int, i: int, record: dict[str, Any], prompts: dict[str, int]) -> list[Any]:
-        prompt = prompts.setdefault(record["prompt"], len(prompts))
+    def _row(self, run: int, step: int, i: int, record: dict[str, Any], texts: dict[str, int]) -> list[Any]:
+        def number(text: str | None) -> int | None:
+            return None if text is None else texts.setdefault(text, len(texts))
+
         return [
             run, step, i, record["length"], record["reward"], record["correct"], record["finished"],
-            record["difficulty"], record["problem"], prompt, record["parts"], record.get("role", FIRST),
-            record.get("notes", {}),
+            record["difficulty"], record["problem"], number(record["prompt"]), record["parts"],
+            record.get("role", FIRST), record.get("notes", {}), number(record.get("gold")),
+            number(record.get("answer")),
         ]  # fmt: skip
 
     def _written(self, run: int, step: int) -> int:
@@ -155,6 +167,22 @@ def _names(paths: Sequence[Path]) -> list[str]:
     """The folders' names, or their paths if two names are equal."""
     short = [path.resolve().name for path in paths]
     return short if len(set(short)) == len(short) else [str(path) for path in paths]
+
+
+def _evaluation(summary: Any) -> dict[str, Any] | None:
+    """Held-out accuracy as ``Evaluation.summary`` has it; None if it was not measured, or is damaged."""
+    return summary if is_summary(summary) else None
+
+
+def _warnings(folder: RunFolder) -> list[dict[str, Any]]:
+    """What to know before one reads the result: the step at which it showed, what is wrong, and what to do."""
+    place = str(folder.path / warnings.FILE)
+    said = [asdict(warning) for warning in warnings.parse(read_json(folder, warnings.FILE), place)]
+    diverged = read_json(folder, "diverged.json")
+    if isinstance(diverged, dict):
+        what = f"The run diverged: {diverged.get('why')}."
+        said.append({"step": diverged.get("step"), "what": what, "remedy": REMEDY})
+    return said
 
 
 def _diagnosis(folder: RunFolder) -> dict[str, Any] | None:

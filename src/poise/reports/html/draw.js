@@ -26,6 +26,8 @@ function number(value) {
   if (size !== 0 && (size < 0.001 || size >= 1e6)) return value.toExponential(2);
   return String(Number(value.toPrecision(4)));
 }
+const known = (value) => value !== null && value !== undefined;
+const large = (value) => (known(value) ? Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value) : "–");
 const place = (x) => (Number.isInteger(x) ? String(x) : exactly(x));
 const short = (x) => (x >= 1e6 ? `${exactly(x / 1e6)}M` : x >= 1e4 ? `${exactly(x / 1e3)}k` : exactly(x)); // for the ticks of an axis
 const exactly = (value) => (value === undefined || Number.isNaN(value) ? "–" : String(Number(value.toPrecision(7))));
@@ -37,16 +39,27 @@ const HIDDEN = /[\p{C}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]/gu;
 const escaped = (code) => (code > 0xffff ? `\\U${code.toString(16).padStart(8, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`);
 const visible = (text) => text.replace(HIDDEN, (c) => (c === "\t" || c === "\n" ? c : escaped(c.codePointAt(0))));
 
+// The tooltip. It stands beside the text or figure that it is about, so that it covers no neighbours; where there is no
+// room beside it, at the edge of the window that is farther away. What was closed with Escape stays closed until one
+// points at something else.
 const tip = {
+  about: null, closed: null,
   show(event, ...content) {
+    if (event.target === this.closed) return;
+    this.about = event.target;
+    this.closed = null;
     const box = document.getElementById("tip");
     box.replaceChildren(...content);
     box.hidden = false;
-    const { offsetWidth: w, offsetHeight: h } = box;
-    box.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - w - 6))}px`;
-    box.style.top = `${event.clientY + 18 + h > innerHeight ? Math.max(4, event.clientY - h - 12) : event.clientY + 18}px`;
+    const { offsetWidth: w, offsetHeight: h } = box, [wide, high] = [innerWidth, innerHeight];
+    const around = (event.target.closest(".tokens, svg") || event.target).getBoundingClientRect();
+    const level = Math.max(4, Math.min(event.clientY - h / 2, high - h - 4)), centre = Math.max(4, Math.min(event.clientX - w / 2, wide - w - 4));
+    const [x, y] = [[around.right + 8, level], [around.left - w - 8, level], [centre, around.bottom + 6], [centre, around.top - h - 6]]
+      .find(([left, top]) => left >= 4 && left + w <= wide - 4 && top >= 4 && top + h <= high - 4) || [centre, event.clientY < high / 2 ? high - h - 4 : 4];
+    Object.assign(box.style, { left: `${x}px`, top: `${y}px` });
   },
   hide() { document.getElementById("tip").hidden = true; },
+  close() { if (!document.getElementById("tip").hidden) { this.closed = this.about; this.hide(); } },
   list(pairs) { return el("dl", {}, pairs.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])); },
 };
 
@@ -61,6 +74,30 @@ function ticks(low, high, about = 4) {
   const found = [];
   for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-9; t += step) found.push(Math.abs(t) < step / 1e6 ? 0 : t);
   return found;
+}
+
+// Room for the labels on the left of a figure, and a label below it: both stay inside, however long they are.
+const WIDE = 6.4; // pixels of a character, at most
+const margin = (labels) => Math.max(40, 10 + WIDE * Math.max(0, ...labels.map((label) => label.length)));
+function upright(x, y, label, width) {
+  const half = (WIDE * String(label).length) / 2;
+  return svg("text", { x: Math.max(half, Math.min(x, width - half)), y, "text-anchor": "middle" }, label);
+}
+
+// A line's mark in a legend, dashed as the line is.
+function mark(shade, dash = "") {
+  let at = 0;
+  const stops = dash.split(" ").filter(Boolean).map((length, i) => `${i % 2 ? "transparent" : shade} ${at}px ${at += Number(length)}px`);
+  return el("i", { class: dash && "dashed", style: { background: dash ? `repeating-linear-gradient(90deg, ${stops.join(", ")})` : shade } });
+}
+
+// Rows as comma-separated values, for the reader to keep. A text that a spreadsheet would take for a formula is made none.
+function saveTable(name, rows) {
+  const cell = (value) => (value === null || value === undefined ? "" : typeof value === "number" ? String(value)
+    : `"${String(value).replace(/^[=+\-@\t\r]/, "'$&").replaceAll('"', '""')}"`);
+  const address = URL.createObjectURL(new Blob([rows.map((row) => `${row.map(cell).join(",")}\r\n`).join("")], { type: "text/csv" }));
+  el("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
 }
 
 function card(title, note, ...content) {

@@ -88,10 +88,12 @@ function bars(names, series, { line = null, unit = number } = {}) {
   let [low, high] = extent([...values, 0, line ?? 0]);
   if (low === high) high = 1;
   const y = (v) => 142 - ((v - low) / (high - low)) * 128;
-  const wide = 282 / names.length, each = (wide * 0.78) / series.length;
-  const mark = (s, k) => s.values.map((v, i) => {
+  const labels = ticks(low, high).map((t) => [t, unit(t)]), left = margin(labels.map(([, label]) => label));
+  const wide = (322 - left) / names.length, each = (wide * 0.78) / series.length;
+  const every = Math.ceil((WIDE * Math.max(0, ...names.map((name) => name.length)) + 4) / wide) || 1; // which names have room
+  const group = (s, k) => s.values.map((v, i) => {
     if (v === null || v === undefined) return null;
-    const x = 40 + wide * i + wide * 0.11 + each * k, e = s.errors[i];
+    const x = left + wide * i + wide * 0.11 + each * k, e = s.errors[i];
     const told = [[names[i] || `${i + 1}`, ""], [s.label, unit(v)], e === null || e === undefined ? null : ["standard error", unit(e)]].filter(Boolean);
     return svg("g", { class: "bar-mark", onpointermove: (event) => tip.show(event, tip.list(told)), onpointerleave: tip.hide },
       svg("rect", { x, width: Math.max(each - 1.5, 0.8), y: Math.min(y(v), y(0)), height: Math.max(Math.abs(y(v) - y(0)), 0.7), fill: colour(k), rx: 1.5 }),
@@ -99,13 +101,13 @@ function bars(names, series, { line = null, unit = number } = {}) {
       e ? svg("line", { x1: x + each / 2, x2: x + each / 2, y1: y(v - e), y2: y(v + e), stroke: "var(--ink)" }) : null);
   });
   const picture = svg("svg", { viewBox: "0 0 330 165", role: "img", "aria-label": series.map((s) => `${s.label}: ${s.values.map(unit).join(", ")}`).join("; ") },
-    ticks(low, high).map((t) => [svg("line", { class: "axis", x1: 40, x2: 322, y1: y(t), y2: y(t) }),
-      svg("text", { x: 36, y: y(t) + 4, "text-anchor": "end" }, unit(t))]),
-    series.map(mark),
-    line === null ? null : svg("line", { x1: 40, x2: 322, y1: y(line), y2: y(line), stroke: "var(--ink)", "stroke-dasharray": "4 3" }),
-    names.map((name, i) => svg("text", { x: 40 + wide * (i + 0.5), y: 158, "text-anchor": "middle" }, name)));
+    labels.map(([t, label]) => [svg("line", { class: "axis", x1: left, x2: 322, y1: y(t), y2: y(t) }),
+      svg("text", { x: left - 4, y: y(t) + 4, "text-anchor": "end" }, label)]),
+    series.map(group),
+    line === null ? null : svg("line", { x1: left, x2: 322, y1: y(line), y2: y(line), stroke: "var(--ink)", "stroke-dasharray": "4 3" }),
+    names.map((name, i) => i % every === 0 && upright(left + wide * (i + 0.5), 158, name, 330)));
   return series.length > 1
-    ? [picture, el("div", { class: "legend" }, series.map((s, k) => el("span", {}, el("i", { style: { background: colour(k) } }), s.label)))]
+    ? [picture, el("div", { class: "legend" }, series.map((s, k) => el("span", {}, mark(colour(k)), s.label)))]
     : picture;
 }
 
@@ -114,28 +116,31 @@ function density(values) {
   const low = Math.floor(extent(logs.filter((v) => v !== null))[0]);
   const high = Math.ceil(extent(logs.filter((v) => v !== null))[1]) || 1;
   const y = (v) => 142 - ((v - low) / (high - low || 1)) * 128;
+  const labels = ticks(low, high).filter(Number.isInteger).map((t) => [t, number(10 ** t)]), left = margin(labels.map(([, label]) => label));
+  const wide = (322 - left) / values.length;
   return svg("svg", { viewBox: "0 0 330 165", role: "img", "aria-label": "density of the tokens over p" },
-    ticks(low, high).filter(Number.isInteger).map((t) => [svg("line", { class: "axis", x1: 40, x2: 322, y1: y(t), y2: y(t) }),
-      svg("text", { x: 36, y: y(t) + 4, "text-anchor": "end" }, number(10 ** t))]),
-    logs.map((v, i) => v !== null && svg("rect", { x: 40 + (282 * i) / values.length, width: 282 / values.length - 1, y: y(v), height: 142 - y(v), fill: colour(0),
+    labels.map(([t, label]) => [svg("line", { class: "axis", x1: left, x2: 322, y1: y(t), y2: y(t) }),
+      svg("text", { x: left - 4, y: y(t) + 4, "text-anchor": "end" }, label)]),
+    logs.map((v, i) => v !== null && svg("rect", { x: left + wide * i, width: Math.max(wide - 1, 0.5), y: y(v), height: 142 - y(v), fill: colour(0),
       onpointermove: (event) => tip.show(event, tip.list([[`p ${number(i / values.length)}–${number((i + 1) / values.length)}`, number(values[i])]])), onpointerleave: tip.hide })),
-    [0, 0.25, 0.5, 0.75, 1].map((t) => svg("text", { x: 40 + 282 * t, y: 158, "text-anchor": "middle" }, t)));
+    [0, 0.25, 0.5, 0.75, 1].map((t) => upright(left + (322 - left) * t, 158, t, 330)));
 }
 
 // A shaded matrix: warm above zero, cool below. `top` gets the full colour; by default the largest value does.
 function heat(rows, columns, values, top = null) {
   const flat = values.flat().filter((v) => v !== null);
   const full = top || most(flat);
-  const wide = 262 / columns.length, high = 150 / rows.length;
+  const left = margin(rows), wide = (330 - left) / columns.length, high = 150 / rows.length;
+  const room = (text) => WIDE * text.length <= wide; // the tooltip has what does not fit
   return svg("svg", { viewBox: "0 0 330 175", role: "img", "aria-label": rows.map((r, i) => `${r}: ${values[i].map(number).join(", ")}`).join("; ") },
-    columns.map((name, j) => svg("text", { x: 66 + wide * (j + 0.5), y: 11, "text-anchor": "middle" }, name)),
-    rows.map((name, i) => [svg("text", { x: 60, y: 18 + high * (i + 0.5) + 4, "text-anchor": "end" }, name),
+    columns.map((name, j) => room(name) && svg("text", { x: left + wide * (j + 0.5), y: 11, "text-anchor": "middle" }, name)),
+    rows.map((name, i) => [svg("text", { x: left - 6, y: 18 + high * (i + 0.5) + 4, "text-anchor": "end" }, name),
       columns.map((column, j) => {
         const v = values[i][j];
         const told = tip.list([[`${name} → ${column}`, number(v)]]);
-        return [svg("rect", { x: 66 + wide * j, y: 18 + high * i, width: wide - 2, height: high - 2, rx: 3,
+        return [svg("rect", { x: left + wide * j, y: 18 + high * i, width: wide - 2, height: high - 2, rx: 3,
           fill: v === null ? "none" : `rgba(var(${v < 0 ? "--cool" : "--warm"}), ${(0.75 * Math.min(1, Math.abs(v) / full)).toFixed(3)})`,
           stroke: "var(--line)", onpointermove: (event) => tip.show(event, told), onpointerleave: tip.hide }),
-          svg("text", { class: "value", x: 65 + wide * (j + 0.5), y: 18 + high * (i + 0.5) + 4, "text-anchor": "middle", "pointer-events": "none" }, number(v))];
+          room(number(v)) && svg("text", { class: "value", x: left - 1 + wide * (j + 0.5), y: 18 + high * (i + 0.5) + 4, "text-anchor": "middle", "pointer-events": "none" }, number(v))];
       })]));
 }

@@ -18,7 +18,7 @@ from typing import Any
 from poise._lib.files import dumps, replacing
 from poise.reports.html.data import Source
 
-SCRIPTS = ("data.js", "draw.js", "curves.js", "figures.js", "viewer.js", "app.js")
+SCRIPTS = ("data.js", "draw.js", "chart.js", "curves.js", "result.js", "figures.js", "viewer.js", "app.js")
 
 
 def write_report(

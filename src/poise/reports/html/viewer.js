@@ -5,19 +5,21 @@ const HEIGHT = 46; // pixels of a list row, as in page.css
 const total = (b, i) => b.weights.reduce((sum, name) => sum + b[name][i], 0);
 const SHADES = {
   probability: { of: (b, i) => Math.exp(b.logp[i]), at: (v) => [1 - v, "warm"], ends: ["p = 1", "p = 0"], note: "darker: less likely" },
-  weight: { of: total, middle: 1, note: "summed over phases; warm: above 1, cool: below 1" },
+  weight: { of: total, middle: 1, low: 0, note: "summed over phases; warm: above 1, cool: below 1" },
   advantage: { of: (b, i) => b.advantage[i], middle: 0, note: "warm: positive, cool: negative" },
   gradient: {
-    of: (b, i) => Math.abs(total(b, i) * b.advantage[i]) * (b.size ? b.size[i] : -Math.expm1(b.logp[i])), middle: 0, positive: true,
+    of: (b, i) => Math.abs(total(b, i) * b.advantage[i]) * (b.size ? b.size[i] : -Math.expm1(b.logp[i])), middle: 0, low: 0,
     note: "w·|A|·‖e − π‖ if measured, otherwise w·|A|·(1 − p), its part at the sampled token",
   },
   nthr: { of: (b, i) => (b.nthr ? b.nthr[i] : NaN), middle: 0, note: "NTHR score, for tokens of wrong responses; warm: lowering it lowers correct responses too" },
   change: { of: (b, i) => (b.change ? b.change[i] : NaN), middle: 0, note: "Δ log p by the measured update" },
-  entropy: { of: (b, i) => b.entropy[i], middle: 0, positive: true, note: "of the distribution that the token was drawn from, in nats" },
+  entropy: { of: (b, i) => b.entropy[i], middle: 0, low: 0, note: "of the distribution that the token was drawn from, in nats" },
 };
 
 const viewer = {
   shade: "probability", filter: {}, shown: [], selected: null, pinned: null, token: -1, search: 0,
+  folded: new Set(), // parts of a response that the reader has closed
+  wanted: null, // the response of a link, which the list is to scroll to
 
   view() {
     const values = (name) => [...new Set(data.rows.map((row) => row[name]))].sort((a, b) => (a > b ? 1 : -1));
@@ -29,7 +31,7 @@ const viewer = {
     const top = this.list?.scrollTop ?? 0, before = [...(this.panes?.children ?? [])]; // a refresh must not scroll the page
     this.count = el("span", { class: "muted", id: "count", role: "status" }, this.count?.textContent ?? "");
     this.space = el("div", { class: "space", style: { height: this.space?.style.height ?? "" } });
-    this.list = el("div", { class: "list", id: "list", tabindex: 0, role: "listbox", "aria-label": "Responses", onscroll: () => this.rows() }, this.space);
+    this.list = el("div", { class: "list", id: "list", tabindex: 0, role: "listbox", "aria-label": "Responses", onscroll: () => this.rows(), onkeydown: (e) => this.arrow(e) }, this.space);
     this.panes = el("div", { class: "panes", id: "panes" }, before);
     this.comparing = el("button", { type: "button", id: "pin", onclick: () => this.pin() }, this.comparing?.textContent ?? "Compare");
     const shades = Object.keys(SHADES).filter((name) => !["nthr", "change"].includes(name) || data.runs.some((run) => run.fields.includes(name)));
@@ -47,9 +49,10 @@ const viewer = {
           shades.map((name) => el("option", { selected: name === this.shade }, name)))),
         this.comparing, this.count),
       el("p", { class: "hints" }, el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous response · ", el("kbd", {}, "←"), " ", el("kbd", {}, "→"),
-        " token · ", el("kbd", {}, "s"), " shading · ", el("kbd", {}, "c"), " compare · ", el("kbd", {}, "/"), " search"),
+        " token · ", el("kbd", {}, "Esc"), " close its values · ", el("kbd", {}, "s"), " shading · ", el("kbd", {}, "c"), " compare · ", el("kbd", {}, "/"), " search"),
+      this.missing && el("p", { class: "muted", role: "status" }, "The response of this link is not in this report."),
       el("div", { class: "viewer" }, this.list, this.panes),
-    ];
+    ].filter(Boolean);
     requestAnimationFrame(() => {
       this.list.scrollTop = top;
       this.apply();
@@ -70,7 +73,7 @@ const viewer = {
     const found = [];
     for (let i = 0; i < candidates.length; i += 1) {
       const row = candidates[i];
-      const hit = data.prompts[row.prompt].toLowerCase().includes(wanted) || (await data.block(row)).text.toLowerCase().includes(wanted);
+      const hit = data.texts[row.prompt].toLowerCase().includes(wanted) || (await data.block(row)).text.toLowerCase().includes(wanted);
       if (mine !== this.search) return undefined; // another search has begun
       if (hit) found.push(row);
       if (i % 25 === 24) {
@@ -83,12 +86,26 @@ const viewer = {
 
   found(rows, looked, of) {
     this.shown = rows;
-    const many = (n) => n.toLocaleString("en");
     this.count.textContent = `${many(rows.length)} of ${many(data.rows.length)} responses${looked < of ? ` (searched ${many(looked)})` : ""}`;
     this.space.style.height = `${rows.length * HEIGHT}px`;
-    if (!rows.some((row) => this.same(row, this.selected))) this.selected = rows[0] || null;
+    const still = rows.find((row) => this.same(row, this.selected));
+    if (!still) this.token = -1;
+    this.selected = still || rows[0] || null;
+    if (this.wanted) this.reveal(rows.findIndex((row) => this.same(row, this.wanted)));
+    this.wanted = null;
     this.rows();
     this.show();
+  },
+
+  // The part of the page's address that leads back to the chosen response.
+  address() { return this.selected ? `responses/${this.selected.run}/${this.selected.step}/${this.selected.row}` : "responses"; },
+
+  // Chooses the response of a link. Filters that may hide it are lifted.
+  go([run, step, row]) {
+    const found = data.rows.find((each) => this.same(each, { run, step, row }));
+    this.missing = !found;
+    if (!found || this.same(found, this.selected)) return;
+    Object.assign(this, { selected: found, wanted: found, token: -1, filter: {} });
   },
 
   same: (a, b) => Boolean(a && b) && a.run === b.run && a.step === b.step && a.row === b.row,
@@ -107,13 +124,31 @@ const viewer = {
 
   select(i) {
     if (!this.shown[i]) return;
-    this.selected = this.shown[i];
+    this.choose(this.shown[i]);
+    this.reveal(i);
+  },
+
+  choose(row) {
+    this.selected = row;
     this.token = -1;
+    this.rows();
+    this.show();
+  },
+
+  // Scrolls the list to a row.
+  reveal(i) {
     const top = i * HEIGHT;
     if (top < this.list.scrollTop) this.list.scrollTop = top;
     if (top + HEIGHT > this.list.scrollTop + this.list.clientHeight) this.list.scrollTop = top + HEIGHT - this.list.clientHeight;
-    this.rows();
-    this.show();
+  },
+
+  // Arrow keys in the list choose rows, as in any list.
+  arrow(event) {
+    const at = this.shown.findIndex((row) => this.same(row, this.selected)), page = Math.floor(this.list.clientHeight / HEIGHT), last = this.shown.length - 1;
+    const to = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.select(Math.max(0, Math.min(last, to)));
   },
 
   move(by) { this.select(this.shown.findIndex((row) => this.same(row, this.selected)) + by); },
@@ -122,24 +157,38 @@ const viewer = {
   pin() {
     this.pinned = this.pinned ? null : this.selected;
     const other = this.pinned && data.rows.find((row) => row.run !== this.pinned.run && row.problem === this.pinned.problem && row.step === this.pinned.step);
+    if (other) this.token = -1;
     if (other) this.selected = other;
     this.rows();
     this.show();
   },
 
+  // Draws the chosen responses. The focus and the token that was reached with the arrow keys stay.
   async show() {
     tip.hide();
-    const wanted = [this.pinned, this.selected].filter(Boolean);
-    const panes = await Promise.all(wanted.map(async (row) => this.pane(row, await data.block(row))));
-    if (wanted.at(-1) !== (this.selected || this.pinned)) return; // the user has chosen another response meanwhile
-    this.panes.replaceChildren(...panes);
+    const [pinned, selected] = [this.pinned, this.selected], wanted = [pinned, selected].filter(Boolean);
+    const panes = await Promise.all(wanted.map(async (row, i) => this.pane(row, await data.block(row), i)));
+    if (selected !== this.selected || pinned !== this.pinned) return; // the user has chosen another response meanwhile
+    const focus = this.panes.contains(document.activeElement) && document.activeElement.id;
+    this.panes.replaceChildren(...(panes.length ? panes : [el("p", { class: "muted" }, "No response matches these filters.")]));
+    this.spans()[this.token]?.classList.add("at");
+    if (focus) document.getElementById(focus)?.focus({ preventScroll: true });
     this.comparing.textContent = this.pinned ? "Stop comparing" : "Compare";
+    if (this.panes.isConnected) goTo(this.address());
   },
 
-  pane(row, block) {
+  spans() { return [...this.panes.querySelectorAll(".pane:last-child .tokens span")]; },
+
+  // A part of a response that can be closed, and then stays closed in the next response.
+  fold(title, content, open = true) {
+    return el("details", { open: open && !this.folded.has(title), ontoggle: (event) => this.folded[event.target.open ? "delete" : "add"](title) }, el("summary", {}, title), content);
+  },
+
+  pane(row, block, place) {
     const shading = SHADES[this.shade];
     const values = Array.from(block.id, (_, i) => shading.of(block, i));
-    const farthest = most(values.map((v) => v - (shading.middle ?? 0)));
+    // A scale that begins below its middle, as that of weights does at 0, has room for all from there.
+    const farthest = Math.max(most(values.map((v) => v - (shading.middle ?? 0))), shading.middle - shading.low || 0);
     const at = shading.at || ((v) => [Math.abs(v - shading.middle) / farthest, v < shading.middle ? "cool" : "warm"]);
     const spans = block.words.map((word, i) => {
       const shown = visible(word);
@@ -148,26 +197,39 @@ const viewer = {
     });
     const turns = spans.flatMap((span, i) => block.environment.has(i + 1)
       ? [span, el("div", { class: "environment", "aria-label": "The environment" }, block.environment.get(i + 1))] : [span]);
-    const tokens = el("div", { class: "tokens", tabindex: 0, "aria-label": "Response, token by token" }, turns);
+    const tokens = el("div", { class: "tokens", id: `tokens-${place}`, tabindex: 0, "aria-label": "Response, token by token" }, turns);
     const tell = (event) => {
       const i = event.target.dataset?.i;
       if (i === undefined) return tip.hide();
       return tip.show(event, el("b", {}, JSON.stringify(block.words[i])), tip.list(this.facts(block, Number(i))));
     };
     tokens.addEventListener("pointermove", tell);
-    tokens.addEventListener("pointerleave", tip.hide);
-    const [low, high] = shading.ends || [number(shading.positive ? 0 : shading.middle - farthest), number(shading.middle + farthest)];
-    const ramp = shading.ends || shading.positive ? "linear-gradient(90deg, transparent, rgba(var(--warm), .62))"
-      : "linear-gradient(90deg, rgba(var(--cool), .62), transparent, rgba(var(--warm), .62))";
+    tokens.addEventListener("pointerdown", tell);
+    tokens.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && tip.hide());
+    const [low, high] = [shading.low ?? shading.middle - farthest, shading.middle + farthest];
+    const ends = shading.ends || [number(low), number(high)];
+    const ramp = shading.ends || shading.low === shading.middle ? "linear-gradient(90deg, transparent, rgba(var(--warm), .62))"
+      : `linear-gradient(90deg, rgba(var(--cool), ${(0.62 * (shading.middle - low)) / farthest}), transparent ${(100 * (shading.middle - low)) / (high - low)}%, rgba(var(--warm), .62))`;
     return el("section", { class: "card pane" },
-      el("h3", {}, `${row.correct ? "Correct" : "Wrong"}, reward ${number(row.reward)}`),
+      el("h3", {}, `${row.correct ? "Correct" : "Wrong"}, reward ${number(row.reward)} `, el("a", { class: "link", href: `#responses/${row.run}/${row.step}/${row.row}`, title: "A link to this response" }, "link")),
       el("p", {}, `${data.runs[row.run].name} · step ${row.step} · response ${row.row} · ${row.length} tokens${row.finished ? "" : ", cut off"} · `, `${row.difficulty} · ${row.problem}`),
       this.retry(row),
-      el("details", { open: true }, el("summary", {}, "Prompt"), el("pre", { class: "prompt" }, data.prompts[row.prompt])),
+      this.fold("Prompt", el("pre", { class: "prompt" }, data.texts[row.prompt])),
       tokens,
-      el("div", { class: "scale", style: { background: ramp } }), el("div", { class: "ends" }, el("span", {}, low), el("span", {}, `${this.shade}: ${shading.note}`), el("span", {}, high)),
-      el("details", { open: true }, el("summary", {}, "Parts of the score"), table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [k, v]), ["reward", row.reward]])),
-      Object.keys(row.notes).length > 0 && el("details", { open: true }, el("summary", {}, "Notes of the algorithm"), table(["note", "value"], Object.entries(row.notes))));
+      el("div", { class: "scale", style: { background: ramp } }), el("div", { class: "ends" }, el("span", {}, ends[0]), el("span", {}, `${this.shade}: ${shading.note}`), el("span", {}, ends[1])),
+      this.answers(row),
+      this.fold("Parts of the score", table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [k, v]), ["reward", row.reward]])),
+      Object.keys(row.notes).length > 0 && this.fold("Notes of the algorithm", table(["note", "value"], Object.entries(row.notes))),
+      this.fold("Plain text", el("pre", { class: "prompt plain" }, block.text), block.text.length < 1e5)); // a browser takes long to lay out more
+  },
+
+  // The right answer, and the one that the verifier read in the response.
+  answers(row) {
+    const [gold, answer] = [row.gold, row.answer].map((i) => (i === null ? null : data.texts[i]));
+    const read = answer !== null || data.rows.some((other) => other.run === row.run && other.answer !== null); // whether the task tells
+    return (gold !== null || answer !== null) && el("dl", { class: "answers" },
+      gold !== null && [el("dt", {}, "Right answer"), el("dd", { class: "gold" }, gold)],
+      read && [el("dt", {}, "Read in the response"), el("dd", {}, answer ?? el("i", { class: "muted" }, "none"))]);
   },
 
   // The rows that one attempt led to, such as the reflection on it and the second attempt: a button for each.
@@ -175,7 +237,7 @@ const viewer = {
     const key = ["run", "step", "problem"];
     const mates = data.rows.filter((other) => row.notes.attempt !== undefined && other.notes.attempt === row.notes.attempt && key.every((name) => other[name] === row[name]));
     return mates.length > 1 && el("p", { class: "bar", "aria-label": "The rows of this retry" }, mates.map((mate) =>
-      el("button", { type: "button", "aria-pressed": String(this.same(mate, row)), onclick: () => { this.selected = mate; this.token = -1; this.rows(); this.show(); } }, mate.role)));
+      el("button", { type: "button", "aria-pressed": String(this.same(mate, row)), onclick: () => this.choose(mate) }, mate.role)));
   },
 
   facts(b, i) {
@@ -188,7 +250,7 @@ const viewer = {
 
   // Moves to the token before or after, and shows its values.
   step(by) {
-    const spans = [...this.panes.querySelectorAll(".pane:last-child .tokens span")];
+    const spans = this.spans();
     if (!spans.length) return;
     spans[this.token]?.classList.remove("at");
     this.token = Math.min(spans.length - 1, Math.max(0, this.token + by));
@@ -196,7 +258,8 @@ const viewer = {
     span.classList.add("at");
     span.scrollIntoView({ block: "nearest" });
     const box = span.getBoundingClientRect();
-    span.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX: box.left, clientY: box.bottom }));
+    tip.closed = null;
+    span.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX: box.left, clientY: (box.top + box.bottom) / 2 }));
   },
 
   key(key) {
