@@ -209,82 +209,6 @@ def test_the_first_page_begins_with_the_warnings(page, tmp_path):
     assert page.locator("#main .warnings").count() == 0
 
 
-def test_curves_show_values_and_zoom_together(page, tmp_path):
-    folder = make_run(tmp_path / "run", steps=range(1, 21))
-    look(page, tmp_path, folder, tab="curves")
-    charts = page.query_selector_all("svg")
-    assert len(charts) == 4
-    box = charts[0].bounding_box()
-    x = box["x"] + box["width"] * (40 + 282 * 9 / 19) / 330
-    page.mouse.move(x, box["y"] + 60)
-    legends = [legend.inner_text() for legend in page.query_selector_all(".legend")]
-    assert legends[0] == "mean 1 at 10"
-    assert "50 at 10" in legends[2]
-    page.mouse.down()
-    page.mouse.move(x + box["width"] * 0.3, box["y"] + 60)
-    page.mouse.up()
-    axes = [
-        [t.text_content() for t in chart.query_selector_all("text[y='160']")]
-        for chart in page.query_selector_all("svg")
-    ]
-    assert all("20" not in steps and "12" in steps for steps in axes)
-    page.click("#unzoom")
-    assert page.query_selector("svg text[y='160']:last-of-type").text_content() == "20"
-
-
-def test_curves_over_tokens_and_seconds(page, tmp_path):
-    folder = make_run(tmp_path / "run", steps=())
-    for step, tokens in ((1, 1000), (2, 3000), (3, 40_000)):
-        folder.log(step, {"reward/mean": step / 10, "tokens/total": tokens, "time/step": 2.5})
-    write_report([folder.path], tmp_path / "report.html", x="tokens")
-    page.goto((tmp_path / "report.html").as_uri() + "#curves")
-    reward = page.locator("svg[aria-label='mean']")
-
-    def at(share):
-        box = reward.bounding_box()
-        page.mouse.move(box["x"] + box["width"] * (40 + 282 * share) / 330, box["y"] + 60)
-        return page.locator(".legend").first.inner_text()
-
-    assert page.eval_on_selector("#axis", "s => s.value") == "tokens"
-    assert reward.locator("text[y='160']").all_text_contents() == ["10k", "20k", "30k", "40k"]
-    assert at(0.06) == "mean 0.2 at 3000"
-    page.select_option("#axis", "seconds")
-    assert at(0.5) == "mean 0.2 at 5"
-    page.select_option("#axis", "step")
-    assert at(1.0) == "mean 0.3 at 3"
-    page.click("nav button:has-text('settings')")
-    cost = page.locator("h2:has-text('Cost') + .scroll tr").all_inner_texts()
-    assert [row.split("\t") for row in cost[1:]] == [
-        ["steps", "3"],
-        ["sampled tokens", "40000"],
-        ["step, total seconds", "7.5"],
-    ]
-
-
-def test_an_axis_that_no_run_has_recorded(page, tmp_path):
-    folder = make_run(tmp_path / "run")
-    write_report([folder.path], tmp_path / "report.html", x="tokens")
-    page.goto((tmp_path / "report.html").as_uri() + "#curves")
-    see(page, "#main", "Choose another axis")
-    assert page.locator("#axis option[disabled]").all_text_contents() == ["sampled tokens"]
-    page.select_option("#axis", "step")
-    assert page.locator("svg").count() == 4
-
-
-def test_zooming_between_two_points_draws_the_line_between_them(page, tmp_path):
-    folder = make_run(tmp_path / "run", steps=())
-    for step, value in ((1, 0.0), (101, 1.0)):
-        folder.log(step, {"reward/mean": value})
-    look(page, tmp_path, folder, tab="curves")
-    box = page.query_selector("svg").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60)
-    page.mouse.up()
-    drawn = [float(n) for n in re.findall(r"[\d.]+", page.get_attribute("svg path", "d"))]
-    assert drawn == pytest.approx([40, 142, 322, 12], abs=0.1)  # from corner to corner
-
-
 def test_the_figures_of_diagnose(page, tmp_path):
     table = Table(rows=20)
     methods = {name: regulators.parse(name) for name in ("grpo", "ar(alpha=0.5)")}
@@ -312,27 +236,6 @@ def test_the_figures_of_diagnose(page, tmp_path):
     assert page.text_content(".card:has(h3:text-is('Cross-influence')) svg") != first
     assert page.text_content("td code").startswith("<script>")
     assert page.evaluate("window.hacked") is None
-
-
-def test_a_curve_that_differs_only_by_rounding_is_drawn(page, tmp_path):
-    folder = make_run(tmp_path / "run")
-    for step, value in ((3, 0.3), (4, 0.1 + 0.2), (5, 0.3)):
-        folder.log(step, {"rollout/entropy": value})
-    look(page, tmp_path, folder, tab="curves")
-    assert page.locator("svg[aria-label='entropy'] path").count() == 1
-
-
-def test_zooming_to_steps_that_a_curve_does_not_have_draws_nothing_of_it(page, tmp_path):
-    folder = make_run(tmp_path / "run", steps=range(1, 21))
-    folder.log(21, {"rollout/entropy": 1.0})
-    look(page, tmp_path, folder, tab="curves")
-    assert page.locator("svg circle").count() == 1
-    box = page.query_selector("svg").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 60)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60)
-    page.mouse.up()
-    assert page.locator("svg circle").count() == 0
 
 
 def test_responses_without_tokens_or_scores(page, tmp_path):
