@@ -121,7 +121,7 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("objective.aggregation=fixed-length", "objective: aggregation 'fixed-length' needs max_length"),
         ("regulator=lopty", "regulator = 'lopty': unknown regulator 'lopty'; did you mean 'lopti'?"),
         ("regulator=ar(alfa=1)", "regulator = 'ar(alfa=1)': unknown setting of ar 'alfa'; did you mean 'alpha'?"),
-        ("regulator.alpha=1", "('grpo' has: passes; alpha is a setting of ar, tr-grpo, amplify)"),
+        ("regulator.alpha=1", "('grpo' has: passes; alpha is a setting of ar, tr-grpo, amplify, blame)"),
         ("regulator.pases=2", "unknown key 'regulator.pases'; did you mean 'regulator.passes'? ('grpo' has: passes)"),
         ("regulator.passes=0", "regulator.passes = 0: grpo: passes must be between 1 and 100, got 0"),
         ("regulator.passes=0x" + "f" * 9000, "regulator.passes = a whole number of 36000 bits: "),

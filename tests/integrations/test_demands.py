@@ -15,6 +15,7 @@ from poise.integrations.demands import beyond, probe
         ("ar(alpha=0)", ("all",), True, "all", False),
         ("entropy", ("all",), False, "all", False),
         ("stare", ("all",), False, "all", False),
+        ("blame", ("all",), False, "all", False),
         ("nthr", ("all",), False, "all", False),
         ("tr-grpo", ("all",), False, "weighted", False),
         ("tr-grpo(kl_weighted=False)", ("all",), False, "all", False),

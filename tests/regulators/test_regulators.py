@@ -52,6 +52,24 @@ def test_amplify():
     close(phase.policy, [[1.09, 1.05, 1.0], [1.0999, 1.06, 1.01]])
 
 
+def test_blame_punishes_what_was_less_likely_than_a_typical_token():
+    entropy = torch.full((2, 3), 0.5, dtype=torch.float64)
+    (phase,) = weights("blame", golden(entropy=entropy))
+    e = math.exp(0.5)
+    close(phase.policy, [[1, 1, 1], [1 - 0.001 * e, 1 - 0.4 * e, 0]])  # 0.9·e > 1: typical
+    assert phase.kl.eq(1).all()
+    (phase,) = weights("blame", golden(entropy=entropy), alpha=0.5)
+    close(phase.policy, [[1, 1, 1], [1 - 0.0005 * e, 1 - 0.2 * e, 0.5]])
+
+
+@pytest.mark.parametrize("wordings", [2, 7, 1000])
+def test_blame_does_not_depend_on_wording(wordings):
+    entropy = torch.rand(2, 3, dtype=torch.float64)
+    plain = golden(entropy=entropy)
+    worded = golden(old_logp=PROBS.log() - math.log(wordings), entropy=entropy + math.log(wordings))
+    close(weights("blame", worded)[0].policy, weights("blame", plain)[0].policy)
+
+
 def test_lopti():
     low, high = weights("lopti", threshold=0.4)
     assert (low.name, high.name) == ("low", "high")
@@ -204,7 +222,7 @@ def test_what_is_drawn_depends_on_seed_and_batch_alone(text):
     [
         "ar(alpha=0)", "amplify(alpha=0.0)", "lopti(threshold=0)", "lopti(threshold=1.001)", "lopti(threshold=7)",
         "nthr(eta=1)", "nthr(eta=1, self_inclusive=True)", "constant(weight=1)", "entropy(quantile=1)",
-        "stapo(max_prob=0)", "stare(weight=1)", "stare(share=0)",
+        "stapo(max_prob=0)", "stare(weight=1)", "stare(share=0)", "blame(alpha=0)",
         "random-split(share=0)", "random-split(share=1)", "clip-cov(share=0)",
         "tr-grpo(low=1.0, high=1.0)", "ar(alpha=0) | lopti(threshold=0) | nthr(eta=1)",
     ],

@@ -7,6 +7,7 @@
 from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
 from poise.regulators.base import Compose, Function, Regulator, regulator
+from poise.regulators.blame import Blame
 from poise.regulators.clip_cov import ClipCov
 from poise.regulators.constant import Constant
 from poise.regulators.entropy import TopEntropy
@@ -26,6 +27,7 @@ __all__ = [
     "TABLE",
     "AdvantageReweighting",
     "Amplify",
+    "Blame",
     "ClipCov",
     "Compose",
     "Constant",

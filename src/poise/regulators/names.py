@@ -14,6 +14,7 @@ from poise.batch import TokenBatch
 from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
 from poise.regulators.base import Compose, Function, Regulator, as_regulator
+from poise.regulators.blame import Blame
 from poise.regulators.clip_cov import ClipCov
 from poise.regulators.constant import Constant
 from poise.regulators.entropy import TopEntropy
@@ -36,6 +37,7 @@ TABLE: dict[str, type[Regulator]] = {
     "clip-cov": ClipCov,
     "stapo": Stapo,
     "stare": Stare,
+    "blame": Blame,
     "constant": Constant,
     "random-split": RandomSplit,
 }

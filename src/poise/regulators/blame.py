@@ -1,0 +1,37 @@
+"""Blame: of a wrong response, punish only what was surprising."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from poise._lib.errors import check_range
+from poise.batch import Phase, TokenBatch
+from poise.regulators.base import Regulator
+
+
+@dataclass(frozen=True)
+class Blame(Regulator):
+    """``A' = (1 − α·min(1, p·e^H))·A`` where A < 0; tokens with A ≥ 0 keep their advantage.
+
+    No paper: **ours**. H is the entropy of the distribution that the token was drawn from, so p·e^H compares its
+    probability with that of a typical token. Where a mistake is rarer than what is right, typical tokens of a wrong
+    response are those that right ones have too, and punishing them is noise (docs/results/comparison.md). Unlike p,
+    p·e^H does not depend on wording: a token in n equally likely wordings has p/n and H + ln n. ``alpha=0`` is GRPO
+    exactly; at 1, the default, a token that was no less likely than a typical one is not punished at all.
+    """
+
+    scope = "token"
+    needs = frozenset({"entropy"})
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range("blame", "alpha", self.alpha, 0.0, 1.0)
+
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """One phase; KL untouched."""
+        assert batch.entropy is not None
+        typical = (batch.old_logp + batch.entropy).to(batch.dtype).exp().clamp(max=1.0)
+        weight = torch.where(batch.token_advantages < 0, 1 - self.alpha * typical, 1.0)
+        return [Phase.of(batch, weight)]
