@@ -100,7 +100,8 @@ def run_small(words):
     else:
         run(*words, *SIZES.get(verb, []))
     if verb == "train":
-        (folder,) = [word.removeprefix("run=") for word in words if word.startswith("run=")]
+        resumed = [words[words.index("--resume") + 1]] if "--resume" in words else []
+        (folder,) = {word.removeprefix("run=") for word in [*words, *resumed] if word in resumed or word[:4] == "run="}
         assert not torch.equal(weights(folder), weights("embedded"))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from poise import __version__
-from poise.cli import compare, diagnose, doctor, evaluate, look, tasks, train, warmstart
+from poise.cli import chat, compare, diagnose, doctor, evaluate, look, publish, runs, tasks, train, warmstart
 from poise.cli.spelling import Command
 
 
@@ -41,6 +41,10 @@ def build() -> typer.Typer:
     app.command("diagnose", cls=Command)(diagnose.diagnose)
     app.command("report")(look.report)
     app.command("tokens")(look.tokens)
+    app.command("runs")(runs.runs)
+    app.command("chat", cls=Command)(chat.chat)
+    app.command("export")(publish.export)
+    app.command("push")(publish.push)
     app.command("warmstart", cls=Command)(warmstart.warmstart)
     about_tasks = _group("List the tasks, or show a problem of one.", invoke_without_command=True)
     about_tasks.callback()(tasks.list_tasks)

@@ -70,6 +70,11 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
     return _restored(document, {**changes, "model": model}, source, trust=trust, regulator=False)
 
 
+def to_chat(model: str, overrides: Sequence[str], *, instruction: bool = False, trust: bool = False) -> Config:
+    """What ``poise chat`` samples with: those of ``to_evaluate``. Only ``instruction`` needs the model's task."""
+    return to_evaluate(model, [*overrides, *([] if instruction else ["task.name=kk"])], trust=trust)
+
+
 def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
     """What ``poise diagnose`` measures a model with: the settings of its run, or a recipe's with small batches."""
     changes, regulator = split_overrides(overrides)

@@ -203,9 +203,8 @@ def _load_adapted(folder: Path, *, device: str, dtype: str, remote_code: bool) -
     """A LoRA adapter merged into its base model, and the base model's tokenizer."""
     import peft
 
-    base = _base_model(folder)
-    if Path(base).name == EMBEDDED.name:  # the adapter may have been saved on another machine, with its path there
-        base = "embedded"
+    base = adapted_model(folder)
+    assert base is not None
     try:
         model, tokenizer = load_model(base, device=device, dtype=dtype, remote_code=remote_code)
     except RecursionError:
@@ -224,6 +223,15 @@ def _load_adapted(folder: Path, *, device: str, dtype: str, remote_code: bool) -
     merged = adapted.merge_and_unload()
     merged.requires_grad_(True)  # peft froze the base model
     return merged.eval(), tokenizer
+
+
+def adapted_model(folder: Path) -> str | None:
+    """The model that the adapter in a folder belongs to; None if the folder has no adapter."""
+    if not (folder / "adapter_config.json").exists():
+        return None
+    base = _base_model(folder)
+    # The adapter may have been saved on another machine, with its path there.
+    return "embedded" if Path(base).name == EMBEDDED.name else base
 
 
 def _base_model(folder: Path) -> str:

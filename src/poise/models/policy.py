@@ -103,7 +103,7 @@ class Policy:
 
     def _known(self, tokens: list[int]) -> list[int]:
         """The tokens, unless the model has no embedding for one: tokenizers may have got more tokens than the model."""
-        if tokens and max(tokens) >= (size := self.trunk.get_input_embeddings().weight.shape[0]):
+        if tokens and max(tokens) >= (size := self.base.get_input_embeddings().weight.shape[0]):
             text = self.tokenizer.decode([max(tokens)])
             raise ModelError(
                 f"a prompt has token {max(tokens)} of the tokenizer ({text!r}), but the model has only {size} tokens: "

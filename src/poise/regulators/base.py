@@ -69,9 +69,9 @@ class Regulator(ABC):
                 help_text = f" ({_FIELD_HELP[name]})" if name in _FIELD_HELP else ""
                 raise ValueError(f"{self._title} needs TokenBatch.{name}{help_text}, which this batch lacks")
         with torch.no_grad():
-            phases = self.phases(batch)
-            one = isinstance(phases, Tensor) or not isinstance(phases, Iterable)
-            phases = [phases] if one else list(phases)  # ``phases`` may be a generator
+            given: Any = self.phases(batch)  # a generator, or whatever else a user's own code returns
+            several = isinstance(given, Iterable) and not isinstance(given, Tensor)
+            phases = list(given) if several else [given]
             for phase in phases:
                 if not isinstance(phase, Phase):
                     got = type(phase).__name__

@@ -1,12 +1,18 @@
-"""Which folders are runs."""
+"""Which folders are runs, and what each has come to. Reads small JSON files alone, and imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from poise._lib.files import read_json
+from poise._lib.files import loads, read_json
+from poise.runs.lock import is_owned
 
+DEEPEST = 6  # levels of folders below the one that is searched; a comparison's runs are three below it
 _WRITTEN = ("metrics.jsonl", "before.json")  # by runs alone
+_TAIL = 1 << 20  # bytes: more than a line of metrics has
 
 
 def is_run(folder: str | Path) -> bool:
@@ -14,8 +20,98 @@ def is_run(folder: str | Path) -> bool:
     settings = Path(folder) / "config.json"
     if settings.is_file() and any(settings.with_name(name).is_file() for name in _WRITTEN):
         return True
+    return "rollout" in _settings(settings.parent)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One run in a list. ``before`` and ``after`` are held-out accuracies; None: not measured."""
+
+    folder: Path
+    state: str  # training, finished, diverged, stopped or damaged
+    model: str
+    task: str
+    regulator: str
+    steps: int
+    planned: int | None
+    before: float | None
+    after: float | None
+    changed: float  # seconds since 1970: when the run last wrote
+
+
+def find_runs(folder: Path) -> list[Listed]:
+    """The runs in a folder and below it, the one that was last written to first."""
+    return sorted((read(path) for path in _runs(folder, DEEPEST)), key=lambda run: -run.changed)
+
+
+def read(folder: Path) -> Listed:
+    """What is known of the run in a folder. A damaged file is a state, and no error."""
+    settings, summary = _settings(folder), _read(folder, "summary.json")
+    task, diverged = settings.get("task"), _read(folder, "diverged.json")
+    steps, planned = _last_step(folder), settings.get("steps")
+    ended = summary.get("steps") == steps and "after" in summary
+    state = "stopped"
+    if not settings or steps is None:
+        state = "damaged"
+    elif is_owned(folder):
+        state = "training"
+    elif ended:
+        state = "finished"
+    elif type(diverged.get("step")) is int and diverged["step"] > steps:
+        state = "diverged"
+    written = [path.stat().st_mtime for name in (*_WRITTEN, "config.json", "summary.json")
+               if (path := folder / name).is_file()]  # fmt: skip
+    return Listed(
+        folder, state, _text(settings.get("model")), _text(task.get("name") if isinstance(task, dict) else None),
+        _text(settings.get("regulator")), steps or 0, planned if type(planned) is int else None,
+        _accuracy(_read(folder, "before.json")), _accuracy(summary.get("after")) if ended else None,
+        max(written, default=0.0),
+    )  # fmt: skip
+
+
+def _runs(folder: Path, levels: int) -> Iterator[Path]:
+    if is_run(folder):
+        if not (folder / "diagnose.json").exists():  # figures of poise diagnose, with the settings they were made with
+            yield folder
+    elif levels:
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                try:
+                    yield from _runs(path, levels - 1)
+                except PermissionError:
+                    continue
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return _read(folder, "config.json")
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of the folder; empty where there is none that can be read."""
     try:
-        found = read_json(settings)
+        found = read_json(folder / name)
     except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and "rollout" in found
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _last_step(folder: Path) -> int | None:
+    """The number of the last step with metrics; 0: none yet, None: the file is damaged."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            lines = file.read().split(b"\n")[:-1]  # what follows the last line break is torn
+        return int(loads(lines[-1])["step"]) if lines else 0
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _accuracy(evaluation: Any) -> float | None:
+    value = evaluation.get("accuracy") if isinstance(evaluation, dict) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "?"

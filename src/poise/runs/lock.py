@@ -43,6 +43,21 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
             folder.rmdir()  # succeeds only if empty: a run that never began
 
 
+def is_owned(folder: Path) -> bool:
+    """Whether a process trains in a run folder now. False where that cannot be told."""
+    if not fcntl or not (folder / OWNER).is_file() or (folder / OWNER).is_symlink():
+        return False
+    with suppress(OSError):
+        handle = os.open(folder / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+    return False
+
+
 def _acquire(path: Path) -> int | None:
     """The file handle that holds the lock; None if the file system has no locks."""
     while True:

@@ -1,0 +1,82 @@
+"""``poise export`` and ``poise push``: a trained model as an ordinary folder, here or on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
+
+import typer
+
+from poise.cli.common import check_folder_is_free, explained, home
+
+_Model = Annotated[str, typer.Argument(metavar="RUN", callback=home, help="A run folder, a checkpoint or an adapter.")]
+_Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option("--dtype", help="Of the weights; auto: that of the model it was trained from."),
+]
+_RemoteCode = Annotated[bool, typer.Option("--remote-code", help="Let the model's repository run its own Python.")]
+
+
+def export(
+    run: _Model,
+    out: Annotated[Path, typer.Argument(callback=home, help="A new folder for the model.")],
+    dtype: _Dtype = "auto",
+    remote_code: _RemoteCode = False,
+) -> None:
+    """Write a trained model as an ordinary Hugging Face folder: adapters merged, safetensors, a card of its numbers.
+
+    `AutoModelForCausalLM.from_pretrained(OUT)` loads it without poise; so do vLLM, TRL and others.
+
+    Examples:
+
+    - `poise export runs/demo models/demo`
+    - `poise export runs/lora models/merged --dtype bfloat16`
+    """
+    from poise.runs.console import visible
+
+    with explained():
+        check_folder_is_free(out, "choose another folder")
+        _write(run, out, out.name, dtype, remote_code)
+    print(visible(f"saved to {out}; try it with: poise chat {out}"))
+
+
+def push(
+    run: _Model,
+    repo: Annotated[str, typer.Argument(help="NAME/MODEL on the hub; it is made if it is missing.")],
+    public: Annotated[bool, typer.Option("--public", help="Anybody may see it; without this it is private.")] = False,
+    dtype: _Dtype = "auto",
+    remote_code: _RemoteCode = False,
+) -> None:
+    """Put a trained model on the Hugging Face hub, as `poise export` writes it. The repository is private.
+
+    Log in first, with `hf auth login` or HF_TOKEN.
+
+    Examples:
+
+    - `poise push runs/demo me/knights`
+    - `poise push runs/demo me/knights --public`
+    """
+    from poise.models.hub import Repository
+    from poise.models.loading import locate
+
+    with explained(), TemporaryDirectory(prefix="poise-push-") as place:
+        locate(run)  # raises where there is no model, before anything is made on the hub
+        repository, folder = Repository(repo, public=public), Path(place) / "model"
+        _write(run, folder, repo.rpartition("/")[2], dtype, remote_code)
+        repository.upload(folder, "Model trained with poise")
+    print(f"{'public' if public else 'private'}: {repository.address}")
+
+
+def _write(run: str, folder: Path, title: str, dtype: str, remote_code: bool) -> None:
+    """The model in a new folder, and its card if a run made it."""
+    from poise.config.run_settings import run_of
+    from poise.models.export import export as save
+    from poise.reports.card import card
+    from poise.runs.folder import RunFolder
+
+    made_by = run_of(run)
+    text = card(RunFolder.open(made_by, resume=False), title) if made_by else None
+    save(run, folder, dtype=dtype, remote_code=remote_code)
+    if text is not None:
+        (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,78 @@
+"""The card of a trained model: what was trained on what, and held-out accuracy before and after, as Markdown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from poise import __version__
+from poise.reports.recorded import read_json
+from poise.runs import warnings
+from poise.runs.folder import RunFolder
+from poise.training.accuracy import is_summary
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def card(folder: RunFolder, title: str) -> str:
+    """The card of a run's model. Paths of this machine are left out."""
+    config, summary = folder.config, read_json(folder, "summary.json")
+    before, after = read_json(folder, "before.json"), summary.get("after") if isinstance(summary, dict) else None
+    model = str(config.get("model"))
+    base = model if _HUB_ID.fullmatch(model) and not Path(model).exists() else None
+    facts = _facts(folder, config, base)
+    parts = [
+        "---", "library_name: transformers", "pipeline_tag: text-generation",
+        *([f"base_model: {base}"] if base else []),
+        "tags: [poise, rlvr, reinforcement-learning]", "---", "",
+        f"# {_plain(title)}", "",
+        f"Trained by reinforcement learning with verifiable rewards, with poise {__version__}.", "",
+        "| | |", "|---|---|", *(f"| {name} | {_plain(value)} |" for name, value in facts.items()), "",
+        "## Held-out accuracy", "", *_accuracy(before, after), "",
+    ]  # fmt: skip
+    if said := warnings.read(folder):
+        parts += ["## What the run warned of", "", *(f"- {_plain(each.what)}" for each in said), ""]
+    parts += ["## Use", "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
+              'model = AutoModelForCausalLM.from_pretrained("THIS REPOSITORY OR FOLDER")',
+              'tokenizer = AutoTokenizer.from_pretrained("THIS REPOSITORY OR FOLDER")', "```", ""]  # fmt: skip
+    return "\n".join(parts)
+
+
+def _facts(folder: RunFolder, config: dict[str, Any], base: str | None) -> dict[str, Any]:
+    task, lora = config.get("task"), config.get("lora")
+    checkpoint = max(folder.checkpoints(), default=0)
+    lines = [line for line in folder.metrics() if line["step"] <= checkpoint]
+    facts = {
+        "started from": base or "a local model" if config.get("model") != "embedded" else "poise's embedded model",
+        "task": task.get("name") if isinstance(task, dict) else None,
+        "regulator": config.get("regulator"), "algorithm": config.get("algorithm"),
+        "steps": f"{checkpoint} of {config.get('steps')}",
+        "tokens sampled": f"{lines[-1].get('tokens/total') or 0:,.0f}" if lines else None,
+        "prompts × responses per step": f"{config.get('prompts')} × {config.get('group')}",
+        "LoRA": f"rank {lora.get('rank')}, merged" if isinstance(lora, dict) else None, "seed": config.get("seed"),
+    }  # fmt: skip
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _accuracy(before: Any, after: Any) -> list[str]:
+    """A table, with 95 % intervals."""
+    if not is_summary(before) or not is_summary(after):
+        return ["Not measured: the run has no evaluation before and after training."]
+    names = [name for name in before["table"] if name in after["table"] and ", difficulty " not in name]
+    sampling = f"{after['samples']} samples at temperature {after.get('temperature')}"
+    return [
+        f"{after['n']} problems × {sampling}, with 95 % intervals:",
+        "", "| measure | before | after |", "|---|---|---|",
+        *(f"| {name} | {_cell(before['table'][name])} | {_cell(after['table'][name])} |" for name in names),
+    ]  # fmt: skip
+
+
+def _cell(row: dict[str, float]) -> str:
+    return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+
+
+def _plain(value: Any) -> str:
+    """Text that is no markup: settings may be anybody's."""
+    text = " ".join(str(value).split())
+    return re.sub(r"([\\`*\[\]<>|#])", r"\\\1", text)

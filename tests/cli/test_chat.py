@@ -1,0 +1,70 @@
+"""``poise chat``: what is piped in, what is typed, and what is in the way."""
+
+import builtins
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from poise.cli import chat
+from poise.cli.app import app
+from support.command_line import fails
+
+FEW = ["max_tokens=12", "device=cpu"]
+
+
+def piped(text, *args):
+    done = CliRunner().invoke(app, ["chat", *map(str, args)], input=text)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_what_is_piped_in_is_one_message():
+    greedy = piped("Ada is a knave.\nWho is a knight?", "embedded", "temperature=0", *FEW)
+    assert "cut off at 12 tokens" in greedy
+    assert piped("Ada is a knave.\nWho is a knight?", "embedded", "temperature=0", *FEW) == greedy
+    assert len({piped("Who is a knight?", "embedded", f"seed={seed}", *FEW) for seed in range(4)}) > 1
+
+
+def test_a_dialogue_is_read_whole(monkeypatch):
+    from poise.models.policy import Policy
+
+    seen, encode = [], Policy.encode
+    monkeypatch.setattr(
+        Policy, "encode", lambda self, said, *rest: seen.append(list(said)) or encode(self, said, *rest)
+    )
+    typed = iter(["Who is a knight?", "", "Are you sure?"])
+
+    def answer(_):
+        for text in typed:
+            return text
+        raise EOFError
+
+    monkeypatch.setattr(builtins, "input", answer)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
+    chat.chat("embedded", FEW, instruction=True)
+    first, second = seen[-2:]
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert first[0]["content"].endswith("\n\nWho is a knight?")
+    assert len(first[0]["content"]) > 40
+    assert second[2]["content"] == "Are you sure?"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["embedded"], "there is no message: pipe one in"),
+        (["/nonexistent/model"], "there is no such folder"),
+        (["embedded", "steps=3"], "unknown key 'steps'"),
+        (["embedded", "temperature=-1"], "temperature = -1: must be at least 0"),
+        (["embedded", "--instruction", "task.name=frozenlake"], "task 'frozenlake' has no instruction"),
+    ],
+)
+def test_mistakes(args, message):
+    assert message in " ".join(fails("chat", *args).split())
+
+
+def test_a_dialogue_that_is_too_long():
+    done = CliRunner().invoke(app, ["chat", "embedded", *FEW], input="knight " * 9000)
+    assert done.exit_code == 1
+    assert "and the model reads no more: begin anew" in " ".join(done.output.split())
