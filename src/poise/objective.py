@@ -43,12 +43,13 @@ class Settings:
     ``"dppo(delta=0.2)"``; or a ``Surrogate``. ``clip_low``, ``clip_high`` and ``dual_clip`` are those of "clip" alone.
     """
 
-    clip_low: float = 0.20
-    clip_high: float = 0.24
+    clip_low: float = 0.20  # a token with A < 0 is held back below the ratio 1 − clip_low
+    clip_high: float = 0.24  # a token with A > 0 is held back above the ratio 1 + clip_high
     dual_clip: float | None = 10.0  # bounds the loss of a token with A < 0 at dual_clip·|A|; None: unbounded
-    kl: str = "k3"
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
+    kl: str = "k3"  # estimator of the KL term: k1, k2 or k3
+    kl_coef: float = 0.0  # weight of the KL term to the starting weights; 0: none, and no reference model
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    # How tokens are averaged: token-mean, seq-mean-token-mean, seq-mean-token-sum or fixed-length
     aggregation: str = "token-mean"
     max_length: int | None = None  # for "fixed-length" (Dr. GRPO): the constant divisor of every response's sum
     importance_cap: float | None = (

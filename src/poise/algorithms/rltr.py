@@ -45,8 +45,8 @@ class Rltr:
     answer: float = 1.0
     receiver: str = "start"
     continuations: int = 1
-    low: float = 0.0
-    high: float = 1.0
+    low: float = 0.0  # the cut is drawn above this share of the reasoning
+    high: float = 1.0  # and up to this one
     marks: tuple[str, ...] = MARKS
 
     def __post_init__(self) -> None:

@@ -59,12 +59,12 @@ class RolloutConfig(Group):
     # Longest episode of several turns: replies and what the environment says, without the prompt; null: no limit but
     # the model's positions. An episode that reaches it is scored as it stands, and counts as cut off.
     max_episode_tokens: Count | None = None
-    temperature: Annotated[Real, Field(gt=0)] = 1.0
+    temperature: Annotated[Real, Field(gt=0)] = 1.0  # divides the logits; the loss uses the same temperature
     batch: CountOrZero = 0  # sequences decoded together; 0: all of a step
     max_prompt: Count = 512  # longest prompt, in tokens
-    # Nucleus and top-k sampling; 1 and 0: off. Probability ratios and entropies are still of the full distribution.
+    # Nucleus sampling; 1: off. Probability ratios and entropies are still of the full distribution.
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
-    top_k: CountOrZero = 0
+    top_k: CountOrZero = 0  # sample among the likeliest so many tokens; 0: off
     # auto: native if the model supports it, else transformers; vllm is opt-in and needs the extra "vllm"
     engine: Literal["auto", "native", "transformers", "vllm"] = "auto"
     vllm_memory: Annotated[Real, Field(gt=0, le=1)] = 0.3  # share of the device's memory for vLLM
@@ -90,11 +90,12 @@ class RolloutConfig(Group):
 class OptimConfig(Group):
     """AdamW and the batch sizes of the update. The default learning rate suits pretrained models."""
 
-    lr: Annotated[Real, Field(gt=0)] = 1e-6
-    weight_decay: Annotated[Real, Field(ge=0)] = 0.01
+    lr: Annotated[Real, Field(gt=0)] = 1e-6  # learning rate, constant after the warmup
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.01  # of AdamW
+    # Decay of AdamW's first and second moments
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    grad_clip: Annotated[Real, Field(gt=0)] = 1.0
-    warmup_steps: CountOrZero = 0
+    grad_clip: Annotated[Real, Field(gt=0)] = 1.0  # largest norm of a gradient; a longer one is scaled down to it
+    warmup_steps: CountOrZero = 0  # steps over which the learning rate rises to lr
     # Maximum number of responses per optimizer step; a batch is split evenly. 0, or more than the batch: one step.
     mini_batch: CountOrZero = 0
     micro_tokens: Count | None = (
@@ -133,11 +134,11 @@ class ObjectiveConfig(Group):
 class EvaluationConfig(Group):
     """Evaluation on held-out problems: before training, after it, and every ``every`` steps."""
 
-    every: CountOrZero = 0  # steps; 0: only before and after
-    problems: Count = 200
+    every: CountOrZero = 0  # steps between evaluations; 0: only before and after
+    problems: Count = 200  # held-out problems
     samples: Count = 1  # per problem: the k of avg@k, pass@k and maj@k
     seed: CountOrZero = 0  # of the problems
-    temperature: Annotated[Real, Field(ge=0)] | None = None  # None: as in training; 0: greedy
+    temperature: Annotated[Real, Field(ge=0)] | None = None  # null: as in training; 0: greedy
 
     @model_validator(mode="after")
     def _samples_can_differ(self) -> Self:
@@ -152,10 +153,10 @@ class EvaluationConfig(Group):
 class LoraConfig(Group):
     """LoRA: train low-rank adapters instead of all weights."""
 
-    rank: Count = 16
-    alpha: Annotated[Real, Field(gt=0)] = 32
+    rank: Count = 16  # of each adapter; LoRA is off unless a setting lora.… is given
+    alpha: Annotated[Real, Field(gt=0)] = 32  # an adapter is multiplied by alpha / rank
     dropout: Real = 0.0  # must be 0
-    targets: str | tuple[str, ...] = "all-linear"  # or a list of module names
+    targets: str | tuple[str, ...] = "all-linear"  # layers with an adapter: all-linear, or a list of module names
 
     @field_validator("dropout")
     @classmethod

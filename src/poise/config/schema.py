@@ -56,14 +56,15 @@ class Config(Group):
     """One training run."""
 
     model: Text = "embedded"  # hub id, folder, or the tiny model that ships with the package
-    run: Text = "runs/train"  # folder
-    steps: Count = 100  # at most
+    run: Text = "runs/train"  # the folder that the run writes to
+    steps: Count = 100  # most steps; the run may end earlier by budget or stop_at
     budget: TokenCount | None = None  # stop with the step that reaches so many sampled tokens, by all models together
-    seed: CountOrZero = 0
-    prompts: Count = 16  # per step
+    seed: CountOrZero = 0  # of problems, samples and the order of mini-batches; the same seed repeats a run
+    prompts: Count = 16  # problems per step
     group: Count = 8  # responses per prompt
-    regulator: Text = "grpo"  # text form, such as ar(alpha=0.3) | lopti
-    algorithm: Text = "grpo"  # text form; decides what is sampled and compared
+    regulator: Text = "grpo"  # weights of the tokens: name, or text form such as "ar(alpha=0.3) | lopti"
+    algorithm: Text = "grpo"  # what is sampled and compared: name, or text form such as "rltr(transfer=0.5)"
+    # Advantage of a response. group-…: compared with its group; leave-one-out: with the others of its group.
     # REINFORCE++ normalises over the batch, by response or (-tokens) by token; -baseline first subtracts group means
     advantage: Literal[
         "group-zscore", "group-centered", "leave-one-out", "reinforce-pp", "reinforce-pp-tokens",
@@ -71,20 +72,20 @@ class Config(Group):
     ] = "group-zscore"  # fmt: skip
     # Leave groups whose rewards are all equal out of the update: no KL, no place in the denominator or in mini-batches
     drop_equal_groups: bool = False
-    task: TaskConfig  # required
+    task: TaskConfig  # name and settings of the task: task.name=kk task.people=3-5
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     lora: LoraConfig | None = None
-    checkpoint_every: CountOrZero = 50  # steps; 0: only at the end
-    keep_checkpoints: Count = 2
+    checkpoint_every: CountOrZero = 50  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: Count = 2  # the newest so many stay on disk
     rollouts_every: CountOrZero = 10  # steps between recordings of responses, token by token; 0: never
     stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None  # stop once held-out accuracy reaches this
-    device: str = "auto"
+    device: str = "auto"  # auto (CUDA if there is one), cpu, cuda or cuda:1
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computation; the optimizer keeps float32 weights
     compile: bool | None = None  # torch.compile for the update; null: on CUDA, if it works there
-    tracking: tuple[str, ...] = ()
+    tracking: tuple[str, ...] = ()  # tensorboard, wandb, trackio: where metrics are sent
     remote_code: bool = False  # let the model's repository run its own Python
 
     @field_validator("model", "run")

@@ -24,7 +24,7 @@ class ClipCov(Regulator):
     share: float = 0.0002
     low: float = 1.0
     high: float = 5.0
-    seed: int = 0
+    seed: int = 0  # of the random choice
 
     def __post_init__(self) -> None:
         check_range("clip-cov", "share", self.share, 0.0, 1.0)

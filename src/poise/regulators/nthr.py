@@ -37,7 +37,7 @@ class NTHR(Regulator):
     soft-capping.
     """
 
-    beta: float = 1.0
+    beta: float = 1.0  # β
     eta: float | None = None
     self_inclusive: bool = False
     needs = frozenset({"groups", "correct", "hidden", "head", "targets"})

@@ -18,7 +18,7 @@ class RandomSplit(Regulator):
     """
 
     share: float = 0.25
-    seed: int = 0
+    seed: int = 0  # of the random choice
 
     def __post_init__(self) -> None:
         check_range("random-split", "share", self.share, 0.0, 1.0)

@@ -23,11 +23,11 @@ class TokenRegulation(Regulator):
     """
 
     scope = "token"
-    alpha: float = 2.0
-    tau: float = 0.5
-    mu: float = 0.25
-    low: float = 0.5
-    high: float = 1.26
+    alpha: float = 2.0  # α
+    tau: float = 0.5  # τ
+    mu: float = 0.25  # μ
+    low: float = 0.5  # L
+    high: float = 1.26  # U
     direction: str = "rising"
     kl_weighted: bool = True
 

@@ -36,7 +36,7 @@ class Math:
 
     seconds: float = 1.0
     last_number: bool = False
-    column: str | None = None
+    column: str | None = None  # where the right answer is; without it, common names are looked for
     __name__: ClassVar[str] = "math"
 
     def __post_init__(self) -> None:

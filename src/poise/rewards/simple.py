@@ -46,8 +46,8 @@ class Compares:
 class Exact(Compares):
     """The answer is the gold text, blanks apart. A reply that states no answer is taken as a whole."""
 
-    ignore_case: bool = False
-    column: str | None = None
+    ignore_case: bool = False  # capitals make no difference
+    column: str | None = None  # where the right answer is; without it, common names are looked for
     __name__ = "exact"
 
     def answer(self, text: str) -> str | None:
@@ -68,8 +68,8 @@ class Exact(Compares):
 class Choice(Compares):
     """The answer is a letter: ``B``, ``(B)``, ``B. Paris``, ``option B``. A gold number counts from 0, as in MMLU."""
 
-    letters: str = "ABCDE"
-    column: str | None = None
+    letters: str = "ABCDE"  # those that may be chosen
+    column: str | None = None  # where the right answer is; without it, common names are looked for
     __name__ = "choice"
     form = "Write one letter between <answer> and </answer>."
 
@@ -118,7 +118,7 @@ class Number(Compares):
 
     tolerance: float = 0.0
     last_number: bool = True
-    column: str | None = None
+    column: str | None = None  # where the right answer is; without it, common names are looked for
     __name__ = "number"
     form = "Write one number between <answer> and </answer>."
 
@@ -183,7 +183,7 @@ class Regex:
     """1.0 where ``pattern`` occurs in the reply, else 0.0. It is searched for in the whole reply, thoughts included."""
 
     pattern: str = ""
-    ignore_case: bool = False
+    ignore_case: bool = False  # capitals make no difference
     __name__ = "regex"
     isolated: ClassVar[bool] = True  # a pattern may take for ever on the wrong text
 

@@ -21,8 +21,8 @@ class Gspo(Surrogate):
     tokens, whatever their weight. ``sequence_mean=False`` keeps ``objective.aggregation``.
     """
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: float = 3e-4  # the response's ratio is held at 1 − clip_low
+    clip_high: float = 4e-4  # and at 1 + clip_high
     sequence_mean: bool = True
     surveyed = True
 

@@ -45,6 +45,7 @@ class Countdown:
     ``numbers`` is how many, ``largest`` the largest of them, ``target`` the largest target. ``use`` is ``all`` or
     ``some`` of the numbers. A wrong answer that can be read gets ``format_reward``. Demonstrations show up to ``tries``
     failed attempts before the right one; with ``noise`` an attempt is taken for right that often although it is not.
+    ``instruction`` is the text before a puzzle.
     """
 
     numbers: int | str | Sequence[int] = "3-4"

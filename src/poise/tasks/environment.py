@@ -48,7 +48,7 @@ class Environment:
 
     factory: str | Callable[[], Any]
     reward: str | Sequence[str] = ()
-    reward_weights: Sequence[float] | None = None
+    reward_weights: Sequence[float] | None = None  # one for each reward; without them, 1 each
     correct_at: float = 1.0
     turns: int = 16
     timeout: float = 30.0
@@ -126,7 +126,8 @@ class Environment:
 class EnvironmentOfRows(Environment):
     """An environment whose ``reset`` gets the rows of a file, epoch after epoch.
 
-    ``test_file`` holds the rows for testing; without one, the share ``held_out`` is chosen by a hash of the row.
+    ``file`` holds the rows, ``test_file`` those for testing; without one, the share ``held_out`` is chosen by a hash of
+    the row.
     """
 
     file: str = ""

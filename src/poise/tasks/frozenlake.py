@@ -48,7 +48,7 @@ class FrozenLake:
     turns: int = 8
     actions: int = 1
     rules: str = "told"
-    slippery: bool = False
+    slippery: bool = False  # a move may go to one of the two sides instead
     ice: Sequence[float] = (0.6, 0.85)
 
     name: ClassVar[str] = "frozenlake"

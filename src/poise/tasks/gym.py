@@ -58,8 +58,8 @@ class Gym:
     make: Mapping[str, Any] = field(default_factory=dict)
     intro: str = ""
     correct_at: float = 1.0
-    turns: int = 32
-    timeout: float = 10.0
+    turns: int = 32  # most replies of an episode
+    timeout: float = 10.0  # seconds that one call may take
     _worker: Worker = field(init=False, repr=False, compare=False)
 
     concurrent: ClassVar[bool] = True

@@ -93,8 +93,8 @@ class ReasoningGym:
 
     dataset: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    instruction: str = INSTRUCTION
-    partial: bool = False
+    instruction: str = INSTRUCTION  # the text before a question
+    partial: bool = False  # the reward is the score less what nonsense gets, not only 0 or 1
     timeout: float = 10.0
     _worker: Worker = field(init=False, repr=False, compare=False)
     _block: Callable[[int], Any] = field(init=False, repr=False, compare=False)

@@ -61,13 +61,13 @@ class Data:
 
     file: str
     reward: Any = ()
-    reward_weights: Sequence[float] | None = None
+    reward_weights: Sequence[float] | None = None  # one for each reward; without them, 1 each
     reward_timeout: float = 30.0  # seconds until a call that hangs is cut off
     reward_quick: bool = False  # rewards run in the trainer's own process, where nothing can cut them off
     question: str | None = None
     answer: str | None = None
     difficulty: str | None = None  # a column: accuracy is shown for each of its values
-    system: str | None = None
+    system: str | None = None  # a system message before the question
     template: str = "{question}"
     test_file: str | None = None
     held_out: float = 0.1

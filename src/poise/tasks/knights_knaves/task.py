@@ -38,7 +38,9 @@ class KnightsKnaves:
     ``people`` is a number, several, or a range such as ``"3-7"``, which is the default; the numbers take turns. With
     ``file`` the puzzles are those of a file in the public format (``.jsonl``, ``.jsonl.gz``, ``.parquet``), all of them
     unless ``people`` says which. ``style``, ``noise`` and ``wording`` are those of the demonstrations (see ``worked``).
-    With ``open_think`` the prompt itself ends with ``<think>``, which responses and demonstrations then lack.
+    ``depth`` is how deep statements nest, ``instruction`` the text before a puzzle, ``phrasing`` varied or plain, and
+    ``names`` are those of the people. With ``open_think`` the prompt itself ends with ``<think>``, which responses and
+    demonstrations then lack.
     """
 
     people: int | str | Sequence[int] | None = None

@@ -52,7 +52,7 @@ class SearchQA:
     size: int = 8
     results: int = 3
     turns: int = 8
-    instruction: str = INSTRUCTION
+    instruction: str = INSTRUCTION  # the text before a question
 
     name: ClassVar[str] = "search-qa"
     concurrent: ClassVar[bool] = True
