@@ -28,6 +28,7 @@ from poise.rollout.sampling import derived_seed
 from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
+from poise.runs.trackers import check_trackers
 from poise.tasks import training_problems
 from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
@@ -36,6 +37,7 @@ from poise.training.evaluations import Evaluations
 from poise.training.frozen import FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
 from poise.training.phases import on_all_rows, phases_of
+from poise.training.preflight import preflight
 from poise.training.records import (
     Clock,
     environment,
@@ -46,7 +48,7 @@ from poise.training.records import (
     turn_metrics,
 )
 from poise.training.reporter import Reporter
-from poise.training.resume import TrainError, in_free_folder, model_errors, open_to_resume
+from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
 from poise.training.setup import arrive, build_sampler, check_same_data
 from poise.training.update import NotFiniteError, update
 
@@ -65,15 +67,10 @@ def train(
     """
     if renumber and not resume:
         config = in_free_folder(config, quiet=quiet)
-    with owned(expand(config.run), make=not resume):
-        if resume:
-            return Trainer(config, open_to_resume(config), quiet=quiet).run(before)
-        folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=config.keep_checkpoints)
-        try:
-            trainer = Trainer(config, folder, quiet=quiet)
-        except Exception:
-            folder.discard()
-            raise
+    with owned(expand(config.run), make=not resume), run_folder(config, resume=resume) as folder:
+        check_trackers(config.tracking)
+        trainer = Trainer(config, folder, quiet=quiet)
+        preflight(config, trainer.sampler, trainer.checkpoints, trainer._batch)
         return trainer.run(before)
 
 

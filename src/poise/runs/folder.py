@@ -123,7 +123,7 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove the files of a run that never began, so that its folder can be used again."""
-        for name in _OWN:
+        for name in (*_OWN, "tensorboard", "wandb"):
             remove(self.path / name)
         if not any(self.path.iterdir()):
             self.path.rmdir()

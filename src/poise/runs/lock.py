@@ -29,7 +29,8 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
 
     A path that is missing or no folder is not locked: the code that opens it reports the error.
     """
-    if make and not folder.exists():
+    made = make and not folder.exists()
+    if made:
         folder.mkdir(parents=True, exist_ok=True)
     handle = _acquire(folder / OWNER) if fcntl and folder.is_dir() else None
     try:
@@ -39,8 +40,9 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
             with suppress(OSError):
                 (folder / OWNER).unlink()  # before the lock is released: see _acquire
             os.close(handle)
-        with suppress(OSError):
-            folder.rmdir()  # succeeds only if empty: a run that never began
+        if made:
+            with suppress(OSError):
+                folder.rmdir()  # succeeds only if empty: a run that never began
 
 
 def is_owned(folder: Path) -> bool:

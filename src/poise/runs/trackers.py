@@ -18,6 +18,11 @@ from typing import Any, Protocol
 from poise._lib.errors import how_to_install, unknown
 
 PROJECT = "poise"
+PACKAGES = {  # module, and what it must have: a folder of its name, such as wandb/, can be imported too
+    "tensorboard": ("torch.utils.tensorboard", "SummaryWriter"),
+    "wandb": ("wandb", "init"),
+    "trackio": ("trackio", "init"),
+}
 
 
 class TrackerError(ImportError):
@@ -38,7 +43,7 @@ class TensorBoard:
     """Event files in ``tensorboard/`` of the run folder: ``tensorboard --logdir RUN``."""
 
     def __init__(self, folder: Path, config: dict[str, Any], start_step: int) -> None:
-        writer = _import("tensorboard", "torch.utils.tensorboard", "SummaryWriter").SummaryWriter
+        writer = _import("tensorboard").SummaryWriter
         # A resumed run repeats some steps: hide their earlier values.
         self._writer = writer(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else None)
         self._writer.add_text("config", f"```\n{json.dumps(config, indent=2, default=str)}\n```")
@@ -57,7 +62,7 @@ class WandB:
     """A run of the W&B project "poise"; its local files go to ``wandb/`` of the run folder."""
 
     def __init__(self, folder: Path, config: dict[str, Any], start_step: int) -> None:  # noqa: ARG002
-        self._run = _import("wandb", "wandb", "init").init(project=PROJECT, config=config, dir=str(folder))
+        self._run = _import("wandb").init(project=PROJECT, config=config, dir=str(folder))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of history."""
@@ -72,7 +77,7 @@ class Trackio:
     """A run of the trackio project "poise". Trackio keeps its own data folder."""
 
     def __init__(self, folder: Path, config: dict[str, Any], start_step: int) -> None:  # noqa: ARG002
-        self._trackio = _import("trackio", "trackio", "init")
+        self._trackio = _import("trackio")
         self._trackio.init(project=PROJECT, config=config)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -91,6 +96,12 @@ TRACKERS: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {
 }
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise TrackerError unless the packages of these trackers can be imported."""
+    for name in names:
+        _import(name)
+
+
 def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], *, start_step: int = 0) -> list[Tracker]:
     """Open the trackers of these names for the run in ``folder``; a name given twice is opened once.
 
@@ -102,20 +113,26 @@ def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], *,
     opened: list[Tracker] = []
     try:
         for name in dict.fromkeys(names):
-            opened.append(TRACKERS[name](folder, config, start_step))  # noqa: PERF401 - on an error, the opened ones are closed below
-    except BaseException:
+            opened.append(TRACKERS[name](folder, config, start_step))
+    except BaseException as error:
         for tracker in opened:
             tracker.close()
+        if isinstance(error, Exception) and not isinstance(error, TrackerError):  # each has errors of its own
+            why = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}"
+            raise TrackerError(
+                f"tracker {name!r} cannot be started ({why}); mend it, or leave tracking= out"
+            ) from error
         raise
     return opened
 
 
-def _import(extra: str, module: str, needed: str) -> Any:
-    """Import a tracker's package. A package without ``needed`` is only a folder of its name, such as ``wandb/``."""
+def _import(name: str) -> Any:
+    """The package of a tracker."""
+    module, needed = PACKAGES[name]
     try:
         package = import_module(module)
     except ImportError as error:
-        raise TrackerError(f"tracker {extra!r} cannot be imported ({error}); {how_to_install(extra)}") from error
+        raise TrackerError(f"tracker {name!r} cannot be imported ({error}); {how_to_install(name)}") from error
     if not hasattr(package, needed):
-        raise TrackerError(f"tracker {extra!r} is not installed; {how_to_install(extra)}")
+        raise TrackerError(f"tracker {name!r} is not installed; {how_to_install(name)}")
     return package

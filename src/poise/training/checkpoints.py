@@ -35,6 +35,12 @@ class Checkpoints:
         self.logged = 0  # newest step with a line in metrics.jsonl
         self.weights_of: int | None = 0  # step that the weights belong to; None during an update
 
+    @property
+    def size(self) -> int:
+        """The bytes of one checkpoint: the model, the float32 weights, and the optimizer's two moments."""
+        model: int = sum(value.numel() * value.element_size() for value in self.policy.model.parameters())
+        return model + 3 * 4 * sum(value.numel() for value in self.master_weights.parameters.values())
+
     def due(self, step: int) -> bool:
         """Whether to save a checkpoint after this step."""
         return self.every > 0 and step % self.every == 0

@@ -28,6 +28,25 @@ def model_errors() -> Iterator[None]:
         raise TrainError(str(error)) from error
 
 
+@contextmanager
+def run_folder(config: Config, *, resume: bool) -> Iterator[RunFolder]:
+    """The folder to train in. A new run that fails before it has measured anything leaves none, for the next attempt.
+
+    One that is interrupted in its first evaluation stays: it can be resumed.
+    """
+    if resume:
+        yield open_to_resume(config)
+        return
+    folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=config.keep_checkpoints)
+    try:
+        yield folder
+    except BaseException as error:
+        begun = ("before.json", "metrics.jsonl", *(() if isinstance(error, Exception) else ("environment.json",)))
+        if not any((folder.path / name).exists() for name in begun):
+            folder.discard()
+        raise
+
+
 def open_to_resume(config: Config) -> RunFolder:
     """Open the run's folder, and refuse a config that changes more than it may (``CHANGEABLE``)."""
     folder = RunFolder.open(config.run, keep=config.keep_checkpoints)

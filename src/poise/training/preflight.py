@@ -1,0 +1,128 @@
+"""Before the first evaluation: try the task, the model and the regulator on a few tokens, and look at the disk.
+
+What is wrong there shows within a second, not after an evaluation or at the first checkpoint. The trial leaves no
+traces: it draws no random numbers of the run, and it does not use the engine, whose cache and graphs stay as they are.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy
+import torch
+
+from poise._lib.user_code import blamed
+from poise.algorithms.base import Sample
+from poise.algorithms.sampler import Sampler
+from poise.batch import TokenBatch
+from poise.config.schema import Config
+from poise.models.policy import Policy
+from poise.rollout.sampling import Sampling
+from poise.rollout.types import Request, Rollouts
+from poise.runs.folder import CheckpointError
+from poise.tasks import draw, several_turns
+from poise.training.checkpoints import Checkpoints
+from poise.training.records import task_metrics, turn_metrics
+from poise.training.resume import TrainError, model_errors
+from poise.training.update import NotFiniteError
+
+PROBLEMS, ATTEMPTS, TOKENS = 2, 2, 16  # two groups of two short replies: enough for every regulator
+CONTEXT = 64  # tokens that the model reads of a prompt, and of what follows it
+EPISODE = 256  # tokens of an episode with several turns
+
+
+def preflight(
+    config: Config,
+    sampler: Sampler,
+    checkpoints: Checkpoints,
+    batch: Callable[[Sequence[Sample]], tuple[Rollouts, TokenBatch]],
+) -> None:
+    """Raise an error that says what to do if the run cannot work. ``batch`` is the trainer's own."""
+    check_disk(config, checkpoints)
+    episode = min(sampler.max_episode or EPISODE, EPISODE) if several_turns(sampler.task) else None
+    with same_random_numbers(sampler.policy.device), model_errors():
+        problems = draw(sampler.task, "train", config.seed, PROBLEMS)
+        echo = replace(
+            sampler, engine=Echo(sampler.policy), max_tokens=min(sampler.max_tokens, TOKENS), max_episode=episode
+        )
+        samples = echo.play([problem for problem in problems for _ in range(ATTEMPTS)], 0)
+        try:
+            _, tokens = batch([_short(sample, number) for number, sample in enumerate(samples)])
+        except NotFiniteError as error:
+            raise TrainError(f"model={config.model}: {error}, before any training: set dtype=float32") from error
+        with blamed("regulator", config.regulator):
+            config.build_regulator()(tokens)  # not the run's own, which may keep a state
+    task_metrics(sampler.task)  # what was counted here is not for the first step's metrics
+    turn_metrics(sampler)
+    sampler.tokens.clear()
+
+
+def check_disk(config: Config, checkpoints: Checkpoints) -> None:
+    """Raise CheckpointError unless the checkpoints that are kept, and the one being written, fit on the disk."""
+    folder, free = checkpoints.folder, shutil.disk_usage(checkpoints.folder.path).free
+    size = checkpoints.size
+    number = -(-config.steps // config.checkpoint_every) + 1 if config.checkpoint_every else 1
+    number = max(1, min(number, config.keep_checkpoints + 1) - len(folder.checkpoints()))
+    if number * size > free:
+        raise CheckpointError(
+            f"run folder {folder.path}: {number} checkpoints of {_gigabytes(size)} need {_gigabytes(number * size)}, "
+            f"but the disk has {_gigabytes(free)} free (keep_checkpoints={config.keep_checkpoints}, and one more while "
+            "it is written): free some space, lower keep_checkpoints, or choose a run=DIR on another disk"
+        )
+
+
+class Echo:
+    """An engine that replies with a few tokens of the prompt."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def sample(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,  # noqa: ARG002
+        seed: int,  # noqa: ARG002
+        done: Callable[[int, list[int]], None] | None = None,  # noqa: ARG002
+    ) -> Rollouts:
+        """A reply to each request. Replies differ in length, and end where the limit allows it."""
+        ends = self.policy.end_tokens
+        rows = []
+        for number, request in enumerate(requests):
+            words = [token for token in request.prompt if token not in ends] or list(request.prompt)
+            length = max(1, min(request.max_tokens, TOKENS - number % ATTEMPTS))
+            reply = (words * length)[:length]
+            rows.append(torch.tensor([*reply[:-1], ends[0]] if ends and length > 1 else reply))
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+        zeros = torch.zeros(tokens.shape)
+        finished = torch.tensor([bool(ends) and len(row) > 1 for row in rows])
+        return Rollouts([list(request.prompt) for request in requests], tokens, mask, zeros, zeros, finished)
+
+
+def _short(sample: Sample, number: int) -> Sample:
+    """The sample for a short pass of the model: without log-probabilities, and with a reward unlike its neighbour's."""
+    score = replace(sample.score, reward=float(number % ATTEMPTS), correct=number % ATTEMPTS == 1, failed=None)
+    return replace(
+        sample, prompt=sample.prompt[-CONTEXT:], tokens=sample.tokens[:CONTEXT], own=sample.own[:CONTEXT], score=score,
+        group=number // ATTEMPTS, logp=None, entropy=None, sampler_logp=None,
+    )  # fmt: skip
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Restore the states of all global random number generators, which a task or a reward may use."""
+    states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - a user's code may draw from it
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])  # noqa: NPY002
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
