@@ -84,9 +84,24 @@ def test_cautions():
     del runs[5]
     found = verdict(analyse([arms[0], Arm("lopti", {}, runs)], "grpo", range(10)))
     assert "lopti: one of ten runs is not finished yet." in found
-    assert "lopti: one of nine runs diverged and counts with the accuracy last measured." in found
+    assert "lopti: one of nine runs diverged and counts with the accuracy last measured during training." in found
     assert "lopti: one of nine runs ended far below its own best." in found
     assert "lopti takes 1.8 times the optimizer steps and 1.8 times the FLOP of grpo." in found
+
+
+def test_runs_that_diverged_before_any_evaluation_count_as_zero():
+    def said(*steps):
+        runs = [made_run(seed, 0.5, steps=each, state="diverged") for seed, each in enumerate(steps)]
+        lopti = Arm("lopti", {}, {**made_arm("lopti", 0.0).runs, **dict(enumerate(runs))})
+        found = analyse([made_arm("grpo", 0.0), lopti], "grpo")
+        assert [found["arms"][1]["results"][str(run.seed)] for run in runs] == [0.5 * (each > 10) for each in steps]
+        return next(sentence for sentence in found["verdict"] if "diverged" in sentence)
+
+    early = "before any evaluation during training (evaluation.every)"  # which comes after 20 steps
+    assert said(10) == f"lopti: one of ten runs diverged {early} and counts as 0."
+    assert said(10, 10) == f"lopti: two of ten runs diverged {early} and count as 0."
+    expected = f"lopti: two of ten runs diverged; one of them, {early}, counts as 0, the other with the accuracy last"
+    assert said(10, 40) == f"{expected} measured."
 
 
 def test_few_problems():

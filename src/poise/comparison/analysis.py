@@ -82,6 +82,7 @@ def _arm(arm: Arm, base: Arm, planned: Sequence[int], score: str, level: float) 
         "seeds": list(results),
         "missing": [seed for seed in planned if seed not in results],
         "diverged": {str(seed): run.why for seed, run in done.items() if run.state == "diverged"},
+        "counted_as_zero": [seed for seed, run in done.items() if run.counts_as_zero],
         "accuracy": fmean(results.values()) if results else None,
         "interval": _ends(student_interval(list(results.values()), level)),
         "results": {str(seed): value for seed, value in results.items()},

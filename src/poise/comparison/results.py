@@ -1,7 +1,8 @@
 """What a comparison knows of a run, read from its ordinary run folder; and an arm: the runs of one method, by seed.
 
 A run is *finished*, *diverged* (the trainer met a gradient that is not finite, and wrote ``diverged.json``) or
-*unfinished*. A diverged run is a result: its scores are those last measured. An unfinished run has none yet.
+*unfinished*. A diverged run is a result: its scores are those last measured during training, or 0. An unfinished run
+has none yet.
 """
 
 from __future__ import annotations
@@ -74,7 +75,12 @@ class RunResult:
         if self.state == "unfinished" or not self.curve:
             return {}
         last = self.curve[-1]
-        return dict.fromkeys(last.scores, 0.0) if self.state == "diverged" and not last.step else last.scores
+        return dict.fromkeys(last.scores, 0.0) if self.counts_as_zero else last.scores
+
+    @property
+    def counts_as_zero(self) -> bool:
+        """Whether the run diverged before it was evaluated during training."""
+        return self.state == "diverged" and bool(self.curve) and not self.curve[-1].step
 
     @classmethod
     def read(cls, path: str | Path) -> RunResult:

@@ -74,12 +74,22 @@ def _cautions(arm: Mapping[str, Any]) -> Iterator[str]:
     if missing := len(arm["missing"]):
         yield f"{name}: {_number(missing)} of {_number(done + missing)} runs {_is(missing)} not finished yet."
     if diverged := len(arm["diverged"]):
-        yield (
-            f"{name}: {_number(diverged)} of {_number(done)} runs diverged and {_count(diverged)} with the accuracy "
-            "last measured."
-        )
+        yield f"{name}: {_number(diverged)} of {_number(done)} runs diverged{_counted(arm)}."
     if collapsed := arm["stability"]["collapsed"]:
         yield f"{name}: {_number(collapsed)} of {_number(done)} runs ended far below {_its(collapsed)} own best."
+
+
+def _counted(arm: Mapping[str, Any]) -> str:
+    """With what the diverged runs of an arm count."""
+    diverged, zero = len(arm["diverged"]), len(arm["counted_as_zero"])
+    if not zero:
+        return f" and {_count(diverged)} with the accuracy last measured during training"
+    if zero == diverged:
+        return f" before any evaluation during training (evaluation.every) and {_count(zero)} as 0"
+    return (
+        f"; {_number(zero)} of them, before any evaluation during training (evaluation.every), {_count(zero)} as 0, "
+        f"the {'other' if diverged - zero == 1 else 'others'} with the accuracy last measured"
+    )
 
 
 def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
