@@ -72,6 +72,9 @@ def test_the_curve_of_the_result_begins_before_and_ends_after_training(page, tmp
     page.click("#tab-curves")
     held_out = page.locator(".card:has(h3:text-is('Held-out accuracy'))")
     assert held_out.locator("circle").count() == 6
+    page.locator("#smooth").fill("0.9")
+    assert held_out.locator("path").count() == 2  # evaluations are not smoothed
+    assert held_out.locator(".legend button").first.inner_text() == "kk/avg@4 0.575"
     assert held_out.locator("text[y='160']").all_text_contents() == ["0", "1", "2", "3", "4"]
 
 

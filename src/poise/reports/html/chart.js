@@ -79,7 +79,8 @@ class Chart {
     const logs = [log.x, log.y].map((on, i) => on && every.some((p) => p[i] > 0));
     const fits = (point) => logs.every((on, i) => !on || point[i] > 0);
     this.shown = this.lines.map((line) => (hidden.has(line.key) ? [] : line.points.filter(fits)));
-    this.smooth = this.shown.map((points) => (smooth ? smoothed(points, smooth) : points));
+    const smooths = this.lines.map((line) => smooth > 0 && !line.whiskers); // evaluations are few, and each is a mean of many
+    this.smooth = this.shown.map((points, i) => (smooths[i] ? smoothed(points, smooth) : points));
     let [x0, x1] = extent(every.filter(fits).map((p) => p[0]));
     if (range) [x0, x1] = [logs[0] ? Math.max(range[0], x0) : range[0], range[1]];
     if (!(x0 < x1)) [x0, x1] = logs[0] ? [x0 / 2, x0 * 2] : [x0 - 0.5, x0 + 0.5];
@@ -103,7 +104,7 @@ class Chart {
       ...this.x.ticks(5).filter((t) => !whole || Number.isInteger(t)).map((t) => upright(this.x.at(t), this.height - 10, short(t), this.width)),
       this.band,
       ...this.lines.flatMap((line, i) => [
-        smooth ? this.path(line, raw[i], { "stroke-width": 1, opacity: 0.3 }) : [],
+        smooths[i] ? this.path(line, raw[i], { "stroke-width": 1, opacity: 0.3 }) : [],
         this.path(line, drawn[i], { "stroke-width": 1.6, "stroke-dasharray": line.dash || null }),
         whiskers[i].map(([x, a, b]) => svg("line", { class: "whisker", x1: this.x.at(x), x2: this.x.at(x), y1: places.at(a), y2: places.at(b), stroke: line.colour })),
       ].flat(2)),
@@ -140,7 +141,7 @@ class Chart {
       : points.reduce((best, p, i) => (Math.abs(p[0] - x) < Math.abs(points[best][0] - x) ? i : best), 0));
     const found = this.shown.map(near);
     this.lines.forEach((line, i) => {
-      const here = this.shown[i][found[i]], mean = this.group.smooth && here ? ` (${number(this.smooth[i][found[i]][1])})` : "";
+      const here = this.shown[i][found[i]], mean = here && this.smooth[i] !== this.shown[i] ? ` (${number(this.smooth[i][found[i]][1])})` : "";
       this.values[i].textContent = visible(here ? `${line.label} ${number(here[1])}${mean}${x === null ? "" : ` at ${place(here[0])}`}` : line.label);
       this.buttons[i].setAttribute("aria-pressed", String(!this.group.hidden.has(line.key)));
     });

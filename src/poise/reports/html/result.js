@@ -38,7 +38,7 @@ const result = Object.assign(new Group(), {
     const chart = this.curve(whole);
     return [
       this.headline(whole),
-      (measures.length > 0 || chart) && el("div", { class: "result" },
+      (measures.length > 0 || chart) && el("div", { class: data.runs.length > 1 ? "result several" : "result" },
         measures.length > 0 && card("Held-out accuracy", "In brackets the 95 % intervals over problems, and whether those before and after overlap.", this.table(whole), parts.length > 0 && el("details", {}, el("summary", {}, "By difficulty"), this.table(parts)),
           this.conditions(), el("p", { class: "bar" }, el("button", { type: "button", id: "csv", onclick: () => saveTable("result.csv", this.rows(measures)) }, "Save as CSV"))),
         chart && card("Its curve", "Bars are the intervals before and after training.", chart.svg, chart.legend)),
@@ -61,7 +61,7 @@ const result = Object.assign(new Group(), {
       const known = before && after, apart = known && (after.low > before.high || after.high < before.low);
       const change = known ? after.value - before.value : null;
       const cell = (row) => (row ? [fixed(row.value), " ", el("small", {}, interval(row))] : "–");
-      return [...(several ? [run.name] : []), r ? "" : measure, cell(before), cell(after),
+      return [...(several ? [el("span", { class: "legend" }, el("span", {}, mark(colour(r)), run.name))] : []), r ? "" : measure, cell(before), cell(after),
         known ? `${change < 0 ? "−" : "+"}${fixed(Math.abs(change))}` : "–", known ? (apart ? "apart" : "overlap") : "–", this.picture(before, after, colour(several ? r : 0))];
     }));
     const order = (cells) => (several ? [cells[1], cells[0], ...cells.slice(2)] : cells);
