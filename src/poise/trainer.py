@@ -34,7 +34,7 @@ from poise.training.batches import stack, token_batch, with_verdict, without_con
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluate import at_once
 from poise.training.evaluations import Evaluations
-from poise.training.frozen import FrozenModels, starting_weights
+from poise.training.frozen import Frozen, FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
 from poise.training.phases import on_all_rows, phases_of
 from poise.training.preflight import preflight
@@ -117,8 +117,8 @@ class Trainer:
     def run(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
         """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after."""
         done, self.memory, self.tokens = self.checkpoints.restore()
-        parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
-        self.folder.write_json("environment.json", {**environment(self.policy.device), "parameters": parameters})
+        sizes = {"parameters": Frozen(self.policy).parameters, "parameters_of": self.frozen.parameters()}
+        self.folder.write_json("environment.json", {**environment(self.policy.device), **sizes})
         arrive(self.sampler, self.config, done)
         with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
             for note in self.notes:

@@ -54,6 +54,22 @@ def test_a_finished_run(tmp_path):
     assert math.isnan(found.entropy[1])
 
 
+def test_a_frozen_model_samples_with_its_own_parameters(tmp_path):
+    path = folder_of_a_run(tmp_path / "run", steps=0)
+    folder = RunFolder.open(path)
+    folder.log(
+        1, {"rollout/length": 10.0, "tokens/sampled": 200, "tokens/receiver": 120, "reg/all/kl_weight_mean": 1.0}
+    )
+
+    def flop(**written):
+        folder.write_json("environment.json", written)
+        return RunResult.read(path).cost.flop
+
+    assert flop(parameters=1000, parameters_of={"receiver": 50}) == 1000 * (2 * 80 + 6 * 80) + 50 * 2 * 120
+    assert flop(parameters=1000) == 1000 * (2 * 200 + 6 * 80)  # of an older version
+    assert flop(parameters_of={"receiver": 50}) is None
+
+
 def test_a_diverged_run_has_the_scores_last_measured(tmp_path):
     why = {"step": 4, "why": "the gradient's norm is nan"}
     found = RunResult.read(folder_of_a_run(tmp_path / "run", steps=3, diverged=why))

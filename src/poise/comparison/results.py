@@ -190,12 +190,10 @@ def _scores(evaluation: Mapping[str, Any]) -> dict[str, float]:
 def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator[Cost]:
     """The cost up to each step.
 
-    The estimate of FLOP takes 2 per parameter and sampled token for sampling, and 6 for each phase of the update, in
-    responses that carry a gradient. It leaves out prompts, attention and evaluations.
+    The estimate of FLOP takes 2 per parameter and sampled token for sampling, each model with its own parameters, and 6
+    for each phase of the update, in responses that carry a gradient. It leaves out prompts, attention and evaluations.
     """
-    environment = read_json(folder, "environment.json")
-    parameters = environment.get("parameters") if isinstance(environment, dict) else None
-    parameters = parameters if type(parameters) is int else None
+    parameters, others = _parameters(folder)
     total = Cost(flop=None if parameters is None else 0.0)
     for line in lines:
         trained = responses * (line.get("rollout/length") or 0.0)
@@ -203,9 +201,26 @@ def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator
         tokens = trained if tokens is None else tokens
         phases = sum(key.startswith("reg/") and key.endswith("/kl_weight_mean") for key in line)
         passes = phases * (1 - (line.get("reward/no_spread") or 0.0))
-        flop = None if parameters is None else parameters * (2 * tokens + 6 * passes * trained)
+        flop = None
+        if parameters is not None:
+            flop = parameters * (2 * tokens + 6 * passes * trained)
+            for name, own in others.items():
+                flop += (own - parameters) * 2 * (line.get(f"tokens/{name}") or 0)
         total += Cost(tokens, line.get("optim/steps") or 0.0, line.get("time/step") or 0.0, flop)
         yield total
+
+
+def _parameters(folder: RunFolder) -> tuple[int | None, dict[str, int]]:
+    """The number of parameters of the policy, None if it is unknown, and those of frozen models, by name.
+
+    An older version did not write the latter; they count as the policy's.
+    """
+    environment = read_json(folder, "environment.json")
+    environment = environment if isinstance(environment, dict) else {}
+    own, others = environment.get("parameters"), environment.get("parameters_of")
+    others = others if isinstance(others, dict) else {}
+    known = {name: count for name, count in others.items() if type(count) is int}
+    return own if type(own) is int else None, known
 
 
 def _series(lines: Sequence[Line], key: str) -> tuple[float, ...]:

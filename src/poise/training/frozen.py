@@ -53,6 +53,12 @@ class Frozen:
             return score_all(self.policy, rollouts, temperature, micro_tokens)[0]
 
     @property
+    def parameters(self) -> int:
+        """The number of its parameters."""
+        own = (each for each in self.policy.model.parameters() if not (self.adapter and each.requires_grad))
+        return sum(each.numel() for each in own)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
         return sum(parameter.nbytes for parameter in self.policy.model.parameters())
@@ -109,6 +115,10 @@ class FrozenModels:
     def reference(self) -> Frozen:
         """The starting weights, for the KL term."""
         return self.by_source[START]
+
+    def parameters(self) -> dict[str, int]:
+        """The number of parameters of each model that the algorithm asks for, by name."""
+        return {name: self.by_source[source].parameters for name, source in self.models.items()}
 
     def beside(self, sampler: Sampler) -> Sampler:
         """The sampler with one for each of the algorithm's models in ``others``, for the same task and settings.
