@@ -1,4 +1,4 @@
-"""The end of a run: its result as a table, its curve as a picture, and where both are."""
+"""The end of a run: its result as a table, its curve as a picture, where both are, and what follows from them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from poise.config.schema import Config
+from poise.runs import warnings
 from poise.runs.console import Console
 from poise.runs.folder import RunFolder
 from poise.training.accuracy import is_summary
+from poise.training.conclusion import conclusion
 
 
 def show(config: Config, summary: dict[str, Any], console: Console) -> None:
-    """Print accuracy before and after training, and draw ``curve.png``."""
+    """Print accuracy before and after training, draw ``curve.png``, and say what was learned and what to try next."""
     from poise.runs.plots import curve  # imports matplotlib
 
     folder = RunFolder.open(config.run, resume=False)
@@ -31,6 +33,8 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     curve(picture, {str(folder.path): lines}, title, "tokens" if config.budget else "step")
     console.picture(picture)
     console.note(f"curve: {picture}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model")
+    for line in conclusion(config, folder, summary, warnings.read(folder)):
+        console.note(line)
 
 
 def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: Any) -> list[dict[str, Any]]:
