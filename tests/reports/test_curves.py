@@ -160,17 +160,36 @@ def test_dashed_lines_have_dashed_legends(page, tmp_path):
     assert "5px" in marks[1]
 
 
-def test_labels_stay_inside_their_cards(page, curves):
-    curves([1.5e-14, 2.5e-14, 1.0e-14], **METRICS)
-    page.select_option("#axis", "step")
-    outside = page.evaluate(
+def outside(page):
+    """The labels that do not lie inside their cards."""
+    return page.evaluate(
         """() => [...document.querySelectorAll(".card text")].filter((text) => {
           const [a, b] = [text, text.closest(".card")].map((each) => each.getBoundingClientRect());
           return a.left < b.left || a.right > b.right || a.top < b.top || a.bottom > b.bottom;
         }).map((text) => text.textContent)"""
     )
-    assert outside == []
+
+
+def test_labels_stay_inside_their_cards(page, curves):
+    curves([1.5e-14, 2.5e-14, 1.0e-14], **METRICS)
+    assert outside(page) == []
     assert "1.50e-14" in page.locator("svg text").all_text_contents()
+
+
+def test_labels_of_figures_stay_inside_their_cards(page, curves):
+    curves([1.0])
+    names = [f"0.00{i}–0.0000{i}" for i in range(9)]
+    page.evaluate(
+        """(names) => document.getElementById("main").replaceChildren(el("div", { class: "grid" },
+          card("bars", "", bars(names, [{ label: "a", values: names.map((_, i) => -i * 1.234e-15), errors: [] }])),
+          card("heat", "", heat(names, names, names.map(() => names.map((_, i) => i * 1.234e-15)))),
+          card("density", "", density([1e-12, 1, 1e9]))))""",
+        names,
+    )
+    assert outside(page) == []
+    shown = page.locator(".card:has(h3:text-is('bars')) text").all_text_contents()
+    assert names[0] in shown
+    assert names[1] not in shown  # there is no room for each
 
 
 # The axis and the zoom

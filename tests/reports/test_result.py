@@ -47,7 +47,7 @@ def cells(page, table=0):
 def test_the_report_opens_with_what_was_reached(page, tmp_path):
     look(page, tmp_path, finished(tmp_path / "run"), tab="")
     assert page.locator("nav [aria-selected=true]").inner_text() == "result"
-    assert page.inner_text(".headline") == "0.353 → 0.575 avg@4 on 300 held-out problems"
+    assert page.inner_text(".headline") == ("0.353 → 0.575 avg@4 on 300 held-out problems · greedy 0.683 → 0.660")
     assert [row[:5] for row in cells(page)] == [
         ["avg@4", "0.353 [0.313, 0.393]", "0.575 [0.535, 0.615]", "+0.222", "apart"],
         ["pass@4", "0.653 [0.613, 0.693]", "0.875 [0.835, 0.915]", "+0.222", "apart"],
@@ -107,11 +107,21 @@ def test_results_of_two_runs_stand_below_each_other(page, tmp_path):
     assert [text.partition(" · ")[2].split()[0] for text in dashed] == ["pass@4", "greedy", "accuracy"] * 2
 
 
+def test_the_curves_of_many_runs_have_one_line_each(page, tmp_path):
+    folders = [finished(tmp_path / name) for name in ("one", "two", "three", "four")]
+    look(page, tmp_path, *folders, tab="result")
+    assert page.locator(".legend button").all_inner_texts() == [
+        f"{folder.path.name} · avg@4 0.575" for folder in folders
+    ]
+
+
 def test_a_run_under_way_shows_what_it_has(page, tmp_path):
     folder = finished(tmp_path / "run")
     (folder.path / "summary.json").unlink()
     look(page, tmp_path, folder, tab="result")
-    assert page.inner_text(".headline") == "0.353 → … avg@4 on 300 held-out problems, at step 4 of 4"
+    assert page.inner_text(".headline") == (
+        "0.353 → … avg@4 on 300 held-out problems, at step 4 of 4 · greedy 0.683 → …"
+    )
     assert cells(page)[0][:5] == ["avg@4", "0.353 [0.313, 0.393]", "–", "–", "–"]
     assert page.locator(".whisker").count() == 3
 

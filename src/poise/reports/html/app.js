@@ -117,7 +117,6 @@ async function start() {
   addEventListener("pointerdown", (event) => { if (!event.target.closest?.(".tokens, svg")) tip.hide(); });
   document.getElementById("tabs").addEventListener("keydown", turn);
   addEventListener("keydown", (event) => {
-    if (event.key === "Escape") tip.close();
     const typing = event.target.closest?.("input, select, textarea");
     if (event.ctrlKey || event.metaKey || event.altKey || !/^#responses(\/|$)/.test(location.hash) || typing) return;
     if (viewer.key(event.key)) event.preventDefault();

@@ -63,6 +63,8 @@ const tip = {
   list(pairs) { return el("dl", {}, pairs.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])); },
 };
 
+addEventListener("keydown", (event) => { if (event.key === "Escape") tip.close(); });
+
 const most = (values) => values.reduce((high, v) => (Number.isFinite(v) ? Math.max(high, Math.abs(v)) : high), 0) || 1; // never 0, since callers divide by it
 const extent = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
 

@@ -42,16 +42,18 @@ const result = Object.assign(new Group(), {
         measures.length > 0 && card("Held-out accuracy", "In brackets the 95 % intervals over problems, and whether those before and after overlap.", this.table(whole), parts.length > 0 && el("details", {}, el("summary", {}, "By difficulty"), this.table(parts)),
           this.conditions(), el("p", { class: "bar" }, el("button", { type: "button", id: "csv", onclick: () => saveTable("result.csv", this.rows(measures)) }, "Save as CSV"))),
         chart && card("Its curve", "Bars are the intervals before and after training.", chart.svg, chart.legend)),
-      el("h2", {}, "What was trained"), table(["", ...data.runs.map((run) => run.name)], this.facts()),
+      el("h2", {}, "What was trained"), el("div", { class: "facts" }, table(["", ...data.runs.map((run) => run.name)], this.facts())),
     ].flat().filter(Boolean);
   },
 
   headline(measures) {
     if (!measures.length) return el("p", { class: "muted" }, "No held-out accuracy has been measured. Training accuracy and reward are under curves.");
     if (data.runs.length > 1) return null;
-    const [run] = data.runs, [before, after] = both(run).map((found) => found?.table[measures[0]]?.value), n = (run.after || run.before).n;
+    const [run] = data.runs, n = (run.after || run.before).n;
+    const ends = (measure) => both(run).map((found) => (found ? fixed(found.table[measure]?.value) : "…")).join(" → ");
     const state = run.after ? "" : `, at step ${many(run.steps.at(-1) ?? 0)} of ${spoken(field(run, "steps"))}`;
-    return el("p", { class: "headline" }, el("b", {}, `${fixed(before)} → ${after === undefined ? "…" : fixed(after)}`), ` ${measures[0]} on ${many(n)} held-out problems${state}`);
+    return el("p", { class: "headline" }, el("b", {}, ends(measures[0])), ` ${measures[0]} on ${many(n)} held-out problems${state}`,
+      measures.includes("greedy") && el("span", { class: "muted" }, ` · greedy ${ends("greedy")}`));
   },
 
   table(measures) {
@@ -89,10 +91,11 @@ const result = Object.assign(new Group(), {
     return data.runs.flatMap((run, r) => (said[r] && said.indexOf(said[r]) === r ? el("p", {}, new Set(said).size > 1 && `${run.name}: `, said[r]) : []));
   },
 
-  // The curves of avg@k, greedy and pass@k, beside accuracy in training.
+  // The curves of avg@k, greedy and pass@k, beside accuracy in training (null).
   curve(measures) {
-    const several = data.runs.length > 1, shown = measures.filter((name) => !name.startsWith("maj@"));
-    const lines = data.runs.flatMap((run, r) => [...shown, null].map((measure, k) => ({
+    const several = data.runs.length > 1, crowded = data.runs.length > 3; // then there is room for one line of each
+    const shown = crowded && measures.length ? measures.slice(0, 1) : [...measures.filter((name) => !name.startsWith("maj@")), null];
+    const lines = data.runs.flatMap((run, r) => shown.map((measure, k) => ({
       key: `${r} ${measure}`, colour: colour(several ? r : k), dash: measure === null ? "2 3" : several ? DASHES[[0, 1, 3, 4, 5][k % 5]] : "",
       label: [several && run.name, measure ?? "accuracy in training"].filter(Boolean).join(" · "),
       ...(measure === null ? { points: points(run, "reward/accuracy", this.x) } : heldOut(run, measure, this.x)),
