@@ -175,8 +175,9 @@ TABLE = (
         lambda run: f"No response has been right since the run began, in {len(run.lines)} steps"
         + (": all rewards are equal, and nothing is learned." if run.no_spread else "; only their rewards differ."),
         lambda run: f"Read some: poise report {run.config.run}. Are they wrong? Take easier problems, a better model, "
-        "or a larger group=. Are they right? Then mend the reward (docs/rewards.md); a response counts as right from "
-        "a reward of 1.0, or the reward's correct_at.",
+        "or a larger group=. Are they right? Then the reward cannot read them: show the form of the answer in the "
+        "prompt, or mend the reward (docs/rewards.md); a response counts as right from a reward of 1.0, or the "
+        "reward's correct_at.",
         ("no-spread",),
     ),
     Entry(
