@@ -78,6 +78,12 @@ def test_a_budget_is_raised_warnings_are_named_and_other_settings_are_left_to_th
     assert 'poise compare … regulator="ar; grpo"' in told
 
 
+def test_after_a_warning_more_of_the_same_is_not_proposed(tmp_path):
+    warned = [RunWarning("cut-off", 5, "What.", "Raise rollout.max_tokens.")]
+    told = lines(tmp_path, {"avg@4": (0.0, 0.0)}, warnings=warned)
+    assert [line.strip() for line in told[told.index("try next:") + 2 :]] == ["Raise rollout.max_tokens."]
+
+
 def test_without_an_evaluation_there_is_only_what_to_try(tmp_path):
     config = configs.load("demo", [f"run={tmp_path / 'run'}"])
     told = conclusion(config, RunFolder(config.run), {"steps": 3, "before": None, "after": None})

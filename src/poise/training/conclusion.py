@@ -23,7 +23,10 @@ def conclusion(
     if warnings:
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
         lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
-    return [*lines, "try next:", *(f"  {line}" for line in _next(config, folder, changes, summary))]
+    commands = _next(config, folder, changes, summary)
+    if warnings and not any(way > 0 for *_, way in changes):  # more of the same does not help
+        commands = [commands[0], *(each.remedy for each in warnings)]
+    return [*lines, "try next:", *(f"  {line}" for line in commands)]
 
 
 Change = tuple[str, float, float, int]  # measure, before, after; 1: it rose, -1: it fell, 0: the intervals overlap
