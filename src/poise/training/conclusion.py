@@ -34,7 +34,8 @@ Change = tuple[str, float, float, int]  # measure, before, after; 1: it rose, -1
 
 def _changes(summary: dict[str, Any]) -> list[Change]:
     """What became of avg@k, greedy accuracy and pass@k. The 95 % intervals must be apart for a rise or a fall."""
-    before, after = summary.get("before"), summary.get("after")
+    before: Any = summary.get("before")
+    after: Any = summary.get("after")
     if not is_summary(before) or not is_summary(after):
         return []
     found, k = [], after["samples"]
