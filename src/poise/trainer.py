@@ -48,6 +48,7 @@ from poise.training.records import (
     turn_metrics,
 )
 from poise.training.reporter import Reporter
+from poise.training.results import finished
 from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
 from poise.training.setup import arrive, build_sampler, check_same_data
 from poise.training.update import NotFiniteError, update
@@ -68,6 +69,8 @@ def train(
     if renumber and not resume:
         config = in_free_folder(config, quiet=quiet)
     with owned(expand(config.run), make=not resume), run_folder(config, resume=resume) as folder:
+        if resume and (ended := finished(config, folder, quiet=quiet)):
+            return ended
         check_trackers(config.tracking)
         trainer = Trainer(config, folder, quiet=quiet)
         preflight(config, trainer.sampler, trainer.checkpoints, trainer._batch)
@@ -136,13 +139,13 @@ class Trainer:
             report.begin(done, self.tokens, self.policy)
             try:
                 done = done if ending or reached else self._take_steps(done, report, stopper, evaluations)
-                after = evaluations.measure()
+                after = evaluations.after()
             except (Exception, KeyboardInterrupt):
                 self.checkpoints.save_finished_step(self.memory, self.tokens)
                 report.stopped(self.folder.resume_command)
                 raise
-        summary = {"steps": done, "tokens": self.tokens, "before": before, "after": after.summary()}
-        return report.finished(summary, after.by_problem())
+        summary = {"steps": done, "tokens": self.tokens, "before": before, "after": after.summary() if after else None}
+        return report.finished(summary, after.by_problem() if after else None)
 
     def _take_steps(self, done: int, report: Reporter, stopper: Stopper, evaluations: Evaluations) -> int:
         """Take the remaining steps, and return the number of the last one. A stop request raises KeyboardInterrupt."""

@@ -249,15 +249,6 @@ def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
     assert (tmp_path / "pipe").is_fifo()
 
 
-@pytest.mark.usefixtures("short_evaluation")
-@pytest.mark.parametrize("spelling", ["run={}", "{}"])
-def test_more_steps_are_kept_for_the_next_resume(tmp_path, spelling):
-    run = tmp_path / "run"
-    poise("train", "demo", *SMALL, f"run={run}")
-    poise("train", "--resume", spelling.format(run), "steps=2", "--quiet")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
-
-
 def test_the_curves_of_a_run_over_any_axis(trained, tmp_path):
     for x in ("step", "tokens", "seconds"):
         assert poise("report", trained, "--out", tmp_path / f"{x}.png", "--x", x).exit_code == 0
@@ -347,6 +338,10 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["tasks", "show", "kk", "split=tset"], "did you mean 'test'"),
         (["warmstart", "x", "stepz=3"], "did you mean 'steps'"),
         (["warmstart", "x", "steps=[1"], "cannot read the value"),
+        (["train", "evaluation=on"], "must be off, or a group: evaluation.problems=200"),
+        (["train", "evaluation=off", "stop_at=0.5"], "accuracy is not measured with evaluation=off"),
+        (["compare", "evaluation=off", "regulator=ar;grpo"], "a comparison compares held-out accuracy"),
+        (["eval", "embedded", "problems=0"], "problems = 0: must be at least 1"),
         (["train", "steps=["], "override 'steps=[': cannot read the value: it ends too early: a bracket or a quote"),
         (["train", "steps='"], "a bracket or a quote is not closed"),
         (["tasks", "show", "kk", "task.people=[1"], "cannot read the value"),

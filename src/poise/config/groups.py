@@ -132,10 +132,10 @@ class ObjectiveConfig(Group):
 
 
 class EvaluationConfig(Group):
-    """Evaluation on held-out problems: before training, after it, and every ``every`` steps."""
+    """Evaluation on held-out problems: before and after training, and every ``every`` steps. ``off``: none."""
 
     every: CountOrZero = 0  # steps between evaluations; 0: only before and after
-    problems: Count = 200  # held-out problems
+    problems: CountOrZero = 200  # held-out problems; 0, or evaluation=off: no evaluation at all
     samples: Count = 1  # per problem: the k of avg@k, pass@k and maj@k
     seed: CountOrZero = 0  # of the problems
     temperature: Annotated[Real, Field(ge=0)] | None = None  # null: as in training; 0: greedy

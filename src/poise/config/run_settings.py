@@ -66,6 +66,10 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
         task = merge(document, changes).get("task")  # and not its regulator, whose code would be loaded for its keys
         known = [*SHORT_KEYS, *SHORT_FORMS, *(key for key in keys({"task": task}) if _evaluated(key))]
         raise ConfigError([unknown_key(key, known) for key in wrong])
+    if isinstance(evaluation, dict) and evaluation.get("problems") == 0:
+        raise ConfigError(["problems = 0: must be at least 1"])
+    if document.get("evaluation") == EvaluationConfig(problems=0).model_dump(mode="json"):  # the run measured nothing
+        document = merge(document, {"evaluation": _MEASUREMENT["evaluation"]})
     source = f"the model in {model}" if run is None else f"the run in {run}"
     return _restored(document, {**changes, "model": model}, source, trust=trust, regulator=False)
 

@@ -145,6 +145,15 @@ class Config(Group):
             raise ValueError("must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
         return value
 
+    @field_validator("evaluation", mode="before")
+    @classmethod
+    def _evaluation_may_be_off(cls, value: Any) -> Any:
+        if value is False or value == "off":  # YAML reads off as false
+            return {"problems": 0}
+        if value is True or isinstance(value, str):
+            raise ValueError("must be off, or a group: evaluation.problems=200 evaluation.every=10")
+        return value
+
     @field_validator("tracking", mode="before")
     @classmethod
     def _one_is_a_list_of_one(cls, value: Any) -> Any:
@@ -166,6 +175,8 @@ class Config(Group):
                 f"group = {group}: advantage {self.advantage!r} compares the responses to a prompt with each "
                 "other, so there must be at least 2; with one, use advantage reinforce-pp"
             )
+        if self.stop_at is not None and not self.evaluation.problems:
+            raise ValueError(f"stop_at = {self.stop_at}: accuracy is not measured with evaluation=off; leave one out")
         if self.stop_at is not None and self.evaluation.every == 0:
             raise ValueError(
                 f"stop_at = {self.stop_at}: accuracy is measured only before and after training; set evaluation.every"

@@ -137,7 +137,7 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
     if isinstance(task, Finite):
         found = list(task.epoch(split, seed, 0)[:count])
         if not found:
-            remedy = "; hold some out: task.held_out=0.1, or task.test_file=FILE" if split == "test" else ""
+            remedy = "; set task.held_out=0.1, task.test_file=FILE or evaluation=off" if split == "test" else ""
             raise TaskError(f"task {task.name!r} has no problem of split {split}{remedy}")
     else:
         found = list(islice(task.problems(split, seed), count))

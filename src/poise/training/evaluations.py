@@ -42,8 +42,10 @@ class Evaluations:
         self.report.note(f"  {done}/{total}")
         self.stopper.check()  # Python drops what a signal raises in a destructor
 
-    def before(self, done: int, known: dict[str, Any] | None) -> dict[str, Any]:
-        """The accuracy before training: measured once; a resumed run reads it from ``before.json``."""
+    def before(self, done: int, known: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The accuracy before training: measured once; a resumed run reads it from ``before.json``. None: off."""
+        if not self.config.evaluation.problems:
+            return None
         before = read_before(self.folder, done)
         if before is None:
             before = known or self.measure().summary()
@@ -52,8 +54,12 @@ class Evaluations:
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after this step, unless it is the last."""
-        every = self.config.evaluation.every
-        return every > 0 and step % every == 0
+        settings = self.config.evaluation
+        return settings.problems > 0 and settings.every > 0 and step % settings.every == 0
+
+    def after(self) -> Evaluation | None:
+        """The accuracy after training; None: off."""
+        return self.measure() if self.config.evaluation.problems else None
 
     def catch_up(self, done: int) -> bool:
         """Do the evaluation after step ``done`` that was cut short, if it was; whether it reached the goal."""

@@ -79,10 +79,11 @@ class Reporter:
         self._console.close()
         self._console.note(f"stopped; go on with: {resume}")
 
-    def finished(self, summary: dict[str, Any], by_problem: dict[str, Any]) -> dict[str, Any]:
+    def finished(self, summary: dict[str, Any], by_problem: dict[str, Any] | None) -> dict[str, Any]:
         """Write and show the result of the run; the contents of ``summary.json``."""
         summary = {**summary, "run": str(self._folder.path)}
-        self._folder.write_json("problems.json", by_problem)
+        if by_problem is not None:
+            self._folder.write_json("problems.json", by_problem)
         self._folder.write_json("summary.json", summary)
         if not self._quiet:
             results.show(self._config, summary, self._console)

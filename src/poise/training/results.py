@@ -11,6 +11,7 @@ from poise.runs.console import Console
 from poise.runs.folder import RunFolder
 from poise.training.accuracy import is_summary
 from poise.training.conclusion import conclusion
+from poise.training.evaluate import read_before
 
 
 def show(config: Config, summary: dict[str, Any], console: Console) -> None:
@@ -18,8 +19,12 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     from poise.runs.plots import curve  # imports matplotlib
 
     folder = RunFolder.open(config.run, resume=False)
-    console.before_after_table(_rows(summary))
-    for when in ("before", "after"):
+    measured = summary["before"] is not None and summary["after"] is not None
+    if measured:
+        console.before_after_table(_rows(summary))
+    else:
+        console.note("accuracy was not measured (evaluation=off); measure the model with poise eval")
+    for when in ("before", "after") if measured else ():
         found = summary[when]
         count = found["n"] * found["samples"]
         if failed := found.get("failed"):
@@ -35,6 +40,34 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     console.note(f"curve: {picture}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model")
     for line in conclusion(config, folder, summary, warnings.read(folder)):
         console.note(line)
+
+
+def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[str, Any] | None:
+    """The contents of ``summary.json``, shown again, if the run in the folder is at its end; None: there is work left.
+
+    A run whose files are damaged is not at its end: the trainer says what is wrong.
+    """
+    done, evaluated = max(folder.checkpoints(), default=0), bool(config.evaluation.problems)
+    try:
+        summary = folder.read_json("summary.json")
+        if not done or not isinstance(summary, dict) or summary.get("steps") != done:
+            return None
+        folder.verify(done)
+    except (ValueError, OSError):
+        return None
+    tokens, after = summary.get("tokens"), summary.get("after", {})
+    spent = config.budget is not None and type(tokens) is int and tokens >= config.budget
+    complete = is_summary(after) if evaluated else after is None
+    logged = max((line["step"] for line in folder.metrics()), default=0)
+    if not complete or logged != done or (done < config.steps and not spent):
+        return None
+    summary |= {"before": read_before(folder, done) if evaluated else None, "run": str(folder.path)}
+    ending = "budget" if spent else "steps"
+    with Console(0, quiet=quiet) as console:
+        console.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
+        if not quiet:
+            show(config, summary, console)
+    return summary
 
 
 def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,73 @@
+"""Runs that go on, runs that are finished, and runs without any evaluation."""
+
+import json
+import shutil
+
+import pytest
+
+from poise import trainer
+from poise.runs.folder import RunFolder
+from poise.training import evaluations
+from support.command_line import SMALL, poise
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "trained"
+    poise("train", "demo", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
+    return run
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_is_shown_again_and_nothing_is_computed(copy, monkeypatch):
+    before = contents(copy)
+    monkeypatch.setattr(trainer, "Trainer", lambda *_, **__: pytest.fail("a model was loaded"))
+    shown = poise("train", "--resume", copy).output
+    assert "already at step 2: nothing to train; to go on, raise steps=" in shown
+    assert "greedy" in shown
+    assert "evaluating" not in shown
+    changed = {str(path) for path, data in contents(copy).items() if before.get(path) != data}
+    assert changed <= {"curve.png", "config.json"}  # which has the path of the copy
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text("{")])
+def test_a_finished_run_without_its_result_is_measured_again(copy, damage):
+    expected = json.loads((copy / "summary.json").read_text())
+    damage(copy / "summary.json")
+    poise("train", "--resume", copy)
+    assert json.loads((copy / "summary.json").read_text()) == expected | {"run": str(copy)}
+
+
+def test_a_run_without_any_evaluation(tmp_path, monkeypatch):
+    run, few = tmp_path / "run", [item for item in SMALL if not item.startswith("evaluation")]
+    monkeypatch.setattr(evaluations, "held_out", lambda *_: pytest.fail("evaluated"))
+    shown = poise("train", "demo", *few, "evaluation=off", f"run={run}").output
+    assert "accuracy was not measured (evaluation=off); measure the model with poise eval" in " ".join(shown.split())
+    assert not (run / "before.json").exists()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["before"], summary["after"]) == (None, None)
+    assert (run / "curve.png").exists()
+    assert "already at step 1" in poise("train", "--resume", run).output
+    assert poise("train", "--resume", run, "steps=2", "--quiet").exit_code == 0
+    assert not any(key.startswith("eval/") for line in RunFolder(run).metrics() for key in line)
+    assert poise("report", run).exit_code == 0
+    assert "– → –" in poise("runs", run).output
+    monkeypatch.undo()
+    assert "1 problems × 8 samples" in poise("eval", run, "max_tokens=1", "problems=1").output
+
+
+@pytest.mark.usefixtures("short_evaluation")
+@pytest.mark.parametrize("spelling", ["run={}", "{}"])
+def test_more_steps_are_kept_for_the_next_resume(tmp_path, spelling):
+    run = tmp_path / "run"
+    poise("train", "demo", *SMALL, f"run={run}")
+    poise("train", "--resume", spelling.format(run), "steps=2", "--quiet")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
