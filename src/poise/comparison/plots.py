@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from poise._lib.files import replacing
 from poise.runs.plots import COLOURS, MARKERS
 
-STYLES = [(colour, MARKERS[i % len(MARKERS)]) for i, colour in enumerate(COLOURS)]
+STYLES = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(len(COLOURS) * len(MARKERS))]  # 30
 LONGEST = 40  # characters of a name
 
 
