@@ -61,6 +61,8 @@ def test_two_arms_and_three_seeds(whole):
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert "grpo-seed-0.log" in logs
     assert len(logs) == 6
+    evaluated = sorted(log.read_text().count("evaluating") for log in (folder / "logs").iterdir())
+    assert evaluated == [1, 1, 1, 1, 1, 2]  # after training, and before it once
     assert len({path.read_text() for path in folder.glob("arms/*/*/before.json")}) == 1
 
 

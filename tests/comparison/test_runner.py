@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -9,14 +10,18 @@ from poise.comparison.forecast import Forecast
 from poise.comparison.nursery import FAILED, STOPPED
 from poise.comparison.processes import Ended
 from poise.comparison.runner import Runner
-from support.comparisons import finish, make
+from poise.runs.folder import RunFolder
+from support.comparisons import evaluation, finish, make
 
 
 class Fake:
-    """Processes that end at once, one at each look: as ``behave(run)`` says, which writes what a run leaves."""
+    """Processes that end at once, one at each look: as ``behave(run)`` says, which writes what a run leaves.
 
-    def __init__(self, behave=None):
-        self.behave = behave or (lambda run: finish(run) or 0)
+    A run measures its accuracy before training as soon as it is started, or if ``slow`` only at its end.
+    """
+
+    def __init__(self, behave=None, slow=False):
+        self.behave, self.slow = behave or (lambda run: finish(run) or 0), slow
         self.started, self.running, self.signals, self.most, self.closed = [], {}, [], 0, False
         self.runs, self.before = {}, []
 
@@ -24,6 +29,8 @@ class Fake:
         self.before.append(before)
         log.parent.mkdir(parents=True, exist_ok=True)
         self.started.append(config.run)
+        if not self.slow and not Path(config.run).exists():
+            RunFolder.create(config.run, config.model_dump(mode="json")).write_json("before.json", evaluation(0.2))
         self.running[number] = config.run
         self.most = max(self.most, len(self.running))
 
@@ -57,9 +64,9 @@ class Silent:
         self.status = status
 
 
-def carry_out(plan, behave=None, *, jobs=2, interrupted=lambda: False, **more):
+def carry_out(plan, behave=None, *, jobs=2, interrupted=lambda: False, slow=False, **more):
     """The runner at its end, with its processes; folders are shown as arm/seed."""
-    processes = Fake(behave)
+    processes = Fake(behave, slow)
     variants = [(arm, variant) for arm in plan.arms for variant in arm.variants]
     for arm, variant in variants:
         for seed in (*plan.seeds, *plan.tuning_seeds):
@@ -86,11 +93,31 @@ def test_seed_by_seed_over_all_arms_and_nothing_twice(tmp_path):
 
 
 def test_the_accuracy_before_training_is_measured_once(tmp_path):
-    runner, _ = carry_out(make(tmp_path, "rollout.temperature=1.0,0.9", regulator="grpo; ar"), jobs=1)
+    runner, started = carry_out(make(tmp_path, "rollout.temperature=1.0,0.9", regulator="grpo; ar"), jobs=1)
     assert runner.processes.before[:2] == [None, None]  # at each temperature once
-    assert all(path.name == "before.json" for path in runner.processes.before[2:])
-    assert runner.processes.before[2] != runner.processes.before[3]
-    assert runner.processes.before[2:4] == runner.processes.before[4:6]
+    assert len(started) == 12
+    for run, before in zip(started[2:], runner.processes.before[2:], strict=True):
+        assert before.name == "before.json"
+        assert ("=1.0" in run) == ("=1.0" in before.parts[-3])
+
+
+def test_runs_wait_for_the_one_that_measures_it(tmp_path):
+    running = []
+
+    class Counting(Fake):
+        def wait(self, seconds):
+            running.append(len(self.running))
+            return super().wait(seconds)
+
+    processes = Counting(slow=True)
+    plan = make(tmp_path)
+    processes.runs = {str(run.folder): run for run in plan.all_runs()}
+    plan.folder.mkdir()
+    Runner(plan, processes, Silent(), 2).run(lambda: False)
+    assert running == [1, 2, 2, 2, 2, 1]
+    first, *others = processes.before
+    assert first is None
+    assert {path.parent.name for path in others} >= {"seed-0"}
 
 
 def test_each_arm_gets_the_rate_that_its_tuning_seeds_choose(tmp_path):

@@ -48,6 +48,7 @@ def _preload() -> None:
 
     torch.set_num_threads(1)
 
+    import poise.comparison.shared_start
     import poise.runs.plots
     import poise.trainer  # noqa: F401
 
@@ -113,6 +114,7 @@ def _child(request: dict[str, Any]) -> NoReturn:
     code = FAILED
     try:
         _die_with_parent()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the trainer has a handler of its own
         with suppress(OSError):  # if memory runs out, the system should choose a run, not what watches over them
             Path("/proc/self/oom_score_adj").write_text("500")
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -142,13 +144,14 @@ def carry_out(settings: dict[str, Any], *, threads: int, before: str | None = No
     """
     import torch
 
+    from poise.comparison import shared_start
     from poise.config.schema import restore
 
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that it starts
     torch.set_num_threads(threads)
     try:
         config = restore(settings, trust=True)  # the user typed them
-        _train(config, None if before is None else json.loads(Path(before).read_bytes()))
+        _train(config, None if before is None else shared_start.read(Path(before), config))
     except KeyboardInterrupt:
         return STOPPED
     except Exception as error:

@@ -23,7 +23,6 @@ from poise.config.schema import Config
 HELD_OUT = 1000  # problems; see docs/compare.md
 TUNING = 10_000  # the first tuning seed
 MOST_SEEDS = 1000
-START = ("model", "task", "rollout", "evaluation", "lora", "device", "dtype", "remote_code")  # decide accuracy before
 
 
 class PlannedRun(NamedTuple):
@@ -38,11 +37,6 @@ class PlannedRun(NamedTuple):
     def folder(self) -> Path:
         """Its run folder."""
         return Path(self.config.run)
-
-    @property
-    def start(self) -> str:
-        """Equal for runs with the same accuracy before training, which need to measure it but once."""
-        return self.config.model_dump_json(include=set(START))
 
     @property
     def name(self) -> str:

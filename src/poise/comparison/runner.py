@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from poise._lib.files import dumps, replacing
-from poise.comparison import tuning
+from poise.comparison import shared_start, tuning
 from poise.comparison.arms import PlannedArm
 from poise.comparison.forecast import Forecast
 from poise.comparison.nursery import STOPPED
@@ -112,6 +112,8 @@ class Runner:
                     asked = self.stopped = True
                     self.processes.signal(signal.SIGTERM)
                 while not self.stopped and len(self._running) < self.jobs and (run := self._next()):
+                    if self._waits(run):
+                        break
                     self._start(run)
                 if not self._running:
                     return
@@ -160,11 +162,13 @@ class Runner:
         self._running[self._count] = Started(run, self.clock(), fresh)  # after imports, which take no run's time
 
     def _before(self, run: PlannedRun) -> Path | None:
-        """A file with the run's accuracy before training, if a finished run began with the same model."""
-        for other in self.runs():
-            if other and self.result(other.folder) and other.start == run.start:
-                return other.folder / "before.json"
-        return None
+        """A file with the run's accuracy before training, if another run has measured it."""
+        return shared_start.measured(run, filter(None, self.runs()))
+
+    def _waits(self, run: PlannedRun) -> bool:
+        """Whether the run should wait for its accuracy before training, which another run is measuring."""
+        measuring = (each.run for each in self._running.values() if shared_start.is_measuring(each.run))
+        return any(shared_start.alike(run, other) for other in measuring) and self._before(run) is None
 
     def _end(self, ended: Ended) -> None:
         started = self._running.pop(ended.number)

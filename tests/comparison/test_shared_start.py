@@ -1,0 +1,84 @@
+"""The accuracy before training that runs share: when it is the same to the bit, and when it is not taken."""
+
+import os
+
+import pytest
+import torch
+
+from poise import trainer
+from poise.comparison import shared_start
+from poise.config.schema import load
+from poise.models.loading import resolve_device
+from poise.runs.folder import RunFolder
+from poise.training import evaluations
+from poise.training.records import environment
+from support.comparisons import evaluation, make
+from support.small_runs import make as make_run
+
+
+def test_arms_and_seeds_begin_alike_and_other_models_or_measurements_do_not(tmp_path):
+    plan = make(tmp_path, regulator="grpo; ar; lopti")
+    first, *others = plan.all_runs()
+    assert all(shared_start.alike(first, other) for other in others)
+    for setting in ("rollout.temperature=0.5", "evaluation.seed=1", "dtype=bfloat16", "steps=3", "task.people=3"):
+        other = make(tmp_path, setting).all_runs()[0]
+        assert not shared_start.alike(first, other), setting
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.fixture
+def sampled(tmp_path, monkeypatch):
+    """The responses of a run's evaluation before training: tokens and log-probabilities."""
+
+    def sampled(*settings):
+        found, real = [], evaluations.held_out
+
+        def first(*args):
+            found.extend(real(*args).attempts)
+            raise StopError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluations, "held_out", first)
+            with pytest.raises(StopError):
+                trainer.train(make_run(tmp_path, "rollout.max_tokens=12", *settings, name=str(settings)), quiet=True)
+        return found
+
+    return sampled
+
+
+@pytest.mark.parametrize("lora", [[], ["lora.rank=4"]])
+def test_it_is_the_same_to_the_bit_whatever_is_trained_and_with_which_seed(sampled, lora):
+    arms = [
+        ["seed=1"], ["regulator=lopti"], ["algorithm=rltr"], ["group=2", "prompts=7"], ["objective.kl_coef=0.1"],
+    ]  # fmt: skip
+    expected = sampled(*lora)
+    assert len(expected) == 6
+    for arm in arms:
+        for one, other in zip(expected, sampled(*lora, *arm), strict=True):
+            assert torch.equal(one.tokens, other.tokens), arm
+            assert torch.equal(one.logp, other.logp), arm
+
+
+def test_what_was_measured_elsewhere_is_not_taken(tmp_path):
+    config = load("demo", ["device=cpu"])
+    folder = RunFolder.create(tmp_path / "run", config.model_dump(mode="json"))
+    here = environment(resolve_device("cpu"))
+
+    def read(**changes):
+        folder.write_json("environment.json", {**here, **changes})
+        folder.write_json("before.json", evaluation(0.2))
+        return shared_start.read(folder.path / "before.json", config)
+
+    assert read() == read(poise="0.1") == evaluation(0.2)
+    for changes in ({"device": "cuda: H200"}, {"threads": here["threads"] + 1}, {"torch": "2.0"}):
+        assert read(**changes) is None
+    assert read() is not None
+    later = (folder.path / "before.json").stat().st_mtime_ns + 10**9
+    os.utime(folder.path / "environment.json", ns=(later, later))  # the run was resumed, maybe on another machine
+    assert shared_start.read(folder.path / "before.json", config) is None
+    assert read() is not None
+    folder.write_json("before.json", {"accuracy": 1})
+    assert shared_start.read(folder.path / "before.json", config) is None
