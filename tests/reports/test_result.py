@@ -48,6 +48,10 @@ def test_the_report_opens_with_what_was_reached(page, tmp_path):
     look(page, tmp_path, finished(tmp_path / "run"), tab="")
     assert page.locator("nav [aria-selected=true]").inner_text() == "result"
     assert page.inner_text(".headline") == ("0.353 → 0.575 avg@4 on 300 held-out problems · greedy 0.683 → 0.660")
+    assert page.locator(".verdict li").all_inner_texts() == [
+        "learned: avg@4 rose from 0.353 to 0.575, pass@4 rose from 0.653 to 0.875, by more than the 95 % intervals",
+        "not learned: greedy accuracy 0.683 → 0.660 (no clear change: the 95 % intervals overlap)",
+    ]
     assert [row[:5] for row in cells(page)] == [
         ["avg@4", "0.353 [0.313, 0.393]", "0.575 [0.535, 0.615]", "+0.222", "apart"],
         ["pass@4", "0.653 [0.613, 0.693]", "0.875 [0.835, 0.915]", "+0.222", "apart"],
@@ -103,6 +107,7 @@ def test_results_of_two_runs_stand_below_each_other(page, tmp_path):
         ["avg@4", "one", "+0.222"], ["", "two", "+0.247"], ["pass@4", "one", "+0.222"],
     ]  # fmt: skip
     assert ["regulator", "grpo", "ar"] in cells(page, 2)
+    assert page.locator(".verdict li").nth(2).inner_text().startswith("two: learned: avg@4 rose from 0.353 to 0.600")
     dashed = page.locator(".legend button:has(i.dashed)").all_inner_texts()
     assert [text.partition(" · ")[2].split()[0] for text in dashed] == ["pass@4", "greedy", "accuracy"] * 2
 

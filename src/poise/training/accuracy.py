@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import comb, exp, fsum, lgamma, log, log1p, sqrt
-from typing import Any
+from typing import Any, TypeGuard
 
 from poise._lib.errors import check_range
 
@@ -192,7 +192,7 @@ def _check_count(owner: str, name: str, value: int, low: int, high: float = floa
     check_range(owner, name, value, low, high)
 
 
-def is_summary(data: Any) -> bool:
+def is_summary(data: Any) -> TypeGuard[dict[str, Any]]:
     """Whether ``data``, read from a file, has the fields of ``Evaluation.summary`` that poise reads."""
     if not isinstance(data, dict) or not isinstance(data.get("table"), dict):
         return False

@@ -18,8 +18,7 @@ def conclusion(
     config: Config, folder: RunFolder, summary: dict[str, Any], warnings: Sequence[RunWarning] = ()
 ) -> list[str]:
     """The lines, without the table of results that stands before them."""
-    changes = _changes(summary)
-    lines = [*_learned(changes), *_not_learned(changes, summary)]
+    lines, changes = learned(summary), _changes(summary)
     if warnings:
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
         lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
@@ -27,6 +26,12 @@ def conclusion(
     if warnings and not any(way > 0 for *_, way in changes):  # more of the same does not help
         commands = [commands[0], *(each.remedy for each in warnings)]
     return [*lines, "try next:", *(f"  {line}" for line in commands)]
+
+
+def learned(summary: dict[str, Any]) -> list[str]:
+    """What was learned and what was not; a line that explains the one before it is indented."""
+    changes = _changes(summary)
+    return [*_learned(changes), *_not_learned(changes, summary)]
 
 
 Change = tuple[str, float, float, int]  # measure, before, after; 1: it rose, -1: it fell, 0: the intervals overlap

@@ -25,6 +25,7 @@ from poise.runs import warnings
 from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
 from poise.training.accuracy import is_summary
+from poise.training.conclusion import learned
 
 Block = tuple[int, int, int]  # run, step, row: the address of a response
 WATCHED = (
@@ -108,6 +109,7 @@ class Source:
             "before": _evaluation(read_json(folder, "before.json")) or _evaluation(ended.get("before")),
             "after": _evaluation(ended.get("after")),
             "done": ended.get("steps"),
+            "learned": learned(ended),
             "warnings": _warnings(folder),
             "diagnose": _diagnosis(folder),
             "steps": [line["step"] for line in lines],

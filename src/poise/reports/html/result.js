@@ -38,6 +38,7 @@ const result = Object.assign(new Group(), {
     const chart = this.curve(whole);
     return [
       this.headline(whole),
+      this.learned(),
       (measures.length > 0 || chart) && el("div", { class: data.runs.length > 1 ? "result several" : "result" },
         measures.length > 0 && card("Held-out accuracy", "In brackets the 95 % intervals over problems, and whether those before and after overlap.", this.table(whole), parts.length > 0 && el("details", {}, el("summary", {}, "By difficulty"), this.table(parts)),
           this.conditions(), el("p", { class: "bar" }, el("button", { type: "button", id: "csv", onclick: () => saveTable("result.csv", this.rows(measures)) }, "Save as CSV"))),
@@ -54,6 +55,13 @@ const result = Object.assign(new Group(), {
     const state = run.after ? "" : `, at step ${many(run.steps.at(-1) ?? 0)} of ${spoken(field(run, "steps"))}`;
     return el("p", { class: "headline" }, el("b", {}, ends(measures[0])), ` ${measures[0]} on ${many(n)} held-out problems${state}`,
       measures.includes("greedy") && el("span", { class: "muted" }, ` · greedy ${ends("greedy")}`));
+  },
+
+  // What was learned and what was not, in words, for as many runs as one reads about.
+  learned() {
+    const several = data.runs.length > 1;
+    const lines = data.runs.flatMap((run) => run.learned.map((line) => el("li", { class: line.startsWith(" ") && "more" }, several && !line.startsWith(" ") && `${run.name}: `, line.trim())));
+    return data.runs.length <= 3 && lines.length > 0 && el("ul", { class: "verdict" }, lines);
   },
 
   table(measures) {
