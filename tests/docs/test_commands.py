@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shlex
 import shutil
 from pathlib import Path
@@ -12,8 +13,8 @@ from typer.testing import CliRunner
 
 from poise.cli.app import app
 from poise.models.policy import load_policy
+from support.pages import ROOT, files, snippets
 
-ROOT = Path(__file__).parents[2]
 TINY = ["task.people=2", "rollout.max_tokens=48", "device=cpu"]
 SIZES = {  # put at the end of a command, where it wins
     "train": [
@@ -50,8 +51,17 @@ SIZES = {  # put at the end of a command, where it wins
         "evaluation.problems=1",
         "evaluation.samples=1",
     ],
+    "tutorial": [
+        "steps=2",
+        "prompts=2",
+        "group=4",
+        "device=cpu",
+        "evaluation.problems=1",
+        "evaluation.samples=1",
+    ],
     "warmstart": ["steps=3", "batch=4", "width=32", "layers=1", "heads=2", "vocabulary=400", "task.people=2"],
 }
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 OTHER_TASKS = ("task.name=", "environment=", "data=")
 MINE = """
 from dataclasses import dataclass
@@ -70,7 +80,9 @@ def commands(page):
     """The words of each `poise` command in the page's shell blocks, comments left out."""
     blocks = re.findall(r"(?ms)^```bash\n(.*?)^```", page.read_text())
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if re.match(r"(PYTHONPATH=\. )?poise ", line)]
+    return [
+        shlex.split(line, comments=True) for line in lines if re.match(r"(PYTHONPATH=\. )?poise |python \w+\.py", line)
+    ]
 
 
 def run(*words):
@@ -85,14 +97,21 @@ def weights(model):
     return torch.cat([weight.detach().flatten() for weight in load_policy(model, device="cpu").model.parameters()])
 
 
-def run_small(words):
+def run_small(words, page):
     """A command of a page, in its smallest size; what it trains must have moved."""
     verb = words[0]
+    if verb == "python":
+        runpy.run_path(words[1], run_name="__main__")
+        return
     if "--watch" in words:  # serves until it is stopped: test_report.py
         return
     if "--resume" in words:
         assert "already at step 1" in run(*words)
         run(*words, "steps=2")
+    elif verb == "train" and page in TUTORIALS:
+        run(*words, *SIZES["tutorial"])
+    elif verb == "eval" and page in TUTORIALS:
+        run(*words, "samples=2", "problems=2")
     elif verb == "train" and any(word.startswith(OTHER_TASKS) for word in words):
         run(*words, *SIZES["other task"])
         if not any("brief" in word for word in words):  # a reward that any reply gets some of
@@ -120,7 +139,35 @@ def demo(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("page", own_commands(), ids=lambda page: page.name)
+def save_files(page):
+    """What a reader has in the folder: the files of the page, and for a tutorial those that the first one makes."""
+    if page in TUTORIALS:
+        for name, code in files(ROOT / "docs/tutorials/data.md").items():
+            Path(name).write_text(code)
+            runpy.run_path(name)
+    for name, code in files(page).items():
+        Path(name).write_text(code)
+
+
+@pytest.mark.parametrize(
+    ("page", "shown"),
+    [
+        ("reward", "0.6 {'right': 0.5, 'brief': 0.5} False"),
+        ("regulator", "tensor([[0.1000, 0.5000, 1.0000]])\ntensor([[1., 1., 1.]])"),
+    ],
+)
+def test_the_code_of_a_tutorial_prints_what_it_says(page, shown, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / f"docs/tutorials/{page}.md"
+    save_files(path)
+    for code in snippets(path):
+        if not re.match(r"# \w+\.py\n", code):
+            exec(compile(code, str(path), "exec"), {"__name__": "snippet"})
+    assert capsys.readouterr().out.strip() == shown
+    assert shown.splitlines()[0] in " ".join(path.read_text().split())
+
+
+@pytest.mark.parametrize("page", own_commands(), ids=lambda page: str(page.relative_to(ROOT).with_suffix("")))
 def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, demo):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -129,6 +176,7 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, demo):
         rows = [{"question": f"{name}: what is 2 + {i}?", "answer": f"2 + {i}\n#### {2 + i}"} for i in range(4)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    save_files(page)
     for name in ("demo", "grpo", "ar"):
         shutil.copytree(demo, Path("runs") / name)
     for line in own_commands()[page]:
@@ -136,4 +184,4 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, demo):
         if "rollout.engine=vllm" in words:  # trained in with_vllm
             run(*words, "--dry-run")
         else:
-            run_small(words)
+            run_small(words, page)

@@ -1,6 +1,9 @@
 """Trackers: TensorBoard for real, W&B and trackio against stand-ins with the part of their API that is used."""
 
+import os
+import subprocess
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -100,3 +103,20 @@ def test_a_folder_called_wandb_is_not_wandb(tmp_path, monkeypatch):
         pytest.skip("wandb is installed, and comes first")
     with pytest.raises(ImportError, match="'wandb' is not installed; in your clone of poise run: pip install"):
         open_trackers(["wandb"], tmp_path, {})
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_the_package_itself_without_its_service(tmp_path, name):
+    """Not part of the extra dev: 100 MB each. In a process of its own, since both start threads."""
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    code = (
+        "import sys; from pathlib import Path; from poise.runs.trackers import open_trackers\n"
+        f"(tracker,) = open_trackers(['{name}'], Path('run'), {{'seed': 1}})\n"
+        "for step in (1, 2): tracker.log(step, {'reward/mean': step / 2})\n"
+        "tracker.close()\n"
+    )
+    (tmp_path / "run").mkdir()
+    env = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, capture_output=True)
+    assert list(tmp_path.glob("run/wandb/offline-run-*/*.wandb" if name == "wandb" else "trackio/poise.db"))
