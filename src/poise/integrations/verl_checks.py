@@ -49,10 +49,13 @@ def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
         raise CannotRegulateError("policy_loss.regulator is missing: set it, for example to 'ar(alpha=0.2)'")
     regulator = parse(text)
     wants = probe(regulator)
-    if len(wants.phases) > 1 or (part := beyond(regulator, "token")) is not None:
-        why = f"has {len(wants.phases)} phases" if len(wants.phases) > 1 else f"has {type(part).__name__} in it"
+    part = beyond(regulator, "token")
+    if len(wants.phases) > 1 or part is not None or regulator.needs:
+        why = f"needs {', '.join(sorted(regulator.needs))}" if part is None else f"has {type(part).__name__} in it"
+        why = why if len(wants.phases) == 1 else f"has {len(wants.phases)} phases"
         raise CannotRegulateError(
-            f"{text} {why}, and a policy loss sees one micro-batch at a time: leave policy_loss as it is and use "
+            f"{text} {why}, and a policy loss sees one micro-batch at a time, and no more than log-probabilities and "
+            "advantages: leave policy_loss as it is and use "
             f"poise's trainer, trainer.v1.trainer_mode={TRAINER} +trainer.v1.{TRAINER}.regulator=\"'{text}'\""
         )
     if wants.kl != ALL:
