@@ -75,6 +75,21 @@ def test_metrics_are_numbers():
     assert metrics_of(object(), PAIR) == {}
 
 
+def test_an_exception_in_metrics_is_a_sentence():
+    class Broken:
+        def metrics(self, samples):
+            return {"a": samples[0].nothing}
+
+    with pytest.raises(UserCodeError, match=r"Broken' failed: AttributeError: .*nothing.*test_collected\.py, line \d+"):
+        metrics_of(Broken(), PAIR)
+
+    class Own(Broken):
+        __module__ = "poise.algorithms.grpo"
+
+    with pytest.raises(AttributeError):
+        metrics_of(Own(), PAIR)
+
+
 def test_the_trainer_checks_them(tmp_path, monkeypatch):
     from support.command_line import SMALL, fails
 

@@ -78,7 +78,10 @@ def test_a_retry_can_be_followed_from_row_to_row(page, tmp_path):
     retry = [response(1, 0, problem="p/0", notes={"attempt": 1.0, "readable": 1.0}, **role) for role in roles]
     folder = make_run(tmp_path / "run", steps=(1,), records=[response(1, 1, problem="p/0"), *retry])
     look(page, tmp_path, folder)
-    see(page, "#row-2", "reflection")
+    names = ["first attempt", "first attempt", "reflection", "second attempt", "consolidated"]
+    for row, name in enumerate(names):
+        see(page, f"#row-{row}", f"· {name}")
+    see(page, ".pane", "first attempt")
     assert page.locator(".pane button").count() == 0  # the first row was not tried again
     page.click("#row-1")
     see(page, ".pane", "readable")

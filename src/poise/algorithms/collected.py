@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from poise._lib.errors import short
-from poise._lib.user_code import UserCodeError, blamed
+from poise._lib.user_code import UserCodeError, blamed, path_to
 from poise.advantages import WITHOUT_GROUPS
 from poise.algorithms.base import Algorithm, Memory, Sample
 from poise.models.policy import ModelError
@@ -36,7 +36,8 @@ def collect(
 def metrics_of(algorithm: Algorithm, samples: Sequence[Sample]) -> dict[str, float]:
     """What the algorithm itself says of the samples it collected."""
     metrics = getattr(algorithm, "metrics", None)
-    found: Any = metrics(samples) if metrics else {}
+    with blamed("algorithm", path_to(type(algorithm))):
+        found: Any = metrics(samples) if metrics else {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise UserCodeError(f"{_owner(metrics)} must return a dict of numbers by name, got {short(found)}")
     for key, value in found.items():

@@ -16,6 +16,9 @@ const SHADES = {
   entropy: { of: (b, i) => b.entropy[i], middle: 0, low: 0, note: "of the distribution that the token was drawn from, in nats" },
 };
 
+const ROLES = new Map([["first", "first attempt"], ["second", "second attempt"]]); // others as their algorithm names them
+const roleOf = (role) => ROLES.get(role) ?? role;
+
 const viewer = {
   shade: "probability", filter: {}, shown: [], selected: null, pinned: null, token: -1, search: 0,
   folded: new Set(), // parts of a response that the reader has closed
@@ -24,6 +27,7 @@ const viewer = {
   view() {
     const values = (name) => [...new Set(data.rows.map((row) => row[name]))].sort((a, b) => (a > b ? 1 : -1));
     if (!data.rows.length) return [el("p", { class: "muted" }, "No responses were recorded. To record them, train with rollouts_every=10, for example.")];
+    this.roles = values("role");
     const choice = (label, name, options) => el("label", {}, label, el("select", { id: `f-${name}`, onchange: (e) => this.change(name, e.target.value) },
       el("option", { value: "" }, "all"), options.map(([value, text]) => el("option", { value, selected: this.filter[name] === String(value) }, text ?? value))));
     const limit = (label, name) => el("label", {}, label, el("input", { type: "number", step: "any", id: `f-${name}`, value: this.filter[name] ?? "",
@@ -41,7 +45,7 @@ const viewer = {
         choice("Step", "step", values("step").map((s) => [s])),
         choice("Difficulty", "difficulty", values("difficulty").map((d) => [d])),
         choice("Verdict", "correct", [["true", "correct"], ["false", "wrong"]]),
-        values("role").length > 1 && choice("Role", "role", values("role").map((role) => [role])),
+        this.roles.length > 1 && choice("Role", "role", this.roles.map((role) => [role, roleOf(role)])),
         limit("Reward from", "from"), limit("to", "to"),
         el("label", {}, "Search", el("input", { type: "search", id: "search", value: this.filter.text ?? "", placeholder: "in prompt and response",
           oninput: (e) => this.change("text", e.target.value) })),
@@ -117,10 +121,13 @@ const viewer = {
       class: "item", role: "option", id: `row-${first + i}`, "aria-selected": String(this.same(row, this.selected)), style: { top: `${(first + i) * HEIGHT}px` },
       onclick: () => this.select(first + i) },
       el("b", { class: row.correct ? "right" : "wrong" }, row.correct ? "✓ " : "✗ "),
-      `${number(row.reward)} · step ${row.step} · ${row.length} tokens`, row.role !== "first" && ` · ${row.role}`,
+      `${number(row.reward)} · step ${row.step} · ${row.length} tokens`, this.role(row),
       el("small", {}, [data.runs.length > 1 && `${data.runs[row.run].name} · `, `${row.difficulty} · ${row.problem}`]))));
     if (this.selected) this.list.setAttribute("aria-activedescendant", `row-${this.shown.findIndex((row) => this.same(row, this.selected))}`);
   },
+
+  // What a row is to its algorithm, where rows have different roles.
+  role(row) { return this.roles.length > 1 && ` · ${roleOf(row.role)}`; },
 
   select(i) {
     if (!this.shown[i]) return;
@@ -212,7 +219,7 @@ const viewer = {
       : `linear-gradient(90deg, rgba(var(--cool), ${(0.62 * (shading.middle - low)) / farthest}), transparent ${(100 * (shading.middle - low)) / (high - low)}%, rgba(var(--warm), .62))`;
     return el("section", { class: "card pane" },
       el("h3", {}, `${row.correct ? "Correct" : "Wrong"}, reward ${number(row.reward)} `, el("a", { class: "link", href: `#responses/${row.run}/${row.step}/${row.row}`, title: "A link to this response" }, "link")),
-      el("p", {}, `${data.runs[row.run].name} · step ${row.step} · response ${row.row} · ${row.length} tokens${row.finished ? "" : ", cut off"} · `, `${row.difficulty} · ${row.problem}`),
+      el("p", {}, `${data.runs[row.run].name} · step ${row.step} · response ${row.row} · ${row.length} tokens${row.finished ? "" : ", cut off"}`, this.role(row), ` · ${row.difficulty} · ${row.problem}`),
       this.retry(row),
       this.fold("Prompt", el("pre", { class: "prompt" }, data.texts[row.prompt])),
       tokens,
@@ -237,7 +244,7 @@ const viewer = {
     const key = ["run", "step", "problem"];
     const mates = data.rows.filter((other) => row.notes.attempt !== undefined && other.notes.attempt === row.notes.attempt && key.every((name) => other[name] === row[name]));
     return mates.length > 1 && el("p", { class: "bar", "aria-label": "The rows of this retry" }, mates.map((mate) =>
-      el("button", { type: "button", "aria-pressed": String(this.same(mate, row)), onclick: () => this.choose(mate) }, mate.role)));
+      el("button", { type: "button", "aria-pressed": String(this.same(mate, row)), onclick: () => this.choose(mate) }, roleOf(mate.role))));
   },
 
   facts(b, i) {
