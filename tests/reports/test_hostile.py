@@ -2,7 +2,9 @@
 
 import pytest
 
+from poise.runs import warnings
 from poise.runs.console import visible
+from poise.runs.warnings import RunWarning
 from support.run_folders import HOSTILE, WORDS, look, make_run, next_frame, response, see
 
 HIDDEN = (  # each is invisible or acts on what stands beside it
@@ -14,6 +16,7 @@ HIDDEN = (  # each is invisible or acts on what stands beside it
 def test_model_output_shows_as_text_and_runs_nothing(page, tmp_path):
     texts = dict.fromkeys(WORDS, HOSTILE)
     record = response(1, 0, text=HOSTILE, prompt=HOSTILE, problem=HOSTILE, difficulty=HOSTILE, parts={HOSTILE: 1.0})
+    record |= {"gold": HOSTILE, "answer": HOSTILE}
     folder = make_run(tmp_path / "run", steps=(1,), records=[record] * 3, texts=texts, config={"regulator": HOSTILE})
     folder.log(2, {f"reward/accuracy/{HOSTILE}": 1.0})
     path = look(page, tmp_path, folder)
@@ -21,7 +24,7 @@ def test_model_output_shows_as_text_and_runs_nothing(page, tmp_path):
         page.keyboard.press("j")
         see(page, ".pane p", f"response {number} ")
     page.hover(".tokens span[data-i='0']")
-    for tab in ("settings", "curves", "responses"):
+    for tab in ("result", "settings", "curves", "responses"):
         page.click(f"nav button:has-text('{tab}')")
         assert not {"\0", "\u202e", "\u2066", "\x1b"} & set(page.text_content("main"))
     page.wait_for_selector(".tokens span")
@@ -66,19 +69,25 @@ def test_the_policy_forbids_scripts_and_the_network(page, tmp_path):
 
 def test_the_report_shows_every_invisible_character(page, tmp_path):
     name = f"run{HIDDEN.replace(chr(0), '')}"  # all that a file system lets stand in a name
-    record = response(1, 0, text=HIDDEN, prompt=HIDDEN, problem=HIDDEN, difficulty=HIDDEN, parts={HIDDEN: 1.0})
+    answers = {"gold": HIDDEN, "answer": HIDDEN}
+    record = response(
+        1, 0, text=HIDDEN, prompt=HIDDEN, problem=HIDDEN, difficulty=HIDDEN, parts={HIDDEN: 1.0}, **answers
+    )
     about = {"records": [record] * 3, "texts": dict.fromkeys(WORDS, HIDDEN), "config": {HIDDEN: {HIDDEN: HIDDEN}}}
     folders = [make_run(tmp_path / (name + number), steps=(1,), **about) for number in "ab"]
     for folder in folders:
         folder.write_json("environment.json", {HIDDEN: HIDDEN})
         folder.write_json("summary.json", {"before": {"accuracy": HIDDEN}, "after": {"accuracy": [HIDDEN]}})
+        row = {"value": 0.5, "low": 0.4, "high": 0.6}
+        folder.write_json("before.json", {"accuracy": 0.5, "n": 9, "samples": 1, "table": {HIDDEN: row}})
+        warnings.add(folder, RunWarning(HIDDEN, 1, HIDDEN, HIDDEN))
         folder.log(2, {f"reward/accuracy/{HIDDEN}": 1.0, f"reg/{HIDDEN}/weight_p{HIDDEN}": 1.0})
     look(page, tmp_path, *folders)
     page.click("#pin")
     see(page, ".pane:nth-child(2) p", "response 0")
     page.hover(".pane:nth-child(1) .tokens span[data-i='0']")
     see(page, "#tip", "entropy")
-    for tab in ("responses", "settings", "curves"):
+    for tab in ("responses", "settings", "curves", "result"):
         page.click(f"nav button:has-text('{tab}')")
         shown = (
             page.title() + page.text_content("body > header") + page.text_content("main") + page.text_content("#tip")

@@ -12,7 +12,7 @@ function tabs() {
 function open(address) {
   const [name, ...at] = address.split("/"), names = tabs(), chosen = names.includes(name) ? name : names[0];
   const focus = document.activeElement?.id;
-  if (chosen === "responses" && at.length) viewer.go(at.map(Number));
+  if (chosen === "responses") viewer.go(at.map(Number));
   const there = chosen === "responses" ? viewer.address() : chosen;
   goTo(there);
   document.getElementById("tabs").replaceChildren(...names.map((tab) => el("button", {

@@ -105,9 +105,9 @@ const viewer = {
   address() { return this.selected ? `responses/${this.selected.run}/${this.selected.step}/${this.selected.row}` : "responses"; },
 
   // Chooses the response of a link. Filters that may hide it are lifted.
-  go([run, step, row]) {
-    const found = data.rows.find((each) => this.same(each, { run, step, row }));
-    this.missing = !found;
+  go(at) {
+    const [run, step, row] = at, found = data.rows.find((each) => this.same(each, { run, step, row }));
+    this.missing = at.length > 0 && !found;
     if (!found || this.same(found, this.selected)) return;
     Object.assign(this, { selected: found, wanted: found, token: -1, filter: {} });
   },
