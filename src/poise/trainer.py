@@ -121,9 +121,9 @@ class Trainer:
         """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after."""
         done, self.memory, self.tokens = self.checkpoints.restore()
         sizes = {"parameters": Frozen(self.policy).parameters, "parameters_of": self.frozen.parameters()}
-        self.folder.write_json("environment.json", {**environment(self.policy.device), **sizes})
         arrive(self.sampler, self.config, done)
         with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
+            self.folder.write_json("environment.json", {**environment(self.policy.device), **sizes})
             for note in self.notes:
                 report.note(note)
             evaluations = Evaluations(self.sampler, self.config, self.folder, report, stopper)

@@ -128,6 +128,7 @@ class TestFolder:
 
     def test_a_run_to_resume_stays_as_it_was(self, tmp_path, monkeypatch):
         folder, _ = run(tmp_path, *SHORT, "steps=1", "checkpoint_every=1")
+        (folder.path / "summary.json").unlink()  # it was killed before its end
         before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
         monkeypatch.setattr(KnightsKnaves, "score", lambda *_: Score(float("nan"), False))
         with pytest.raises(tasks.RewardError):
@@ -145,3 +146,13 @@ class TestFolder:
         with pytest.raises(error):
             run(tmp_path)
         assert (tmp_path / "run").exists() == stays
+
+    def test_without_evaluation_a_first_step_that_fails_can_be_resumed(self, tmp_path, monkeypatch):
+        def step(*_):
+            raise RuntimeError
+
+        monkeypatch.setattr(trainer.Trainer, "step", step)
+        with pytest.raises(RuntimeError):
+            run(tmp_path, "evaluation=off")
+        monkeypatch.undo()
+        assert RunFolder.open(tmp_path / "run").metrics() == []

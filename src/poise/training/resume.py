@@ -32,7 +32,7 @@ def model_errors() -> Iterator[None]:
 def run_folder(config: Config, *, resume: bool) -> Iterator[RunFolder]:
     """The folder to train in. A new run that fails before it has measured anything leaves none, for the next attempt.
 
-    One that is interrupted in its first evaluation stays: it can be resumed.
+    One that is interrupted in its first evaluation, or fails in a step, stays: it can be resumed.
     """
     if resume:
         yield open_to_resume(config)
@@ -41,7 +41,8 @@ def run_folder(config: Config, *, resume: bool) -> Iterator[RunFolder]:
     try:
         yield folder
     except BaseException as error:
-        begun = ("before.json", "metrics.jsonl", *(() if isinstance(error, Exception) else ("environment.json",)))
+        measures = config.evaluation.problems > 0 and isinstance(error, Exception)
+        begun = ("before.json", "metrics.jsonl") if measures else ("environment.json",)
         if not any((folder.path / name).exists() for name in begun):
             folder.discard()
         raise
