@@ -342,6 +342,8 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["train", "evaluation=off", "stop_at=0.5"], "accuracy is not measured with evaluation=off"),
         (["compare", "evaluation=off", "regulator=ar;grpo"], "a comparison compares held-out accuracy"),
         (["eval", "embedded", "problems=0"], "problems = 0: must be at least 1"),
+        (["eval", "a/b/c"], "a/b/c: there is no such folder"),
+        (["train", "demo", *SMALL, "lora.targets=[nothing]", "run=x/y"], "lora.targets = ('nothing',): Target modules"),
         (["train", "steps=["], "override 'steps=[': cannot read the value: it ends too early: a bracket or a quote"),
         (["train", "steps='"], "a bracket or a quote is not closed"),
         (["tasks", "show", "kk", "task.people=[1"], "cannot read the value"),
@@ -432,6 +434,23 @@ def test_a_warm_start_needs_worked_solutions(tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.TASKS, "bare", Bare)
     said = fails("warmstart", tmp_path / "x", "task.name=bare")
     assert "task 'bare' shows no worked solutions" in " ".join(said.split())
+
+
+def test_folders_and_files_that_are_something_else(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(trained.parent)
+    (tmp_path / "file").touch()
+    for args, message in (
+        (["eval", "."], ".: this folder has no config.json, so it is not a transformers model; runs in it: trained"),
+        (["eval", "trained/checkpoints"], "this folder has no config.json"),
+        (["eval", "trained/checkpoints/step-000009"], "there is no such folder"),
+        (["chat", tmp_path / "file"], "file is a file: name the folder of a model, a run, or a hub id"),
+        (["report", tmp_path / "file"], "it is a file"),
+        (["train", "--resume", "."], "it has no config.json (poise runs DIR lists the runs below a folder)"),
+        (["train", "trained"], "is a folder, and a recipe is a YAML file: to go on with a run, poise train --resume"),
+        (["export", "trained", tmp_path / "file" / "x"], "file is a file, and no folder can be in it"),
+        (["chat", "trained", "task.name=kk"], "task.name=kk changes nothing in a dialogue without --instruction"),
+    ):
+        assert message in " ".join(fails(*args).split()), args
 
 
 def test_a_mistyped_run_is_not_asked_of_the_hub(tmp_path, monkeypatch):

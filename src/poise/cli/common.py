@@ -70,6 +70,8 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def check_folder_is_free(place: Path, remedy: str) -> None:
-    """Stop with a message unless ``place`` is a new or an empty folder."""
+    """Stop with a message unless ``place`` is a new or an empty folder, or can be one."""
+    if file := next((path for path in place.parents if path.is_file()), None):
+        fail(f"{file} is a file, and no folder can be in it: {remedy}")
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         fail(f"{place} {'is not empty' if place.is_dir() else 'is a file'}: {remedy}")

@@ -225,6 +225,9 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
     path = (beside or Path()) / Path(recipe).expanduser()
     if path.is_file():
         return path.resolve()
+    if path.is_dir():
+        way = f"to go on with a run, poise train --resume {name}; to start from its model, model={name}"
+        raise ConfigError([f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}"])
     if "/" in name or "\\" in name or path.suffix:
         raise ConfigError([f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})"])
     raise ConfigError([unknown("recipe", name, shipped) + "; for one of your own give its path"])

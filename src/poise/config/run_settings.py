@@ -76,6 +76,8 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
 
 def to_chat(model: str, overrides: Sequence[str], *, instruction: bool = False, trust: bool = False) -> Config:
     """What ``poise chat`` samples with: those of ``to_evaluate``. Only ``instruction`` needs the model's task."""
+    if named := [] if instruction else [text for text in overrides if text.startswith(("task.", *SHORT_FORMS))]:
+        raise ConfigError([f"{named[0]} changes nothing in a dialogue without --instruction: leave it out"])
     return to_evaluate(model, [*overrides, *([] if instruction else ["task.name=kk"])], trust=trust)
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from poise._lib.errors import short
 from poise._lib.files import MANIFEST, expand, read_json
 from poise.models import trials
 from poise.models.errors import ModelError
@@ -35,7 +36,6 @@ def load_model(
     verify_model(folder)
     if (folder / "adapter_config.json").exists():
         return _load_adapted(folder, device=device, dtype=dtype, remote_code=remote_code)
-    _check_folder(name, folder)
     torch_device = resolve_device(device)
     default = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
     tokenizer = _load_tokenizer(name, source, remote_code)
@@ -90,7 +90,14 @@ def add_adapter(model: Any, lora: Any, seed: int) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU's generator
-        return peft.get_peft_model(model, settings)
+        try:
+            return peft.get_peft_model(model, settings)
+        except ValueError as error:  # no layer has such a name, or it is of a kind that peft cannot adapt
+            kinds = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, nn.Linear)}
+            named = short(lora.targets)
+            raise ModelError(
+                f"lora.targets = {named}: {first_line(error)} (linear layers of this model: {', '.join(sorted(kinds))})"
+            ) from error
 
 
 @contextmanager
@@ -119,6 +126,7 @@ def locate(name: str) -> str:
     if (folder / MANIFEST).exists() and (folder / "model").is_dir():  # a checkpoint
         return str(folder / "model")
     _check_exists(name, folder)
+    _check_folder(name, folder)
     return str(folder) if name.startswith("~") else name
 
 
@@ -127,15 +135,19 @@ def _check_exists(name: str, folder: Path) -> None:
     runs = []
     if not folder.exists() and folder.parent != Path():
         runs = sorted(metrics.parent.name for metrics in folder.parent.glob("*/metrics.jsonl"))
-    if not folder.exists() and (name.startswith(("/", ".", "~")) or runs):
+    if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or runs):
         beside = f"; runs there: {', '.join(runs)}" if runs else ""
         raise ModelError(f"{name}: there is no such folder{beside}")
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    """Refuse a folder that holds no model."""
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model")
+    """Refuse a file, and a folder that holds no model."""
+    if folder.is_file():
+        raise ModelError(f"{name} is a file: name the folder of a model, a run, or a hub id")
+    if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
+        runs = sorted(path.name for path in folder.iterdir() if is_run(path))
+        inside = f"; runs in it: {', '.join(runs)}" if runs else ""
+        raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model{inside}")
 
 
 def _load_tokenizer(name: str, source: str, remote_code: bool) -> Any:

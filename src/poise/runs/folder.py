@@ -109,7 +109,9 @@ class RunFolder:
         """
         run = cls(path, keep=keep)
         if not run._config.is_file():
-            why = "has no config.json" if run.path.is_dir() else "does not exist"
+            why = "is a file" if run.path.is_file() else "does not exist"
+            if run.path.is_dir():
+                why = "has no config.json (poise runs DIR lists the runs below a folder)"
             way = "; begin one without --resume" if resume else ""
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
         if resume and (run.path / "diagnose.json").exists():
