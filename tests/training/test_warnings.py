@@ -133,7 +133,7 @@ class TestRuns:
         folder = RunFolder.open(config.run, resume=False)
         assert [(warning.name, warning.step) for warning in warnings.read(folder)] == [("cut-off", 5)]
         trainer.train(config.model_copy(update={"steps": 7}), resume=True)
-        assert "warning" not in capsys.readouterr().out
+        assert "warning after step" not in capsys.readouterr().out
         assert len(warnings.read(folder)) == 1
 
     def test_a_quiet_run_says_it_on_standard_error(self, tmp_path, capsys):
