@@ -46,10 +46,12 @@ def test_the_smallest_difference_that_can_be_found(tmp_path):
 
 
 def test_a_rate_at_the_end_of_the_range_is_pointed_out():
-    def told(chosen):
-        rates = [{"rate": rate, "mean": 0.5, "scores": [0.5], "diverged": 0} for rate in (1e-4, 2e-4, 4e-4)]
+    def told(chosen, first=0.4):
+        means = {1e-4: first, 2e-4: 0.5, 4e-4: 0.5}
+        rates = [{"rate": rate, "mean": mean, "scores": [mean], "diverged": 0} for rate, mean in means.items()]
         return description.tuned([{"arm": "ar", "chosen": chosen, "rates": rates}])[0]
 
-    assert told(2e-4) == "ar: learning rate 0.0002 (points by rate: 0.0001: 50.0, 0.0002: 50.0, 0.0004: 50.0)"
+    assert told(2e-4) == "ar: learning rate 0.0002 (points by rate: 0.0001: 40.0, 0.0002: 50.0, 0.0004: 50.0)"
     assert "another one may be better" in told(4e-4)
+    assert told(1e-4, first=0.5).endswith("; all rates did equally well, so this says nothing")
     assert told(None) == "ar: no learning rate is chosen yet"

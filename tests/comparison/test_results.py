@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from poise.comparison.results import Arm, Cost, Point, RunResult
-from poise.runs.folder import RunFolder
+from poise.comparison.results import Arm, Cost, Point, RunResult, result_of
+from poise.runs.folder import DamagedError, RunFolder
 from poise.trainer import TrainError, train
 from support.small_runs import make, run
 
@@ -107,6 +107,8 @@ def test_damage_is_named(tmp_path, name):
     path = folder_of_a_run(tmp_path / "run", **({"summary": summary()} | {name: [1]}))
     with pytest.raises(ValueError, match=rf"{name}\.json"):
         RunResult.read(path)
+    with pytest.raises(DamagedError, match=rf"{name}\.json .*put the file back from a copy, or move .*run away"):
+        result_of(path)
 
 
 def test_no_run(tmp_path):

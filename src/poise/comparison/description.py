@@ -85,7 +85,9 @@ def tuned(report: Sequence[dict[str, Any]]) -> list[str]:
             continue
         scores = ", ".join(f"{rate['rate']:g}: {100 * rate['mean']:.1f}" for rate in arm["rates"])
         edge = arm["chosen"] in (arm["rates"][0]["rate"], arm["rates"][-1]["rate"]) and len(arm["rates"]) > 2
+        equal = len({rate["mean"] for rate in arm["rates"]}) == 1
         hint = "; it is at the end of the rates, so another one may be better" if edge else ""
+        hint = "; all rates did equally well, so this says nothing" if equal else hint
         lines.append(f"{arm['arm']}: learning rate {arm['chosen']:g} (points by rate: {scores}){hint}")
     return lines
 

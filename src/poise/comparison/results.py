@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from poise.reports.recorded import read_json, read_metrics
 from poise.runs.folder import RunFolder
+from poise.runs.metrics_file import COPY, DamagedError
 from poise.training.accuracy import is_summary
 
 State = Literal["finished", "diverged", "unfinished"]
@@ -115,11 +116,14 @@ class RunResult:
 
 
 def result_of(folder: str | Path) -> RunResult | None:
-    """The result of the run in a folder; None while there is none."""
+    """The result of the run in a folder; None while there is none. DamagedError if a file of it is damaged."""
     try:
         found = RunResult.read(folder)
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        remedy = "" if isinstance(error, DamagedError) else f": {COPY}"
+        raise DamagedError(f"{error}{remedy}, or move {folder} away: the same command trains it anew") from None
     return None if found.state == "unfinished" else found
 
 
