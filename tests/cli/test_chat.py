@@ -4,6 +4,7 @@ import builtins
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from poise.cli import chat
@@ -62,6 +63,17 @@ def test_a_dialogue_is_read_whole(monkeypatch):
 )
 def test_mistakes(args, message):
     assert message in " ".join(fails("chat", *args).split())
+
+
+def test_bytes_that_are_no_text():
+    done = CliRunner().invoke(app, ["chat", "embedded", *FEW], input=b"\xff\xfe knight")
+    assert done.exit_code == 0, done.output
+
+
+def test_a_closed_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(typer.Exit):
+        chat.chat("embedded", FEW)
 
 
 def test_a_dialogue_that_is_too_long():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from poise.models.policy import load_policy
 from support.command_line import SMALL, fails, poise
@@ -49,6 +50,15 @@ def test_the_card_has_the_numbers_and_no_paths(trained, tmp_path):
     assert str(trained.parent) not in card
     poise("export", "embedded", tmp_path / "plain")  # no run made it, so there are no numbers
     assert not (tmp_path / "plain" / "README.md").exists()
+
+
+def test_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
+    assert "could not be written: Error while serializing" in " ".join(fails("export", trained, tmp_path / "x").split())
+    assert list(tmp_path.iterdir()) == []
 
 
 class Hub:

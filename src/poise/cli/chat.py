@@ -37,12 +37,13 @@ def chat(
     from poise.config.run_settings import to_chat
     from poise.models.errors import ModelError
     from poise.runs.console import visible
+    from poise.tasks.base import readable
 
     with explained():
         config = to_chat(model, args or [], instruction=instruction, trust=trust)
         first = _instruction(config) if instruction else ""
-        if not sys.stdin.isatty():
-            text = sys.stdin.read().strip()
+        if sys.stdin is None or not sys.stdin.isatty():  # None: closed
+            text = sys.stdin.buffer.read().decode("utf-8", "replace").strip() if sys.stdin else ""
             if not text:
                 fail("there is no message: pipe one in, as in: echo Hello | poise chat MODEL")
             print(visible(_dialogue(config, first)(text)))
@@ -51,7 +52,7 @@ def chat(
         print("Ctrl-D ends the dialogue")
         while True:
             try:
-                text = input("\nyou: ").strip()
+                text = readable(input("\nyou: ").strip())
                 if text:
                     print(visible(f"\nmodel: {reply(text)}"))
             except EOFError:

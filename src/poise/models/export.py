@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from poise._lib.files import TEMPORARY, remove
 from poise.models.hub import check_hub
-from poise.models.loading import adapted_model, load_model, locate, progress_bars
+from poise.models.loading import adapted_model, first_line, load_model, locate, progress_bars
 
 
 def export(name: str, folder: Path, *, dtype: str = "auto", remote_code: bool = False) -> None:
@@ -33,6 +34,11 @@ def export(name: str, folder: Path, *, dtype: str = "auto", remote_code: bool = 
         if folder.exists():
             folder.rmdir()  # it is empty
         os.replace(temporary, folder)
+    except Exception as error:
+        # safetensors and tokenizers, written in Rust, raise their own error types for a full disk.
+        if isinstance(error, SafetensorError) or "(os error " in str(error):
+            raise OSError(f"{folder} could not be written: {first_line(error)}") from error
+        raise
     finally:
         remove(temporary)
 
