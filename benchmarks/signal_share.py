@@ -49,7 +49,7 @@ QUARTERS = 4
 def token_kinds(batch: TokenBatch, words: dict[str, Tensor], tokens: Tensor) -> dict[str, dict[str, Tensor]]:
     """(B, T) bool for every kind of token, by what tells them apart. Each way of telling covers all tokens once."""
     prob, positive = batch.prob, batch.token_advantages > 0
-    by_word = {kind: chosen.to(tokens.device)[tokens] & batch.mask for kind, chosen in words.items()}
+    by_word = {kind: chosen.to(tokens.device)[tokens.clamp(min=0)] & batch.mask for kind, chosen in words.items()}
     by_prob = {f"p {low:.2f}-{high:.2f}": batch.mask & (prob > low) & (prob <= high) for low, high in pairwise(EDGES)}
     place = (batch.mask.cumsum(1) - 1) * QUARTERS // batch.lengths[:, None].clamp(min=1)
     return {
@@ -73,9 +73,8 @@ class Gradients:
 
     def add(self, name: str, rollouts: Any, batch: TokenBatch, phases: Sequence[Phase]) -> None:
         """The gradient of all phases together, at the present weights."""
-        whole = Phase(
-            "all", *(torch.stack(list(w)).sum(0) for w in zip(*((p.policy, p.kl) for p in phases), strict=True))
-        )
+        policy, kl = (torch.stack(weights).sum(0) for weights in zip(*((p.policy, p.kl) for p in phases), strict=True))
+        whole = Phase("all", policy, kl)
         for parameter in self.parameters:
             parameter.grad = None
         accumulate(self.trainer.policy, self.parameters, rollouts, batch, whole, self.trainer.settings)
@@ -131,7 +130,7 @@ def best(kinds: Sequence[Tensor], plain: Tensor) -> dict[str, Any]:
         weights = weights / weights.abs().max()
         chosen.append(weights.tolist())
         mixed = sum(w * kind[test] for w, kind in zip(weights.tolist(), kinds, strict=True))
-        gains.append(efficiency(mixed, plain[test]) / efficiency(plain[test], plain[test]))  # type: ignore[arg-type]
+        gains.append(efficiency(mixed, plain[test]) / efficiency(plain[test], plain[test]))
     return {"gain": sum(gains) / 2, "halves": gains, "weights": chosen}
 
 

@@ -1,0 +1,79 @@
+"""Signal and noise of gradients: figures of made-up batches whose signal is known."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from poise import regulators
+from support.batches import random_batch
+
+
+@pytest.fixture(scope="module")
+def study() -> Any:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    try:
+        import signal_share
+
+        yield signal_share
+    finally:
+        sys.path.pop(0)
+
+
+def rows(signal: torch.Tensor, noise: float, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return signal + noise * torch.randn(count, len(signal), generator=generator)
+
+
+def test_the_signal_is_found_below_the_noise(study: Any) -> None:
+    signal = torch.zeros(1000)
+    signal[0] = 1.0
+    found = rows(signal, 0.5, 400, 0)
+    assert study.within(found, found) == pytest.approx(1 + 1000 * 0.25, rel=0.02)
+    error = study.error(found, found)
+    assert study.between(found, found) == pytest.approx(1.0, abs=4 * error)
+    assert error < 0.2
+
+
+def test_efficiency_is_the_squared_cosine_with_the_signal(study: Any) -> None:
+    signal = torch.zeros(100)
+    signal[0] = 3.0
+    plain = rows(signal, 1.0, 2000, 1)
+    assert study.efficiency(plain, plain) == pytest.approx(9 / 109, rel=0.1)
+    assert study.efficiency(7 * plain, plain) == pytest.approx(study.efficiency(plain, plain))  # size does not matter
+    halved = plain.clone()
+    halved[:, 1:] /= 2
+    assert study.efficiency(halved, plain) == pytest.approx(9 / (9 + 100 / 4), rel=0.1)
+
+
+def test_the_best_weights_leave_out_the_kind_that_is_noise(study: Any) -> None:
+    signal = torch.zeros(50)
+    signal[3] = 2.0
+    deciding, wording = rows(signal, 0.3, 600, 2), rows(torch.zeros(50), 2.0, 600, 3)
+    plain = deciding + wording
+    found = study.best([deciding, wording], plain)
+    expected = study.efficiency(deciding, plain) / study.efficiency(plain, plain)
+    assert found["gain"] == pytest.approx(expected, rel=0.1)
+    assert all(abs(weights[1]) < 0.1 and weights[0] == 1 for weights in found["weights"])
+
+
+def test_every_way_of_telling_tokens_apart_covers_each_token_once(study: Any) -> None:
+    batch = random_batch()
+    assert batch.targets is not None
+    size = int(batch.targets.max()) + 1
+    words = study.word_kinds([["try", "true", "ok", "knight", "Ada"][i % 5] for i in range(size)])
+    for kinds in study.token_kinds(batch, words, batch.targets).values():
+        assert torch.equal(sum(mask.int() for mask in kinds.values()), batch.mask.int())
+
+
+def test_blame_is_the_wrong_side_of_the_trials(study: Any) -> None:
+    import oracles
+
+    batch = random_batch()
+    (phase,) = oracles.sided(batch, right=False)
+    assert torch.allclose(phase.policy, regulators.parse("blame")(batch)[0].policy)
+    assert study.word_kinds is oracles.word_kinds
