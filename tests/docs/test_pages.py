@@ -89,6 +89,13 @@ def test_links_lead_somewhere():
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_index_names_every_page():
+    linked = set(re.findall(r"\]\(([^)#]+)", (ROOT / "docs/index.md").read_text()))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} - {"index.md"}
+    assert {page for page in pages if not page.startswith("results/")} <= linked
+    assert "results" in linked
+
+
 def names_of_the_package():
     """The dotted name of every module of poise, and of what each module and class defines or imports."""
     known = set()
