@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from types import ModuleType
 
 import pytest
@@ -108,7 +108,7 @@ def test_a_folder_called_wandb_is_not_wandb(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_the_package_itself_without_its_service(tmp_path, name):
     """Not part of the extra dev: 100 MB each. In a process of its own, since both start threads."""
-    if find_spec(name) is None:
+    if not any(distributions(name=name)):
         pytest.skip(f"{name} is not installed")
     code = (
         "import sys; from pathlib import Path; from poise.runs.trackers import open_trackers\n"
