@@ -17,6 +17,7 @@ from poise.models.policy import ModelError, load_policy
 from poise.runs.folder import CheckpointError, RunFolder
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.trainer import Trainer, TrainError
+from poise.training.resume import in_free_folder
 from support.batches import random_batch
 from support.command_line import poise
 from support.small_runs import SHORT, SMALL, killed_at, make, parameters, run
@@ -431,6 +432,16 @@ def test_from_python_the_result_is_shown_and_drawn_as_by_the_command(tmp_path, c
         trainer.train(config, renumber=False)
     trainer.train(config, resume=True)
     assert "already at step 1" in capsys.readouterr().out
+
+
+def test_the_next_free_folder_of_one_without_a_name(tmp_path, monkeypatch):
+    (tmp_path / "here" / "x").mkdir(parents=True)
+    (tmp_path / "here" / "config.json").touch()
+    (tmp_path / "here-2").symlink_to(tmp_path / "gone")
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (".", "../here/x/.."):
+        found = in_free_folder(configs.load("demo", [f"run={name}"]), quiet=True).run
+        assert found == str(tmp_path / "here-3")
 
 
 @pytest.mark.usefixtures("short_evaluation")

@@ -34,6 +34,11 @@ def test_an_exported_model_loads_without_poise(trained, tmp_path):
     assert "is not empty: choose another folder" in fails("export", trained, out)
 
 
+def test_the_folder_needs_a_name(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "the model's folder is made anew, so name one" in fails("export", trained, ".")
+
+
 def test_the_dtype_is_that_of_the_model_it_was_trained_from(trained, tmp_path):
     stored = transformers.AutoConfig.from_pretrained(load_policy("embedded", device="cpu").model.name_or_path).dtype
     for dtype, expected in (("auto", stored), ("float16", torch.float16)):

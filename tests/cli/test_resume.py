@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from poise import trainer
+from poise.config.run_settings import to_evaluate
 from poise.runs.folder import RunFolder
 from poise.training import evaluations
 from support.command_line import SMALL, poise
@@ -62,6 +63,11 @@ def test_a_run_without_any_evaluation(tmp_path, monkeypatch):
     assert "– → –" in poise("runs", run).output
     monkeypatch.undo()
     assert "1 problems × 8 samples" in poise("eval", run, "max_tokens=1", "problems=1").output
+    settings = RunFolder(run).config
+    settings["evaluation"] |= {"samples": 3, "seed": 5}  # evaluation.problems=0 leaves the others as they are
+    RunFolder(run).write_config(settings)
+    evaluation = to_evaluate(str(run), []).evaluation
+    assert (evaluation.problems, evaluation.samples, evaluation.seed) == (200, 3, 5)
 
 
 @pytest.mark.usefixtures("short_evaluation")

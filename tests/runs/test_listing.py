@@ -44,6 +44,20 @@ def test_the_state_of_each_run(tmp_path):
     assert states(tmp_path) == expected
 
 
+def test_numbers_that_are_none(tmp_path):
+    (make_run(tmp_path / "endless", config=SETTINGS).path / "metrics.jsonl").write_text('{"step": 1e999}\n')
+    (make_run(tmp_path / "huge", config=SETTINGS).path / "before.json").write_text(f'{{"accuracy": 1{"0" * 400}}}')
+    assert states(tmp_path) == {"endless": "damaged", "huge": "stopped"}
+
+
+def test_a_run_on_another_disk_is_listed_where_its_link_is(tmp_path):
+    make_run(tmp_path / "disk" / "run", config=SETTINGS)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "linked").symlink_to(tmp_path / "disk" / "run")
+    (tmp_path / "runs" / "above").symlink_to(tmp_path)  # no way round in a circle
+    assert states(tmp_path / "runs") == {"linked": "stopped"}
+
+
 def test_a_torn_last_line_is_not_a_step(tmp_path):
     folder = make_run(tmp_path, steps=(1, 2), config=SETTINGS)
     with (tmp_path / "metrics.jsonl").open("ab") as file:

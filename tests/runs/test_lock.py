@@ -56,6 +56,16 @@ def test_what_a_link_leads_to_is_not_emptied(tmp_path):
     assert (tmp_path / "precious").read_text() == "mine"
 
 
+def test_a_users_own_file_of_that_name_stays(tmp_path):
+    (tmp_path / OWNER).write_text('{"name": "me"}')
+    with (
+        pytest.raises(OSError, match=r"owner.json is not a file of poise.*another run=DIR"),
+        owned(tmp_path, make=True),
+    ):
+        pass
+    assert (tmp_path / OWNER).read_text() == '{"name": "me"}'
+
+
 def test_a_killed_owner_holds_nothing(tmp_path):
     heard, tells = os.pipe()
 

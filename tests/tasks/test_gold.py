@@ -37,6 +37,16 @@ def test_a_task_without_a_word_on_it_has_the_answer_in_its_data(data, gold):
     assert gold_answer(Own(), Problem("p", "?", "all", data)) == gold
 
 
+def test_a_setting_of_that_name_is_not_asked():
+    task = Own()
+    task.gold = "the column's name"
+    assert gold_answer(task, Problem("p", "?", "all", {"answer": "42"})) == "42"
+
+
+def test_a_number_too_long_to_write_is_not_shown():
+    assert gold_answer(Own(), Problem("p", "?", "all", {"answer": 10**5000})) is None
+
+
 def test_a_task_may_say_it_itself():
     problem = Problem("p", "?", "all", {"answer": "not this"})
     assert gold_answer(Says("this"), problem) == "this"

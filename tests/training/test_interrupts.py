@@ -148,6 +148,17 @@ def test_an_evaluation_that_is_done_again_may_reach_the_goal(tmp_path, monkeypat
     assert RunFolder.open(config.run).metrics()[-1].items() >= reached.items()
 
 
+def test_a_run_that_has_reached_its_goal_only_does_the_final_evaluation_again(tmp_path, monkeypatch):
+    config = make(tmp_path, *QUICK, "evaluation.every=2", "stop_at=0.0001")
+    monkeypatch.setattr(Evaluation, "metrics", lambda _: {"eval/kk/avg@1": 1.0})
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(config, quiet=True)
+    assert RunFolder.open(config.run).checkpoints() == [2]
+    assert trainer.train(config, resume=True, quiet=True)["steps"] == 2
+
+
 def test_a_run_that_goes_on_beyond_its_end_is_not_evaluated_there_twice(tmp_path):
     folder, _ = run(tmp_path, *QUICK, "evaluation.every=2", "steps=2")
     config = make(tmp_path, *QUICK, "evaluation.every=2", "steps=3")

@@ -105,6 +105,12 @@ def test_a_disk_without_room_for_the_checkpoints(tmp_path, monkeypatch):
     assert trainer.train(make(tmp_path, "checkpoint_every=0"), quiet=True) == {}  # one is all it writes
 
 
+def test_a_checkpoint_of_lora_has_the_adapters_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))  # the model has 5.8 MB
+    monkeypatch.setattr(trainer.Trainer, "run", lambda *_: {})
+    assert trainer.train(make(tmp_path, "lora.rank=2"), quiet=True) == {}
+
+
 def test_a_tracker_that_cannot_be_imported_or_started(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     refused(make(tmp_path, "tracking=wandb"), TrackerError, "tracker 'wandb' cannot be imported")

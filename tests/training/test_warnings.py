@@ -53,6 +53,7 @@ ALL_EQUAL = {"reward__no_spread": 1.0, "optim__steps": 0.0}
         (steps(30, rollout__finished=0.0), []),  # right before it is cut off: it learns
         (steps(30, reward__format=-1.0, reward__accuracy=0.0, **ALL_EQUAL), [(5, "no-format")]),
         (steps(30, reward__format=0.0, reward__accuracy=0.0), [(5, "no-format")]),
+        (steps(30, reward__format=0.0), []),  # the form costs nothing, and its lack would: some are right
         (steps(30, reward__format=[-1.0, -0.99] * 15, reward__accuracy=[0.0, 0.01] * 15), []),
         (steps(30, rollout__entropy=[0.5 * 0.8**i for i in range(30)], reward__no_spread=0.6), [(16, "entropy")]),
         (steps(30, rollout__entropy=[0.5 * 0.8**i for i in range(30)], reward__accuracy=0.95), []),  # it is done
@@ -89,6 +90,7 @@ def test_fewer_prompts_need_more_steps():
 def test_missing_and_infinite_metrics_say_nothing():
     nothing = [dict.fromkeys(HEALTHY, value) for value in (None, math.nan, math.inf) for _ in range(9)]
     assert said([*nothing, {}, {"reward/accuracy": 0.0}]) == []
+    assert said(steps(30, rollout__entropy=[0.5] * 20 + [None] * 10, reward__no_spread=0.6)) == []
 
 
 def test_every_sentence_can_be_written_and_has_a_place_in_the_docs():

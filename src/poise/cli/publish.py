@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from poise.cli.common import check_folder_is_free, explained, home
+from poise.cli.common import check_folder_is_free, explained, fail, home
 
 _Model = Annotated[str, typer.Argument(metavar="RUN", callback=home, help="A run folder, a checkpoint or an adapter.")]
 _Dtype = Annotated[
@@ -37,6 +37,8 @@ def export(
 
     with explained():
         check_folder_is_free(out, "choose another folder")
+        if out.name in ("", ".."):
+            fail(f"{out}: the model's folder is made anew, so name one; this one can be OUT from the folder above it")
         _write(run, out, out.name, dtype, remote_code)
     print(visible(f"saved to {out}; try it with: poise chat {out}"))
 

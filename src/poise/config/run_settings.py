@@ -68,8 +68,10 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
         raise ConfigError([unknown_key(key, known) for key in wrong])
     if isinstance(evaluation, dict) and evaluation.get("problems") == 0:
         raise ConfigError(["problems = 0: must be at least 1"])
-    if document.get("evaluation") == EvaluationConfig(problems=0).model_dump(mode="json"):  # the run measured nothing
-        document = merge(document, {"evaluation": _MEASUREMENT["evaluation"]})
+    measured = document.get("evaluation")
+    if isinstance(measured, dict) and measured.get("problems") == 0:  # the run measured nothing
+        own = measured != EvaluationConfig(problems=0).model_dump(mode="json")  # samples and temperature are the user's
+        document = merge(document, {"evaluation": {"problems": 200} if own else _MEASUREMENT["evaluation"]})
     source = f"the model in {model}" if run is None else f"the run in {run}"
     return _restored(document, {**changes, "model": model}, source, trust=trust, regulator=False)
 

@@ -32,6 +32,6 @@ class Blame(Regulator):
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """One phase; KL untouched."""
         assert batch.entropy is not None
-        typical = (batch.old_logp + batch.entropy).to(batch.dtype).exp().clamp(max=1.0)
+        typical = (batch.old_logp.to(batch.dtype) + batch.entropy).exp().clamp(max=1.0)
         weight = torch.where(batch.token_advantages < 0, 1 - self.alpha * typical, 1.0)
         return [Phase.of(batch, weight)]

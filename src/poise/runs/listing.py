@@ -75,7 +75,7 @@ def _runs(folder: Path, levels: int) -> Iterator[Path]:
             yield folder
     elif levels:
         for path in sorted(folder.iterdir()):
-            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            if path.is_dir() and not path.name.startswith(".") and (not path.is_symlink() or is_run(path)):
                 try:
                     yield from _runs(path, levels - 1)
                 except PermissionError:
@@ -104,13 +104,13 @@ def _last_step(folder: Path) -> int | None:
         return int(loads(lines[-1])["step"]) if lines else 0
     except FileNotFoundError:
         return 0
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 
 def _accuracy(evaluation: Any) -> float | None:
     value = evaluation.get("accuracy") if isinstance(evaluation, dict) else None
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and 0 <= value <= 1 else None
 
 
 def _text(value: Any) -> str:

@@ -17,6 +17,7 @@ except ImportError:  # Windows: no lock
     fcntl = None  # type: ignore[assignment]
 
 OWNER = "owner.json"  # present while a process trains; a crash leaves the file, but not its lock
+_START = b'{"pid": '  # what it begins with, unless it is empty: a user's own file is not touched
 
 
 class BusyError(OSError):
@@ -92,6 +93,12 @@ def _open(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise FileExistsError(f"{path} is a pipe or a device, and poise writes a file there: remove it first")
+    begins = os.pread(handle, len(_START), 0)
+    if not _START.startswith(begins):
+        os.close(handle)
+        raise FileExistsError(
+            f"{path} is not a file of poise, which writes one there: move it, or choose another run=DIR"
+        )
     return handle
 
 

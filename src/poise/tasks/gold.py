@@ -17,9 +17,9 @@ def gold_answer(task: Task, problem: Problem) -> str | None:
     A task may have ``gold(problem)``. For any other, it is the first text or number called answer, solution or
     ground_truth in the problem's data, or in the row of a file that the data hold.
     """
-    if hasattr(task, "gold"):
+    if callable(own := getattr(task, "gold", None)):  # it may be a setting of the task, such as a column's name
         with explained(task, problem, "gold answer"):
-            found = task.gold(problem)
+            found = own(problem)
     else:
         data: Any = problem.data
         places = [data, data.get("row")] if isinstance(data, Mapping) else []
@@ -29,4 +29,6 @@ def gold_answer(task: Task, problem: Problem) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float)
+    if isinstance(value, int):
+        return abs(value) < 10**LONGEST  # Python writes no longer one
+    return isinstance(value, str | float)

@@ -38,7 +38,8 @@ class Checkpoints:
     @property
     def size(self) -> int:
         """The bytes of one checkpoint: the model, the float32 weights, and the optimizer's two moments."""
-        model: int = sum(value.numel() * value.element_size() for value in self.policy.model.parameters())
+        saved = (value for value in self.policy.model.parameters() if value.requires_grad)  # of LoRA, the adapters
+        model: int = sum(value.numel() * value.element_size() for value in saved)
         return model + 3 * 4 * sum(value.numel() for value in self.master_weights.parameters.values())
 
     def due(self, step: int) -> bool:

@@ -62,12 +62,14 @@ class Evaluations:
         return self.measure() if self.config.evaluation.problems else None
 
     def catch_up(self, done: int) -> bool:
-        """Do the evaluation after step ``done`` that was cut short, if it was; whether it reached the goal."""
+        """Do the evaluation after step ``done`` that was cut short, if it was; whether the goal is reached."""
         line = next((line for line in self.folder.metrics() if line["step"] == done), None)
         summary = self.folder.read_json("summary.json")
         ended = isinstance(summary, dict) and summary.get("steps") == done  # it had the final evaluation
-        if line is None or not self.due(done) or ended or any(key.startswith("eval/") for key in line):
+        if line is None or not self.due(done) or ended:
             return False
+        if any(key.startswith("eval/") for key in line):  # only the final evaluation was cut short, if there was one
+            return self.goal_reached(line)
         measured = self.measure().metrics()
         self.folder.log_more(done, measured)
         logged = {key: nan if value is None else value for key, value in line.items() if key != "step"}

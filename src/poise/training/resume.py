@@ -80,7 +80,9 @@ def in_free_folder(config: Config, *, quiet: bool = False) -> Config:
     taken = expand(config.run)
     if not (taken / "config.json").exists():
         return config
+    if taken.name in ("", ".."):  # such as run=., which is a name only in full
+        taken = taken.resolve()
     numbered = (taken.with_name(f"{taken.name}-{number}") for number in count(2))
-    free = next(str(folder) for folder in numbered if not folder.exists())
+    free = next(str(folder) for folder in numbered if not folder.exists() and not folder.is_symlink())
     Console(0, quiet=quiet).note(f"{taken} has a run already, so this one goes to {free} (resume=True goes on with it)")
     return config.model_copy(update={"run": free})

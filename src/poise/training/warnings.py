@@ -86,7 +86,7 @@ def _no_template(run: Progress) -> bool:
 
 def _no_format(run: Progress) -> bool:
     found = run.last("reward/format")  # 0 or below for a response without it
-    return bool(found) and max(found) == min(found) <= 0
+    return bool(found) and max(found) == min(found) <= 0 and run.within("reward/accuracy", 0, 0)
 
 
 def _all_wrong(run: Progress) -> bool:
@@ -106,7 +106,7 @@ def _no_steps(run: Progress) -> bool:
 
 def _entropy_collapsed(run: Progress) -> bool:
     first, last = run.first("rollout/entropy", run.few), run.last("rollout/entropy")
-    fell = bool(first) and _mean(last) < 0.1 * _mean(first)
+    fell = bool(first) and bool(last) and _mean(last) < 0.1 * _mean(first)
     return fell and run.within("reward/no_spread", 0.5, 1) and run.within("reward/accuracy", 0, 0.9)
 
 
