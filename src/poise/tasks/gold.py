@@ -30,5 +30,5 @@ def gold_answer(task: Task, problem: Problem) -> str | None:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, int):
-        return abs(value) < 10**LONGEST  # Python writes no longer one
+        return bool(abs(value) < 10**LONGEST)  # Python writes no longer one
     return isinstance(value, str | float)
