@@ -50,6 +50,20 @@ def test_efficiency_is_the_squared_cosine_with_the_signal(study: Any) -> None:
     assert study.efficiency(halved, plain) == pytest.approx(9 / (9 + 100 / 4), rel=0.1)
 
 
+def test_the_error_of_a_gain_is_its_spread_over_samples(study: Any) -> None:
+    signal = torch.zeros(60)
+    signal[0] = 3.0
+    gains, errors = [], []
+    for seed in range(60):
+        plain = rows(signal, 1.0, 40, seed)
+        halved = torch.cat([plain[:, :20], plain[:, 20:] / 2], 1)
+        gains.append(study.efficiency(halved, plain) / study.efficiency(plain, plain))
+        errors.append(study.gain_error(halved, plain))
+    spread = float(torch.tensor(gains).std())
+    assert spread < 2 * sum(errors) / len(errors) < 4 * spread
+    assert study.gain_error(7 * plain, plain) == pytest.approx(0.0, abs=1e-6)  # size does not matter, nor does noise
+
+
 def test_the_best_weights_leave_out_the_kind_that_is_noise(study: Any) -> None:
     signal = torch.zeros(50)
     signal[3] = 2.0
