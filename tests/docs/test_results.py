@@ -17,8 +17,16 @@ RESULTS = ROOT / "docs/results"
 
 def page(name: str) -> tuple[str, dict[str, Any]]:
     """A page, with plain minus signs and in one line, and its figures."""
-    text = (RESULTS / f"{name}.md").read_text().replace("−", "-")
-    return " ".join(text.split()), json.loads((RESULTS / f"h200/{name}.json").read_text())
+    return words_of(name), figures(name)
+
+
+def words_of(name: str) -> str:
+    return " ".join((RESULTS / f"{name}.md").read_text().replace("−", "-").split())
+
+
+def figures(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / f"h200/{name}.json").read_text())
+    return document
 
 
 def mean(values: dict[str, float]) -> str:
@@ -114,3 +122,55 @@ def test_erl() -> None:
         grpo, erl = ({s: at(curve, tokens) for s, curve in curves[arm].items()} for arm in ("grpo", "erl"))
         cells = [f"{tokens:,}", f"{fmean(grpo.values()):.3f}", f"{fmean(erl.values()):.3f}", gain(erl, grpo)]
         assert row(cells) in text
+
+
+def test_signal_of_the_comparison() -> None:
+    text = words_of("comparison")
+    found, sided = (
+        [figures(f"signal-{kind}-{name}") for name in names]
+        for kind, names in (("kk", ("w0", "w05", "w1")), ("sided", ("w0", "w1")))
+    )
+    kinds: list[dict[str, dict[str, float]]] = [each["kinds"] for each in found]
+    low = [[each["p 0.00-0.05"], each["p 0.05-0.25"]] for each in kinds]
+    tokens = [sum(part["tokens"] for part in parts) for parts in low]
+    shares = [(sum(p["signal"] for p in parts), np.hypot(*(p["error"] for p in parts))) for parts in low]
+    whole = [f"{100 * each['signal']:.1f} % ± {100 * each['error']:.1f}" for each in found]
+    assert row(["signal, share of ‖g‖²", *whole]) in text
+    assert row(["p < 0.25: share of tokens", *(f"{100 * share:.1f} %" for share in tokens)]) in text
+    assert row(["p < 0.25: share of signal", *(f"{100 * s:.0f} % ± {100 * e:.0f}" for s, e in shares)]) in text
+    for side in ("wrong", "right"):
+        parts = [each[f"p 0.00-0.05, {side}"] for each in kinds]
+        cells = [f"{100 * p['size']:.0f} %, {100 * p['signal']:.0f} % ± {100 * p['error']:.0f}" for p in parts]
+        assert row([f"p < 0.05 in {side} responses: size, signal", *cells]) in text
+    for name, words in (
+        ("ar", "`ar` (α = 0.2)"), ("ar(alpha=1.0)", "`ar(alpha=1.0)`"), ("tr-grpo", "`tr-grpo`"), ("nthr", "`nthr`"),
+        ("amplify", "`amplify`"),
+    ):  # fmt: skip
+        assert row([f"gain of {words}", *(f"{efficient(each, name):.2f}" for each in found)]) in text
+    blame = [f"{efficient(each, 'oracles.sided(right=False)'):.1f}" for each in sided]
+    assert row(["gain of `blame`", blame[0], "", blame[1]]) in text
+    for way, words in (
+        ("probability", "fitted weights by probability: gain"), ("word", "… by what the word is for"),
+        ("probability and sign", "… by probability and sign"),
+    ):  # fmt: skip
+        best = [each["best"][way] for each in found]
+        cells = [f"{each['gain']:.1f} ({', '.join(f'{half:.1f}' for half in each['halves'])})" for each in best]
+        assert row([words, *cells]) in text
+
+
+def efficient(found: dict[str, Any], method: str) -> float:
+    """The efficiency of a method's update, divided by GRPO's."""
+    return float(found["methods"][method]["efficiency"] / found["methods"]["grpo"]["efficiency"])
+
+
+def test_screening() -> None:
+    """Accuracies of the screening, and differences with Student's interval."""
+    text = words_of("comparison")
+    for corner in ("w0", "w1"):
+        arms = {arm["name"]: arm["results"] for arm in figures(f"screening-{corner}")["arms"]}
+        for results in arms.values():
+            found = [value - arms["grpo"][seed] for seed, value in results.items()]
+            if len(found) > 2 and results is not arms["grpo"]:
+                ends = student_interval(found)
+                assert ends is not None
+                assert f"{fmean(results.values()):.3f}, {fmean(found):+.3f} [{ends[0]:+.3f}, {ends[1]:+.3f}]" in text
