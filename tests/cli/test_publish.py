@@ -57,6 +57,18 @@ def test_the_card_has_the_numbers_and_no_paths(trained, tmp_path):
     assert not (tmp_path / "plain" / "README.md").exists()
 
 
+def test_the_card_of_another_step_does_not_have_the_numbers_of_the_last(tmp_path):
+    run = tmp_path / "run"
+    poise("train", "demo", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
+    poise("export", run / "checkpoints" / "step-000001", tmp_path / "first")
+    poise("export", run / "checkpoints" / "step-000002" / "model", tmp_path / "second")
+    first, second = ((tmp_path / name / "README.md").read_text() for name in ("first", "second"))
+    assert "| steps | 1 of 2 |" in first
+    assert "Not measured" in first
+    assert "| steps | 2 of 2 |" in second
+    assert "| greedy | " in second
+
+
 def test_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -149,12 +149,20 @@ def test_a_damaged_summary_counts_as_none(page, tmp_path, damage):
 
 def test_a_run_that_diverged_says_so_first(page, tmp_path):
     folder = finished(tmp_path / "run")
-    folder.write_json("diverged.json", {"step": 3, "why": HOSTILE})
+    step = folder.metrics()[-1]["step"] + 1
+    folder.write_json("diverged.json", {"step": step, "why": HOSTILE})
     look(page, tmp_path, folder, tab="result")
     assert page.locator("#main > *").first.get_attribute("class") == "warnings"
     assert page.inner_text(".warnings li").startswith("The run diverged: <script>window.hacked=1</script>")
-    assert "(after step 3) Begin again with a smaller optim.lr" in page.inner_text(".warnings li")
+    assert f"(after step {step}) Begin again with a smaller optim.lr" in page.inner_text(".warnings li")
     assert page.evaluate("window.hacked") is None
+
+
+def test_a_run_that_went_on_past_the_step_where_it_diverged_does_not(page, tmp_path):
+    folder = finished(tmp_path / "run")
+    folder.write_json("diverged.json", {"step": folder.metrics()[-1]["step"], "why": "inf"})
+    look(page, tmp_path, folder, tab="result")
+    assert page.locator(".warnings").count() == 0
 
 
 def test_warnings_of_several_runs_name_them_and_stand_out(page, tmp_path):

@@ -74,11 +74,12 @@ def _write(run: str, folder: Path, title: str, dtype: str, remote_code: bool) ->
     """The model in a new folder, and its card if a run made it."""
     from poise.config.run_settings import run_of
     from poise.models.export import export as save
+    from poise.models.loading import locate
     from poise.reports.card import card
-    from poise.runs.folder import RunFolder
+    from poise.runs.folder import RunFolder, step_of
 
-    made_by = run_of(run)
-    text = card(RunFolder.open(made_by, resume=False), title) if made_by else None
+    made_by, source = run_of(run), Path(locate(run)).resolve()  # the model in the folder of a checkpoint
+    text = card(RunFolder.open(made_by, resume=False), title, step_of(source.parent)) if made_by else None
     save(run, folder, dtype=dtype, remote_code=remote_code)
     if text is not None:
         (folder / "README.md").write_text(text, encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from poise import __version__
-from poise.reports.recorded import read_json
+from poise.reports.recorded import read_json, read_metrics
 from poise.runs import warnings
 from poise.runs.folder import RunFolder
 from poise.training.accuracy import is_summary
@@ -15,13 +15,14 @@ from poise.training.accuracy import is_summary
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def card(folder: RunFolder, title: str) -> str:
-    """The card of a run's model. Paths of this machine are left out."""
+def card(folder: RunFolder, title: str, step: int) -> str:
+    """The card of a run's model after a step. Paths of this machine are left out."""
     config, summary = folder.config, read_json(folder, "summary.json")
-    before, after = read_json(folder, "before.json"), summary.get("after") if isinstance(summary, dict) else None
+    measured = isinstance(summary, dict) and summary.get("steps") == step  # and not the model of another step
+    before, after = read_json(folder, "before.json"), summary.get("after") if measured else None
     model = str(config.get("model"))
     base = model if _HUB_ID.fullmatch(model) and not Path(model).exists() else None
-    facts = _facts(folder, config, base)
+    facts = _facts(folder, config, base, step)
     parts = [
         "---", "library_name: transformers", "pipeline_tag: text-generation",
         *([f"base_model: {base}"] if base else []),
@@ -39,15 +40,14 @@ def card(folder: RunFolder, title: str) -> str:
     return "\n".join(parts)
 
 
-def _facts(folder: RunFolder, config: dict[str, Any], base: str | None) -> dict[str, Any]:
+def _facts(folder: RunFolder, config: dict[str, Any], base: str | None, step: int) -> dict[str, Any]:
     task, lora = config.get("task"), config.get("lora")
-    checkpoint = max(folder.checkpoints(), default=0)
-    lines = [line for line in folder.metrics() if line["step"] <= checkpoint]
+    lines = [line for line in read_metrics(folder) if line["step"] <= step]
     facts = {
         "started from": base or "a local model" if config.get("model") != "embedded" else "poise's embedded model",
         "task": task.get("name") if isinstance(task, dict) else None,
         "regulator": config.get("regulator"), "algorithm": config.get("algorithm"),
-        "steps": f"{checkpoint} of {config.get('steps')}",
+        "steps": f"{step} of {config.get('steps')}",
         "tokens sampled": f"{lines[-1].get('tokens/total') or 0:,.0f}" if lines else None,
         "prompts × responses per step": f"{config.get('prompts')} × {config.get('group')}",
         "LoRA": f"rank {lora.get('rank')}, merged" if isinstance(lora, dict) else None, "seed": config.get("seed"),
@@ -58,13 +58,13 @@ def _facts(folder: RunFolder, config: dict[str, Any], base: str | None) -> dict[
 def _accuracy(before: Any, after: Any) -> list[str]:
     """A table, with 95 % intervals."""
     if not is_summary(before) or not is_summary(after):
-        return ["Not measured: the run has no evaluation before and after training."]
+        return ["Not measured: the run has no evaluation before training and of this model."]
     names = [name for name in before["table"] if name in after["table"] and ", difficulty " not in name]
-    sampling = f"{after['samples']} samples at temperature {after.get('temperature')}"
+    sampling = f"{after['samples']} samples at temperature {_plain(after.get('temperature'))}"
     return [
         f"{after['n']} problems × {sampling}, with 95 % intervals:",
         "", "| measure | before | after |", "|---|---|---|",
-        *(f"| {name} | {_cell(before['table'][name])} | {_cell(after['table'][name])} |" for name in names),
+        *(f"| {_plain(name)} | {_cell(before['table'][name])} | {_cell(after['table'][name])} |" for name in names),
     ]  # fmt: skip
 
 

@@ -56,7 +56,7 @@ from poise.runs.console import complain
 from poise.runs.lock import OWNER
 from poise.runs.metrics_file import COPY, DamagedError, MetricsFile
 
-__all__ = ["CheckpointError", "DamagedError", "RunFolder", "verify_model"]
+__all__ = ["CheckpointError", "DamagedError", "RunFolder", "step_of", "verify_model"]
 
 T = TypeVar("T")
 _STEP = r"step-(\d{6,})"
@@ -127,7 +127,7 @@ class RunFolder:
         """Remove the files of a run that never began, so that its folder can be used again."""
         for name in (*_OWN, "tensorboard", "wandb"):
             remove(self.path / name)
-        if not any(self.path.iterdir()):
+        with suppress(OSError):  # it is not empty, or a link, or where a disk is mounted
             self.path.rmdir()
 
     @property
@@ -358,6 +358,12 @@ def verify_model(folder: Path) -> None:
         others = [run._checkpoints / _name(s) for s in run.checkpoints() if own and _name(s) != checkpoint.name]
         way = f"; there is also {others[-1]}" if others else ""
         raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {error}{way}") from error
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint, by the name of its folder; 0: it has another name."""
+    found = re.fullmatch(_STEP, checkpoint.name)
+    return int(found[1]) if found else 0
 
 
 def _name(step: int) -> str:

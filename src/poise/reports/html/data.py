@@ -110,7 +110,7 @@ class Source:
             "after": _evaluation(ended.get("after")),
             "done": ended.get("steps"),
             "learned": learned(ended),
-            "warnings": _warnings(folder),
+            "warnings": _warnings(folder, lines[-1]["step"] if lines else 0),
             "diagnose": _diagnosis(folder),
             "steps": [line["step"] for line in lines],
             "x": {axis: x_values(lines, axis) for axis in AXES},
@@ -176,15 +176,20 @@ def _evaluation(summary: Any) -> dict[str, Any] | None:
     return summary if is_summary(summary) else None
 
 
-def _warnings(folder: RunFolder) -> list[dict[str, Any]]:
+def _warnings(folder: RunFolder, last: int) -> list[dict[str, Any]]:
     """What to know before one reads the result: the step at which it showed, what is wrong, and what to do."""
     place = str(folder.path / warnings.FILE)
     said = [asdict(warning) for warning in warnings.parse(read_json(folder, warnings.FILE), place)]
     diverged = read_json(folder, "diverged.json")
-    if isinstance(diverged, dict):
+    if isinstance(diverged, dict) and not _passed(diverged.get("step"), last):
         what = f"The run diverged: {diverged.get('why')}."
         said.append({"step": diverged.get("step"), "what": what, "remedy": REMEDY})
     return said
+
+
+def _passed(step: Any, last: int) -> bool:
+    """Whether a run that diverged at a step was resumed, and has passed it."""
+    return type(step) is int and step <= last
 
 
 def _diagnosis(folder: RunFolder) -> dict[str, Any] | None:
