@@ -52,7 +52,7 @@ def test_a_folder_in_which_create_was_killed_is_as_good_as_empty(tmp_path):
 def test_open_wants_a_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no run in .*absent: it does not exist"):
         RunFolder.open(tmp_path / "absent")
-    with pytest.raises(FileNotFoundError, match=r"has no config.json; begin one without --resume"):
+    with pytest.raises(FileNotFoundError, match=r"has no config.json \(poise runs DIR .*; begin one without --resume"):
         RunFolder.open(tmp_path)
 
 
