@@ -82,3 +82,17 @@ def test_what_was_measured_elsewhere_is_not_taken(tmp_path):
     assert read() is not None
     folder.write_json("before.json", {"accuracy": 1})
     assert shared_start.read(folder.path / "before.json", config) is None
+
+
+def test_it_is_not_taken_if_the_data_were_edited_since(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "{i} + 1?", "answer": "{i + 1}"}}\n' for i in range(20)))
+    settings = ["model=embedded", f"data={rows}", "reward=math", "device=cpu", f"run={tmp_path / 'run'}"]
+    config = load(None, settings)
+    folder = RunFolder.create(config.run, config.model_dump(mode="json"))
+    folder.write_json("data.json", {"fingerprint": config.task.build().fingerprint})
+    folder.write_json("environment.json", environment(resolve_device("cpu")))
+    folder.write_json("before.json", evaluation(0.5))
+    assert shared_start.read(folder.path / "before.json", config) == evaluation(0.5)
+    rows.write_text(rows.read_text().replace("3 + 1?", "4 + 0?"))
+    assert shared_start.read(folder.path / "before.json", load(None, settings)) is None

@@ -55,5 +55,8 @@ def read(path: Path, config: Config) -> dict[str, Any] | None:
         return None
     if (folder.path / "environment.json").stat().st_mtime_ns > path.stat().st_mtime_ns:
         return None  # that run was resumed since, and may have begun elsewhere
+    data = folder.read_json("data.json")
+    if data is not None and data != {"fingerprint": getattr(config.task.build(), "fingerprint", None)}:
+        return None  # the file was edited since
     before = folder.read_json(FILE)
     return before if is_summary(before) else None
