@@ -298,7 +298,7 @@ class TestMistakes:
     def test_an_existing_run_folder(self, tmp_path):
         run(tmp_path, *SHORT, "steps=1", "checkpoint_every=1")
         with pytest.raises(FileExistsError, match="--resume run="):
-            run(tmp_path)
+            trainer.train(make(tmp_path), quiet=True, renumber=False)
 
     def test_a_group_of_one(self, tmp_path):
         with pytest.raises(configs.ConfigError, match="group"):

@@ -117,3 +117,12 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     with owned(tmp_path / "file", make=True):
         pass
     assert names(tmp_path) == ["file"]
+
+
+def test_a_folder_that_cannot_be_made_says_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(OSError, match=r"run folder .*file/run cannot be made .*: choose another run=DIR"),
+        owned(tmp_path / "file" / "run", make=True),
+    ):
+        pass

@@ -94,4 +94,18 @@ def test_without_an_evaluation_there_is_only_what_to_try(tmp_path):
 def test_a_run_ends_with_them(tmp_path, capsys):
     trainer.train(make(tmp_path, *SHORT, "steps=1"))
     out = capsys.readouterr().out
-    assert out.index("curve: ") < out.index("not learned: avg@2") < out.index("try next:") < out.index("poise report")
+    assert (
+        out.index("curve: ")
+        < out.index("no held-out answer was right")
+        < out.index("try next:")
+        < out.index("poise report")
+    )
+
+
+def test_where_nothing_was_ever_right_more_of_the_same_is_no_advice(tmp_path):
+    nothing = {"avg@4": (0.0, 0.0), "greedy": (0.0, 0.0), "pass@4": (0.0, 0.0)}
+    told = lines(tmp_path, nothing, n=8)
+    assert told[0] == "no held-out answer was right, before training or after it"
+    assert told[2].strip().startswith("poise report")
+    assert "the reward cannot read them" in told[3]
+    assert not any("steps=" in line or "evaluation.problems" in line for line in told)

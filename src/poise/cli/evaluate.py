@@ -99,9 +99,11 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
         console.samples_table([shown(sample) for sample in found.attempts], show, whole=True)
         rows = summary["table"].items()
         console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])
+    samples = summary["n"] * summary["samples"]
     print(
-        f"cut off at {rollout.max_tokens} tokens: {summary['cut_off']} of {summary['n'] * summary['samples']} samples, "
+        f"cut off at {rollout.max_tokens} tokens: {summary['cut_off']} of {samples} samples, "
         f"{summary['greedy_cut_off']} of {summary['n']} greedy responses"
+        + ("; raise rollout.max_tokens=" if summary["cut_off"] > samples / 10 else "")
     )
     if failed := summary.get("failed"):
         why = "the reward or the environment failed, or no reward applies"

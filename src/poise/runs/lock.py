@@ -32,7 +32,11 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
     """
     made = make and not folder.exists()
     if made:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise type(error)(f"run folder {folder} cannot be made ({why}): choose another run=DIR") from error
     handle = _acquire(folder / OWNER) if fcntl and folder.is_dir() else None
     try:
         yield

@@ -10,6 +10,7 @@ from poise.config.schema import Config
 from poise.runs.folder import RunFolder
 from poise.runs.warnings import RunWarning
 from poise.training.accuracy import is_summary
+from poise.training.warnings import TABLE, Progress
 
 FEW_PROBLEMS = 200  # with fewer, an interval is wider than most gains
 
@@ -23,6 +24,10 @@ def conclusion(
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
         lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
     commands = _next(config, folder, changes, summary)
+    if not warnings and all(old == new == 0 for _, old, new, _ in changes) and changes:  # a run too short for a warning
+        all_wrong = next(entry for entry in TABLE if entry.name == "all-wrong")
+        return ["no held-out answer was right, before training or after it", "try next:", f"  {commands[0]}",
+                f"  {all_wrong.remedy(Progress(config))}"]  # fmt: skip
     if warnings and not any(way > 0 for *_, way in changes):  # more of the same does not help
         commands = [commands[0], *(each.remedy for each in warnings)]
     return [*lines, "try next:", *(f"  {line}" for line in commands)]
