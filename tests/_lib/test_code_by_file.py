@@ -187,6 +187,7 @@ def test_what_the_user_types_on_top_of_a_foreign_run_is_consent():
 
 def test_a_foreign_model_folder_does_not_choose_code():
     Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
     Path("model/warmstart.yaml").write_text("task: flat.py:Sums\ntask_settings: {}\n")
     assert "the model in model asks to run code" in fails("eval", "model")
     assert not Path("ran").exists()

@@ -145,7 +145,7 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("lr", "override 'lr': write key=value, such as optim.lr=1e-6"),
         ("=3", "override '=3': write key=value, such as optim.lr=1e-6"),
         ("optim.=3", "override 'optim.=3': write key=value, such as optim.lr=1e-6"),
-        ("optim.betas=[1", "override 'optim.betas=[1': cannot read the value: expected ',' or ']'"),
+        ("optim.betas=[1", "override 'optim.betas=[1': cannot read the value: it ends too early: a bracket or a quote"),
     ],
 )  # fmt: skip
 def test_mistakes_are_answered_with_what_was_meant(override, message):

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isfinite, sqrt
+from typing import TYPE_CHECKING
 
 from poise.config.schema import Config
-from poise.models.policy import Policy
 from poise.runs.folder import RunFolder
 from poise.runs.warnings import RunWarning, add, read
+
+if TYPE_CHECKING:
+    from poise.models.policy import Policy
 
 STEPS, GROUPS = 5, 40  # a condition waits for so many of both
 NO_SPREAD = 0.95  # share of the responses with advantage 0 from which there is nothing to learn
