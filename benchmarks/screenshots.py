@@ -15,7 +15,7 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def shoot(
     theme: str = "light",
     shade: str | None = None,
     smooth: str | None = None,
-    keys: list[str] = [],  # noqa: B006 - only read
+    keys: Sequence[str] = (),
     of: str | None = None,
 ) -> None:
     """Open a report at a view, press keys, and take a picture of the window or of one element."""

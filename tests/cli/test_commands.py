@@ -19,7 +19,7 @@ from poise.runs.lock import owned
 from poise.trainer import TrainError
 from poise.training import evaluate
 from poise.training.resume import open_to_resume
-from support.command_line import SMALL, fails, poise
+from support.command_line import SMALL, contents, fails, poise
 from support.twice import Twice
 
 
@@ -105,22 +105,6 @@ def test_a_run_that_never_began_leaves_its_folder_free(tmp_path):
     shown = poise("train", "--resume", run, "--quiet").output
     assert "Traceback" not in shown
     assert "already at step 1: nothing to train" in poise("train", "--resume", run).output
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    run = tmp_path_factory.mktemp("runs") / "trained"
-    poise("train", "demo", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
-    return run
-
-
-@pytest.fixture
-def copy(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "copy")
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_what_cannot_be_resumed_is_left_as_it_is(copy):

@@ -1,7 +1,6 @@
 """Runs that go on, runs that are finished, and runs without any evaluation."""
 
 import json
-import shutil
 
 import pytest
 
@@ -9,23 +8,7 @@ from poise import trainer
 from poise.config.run_settings import to_evaluate
 from poise.runs.folder import RunFolder
 from poise.training import evaluations
-from support.command_line import SMALL, poise
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    run = tmp_path_factory.mktemp("runs") / "trained"
-    poise("train", "demo", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
-    return run
-
-
-@pytest.fixture
-def copy(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "copy")
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+from support.command_line import SMALL, contents, poise
 
 
 def test_a_finished_run_is_shown_again_and_nothing_is_computed(copy, monkeypatch):

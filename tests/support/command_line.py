@@ -10,6 +10,11 @@ SMALL = [
 ]  # fmt: skip
 
 
+def contents(folder):
+    """Every file of a folder with its bytes."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def poise(*args):
     """Run ``poise …``. An exception that a user would see as a traceback is raised here."""
     result = CliRunner().invoke(app, [str(arg) for arg in args])

@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError
 
 from poise._lib.files import TEMPORARY, remove
+from poise.models.errors import first_line
 from poise.models.hub import check_hub
-from poise.models.loading import adapted_model, first_line, load_model, locate, progress_bars
+from poise.models.loading import adapted_model, load_model, locate, progress_bars
 
 
 def export(name: str, folder: Path, *, dtype: str = "auto", remote_code: bool = False) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from poise._lib.errors import how_to_install
-from poise.models.errors import ModelError
+from poise.models.errors import ModelError, first_line
 
 PATIENCE = 10.0  # seconds
 
@@ -23,7 +23,7 @@ def check_hub(name: str) -> None:
     except Exception as error:  # not a hub id, no network, no such host
         raise ModelError(
             f"{name}: there is no such folder here, no such model in the hub's cache, and the hub cannot be asked "
-            f"for it ({_first_line(error)})"
+            f"for it ({first_line(error)})"
         ) from error
 
 
@@ -46,7 +46,7 @@ class Repository:
             return call(*args, **settings)
         except Exception as error:  # the hub's own errors, those of its HTTP library, and wrong names
             raise ModelError(
-                f"{self.name}: the hub did not let poise {what} ({_first_line(error)}); write REPO as NAME/MODEL, "
+                f"{self.name}: the hub did not let poise {what} ({first_line(error)}); write REPO as NAME/MODEL, "
                 "and log in with `hf auth login`, or set HF_TOKEN to a token that may write"
             ) from error
 
@@ -57,7 +57,3 @@ def _api() -> Any:
     except ImportError as error:
         raise ModelError(f"the hub needs huggingface_hub; {how_to_install('hub')}") from error
     return HfApi()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,7 +19,7 @@ from torch import nn
 from poise._lib.errors import short
 from poise._lib.files import MANIFEST, expand, read_json
 from poise.models import trials
-from poise.models.errors import ModelError
+from poise.models.errors import ModelError, first_line
 from poise.models.hub import check_hub
 from poise.runs.folder import RunFolder, verify_model
 from poise.runs.listing import is_run
@@ -74,11 +74,6 @@ def _check_device(device: torch.device) -> None:
         raise ModelError(
             f"device {device}: this torch cannot compute there ({first_line(error)}); use device=cpu, or auto"
         ) from None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def add_adapter(model: Any, lora: Any, seed: int) -> Any:

@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicCache
 from poise.head import Head, token_logp
 from poise.models import attention, memory, rope, trials
 from poise.models.compilation import can_compile, compile_layers
-from poise.models.errors import ModelError
-from poise.models.loading import EMBEDDED, first_line, load_model, progress_bars, resolve_device
+from poise.models.errors import ModelError, first_line
+from poise.models.loading import EMBEDDED, load_model, progress_bars, resolve_device
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import Packed, layout
 from poise.models.prompts import encode, encode_next
@@ -27,7 +27,7 @@ from poise.models.tool_prompts import Tools
 from poise.rollout.types import Rollouts
 from poise.tasks import Message
 
-__all__ = ["EMBEDDED", "ModelError", "Policy", "first_line", "load_policy", "pad_left", "resolve_device"]
+__all__ = ["EMBEDDED", "ModelError", "Policy", "load_policy", "pad_left", "resolve_device"]
 
 
 class Policy:

@@ -24,10 +24,9 @@ def conclusion(
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
         lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
     commands = _next(config, folder, changes, summary)
-    if not warnings and all(old == new == 0 for _, old, new, _ in changes) and changes:  # a run too short for a warning
+    if not warnings and _nothing_right(changes):  # the run may have been too short for a warning
         all_wrong = next(entry for entry in TABLE if entry.name == "all-wrong")
-        return ["no held-out answer was right, before training or after it", "try next:", f"  {commands[0]}",
-                f"  {all_wrong.remedy(Progress(config))}"]  # fmt: skip
+        commands = [commands[0], all_wrong.remedy(Progress(config))]
     if warnings and not any(way > 0 for *_, way in changes):  # more of the same does not help
         commands = [commands[0], *(each.remedy for each in warnings)]
     return [*lines, "try next:", *(f"  {line}" for line in commands)]
@@ -36,6 +35,8 @@ def conclusion(
 def learned(summary: dict[str, Any]) -> list[str]:
     """What was learned and what was not; a line that explains the one before it is indented."""
     changes = _changes(summary)
+    if _nothing_right(changes):
+        return ["no held-out answer was right, before training or after it"]
     return [*_learned(changes), *_not_learned(changes, summary)]
 
 
@@ -55,6 +56,10 @@ def _changes(summary: dict[str, Any]) -> list[Change]:
             way = (new["low"] > old["high"]) - (new["high"] < old["low"])
             found.append((label, old["value"], new["value"], way))
     return found
+
+
+def _nothing_right(changes: Sequence[Change]) -> bool:
+    return bool(changes) and all(old == new == 0 for _, old, new, _ in changes)
 
 
 def _learned(changes: Sequence[Change]) -> list[str]:

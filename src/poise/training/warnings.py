@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import ceil, isfinite, sqrt
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,8 @@ class Progress:
     def best(self) -> tuple[float, int]:
         """The best training accuracy over a few steps in a row, and the last of them."""
         n, values = self.few, _numbers(self.lines, "reward/accuracy", len(self.lines))
-        return max(((_mean(values[i - n : i]), i) for i in range(n, len(values) + 1)), default=(0.0, 0))
+        sums = list(accumulate(values, initial=0.0))
+        return max((((sums[i] - sums[i - n]) / n, i) for i in range(n, len(sums))), default=(0.0, 0))
 
     def held_out(self) -> list[float]:
         """Held-out accuracy, before training and at each evaluation so far."""
