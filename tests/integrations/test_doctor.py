@@ -62,6 +62,12 @@ def test_the_command_tries_a_regulator():
         (["loss_type=dappo"], "REFUSED: .*dappo"),
         (["num_iteration=2"], "GRPOConfig has no setting 'num_iteration'; did you mean num_iterations"),
         (["beta"], "'beta': write KEY=VALUE"),
+        (["beta=x"], "REFUSED: beta = 'x': GRPOConfig wants a number"),
+        (["beta="], "REFUSED: beta = None: GRPOConfig wants a number"),
+        (["beta=true"], "REFUSED: beta = True: GRPOConfig wants a number"),
+        (["epsilon=[1]"], r"REFUSED: epsilon = \[1\]: GRPOConfig wants a number"),
+        (["num_generations=2.5"], r"REFUSED: num_generations = 2.5: GRPOConfig wants a whole number or null"),
+        (["use_vllm=maybe"], "REFUSED: use_vllm = 'maybe': GRPOConfig wants true or false"),
         (["use_vllm=true"], r"REFUSED: use_vllm=True needs vLLM .*0\.22.*pip install 'trl\[vllm\]'"),
     ],
 )
@@ -73,6 +79,16 @@ def test_what_the_doctor_refuses(words, message, monkeypatch):
     fine, said = ask(*words)
     assert not fine
     assert re.search(message, said), said
+
+
+@needs_trl
+def test_numbers_of_a_file_are_read_as_by_trls_parser(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("beta: 1e-3\nnum_generations: '4'\nscale_rewards: false\nloss_type: grpo\nregulator: tr-grpo\n")
+    said = ask(config=file)[1]
+    assert "REFUSED: tr-grpo weights the KL term" in said  # beta is a number, and not 0
+    file.write_text("beta: much\n")
+    assert "REFUSED: beta = 'much': GRPOConfig wants a number" in ask(config=file)[1]
 
 
 @needs_trl

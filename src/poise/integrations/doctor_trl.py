@@ -9,11 +9,14 @@ from dataclasses import fields
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from poise._lib.errors import short
+from poise.config.documents import parse as parse_yaml
 from poise.integrations.demands import probe
 from poise.regulators import TABLE, parse
 
@@ -23,6 +26,8 @@ LOSS_SETTINGS = (
     "beta", "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "scale_rewards",
     "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold", "num_iterations",
 )  # fmt: skip
+# What a setting may be, by its annotation in GRPOConfig. TRL takes others than it declares where it declares text.
+PLAIN_TYPES = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 Say = Callable[[str], None]
 
 
@@ -64,7 +69,7 @@ def _read_settings(overrides: Sequence[str], config: Path | None, say: Say) -> d
     from trl import GRPOConfig
 
     known = {"regulator", *(field.name for field in fields(GRPOConfig))}
-    settings = yaml.safe_load(config.read_text()) if config else {}
+    settings = parse_yaml(config.read_text()) if config else {}
     if not isinstance(settings, dict):
         raise ValueError(f"{config}: write settings as lines of the form key: value")
     if unknown := sorted(settings.keys() - known):
@@ -76,16 +81,27 @@ def _read_settings(overrides: Sequence[str], config: Path | None, say: Say) -> d
         if key not in known:
             near = ", ".join(get_close_matches(key, known, n=3, cutoff=0.5))
             raise ValueError(f"GRPOConfig has no setting {short(key)}" + (f"; did you mean {near}?" if near else ""))
-        settings[key] = value if key == "regulator" else _parse_value(value)
-    return {key: value for key, value in settings.items() if key in known}
+        settings[key] = value if key == "regulator" else parse_yaml(value)
+    types = get_type_hints(GRPOConfig)
+    return {key: _checked(key, value, types.get(key)) for key, value in settings.items() if key in known}
 
 
-def _parse_value(text: str) -> Any:
-    """A YAML value, except that 1e-3 is a number."""
+def _checked(key: str, value: Any, annotation: Any) -> Any:
+    """The value as TRL's parser would convert it. GRPOConfig itself takes any value, and fails in the middle of a step.
+
+    Raises:
+        ValueError: the value is of another type.
+    """
+    types = get_args(annotation) or (annotation,)
+    if not PLAIN_TYPES.keys() >= set(types):
+        return value
     try:
-        return float(text) if "e" in text else yaml.safe_load(text)
-    except ValueError:
-        return yaml.safe_load(text)
+        if isinstance(value, bool) and bool not in types:
+            raise ValueError  # Python counts true as 1
+        return TypeAdapter(annotation).validate_python(value)
+    except (ValidationError, ValueError):
+        allowed = " or ".join(PLAIN_TYPES[kind] for kind in types)
+        raise ValueError(f"{key} = {short(value)}: GRPOConfig wants {allowed}") from None
 
 
 def _grpo_config(settings: dict[str, Any]) -> Any:
