@@ -1,6 +1,9 @@
 """The process that starts runs, from the other side."""
 
+import ast
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,7 +67,7 @@ def test_runs_are_not_blamed_for_the_death_of_what_started_them(config, tmp_path
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
 def test_runs_are_forked_from_a_process_of_one_thread(config, tmp_path, monkeypatch):
     """Python 3.12 and newer warn otherwise: a lock that another thread holds stays held in the child for ever."""
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")  # NumPy would start so many threads when it is imported
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "16")  # NumPy and SciPy would each start one per core, up to so many
     nursery = Nursery(threads=3)
     nursery._launch()
     threads = Path(f"/proc/{nursery._process.pid}/task")
@@ -75,6 +78,22 @@ def test_runs_are_forked_from_a_process_of_one_thread(config, tmp_path, monkeypa
     assert "is a file" in (tmp_path / "log").read_text()
     assert len(list(threads.iterdir())) == 1
     nursery.close()
+
+
+PRELOAD = """
+import os
+from poise.comparison import nursery
+nursery._preload()
+names = [open(f"/proc/self/task/{number}/comm").read().strip() for number in os.listdir("/proc/self/task")]
+print(sorted(name for name in names if name != "jemalloc_bg_thd"))  # pyarrow's, if another package imports it
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_what_every_run_imports_starts_no_thread_however_the_process_was_started():
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "16", "OMP_NUM_THREADS": "16", "MKL_NUM_THREADS": "16"}
+    done = subprocess.run([sys.executable, "-c", PRELOAD], env=env, capture_output=True, text=True, check=True)
+    assert len(ast.literal_eval(done.stdout)) == 1
 
 
 def test_how_a_run_ended_in_words(tmp_path):

@@ -27,6 +27,7 @@ DONE, FAILED, STOPPED = 0, 1, 75  # exit codes of a run; a diverged one has fail
 POLL = 50  # milliseconds between looks at the children
 WAIT = 60.0  # seconds to wait for a process of a killed comparison that still trains in the folder
 PR_SET_PDEATHSIG = 1
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def main() -> None:
@@ -44,6 +45,9 @@ def main() -> None:
 
 def _preload() -> None:
     """Import what every run needs. Nothing here may start a thread or touch CUDA: a child could not use it."""
+    # NumPy and SciPy bring an OpenBLAS each, which starts a thread per core when it is imported.
+    os.environ.update(dict.fromkeys(THREADS, "1"))
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking CUDA whether there is a GPU would touch it
     import torch
 
     torch.set_num_threads(1)
@@ -147,7 +151,7 @@ def carry_out(settings: dict[str, Any], *, threads: int, before: str | None = No
     from poise.comparison import shared_start
     from poise.config.schema import restore
 
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that it starts
+    os.environ.update(dict.fromkeys(THREADS, str(threads)))  # of processes that it starts
     torch.set_num_threads(threads)
     try:
         config = restore(settings, trust=True)  # the user typed them

@@ -110,16 +110,12 @@ class Nursery:
             raise NurseryError(
                 f"the process that starts runs has ended {self.MOST_STARTS} times: see what it printed above"
             )
-        # NumPy and SciPy start threads when they are imported, and a process of several threads should not fork. A run
-        # sets its own number. Asking CUDA whether there is a GPU would make it useless in a child; NVML can be asked.
-        settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._process = subprocess.Popen(
             self.COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C on the terminal reaches the comparison alone
-            env=os.environ | settings,
         )
         self._finalizer = weakref.finalize(self, _end, self._process, os.getpid())
         assert self._process.stdout is not None
