@@ -52,6 +52,15 @@ def shown_on(terminal):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
 
 
+def test_a_command_stays_one_line_that_can_be_copied(terminal):
+    with Console(0, file=terminal) as out:
+        out.note("word " * 40)
+        out.note("poise " + "word " * 40, wrap=False)
+    lines = shown_on(terminal).splitlines()
+    assert max(len(line) for line in lines if line.startswith("word")) <= 100
+    assert "poise " + "word " * 40 in lines
+
+
 def test_plain_lines(capsys, clock, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # which would make rich write colours to a file
     with Console(60, 10) as out:

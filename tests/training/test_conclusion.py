@@ -1,9 +1,12 @@
 """The last lines of a run, from the numbers of its summary."""
 
+import shlex
+
 import pytest
 
 from poise import config as configs
 from poise import trainer
+from poise.comparison.plan import read_plan
 from poise.runs.folder import RunFolder
 from poise.runs.warnings import RunWarning
 from poise.training.conclusion import conclusion
@@ -34,13 +37,56 @@ def test_the_demo_is_told_honestly(tmp_path):
     assert told[1].startswith("not learned: greedy accuracy 0.683 → 0.660, pass@4 0.747 → 0.780 (no clear change")
     assert "no sign that it solves more problems" in told[2]
     assert told[3] == "try next:"
-    commands = [line.strip().split("  ")[0] for line in told[4:]]
-    assert commands == [
-        f"poise report {place}",
-        f"poise train --resume run={place} steps=100",
-        f"poise train demo regulator=ar run={place}-ar",
-        'poise compare demo regulator="grpo; ar" seeds=6',
+    assert told[4::2] == [
+        "  # read the responses, token by token",
+        "  # train on",
+        "  # another method",
+        "  # which one is better: one run cannot tell",
     ]
+    assert told[5::2] == [
+        f"  poise report {place}",
+        f"  poise train --resume run={place} steps=100",
+        f"  poise train demo regulator=ar run={place}-ar",
+        f"  poise compare demo 'regulator=grpo; ar' seeds=6 run={place}-compare",
+    ]
+
+
+def commands(told):
+    """The commands of the last lines, as a shell splits them, by what follows ``poise``."""
+    return [shlex.split(line)[1:] for line in told if line.startswith("  poise ")]
+
+
+def test_commands_have_the_settings_of_the_run_and_can_be_pasted(tmp_path):
+    settings = [
+        "regulator=ar(alpha=0.3) | lopti", "optim.lr=3e-5", "evaluation.problems=50", "lora.targets=[q_proj, v_proj]",
+        "task.instruction=Say it; briefly, it's #1", "seed=3", "tracking=tensorboard",
+    ]  # fmt: skip
+    config = configs.load("demo", [*settings, f"run={tmp_path / 'my run'}"])
+    told = conclusion(config, RunFolder(config.run), summary(DEMO))
+    _, resume, other, comparison = commands(told)
+    assert resume == ["train", "--resume", f"run={config.run}", "steps=100"]
+    assert other[:2] == ["train", "demo"]
+    assert configs.load("demo", other[2:]) == config.model_copy(
+        update={"regulator": "grpo", "run": f"{config.run}-grpo"}
+    )
+    assert not any(word.startswith(("steps=", "group=")) for word in other)  # as in the recipe
+    plan = read_plan("demo", comparison[2:])
+    assert [arm.name for arm in plan.arms] == ["ar(alpha=0.3) | lopti", "grpo"]
+    run = plan.seed_runs(3, lambda arm: arm.variants[0])[0].config
+    assert run.evaluation.problems == 1000
+    shared = {"exclude": {"run", "evaluation", "keep_checkpoints"}}
+    assert run.model_dump(**shared) == config.model_dump(**shared)
+    fell = commands(conclusion(config, RunFolder(config.run), summary({"avg@4": (0.4, 0.1)})))[1]
+    assert configs.load("demo", fell[2:]).optim.lr == 7.5e-6
+
+
+def test_commands_of_a_task_of_ones_own_need_no_recipe(tmp_path):
+    data = tmp_path / "my questions.jsonl"
+    data.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 20)
+    config = configs.load(None, ["model=some/model", f"data={data}", "reward=math", "steps=7", f"run={tmp_path / 'x'}"])
+    other = commands(conclusion(config, RunFolder(config.run), summary(DEMO)))[2]
+    assert other[:3] == ["train", "model=some/model", "steps=7"]
+    assert configs.load(None, other[1:]) == config.model_copy(update={"regulator": "ar", "run": f"{config.run}-ar"})
 
 
 @pytest.mark.parametrize(
@@ -69,19 +115,19 @@ def test_a_fall_asks_for_smaller_steps_and_few_problems_for_more(tmp_path):
     assert "4 held-out problems show large gains only" in "\n".join(lines(tmp_path, {"avg@4": (0.4, 0.45)}, n=4))
 
 
-def test_a_budget_is_raised_warnings_are_named_and_other_settings_are_left_to_the_user(tmp_path):
+def test_a_budget_is_raised_and_warnings_are_named(tmp_path):
     warned = [RunWarning("no-spread", 5, "What.", "Do.")]
     settings = ["budget=1000", "model=some/model", "regulator=ar"]
     told = "\n".join(lines(tmp_path, settings=settings, warnings=warned))
     assert "budget=2000" in told
     assert "warnings: no-spread (step 5)" in told
-    assert 'poise compare … regulator="ar; grpo"' in told
+    assert "poise compare demo model=some/model budget=1000 'regulator=ar; grpo'" in told
 
 
 def test_after_a_warning_more_of_the_same_is_not_proposed(tmp_path):
     warned = [RunWarning("cut-off", 5, "What.", "Raise rollout.max_tokens.")]
     told = lines(tmp_path, {"avg@4": (0.0, 0.0)}, warnings=warned)
-    assert [line.strip() for line in told[told.index("try next:") + 2 :]] == ["Raise rollout.max_tokens."]
+    assert [line.strip() for line in told[told.index("try next:") + 3 :]] == ["Raise rollout.max_tokens."]
 
 
 def test_without_an_evaluation_there_is_only_what_to_try(tmp_path):
@@ -106,6 +152,6 @@ def test_where_nothing_was_ever_right_more_of_the_same_is_no_advice(tmp_path):
     nothing = {"avg@4": (0.0, 0.0), "greedy": (0.0, 0.0), "pass@4": (0.0, 0.0)}
     told = lines(tmp_path, nothing, n=8)
     assert told[0] == "no held-out answer was right, before training or after it"
-    assert told[2].strip().startswith("poise report")
-    assert "the reward cannot read them" in told[3]
+    assert told[3].strip().startswith("poise report")
+    assert "the reward cannot read them" in told[4]
     assert not any("steps=" in line or "evaluation.problems" in line for line in told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +37,7 @@ def runs(
     except OSError as error:
         fail(error)
     if not found:
-        print(visible(f"no runs in {folder}; begin one with: poise train run={folder / 'first'}"))
+        print(visible(f"no runs in {folder}; begin one with: poise train {shlex.quote(f'run={folder}/first')}"))
         return
     with Console(0) as console:
         console.table([_row(run) for run in found])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +43,7 @@ def warmstart(
     check_folder_is_free(out, "choose another folder")
     with explained(), Console(settings.steps) as console:
         run(settings, out, device=device, say=console.step, note=console.note)
-    print(f"saved to {out}; measure it on its task with: poise eval {out}")
+    print(f"saved to {out}; measure it on its task with: poise eval {shlex.quote(str(out))}")
 
 
 def _changed(settings: Warmstart, changes: dict[str, Any]) -> Warmstart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,8 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
     if path.is_file():
         return path.resolve()
     if path.is_dir():
-        way = f"to go on with a run, poise train --resume {name}; to start from its model, model={name}"
+        quoted = shlex.quote(name)
+        way = f"to go on with a run, poise train --resume {quoted}; to start from its model, model={quoted}"
         raise ConfigError([f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}"])
     if "/" in name or "\\" in name or path.suffix:
         raise ConfigError([f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})"])

@@ -167,9 +167,9 @@ class Console:
             return
         self._print("  ".join([f"step  {self._done(step, tokens)}", *shown, *([left] if left else [])]))
 
-    def note(self, text: str) -> None:
-        """Show a message, above the progress bar if there is one."""
-        self._print(visible(text))
+    def note(self, text: str, *, wrap: bool = True) -> None:
+        """Show a message, above the progress bar if there is one. Without ``wrap`` a long line can be copied whole."""
+        self._print(visible(text), wrap=wrap)
 
     def picture(self, path: Path) -> None:
         """Show a picture of the run's curve, where pictures can be shown."""
@@ -278,11 +278,11 @@ class Console:
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, wrap: bool = True) -> None:
         if self.quiet:
             return
         if self._rich:
-            self._rich.print(Text(self._clean(text)))
+            self._rich.print(Text(self._clean(text)), soft_wrap=not wrap)
         else:
             print(self._clean(text), file=self._file, flush=True)
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from poise.config.arguments import arguments
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
 from poise.runs.warnings import RunWarning
@@ -24,11 +25,12 @@ def conclusion(
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
         lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
     commands = _next(config, folder, changes, summary)
+    report = commands[:2]
     if not warnings and _nothing_right(changes):  # the run may have been too short for a warning
         all_wrong = next(entry for entry in TABLE if entry.name == "all-wrong")
-        commands = [commands[0], all_wrong.remedy(Progress(config))]
+        commands = [*report, all_wrong.remedy(Progress(config))]
     if warnings and not any(way > 0 for *_, way in changes):  # more of the same does not help
-        commands = [commands[0], *(each.remedy for each in warnings)]
+        commands = [*report, *(each.remedy for each in warnings)]
     return [*lines, "try next:", *(f"  {line}" for line in commands)]
 
 
@@ -87,22 +89,21 @@ def _not_learned(changes: Sequence[Change], summary: dict[str, Any]) -> list[str
 
 
 def _next(config: Config, folder: RunFolder, changes: Sequence[Change], summary: dict[str, Any]) -> list[str]:
-    """Commands, each with what it is for."""
+    """Commands that can be pasted into a shell, each below what it is for."""
     place = str(folder.path)
-    recipe = "demo" if config.model == "embedded" and config.task.name == "kk" else "…"  # … your settings
     other = "ar" if config.regulator == "grpo" else "grpo"
     more = f"budget={2 * config.budget}" if config.budget else f"steps={2 * summary['steps']}"
     smaller = f"optim.lr={config.optim.lr / 4:.2g}"
-    rows = [
-        (f"poise report {shlex.quote(place)}", "read the responses, token by token"),
-        (f"poise train {recipe} {smaller} run={shlex.quote(f'{place}-slower')}", "smaller steps")
-        if any(way < 0 for *_, way in changes)
-        else (f"{folder.resume_command} {more}", "train on"),
-        (f"poise train {recipe} regulator={other} run={shlex.quote(f'{place}-{other}')}", "another method"),
-        (
-            f'poise compare {recipe} regulator="{config.regulator}; {other}" seeds=6',
-            "which one is better: one run cannot tell",
-        ),
-    ]
-    width = max(len(command) for command, _ in rows)
-    return [f"{command:<{width}}  {purpose}" for command, purpose in rows]
+    rows = [("read the responses, token by token", shlex.join(["poise", "report", place]))]
+    if not any(way < 0 for *_, way in changes):
+        rows.append(("train on", f"{folder.resume_command} {more}"))
+    elif words := arguments(config, ("optim.lr", "run")):
+        rows.append(("smaller steps", shlex.join(["poise", "train", *words, smaller, f"run={place}-slower"])))
+    if words := arguments(config, ("regulator", "run")):
+        words += [f"regulator={other}", f"run={place}-{other}"]
+        rows.append(("another method", shlex.join(["poise", "train", *words])))
+    # A comparison has seeds of its own, and more held-out problems.
+    if words := arguments(config, ("regulator", "run", "seed", "evaluation.problems")):
+        words += [f"regulator={config.regulator}; {other}", "seeds=6", f"run={place}-compare"]
+        rows.append(("which one is better: one run cannot tell", shlex.join(["poise", "compare", *words])))
+    return [line for purpose, command in rows for line in (f"# {purpose}", command)]

@@ -39,7 +39,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     console.picture(picture)
     console.note(f"curve: {picture}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model")
     for line in conclusion(config, folder, summary, warnings.read(folder)):
-        console.note(line)
+        console.note(line, wrap=not line.startswith("  poise "))  # a command is there to be copied
 
 
 def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ proves nothing. docs/warnings.md explains the warnings, and how often they were 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -138,6 +139,10 @@ def _smaller_steps(run: Progress) -> str:
     )
 
 
+def _report(run: Progress) -> str:
+    return shlex.join(["poise", "report", run.config.run])
+
+
 TABLE = (
     Entry(
         "no-end-token",
@@ -170,7 +175,7 @@ TABLE = (
         _no_format,
         lambda run: f"No response of the last {run.few} steps had the form that the reward asks for, so none could "
         "be right.",
-        lambda run: f"Read some: poise report {run.config.run}. Show the form in the prompt with an example, take an "
+        lambda run: f"Read some: {_report(run)}. Show the form in the prompt with an example, take an "
         "instruction-tuned model, or teach it the form first (poise warmstart).",
         ("all-wrong", "no-spread"),
     ),
@@ -179,7 +184,7 @@ TABLE = (
         _all_wrong,
         lambda run: f"No response has been right since the run began, in {len(run.lines)} steps"
         + (": all rewards are equal, and nothing is learned." if run.no_spread else "; only their rewards differ."),
-        lambda run: f"Read some: poise report {run.config.run}. Are they wrong? Take easier problems, a better model, "
+        lambda run: f"Read some: {_report(run)}. Are they wrong? Take easier problems, a better model, "
         "or a larger group=. Are they right? Then the reward cannot read them: show the form of the answer in the "
         "prompt, or mend the reward (docs/rewards.md); a response counts as right from a reward of 1.0, or the "
         "reward's correct_at.",
