@@ -78,7 +78,7 @@ def _here(tmp_path, monkeypatch):
     Path("flat.py").write_text(MINE.replace("import beside\n", ""))
     yield
     for name in set(sys.modules) - before:
-        if name.startswith(("mine", "flat", "beside")):
+        if name.startswith(("mine", "flat", "beside", "bare")):
             del sys.modules[name]
 
 
@@ -120,6 +120,81 @@ def test_mistakes_are_answered(name, message):
     with pytest.raises(ConfigError) as caught:
         load("demo", [f"task.name={name}"])
     assert message in str(caught.value)
+
+
+BARE = """
+import poise
+
+class Task:
+    size: int = 3
+
+    def problems(self, split, seed):
+        yield poise.tasks.Problem("0", "?", "easy", {})
+
+    def score(self, problem, text):
+        return True
+
+class Reward:
+    size: int = 3
+
+    def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+class Weight(poise.Regulator):
+    size: float = 1.0
+
+    def phases(self, batch):
+        return [poise.Phase.of(batch, self.size)]
+
+@poise.regulator
+class Marked:
+    size: float = 1.0
+
+    def __call__(self, batch):
+        return [poise.Phase.of(batch, self.size)]
+
+@poise.regulator
+def function(batch):
+    return [poise.Phase.of(batch, 1.0)]
+
+@poise.algorithm
+class Algorithm:
+    size: int = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (["task.name=bare.py:Task", "task.size=4"], "Task"),
+        (["data=rows.jsonl", "reward=bare.py:Reward(size=4)"], "Reward"),
+        (["regulator=bare.py:Weight(size=4)"], "Weight"),
+        (["regulator=bare.py:Weight(4)"], "Weight"),
+        (["regulator=ar | bare.py:Weight", "regulator.size=4"], "Weight"),
+        (["regulator=bare.py:Marked", "regulator.size=4"], "Marked"),
+        (["algorithm=bare.py:Algorithm(size=4)"], "Algorithm"),
+    ],
+)
+def test_a_class_whose_dataclass_was_forgotten_is_told_so(settings, name, tmp_path):
+    (tmp_path / "bare.py").write_text(BARE)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1", "answer": "1"}\n' * 20)
+    with pytest.raises(ConfigError, match=f"write @dataclass above class {name}, and its fields"):
+        load("demo", settings)
+
+
+def test_where_no_dataclass_was_forgotten_none_is_asked_for(tmp_path):
+    (tmp_path / "bare.py").write_text(BARE)
+    for settings in (
+        ["task.name=flat.py:Sums", "task.largets=4"],
+        ["regulator=flat.py:Half(wait=4)"],
+        ["regulator=bare.py:function", "regulator.size=4"],
+        ["regulator=grpo", "regulator.size=4"],
+    ):
+        with pytest.raises(ConfigError) as error:
+            load("demo", settings)
+        assert "@dataclass" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"unknown key 'task.largets'; did you mean 'task.largest'\?"):
+        load("demo", ["task.name=flat.py:Sums", "task.largets=4"])
 
 
 def test_an_error_in_the_file_names_its_line():

@@ -170,6 +170,13 @@ def load(
     return found
 
 
+def forgotten_dataclass(thing: Any) -> str:
+    """The end of a message about a setting that ``thing`` does not take: a class without @dataclass has none."""
+    if not inspect.isclass(thing) or "__init__" in vars(thing):  # which @dataclass writes too
+        return ""
+    return f"; write @dataclass above class {thing.__name__}, and its fields (name: type = default) are settings"
+
+
 def path_to(thing: Any) -> str:
     """The path that ``load`` finds a class or function by."""
     return f"{_FILES.get(thing.__module__, thing.__module__)}:{thing.__qualname__}"

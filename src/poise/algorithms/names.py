@@ -34,7 +34,7 @@ def get(text: str, group: int) -> Algorithm:
         raise TypeError(f"{name}: pass an algorithm's settings by name, {name}(setting=value)")
     for key in settings:
         if key not in allowed:
-            raise TypeError(unknown(f"setting of {name}", key, allowed))
+            raise TypeError(unknown(f"setting of {name}", key, allowed) + _user_code.forgotten_dataclass(factory))
     if "group" in allowed:
         settings.setdefault("group", group)
         if type(settings["group"]) is not int or settings["group"] < 1:

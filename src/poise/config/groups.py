@@ -45,7 +45,8 @@ class TaskConfig(Group):
                         f"task {self.name!r} scores responses itself and has no setting {key}; {key}= goes with "
                         "data=FILE or environment=file.py:Class"
                     )
-                raise PydanticCustomError("unknown_setting", "unknown setting {key}", {"key": key})
+                about = {"key": key, "allowed": tasks.settings_of(self.name), "hint": tasks.settings_hint(self.name)}
+                raise PydanticCustomError("unknown_setting", "unknown setting {key}", about)
             self._task = tasks.get(self.name, **self.settings)
         except (TypeError, OSError, tasks.TaskError) as error:  # pydantic turns only a ValueError into a message
             raise ValueError(str(error)) from None

@@ -40,7 +40,9 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
     if kind == "extra_forbidden":
         return unknown_key(path, known)
     if kind == "unknown_setting":
-        return unknown_key(f"{path}.{problem['ctx']['key'][:LONGEST]}", known)
+        about = problem["ctx"]
+        known = list(dict.fromkeys([*known, *(f"{path}.{name}" for name in about["allowed"])]))
+        return unknown_key(f"{path}.{about['key'][:LONGEST]}", known) + about["hint"]
     if kind == "value_error":
         reason = problem["msg"].removeprefix("Value error, ")
         if isinstance(value, dict):  # the message about a whole group names the field itself

@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 
 from poise import regulators
+from poise._lib import user_code
 from poise._lib.errors import LONGEST, short
 from poise.config.documents import ConfigError, Document
 
@@ -52,7 +53,11 @@ def _no_single_owner(key: str, owners: list[regulators.Regulator], text: str, pa
     guess = f"; did you mean 'regulator.{near[0]}'?" if near else "."
     others = [name for name, kind in regulators.TABLE.items() if key in inspect.signature(kind).parameters]
     hint = f"; {key} is a setting of {', '.join(others)}" if others else ""
-    return f"unknown key 'regulator.{short(key)[1:-1]}'{guess} ({short(text)} has: {', '.join(own)}{hint})"
+    has = ", ".join(own) or "no settings"
+    targets = [part.function if isinstance(part, regulators.Function) else part for part in parts]
+    classes = [type(target) for target in targets if not inspect.isroutine(target)]
+    forgotten = next(filter(None, map(user_code.forgotten_dataclass, classes)), "")
+    return f"unknown key 'regulator.{short(key)[1:-1]}'{guess} ({short(text)} has: {has}{hint}){forgotten}"
 
 
 def settings_of(part: regulators.Regulator) -> list[str]:

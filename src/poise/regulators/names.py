@@ -95,9 +95,10 @@ def text(regulator: Regulator) -> str:
 
 def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any]) -> Regulator:
     allowed = list(inspect.signature(kind).parameters)
-    _check_settings(name, settings, allowed)
+    hint = _user_code.forgotten_dataclass(kind)
+    _check_settings(name, settings, allowed, hint)
     if len(args) > len(allowed):
-        raise TypeError(f"{name} takes at most {len(allowed)} settings ({', '.join(allowed)}), got {len(args)}")
+        raise TypeError(f"{name} takes at most {len(allowed)} settings ({', '.join(allowed)}), got {len(args)}{hint}")
     try:
         instance = kind(*args, **settings)
     except (ValueError, TypeError):
@@ -119,10 +120,10 @@ def _load(name: str) -> Any:
     return _user_code.load("regulator", name, Regulator)
 
 
-def _check_settings(name: str, settings: dict[str, Any], allowed: list[str]) -> None:
+def _check_settings(name: str, settings: dict[str, Any], allowed: list[str], hint: str = "") -> None:
     for key in settings:
         if key not in allowed:
-            raise TypeError(unknown(f"setting of {name}", key, allowed))
+            raise TypeError(unknown(f"setting of {name}", key, allowed) + hint)
 
 
 def _parse_one(part: str, whole: str) -> Regulator:

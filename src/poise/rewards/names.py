@@ -82,7 +82,8 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
     try:
         reward = worker.build(found, call, named)
     except Exception as error:  # a user's class may raise anything
-        raise ValueError(f"reward {text!r}: {type(error).__name__}: {error}") from error
+        hint = _user_code.forgotten_dataclass(found) if brackets and isinstance(error, TypeError) else ""
+        raise ValueError(f"reward {text!r}: {type(error).__name__}: {error}{hint}") from error
     module = str(Path(module).expanduser().resolve()) if module.endswith(".py") else module
     return Spec(reward, True, module, inner, call, named)
 

@@ -128,7 +128,7 @@ def get(name: str, **settings: Any) -> Task:
     """The task of that name with these settings: ``get("kk", people="3-7")``, ``get("mine.py:Mine", size=3)``."""
     maker = _maker(name)
     for setting in unknown_settings(name, settings):
-        raise TypeError(f"task {name!r}: " + unknown("setting", setting, settings_of(name)))
+        raise TypeError(f"task {name!r}: " + unknown("setting", setting, settings_of(name)) + settings_hint(name))
     if missing := [key for key in _required(maker) if key not in settings]:
         raise ValueError(f"task {name!r} needs a {missing[0]}: task.{missing[0]}=…{_SHORT_FORMS.get(missing[0], '')}")
     try:
@@ -156,6 +156,11 @@ def _required(maker: Callable[..., Any]) -> list[str]:
 def settings_of(name: str) -> list[str]:
     """The settings that the task of that name takes."""
     return list(signature(_maker(name)).parameters)
+
+
+def settings_hint(name: str) -> str:
+    """What to add to a message about a setting that the task of that name does not take."""
+    return _user_code.forgotten_dataclass(_maker(name))
 
 
 def unknown_settings(name: str, settings: Iterable[str]) -> list[str]:
