@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
+from typing import Any
 
 from pydantic_core import ErrorDetails
 
@@ -40,9 +41,9 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
     if kind == "extra_forbidden":
         return unknown_key(path, known)
     if kind == "unknown_setting":
-        about = problem["ctx"]
+        about: dict[str, Any] = problem["ctx"]
         known = list(dict.fromkeys([*known, *(f"{path}.{name}" for name in about["allowed"])]))
-        return unknown_key(f"{path}.{about['key'][:LONGEST]}", known) + about["hint"]
+        return unknown_key(f"{path}.{about['key'][:LONGEST]}", known) + str(about["hint"])
     if kind == "value_error":
         reason = problem["msg"].removeprefix("Value error, ")
         if isinstance(value, dict):  # the message about a whole group names the field itself
@@ -59,12 +60,13 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 def unknown_key(path: str, known: Sequence[str]) -> str:
     """The message for a key that does not exist. The user may have meant a key of another group."""
+    group, dot, _ = path.rpartition(".")
     near = {key: _likeness(path, key) for key in known}
     best = max(near.values())
     if best >= 0.6:
-        meant = " or ".join(repr(key) for key in near if near[key] == best)
-        return f"unknown key {path!r}; did you mean {meant}?"
-    group, dot, _ = path.rpartition(".")
+        nearest = [key for key in near if near[key] == best]
+        own = [key for key in nearest if key.rpartition(".")[0] == group]
+        return f"unknown key {path!r}; did you mean {' or '.join(map(repr, own or nearest))}?"
     siblings = {key.removeprefix(group + dot).split(".")[0] for key in known if key.startswith(group + dot)}
     return f"unknown key {path!r}. (allowed{dot and f' in {group}'}: {', '.join(sorted(siblings))})"
 
