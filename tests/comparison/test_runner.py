@@ -189,6 +189,19 @@ def test_retries_on_request_and_a_kill_is_named(tmp_path):
     assert failure["ended"] == "killed by SIGKILL (out of memory?)"
 
 
+@pytest.mark.parametrize(("keep", "left"), [("models", 1), ("results", 0)])
+def test_weights_of_finished_runs_are_kept_or_not(tmp_path, keep, left):
+    def behave(run):
+        (run.folder / "checkpoints" / "step-000002" / "model").mkdir(parents=True)
+        return FAILED if run.name == "ar, seed 0" else finish(run) or 0
+
+    plan = make(tmp_path, f"keep={keep}", "seeds=2")
+    carry_out(plan, behave)
+    found = {run.name: len(list(run.folder.glob("checkpoints/*"))) for run in plan.all_runs()}
+    assert found.pop("ar, seed 0") == 1  # it has no result yet, and is resumed from there
+    assert set(found.values()) == {left}
+
+
 def test_no_more_runs_after_the_first_ones_all_failed(tmp_path):
     runner, started = carry_out(make(tmp_path, "seeds=10"), lambda run: FAILED)  # noqa: ARG005
     assert len(started) <= 5

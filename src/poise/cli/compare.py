@@ -22,7 +22,8 @@ def compare(
 
     Settings of the comparison: `seeds` (10: seeds 0 to 9; or 20-29), `run` (its folder), `baseline` (an arm), `tune`
     (so many other seeds choose a learning rate for each arm among those of `optim.lr`), `jobs` (runs side by side),
-    `threads` (of a run on a CPU: 1), `hours` and `tokens` (a budget), `retries` (of a run that fails: 0).
+    `threads` (of a run on a CPU: 1), `hours` and `tokens` (a budget), `retries` (of a run that fails: 0), `keep`
+    (`models`, or only `results`: without checkpoints, of which each takes 14 to 16 bytes for a parameter).
 
     The same command goes on after Ctrl-C or a kill, and with more arms or seeds; nothing is done twice. docs/compare.md
     says how a comparison is made fair.

@@ -23,6 +23,7 @@ from poise.config.schema import Config
 HELD_OUT = 1000  # problems; see docs/compare.md
 TUNING = 10_000  # the first tuning seed
 MOST_SEEDS = 1000
+KEPT = ("models", "results")  # its newest checkpoint, or only what it measured
 
 
 class PlannedRun(NamedTuple):
@@ -53,6 +54,7 @@ class Limits:
     hours: float = inf
     tokens: float = inf  # sampled for training, over all runs
     retries: int = 0  # of a run that fails
+    keep: str = "models"  # what stays of a finished run: one of ``KEPT``
 
     def budget(self) -> str:
         """The budget as it was typed."""
@@ -137,6 +139,7 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
         hours=_amount(own, "hours"),
         tokens=_amount(own, "tokens"),
         retries=_count(own, "retries", 0, 100),
+        keep=_kept(own),
     )
     tuning_seeds = tuple(range(TUNING, TUNING + tuning))
     return Plan(folder, arms, _baseline(arms, own.get("baseline")), seeds, tuning_seeds, limits)
@@ -168,6 +171,13 @@ def _held_out(recipe: str | None, document: Document) -> int:
         if isinstance(group, dict) and "problems" in group:
             return group["problems"]  # type: ignore[no-any-return] # checked with all other settings
     return max(problems, HELD_OUT) if isinstance(problems, int) else HELD_OUT
+
+
+def _kept(own: Document) -> str:
+    kept = own.get("keep", KEPT[0])
+    if kept not in KEPT:
+        raise ConfigError([f"keep = {short(kept)}: must be {' or '.join(KEPT)}"])
+    return str(kept)
 
 
 def _seeds(own: Document) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-from poise._lib.files import dumps, replacing
+from poise._lib.files import dumps, remove, replacing
 from poise.comparison import shared_start, tuning
 from poise.comparison.arms import PlannedArm
 from poise.comparison.forecast import Forecast
@@ -178,6 +178,7 @@ class Runner:
         self.view.update(self.status())
         if result is not None:
             self._succeeded += 1
+            self._thin(run.folder)
             if started.fresh and result.state == "finished":
                 self.forecast.measured.append(seconds)
             self.view.ended(run, result, "")
@@ -185,6 +186,12 @@ class Runner:
             self._tries[run.folder] -= 1
         else:
             self._fail(run, ended.status)
+
+    def _thin(self, folder: Path) -> None:
+        """Remove the weights of a run that has a result, if they are not to be kept."""
+        if self.plan.limits.keep == "results":
+            for checkpoint in folder.glob("checkpoints/*"):
+                remove(checkpoint)
 
     def _fail(self, run: PlannedRun, status: int) -> None:
         log = log_of(self.plan, run.variant, run.seed)
