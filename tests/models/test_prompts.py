@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from poise.models.policy import load_policy
-from poise.models.prompts import PromptError, encode, encode_next, plain
+from poise.models.prompts import KnownPrompts, PromptError, encode, encode_next, plain
 from poise.training.warm_start import TEMPLATE
 
 TEMPLATES = {
@@ -169,3 +169,32 @@ def test_a_response_is_read_without_the_token_that_ended_it():
     assert policy.decode([*words, stop]) == "Ada knight"
     assert policy.decode([*words, 1]) == "Ada knight"
     assert policy.decode([]) == ""
+
+
+def test_a_prompt_is_encoded_once_until_the_template_changes(monkeypatch):
+    policy, texts = load_policy("embedded", device="cpu"), []
+
+    def counted(tokenizer, messages, *more):
+        texts.append(messages)
+        return encode(tokenizer, messages, *more)
+
+    monkeypatch.setattr("poise.models.policy.encode", counted)
+    first = policy.encode("Ada")
+    expected = list(first)
+    first.append(0)  # the caller's own list
+    assert policy.encode("Ada") == expected
+    assert texts == ["Ada"]
+    policy.tokenizer.chat_template = None
+    assert policy.encode("Ada") != expected
+    assert texts == ["Ada", "Ada"]
+
+
+def test_known_prompts_are_forgotten_when_they_are_too_many(monkeypatch):
+    monkeypatch.setattr("poise.models.prompts.MOST_KNOWN", 5)
+    known, encoded = KnownPrompts(), []
+
+    def get(key):
+        return known.get(key, lambda: encoded.append(key) or [key] * 2)
+
+    assert [get(key) for key in (1, 2, 1, 3, 3, 1)] == [[1, 1], [2, 2], [1, 1], [3, 3], [3, 3], [1, 1]]
+    assert encoded == [1, 2, 3, 1]

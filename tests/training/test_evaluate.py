@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 
 from poise import tasks
 from poise.algorithms.sampler import Sampler
+from poise.config.schema import load
 from poise.tasks import Problem, Score, Task
 from poise.training.evaluate import at_once, evaluate
+from poise.training.evaluations import Evaluations
+from poise.training.interrupts import Stopper
 from support.scripted import Scripted
 from support.tiny_models import tiny
 
@@ -103,6 +107,26 @@ def test_a_task_that_names_no_answers_has_no_majority() -> None:
     found = evaluated(Unsaid(), lambda _: ["yes"] * 15 + ["no"])
     assert found.metrics()["eval/unsaid/avg@16"] == 15 / 16
     assert not [name for name in found.metrics() if "maj@" in name]
+
+
+def test_the_evaluations_of_a_run_draw_their_problems_once() -> None:
+    class Counted(Unsaid):
+        calls = 0
+
+        def problems(self, split: str, seed: int) -> Any:
+            self.calls += 1
+            return super().problems(split, seed)
+
+    policy, task = tiny("llama"), Counted()
+    policy.encode, policy.decode = (lambda *_: [1, 2]), (lambda ids: "yes" if ids[0] % 2 else "no")
+    sampler = Sampler(policy, Scripted(policy, lambda number, *_: [number]), task, max_tokens=9)
+    config = load(None, ["model=embedded", "evaluation.problems=3", "evaluation.samples=2"])
+    unused: Any = None
+    evaluations = Evaluations(sampler, config, unused, SimpleNamespace(note=lambda _: None), Stopper(print))  # type: ignore[arg-type]
+    first, second = evaluations.measure(), evaluations.measure()
+    assert first.summary() == second.summary()
+    assert [sample.problem.id for sample in first.attempts] == ["0", "0", "1", "1", "2", "2"]
+    assert task.calls == 1
 
 
 def test_a_gpu_evaluates_more_problems_in_a_call() -> None:

@@ -22,7 +22,7 @@ from poise.models.errors import ModelError, first_line
 from poise.models.loading import EMBEDDED, load_model, progress_bars, resolve_device
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import Packed, layout
-from poise.models.prompts import encode, encode_next
+from poise.models.prompts import KnownPrompts, encode, encode_next
 from poise.models.tool_prompts import Tools
 from poise.rollout.types import Rollouts
 from poise.tasks import Message
@@ -55,6 +55,7 @@ class Policy:
         self.most_tokens: int | None = None  # upper bound of tokens per pass, set when memory runs out
         self.master_weights: MasterWeights | None = None  # while half-precision weights are trained
         self._texts: dict[int, str] = {}
+        self._prompts = KnownPrompts()
         self.length_limit: int | None = None  # tokens per sequence; the trials below need none
         length_limit = rope.pin(trunk, longest)
         self.packed = attention.adopt(base)
@@ -92,8 +93,13 @@ class Policy:
         return Head.of(self._output, self._config, temperature, master)
 
     def encode(self, messages: str | Sequence[Message], tools: Tools = ()) -> list[int]:
-        """The token ids of messages, through the chat template if the tokenizer has one."""
-        return self._known(encode(self.tokenizer, messages, self.end_tokens, tools))
+        """The token ids of messages, through the chat template if the tokenizer has one.
+
+        They are kept: each evaluation of a run, and each epoch, has the same prompts again.
+        """
+        ends = self.end_tokens
+        key = (repr((messages, tools)), self.tokenizer.chat_template, tuple(ends))
+        return self._prompts.get(key, lambda: self._known(encode(self.tokenizer, messages, ends, tools)))
 
     def encode_next(
         self, before: Sequence[Message], said: Sequence[Message], last: int | None, tools: Tools = ()

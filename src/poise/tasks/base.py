@@ -150,11 +150,6 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
     return found
 
 
-def available(task: Task, split: Split, count: int) -> int:
-    """How many problems ``draw`` gives where ``count`` are asked for."""
-    return min(count, len(task.epoch(split, 0, 0))) if isinstance(task, Finite) else count
-
-
 def epochs(task: Task, seed: int, problems: int) -> float:
     """How many times so many training problems go through a finite set; 0 where problems have no end."""
     size = len(task.epoch("train", seed, 0)) if isinstance(task, Finite) else 0

@@ -12,7 +12,7 @@ from poise.algorithms import Sample
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
-from poise.tasks import TaskError, draw
+from poise.tasks import Problem, TaskError, draw
 from poise.training.accuracy import ProblemResult, is_summary, summarise
 from poise.training.records import task_metrics, turn_metrics
 from poise.training.resume import TrainError
@@ -110,12 +110,14 @@ def evaluate(
     samples: int,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    drawn: Sequence[Problem] | None = None,
 ) -> Evaluation:
     """Sample ``samples`` responses to each of the first ``problems`` held-out problems of a seed, and one greedily.
 
     The same seed gives the same problems and random numbers, so that two policies are compared on equal terms.
+    ``drawn`` are these problems, if they are known already.
     """
-    test_problems = draw(sampler.task, "test", seed, problems)
+    test_problems = draw(sampler.task, "test", seed, problems) if drawn is None else drawn
     problems = len(test_problems)  # a finite task may have fewer
     sampled: list[Sample] = []
     greedy: list[Sample] = []
@@ -147,13 +149,18 @@ def evaluate(
     )
 
 
-def held_out(sampler: Sampler, config: Config, progress: Callable[[int, int], None] | None = None) -> Evaluation:
+def held_out(
+    sampler: Sampler,
+    config: Config,
+    progress: Callable[[int, int], None] | None = None,
+    drawn: Sequence[Problem] | None = None,
+) -> Evaluation:
     """``evaluate`` with a run's settings: for the trainer, before and after, and for ``poise eval``."""
     settings = config.evaluation
     sampling = replace(sampler.sampling, temperature=config.test_temperature)
     return evaluate(
         replace(sampler, sampling=sampling), problems=settings.problems, samples=settings.samples,
-        seed=settings.seed, progress=progress,
+        seed=settings.seed, progress=progress, drawn=drawn,
     )  # fmt: skip
 
 

@@ -6,13 +6,14 @@ A signal ends an evaluation at once. A resumed run does it again from the beginn
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import nan
 from typing import Any
 
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
-from poise.tasks import available
+from poise.tasks import Problem, draw
 from poise.training.evaluate import Evaluation, held_out, read_before
 from poise.training.interrupts import Stopper
 from poise.training.reporter import Reporter
@@ -29,14 +30,19 @@ class Evaluations:
     report: Reporter
     stopper: Stopper
 
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """The held-out problems: drawn once, because every evaluation of a run has the same."""
+        settings = self.config.evaluation
+        return draw(self.sampler.task, "test", settings.seed, settings.problems)
+
     def measure(self) -> Evaluation:
         """Evaluate now. A stop request raises KeyboardInterrupt."""
         settings = self.config.evaluation
-        count = available(self.sampler.task, "test", settings.problems)
         greedily = " and greedily" if self.config.test_temperature else ", greedily"
         with self.stopper.at_once(), model_errors():
-            self.report.note(f"evaluating {count} held-out problems × {settings.samples}{greedily}")
-            return held_out(self.sampler, self.config, self._progress)
+            self.report.note(f"evaluating {len(self.problems)} held-out problems × {settings.samples}{greedily}")
+            return held_out(self.sampler, self.config, self._progress, self.problems)
 
     def _progress(self, done: int, total: int) -> None:
         self.report.note(f"  {done}/{total}")
