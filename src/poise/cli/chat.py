@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from poise._lib.imports import quick_imports
 from poise.cli.common import Settings, Trust, explained, fail, home
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ def chat(
     - `poise chat Qwen/Qwen2.5-0.5B-Instruct temperature=0.7`
     - `echo "What is 2 + 2?" | poise chat runs/qwen temperature=0`
     """
-    from poise.config.run_settings import to_chat
-    from poise.models.errors import ModelError
-    from poise.runs.console import visible
-    from poise.tasks.base import readable
+    with quick_imports():
+        from poise.config.run_settings import to_chat
+        from poise.models.errors import ModelError
+        from poise.runs.console import visible
+        from poise.tasks.base import readable
 
     with explained():
         config = to_chat(model, args or [], instruction=instruction, trust=trust)
@@ -73,13 +75,14 @@ def _instruction(config: Config) -> str:
 
 def _dialogue(config: Config, first: str) -> Callable[[str], str]:
     """A function from the user's next message to the model's reply."""
-    from poise.engines.choose import choose
-    from poise.engines.limits import most_tokens
-    from poise.models.errors import ModelError
-    from poise.models.policy import load_policy
-    from poise.rollout.sampling import Sampling
-    from poise.rollout.types import Request
-    from poise.tasks import Message
+    with quick_imports():
+        from poise.engines.choose import choose
+        from poise.engines.limits import most_tokens
+        from poise.models.errors import ModelError
+        from poise.models.policy import load_policy
+        from poise.rollout.sampling import Sampling
+        from poise.rollout.types import Request
+        from poise.tasks import Message
 
     rollout, said = config.rollout, list[Message]()
     policy = load_policy(

@@ -10,6 +10,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from poise._lib.imports import quick_imports
+
 Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings.")]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Run code that the folder's settings name; docs/security.md says why this asks.")
@@ -39,13 +41,14 @@ def home(path: Any) -> Any:
 @contextmanager
 def explained() -> Iterator[None]:
     """Print errors that tell the user what to do as they are; any other is a bug and keeps its traceback."""
-    from poise._lib.user_code import UserCodeError
-    from poise.config.schema import ConfigError
-    from poise.models.errors import ModelError
-    from poise.runs.folder import CheckpointError, DamagedError
-    from poise.runs.trackers import TrackerError
-    from poise.tasks import RewardError, TaskError
-    from poise.training.resume import TrainError
+    with quick_imports():
+        from poise._lib.user_code import UserCodeError
+        from poise.config.schema import ConfigError
+        from poise.models.errors import ModelError
+        from poise.runs.folder import CheckpointError, DamagedError
+        from poise.runs.trackers import TrackerError
+        from poise.tasks import RewardError, TaskError
+        from poise.training.resume import TrainError
 
     try:
         yield

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from poise._lib.imports import quick_imports
 from poise.cli.common import explained
 
 
@@ -37,7 +38,9 @@ def compare(
     - `poise compare my-comparison.yaml seeds=20`
     """
     from poise.cli.train import split_arguments
-    from poise.comparison import command
+
+    with quick_imports():
+        from poise.comparison import command
 
     recipe, overrides = split_arguments(args or [])
     with explained():

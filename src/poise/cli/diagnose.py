@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from poise._lib.imports import quick_imports
 from poise.cli.common import Settings, Trust, check_folder_is_free, explained, fail, home, progress
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ def diagnose(
     - `poise diagnose Qwen/Qwen2.5-0.5B-Instruct task.name=kk task.people=2-3 prompts=16 rollout.max_tokens=512`
     - `poise diagnose embedded --regulator grpo --regulator "ar(alpha=0.3)" --intervals 0.1,0.9`
     """
-    from poise.config.run_settings import to_diagnose
-    from poise.reports.diagnose import METHODS
-    from poise.reports.html import write_report
-    from poise.runs.console import visible
-    from poise.runs.listing import is_run
+    with quick_imports():
+        from poise.config.run_settings import to_diagnose
+        from poise.reports.diagnose import METHODS
+        from poise.reports.html import write_report
+        from poise.runs.console import visible
+        from poise.runs.listing import is_run
 
     with explained():
         cuts = _intervals(intervals)

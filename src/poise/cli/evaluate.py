@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from poise._lib.imports import quick_imports
 from poise.cli.common import Settings, Trust, explained, home
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ def evaluate(
     - `poise eval Qwen/Qwen2.5-0.5B-Instruct task.name=kk task.people=3-7 max_tokens=2048 temperature=0.7`
     """
     from poise._lib.files import check_output, replacing
-    from poise.config.run_settings import to_evaluate
+
+    with quick_imports():
+        from poise.config.run_settings import to_evaluate
 
     with explained():
         if json_to:
@@ -69,13 +72,14 @@ def _conditions(model: str, config: Config) -> dict[str, Any]:
 
 def _measure(config: Config, show: int) -> dict[str, Any]:
     """Evaluate as the settings say; print the conditions, some samples and the figures."""
-    from poise.config.run_settings import describe_sampling, describe_task
-    from poise.models.policy import load_policy
-    from poise.runs.console import Console, visible
-    from poise.training.evaluate import at_once, held_out
-    from poise.training.interrupts import Stopper
-    from poise.training.records import shown
-    from poise.training.setup import arrive, build_sampler, steps_taken
+    with quick_imports():
+        from poise.config.run_settings import describe_sampling, describe_task
+        from poise.models.policy import load_policy
+        from poise.runs.console import Console, visible
+        from poise.training.evaluate import at_once, held_out
+        from poise.training.interrupts import Stopper
+        from poise.training.records import shown
+        from poise.training.setup import arrive, build_sampler, steps_taken
 
     asked, rollout = config.evaluation, config.rollout
     policy = load_policy(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from poise._lib.imports import quick_imports
 from poise.cli.common import Trust, explained, fail
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ def train(
     - `poise train --resume runs/ar` (or `--resume run=runs/ar`)
     - `poise train --resume runs/ar steps=200`
     """
-    from poise import config as configs
-    from poise.runs.console import Console, visible
+    with quick_imports():
+        from poise import config as configs
+        from poise.runs.console import Console, visible
 
     recipe, overrides = split_arguments(args or [])
     with explained():
@@ -49,8 +51,9 @@ def train(
             settings = configs.dump(config)
             print(visible(settings) if resume else settings)  # a run folder's may be anybody's
             return
-        from poise import trainer
-        from poise.training.results import show
+        with quick_imports():
+            from poise import trainer
+            from poise.training.results import show
 
         summary = trainer.train(config, resume=resume, quiet=quiet, renumber=False)
         if quiet:

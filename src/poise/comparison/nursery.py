@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from poise._lib.imports import quick_imports
+
 DONE, FAILED, STOPPED = 0, 1, 75  # exit codes of a run; a diverged one has failed, and says so in its folder
 POLL = 50  # milliseconds between looks at the children
 WAIT = 60.0  # seconds to wait for a process of a killed comparison that still trains in the folder
@@ -48,13 +50,14 @@ def _preload() -> None:
     # NumPy and SciPy bring an OpenBLAS each, which starts a thread per core when it is imported.
     os.environ.update(dict.fromkeys(THREADS, "1"))
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking CUDA whether there is a GPU would touch it
-    import torch
+    with quick_imports():
+        import torch
 
-    torch.set_num_threads(1)
+        torch.set_num_threads(1)
 
-    import poise.comparison.shared_start
-    import poise.runs.plots
-    import poise.trainer  # noqa: F401
+        import poise.comparison.shared_start
+        import poise.runs.plots
+        import poise.trainer  # noqa: F401
 
 
 def _tell(file: int, message: dict[str, Any]) -> None:
