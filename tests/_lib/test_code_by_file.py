@@ -182,6 +182,20 @@ def test_a_class_whose_dataclass_was_forgotten_is_told_so(settings, name, tmp_pa
         load("demo", settings)
 
 
+@pytest.mark.parametrize(
+    ("setting", "listed"),
+    [
+        ("task.name=flat.py:Sumz", "did you mean 'Sums'? (allowed: Sums, easy, broken, raises)"),
+        ("regulator=flat.py:Hal", "did you mean 'Half'? (allowed: Half)"),
+        ("algorithm=flat.py:Twize", "did you mean 'Twice'? (allowed: Twice)"),
+    ],
+)
+def test_only_what_a_setting_can_name_is_suggested(setting, listed):
+    with pytest.raises(ConfigError) as error:  # and not what the file imports, or has for other settings
+        load("demo", [setting])
+    assert listed in str(error.value)
+
+
 def test_where_no_dataclass_was_forgotten_none_is_asked_for(tmp_path):
     (tmp_path / "bare.py").write_text(BARE)
     for settings in (

@@ -390,6 +390,8 @@ def test_a_setting_written_as_an_option_is_answered_with_its_spelling(args, spel
 
 def test_an_option_that_is_no_setting_is_left_to_the_parser():
     assert "No such option" in poise("train", "--nonsense").output
+    for command in ("eval", "chat"):  # which train nothing
+        assert "No such option" in poise(command, "embedded", "--lr", "1e-6").output
 
 
 def test_a_warm_started_model_is_measured_on_its_task(tmp_path):

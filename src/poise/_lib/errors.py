@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from numbers import Real
 
 LONGEST = 100  # characters of a value shown in a message
+MOST_LISTED = 50  # names listed beside the one that was probably meant
 
 
 class _Short(reprlib.Repr):
@@ -32,6 +33,8 @@ def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
     by_lower_case = {option.lower(): option for option in options}
     near = get_close_matches(name[:LONGEST].lower(), by_lower_case, n=1, cutoff=0.5)
     guess = f"; did you mean {by_lower_case[near[0]]!r}?" if near else ""
+    if guess and len(options) > MOST_LISTED:
+        return f"unknown {what} {short(name)}{guess} (allowed are {len(options)} names)"
     listed = ", ".join(options) if options else "there are none"
     return f"unknown {what} {short(name)}{guess} (allowed: {listed})"
 

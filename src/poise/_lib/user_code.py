@@ -152,17 +152,21 @@ def load(
     module_name, _, names = _split_path(path)
     if is_foreign(path):
         check_trusted(f"{kind} {path!r}", path)
+
+    def fits(thing: Any) -> bool:
+        return _is_one(kind, thing, base) or (accepts is not None and accepts(thing))
+
     found: Any = _module(kind, path, module_name)
     place = getattr(found, "__file__", None)
     for name in names.split("."):
         if not hasattr(found, name):
-            known = [each for each in dir(found) if not each.startswith("_") and callable(getattr(found, each, None))]
+            known = [each for each, thing in _defined_in(found) if fits(thing)]
             where = f" ({place})" if place else ""
             raise ValueError(f"{kind} {path!r}{where}: " + unknown(f"name in {module_name}", name, known))
         found = getattr(found, name)
     if not callable(found):
         raise TypeError(f"{kind} {path!r} is not callable")
-    if not (_is_one(kind, found, base) or (accepts is not None and accepts(found))):
+    if not fits(found):
         expected = expected or (f"let a class inherit from poise.{base.__name__}" if base else "")
         article = "an" if kind[0] in "aeiou" else "a"
         hint = f"{expected}, or " if expected else ""
@@ -226,6 +230,14 @@ def _from_file(file: Path, written: str) -> ModuleType:
         raise
     _FILES[name] = written
     return module
+
+
+def _defined_in(place: Any) -> Iterator[tuple[str, Any]]:
+    """What a module or a class has of its own that can be called: not what it imported from elsewhere."""
+    home = place.__name__ if isinstance(place, ModuleType) else getattr(place, "__module__", "")
+    for name, thing in getattr(place, "__dict__", {}).items():
+        if callable(thing) and not name.startswith("_") and str(getattr(thing, "__module__", "")).startswith(home):
+            yield name, thing
 
 
 def _is_one(kind: str, found: Any, base: type | None) -> bool:

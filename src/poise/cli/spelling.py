@@ -43,13 +43,14 @@ def _keys(command: str) -> list[str]:
     from poise import tasks
     from poise.comparison.arms import OWN
     from poise.config.documents import SHORT_FORMS
-    from poise.config.run_settings import SHORT_KEYS
+    from poise.config.run_settings import evaluation_keys
     from poise.config.schema import keys
     from poise.training.warm_start import Warmstart
 
     own = {
         "compare": [*OWN, *keys({})],
-        "eval": [*SHORT_KEYS, *keys({})],
+        "eval": evaluation_keys(),
+        "chat": evaluation_keys(),
         "show": ["seed", "split"],
         "warmstart": [*(field.name for field in fields(Warmstart)), "device"],
     }.get(command, keys({}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -64,8 +65,7 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
         document = RunFolder.open(run, resume=False).config
     if wrong := [*(key for key in changes if not _evaluated(key)), *(f"regulator.{key}" for key in regulator)]:
         task = merge(document, changes).get("task")  # and not its regulator, whose code would be loaded for its keys
-        known = [*SHORT_KEYS, *SHORT_FORMS, *(key for key in keys({"task": task}) if _evaluated(key))]
-        raise ConfigError([unknown_key(key, known) for key in wrong])
+        raise ConfigError([unknown_key(key, evaluation_keys(task)) for key in wrong])
     if isinstance(evaluation, dict) and evaluation.get("problems") == 0:
         raise ConfigError(["problems = 0: must be at least 1"])
     measured = document.get("evaluation")
@@ -140,6 +140,11 @@ def _folder_task(model: str) -> Document:
         case {"task": str(name), "task_settings": dict(chosen)}:
             return {"task": {**chosen, "name": name}}
     return {}
+
+
+def evaluation_keys(task: Any = None) -> list[str]:
+    """The keys that ``poise eval`` and ``poise chat`` take; ``task`` is the group of a task's settings."""
+    return [*SHORT_KEYS, *SHORT_FORMS, *(key for key in keys({"task": task}) if _evaluated(key))]
 
 
 def _evaluated(key: str) -> bool:
