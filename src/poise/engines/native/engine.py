@@ -24,6 +24,9 @@ from poise.rollout.types import Done, Request, Rollouts, check_requests
 
 PROMPT_STEP = 64  # prompt lengths are rounded up to a multiple, so that the cache is rarely allocated anew
 SMALL_MODEL = 10_000_000  # parameters in the layers: below this, waking a second CPU thread costs more than it gains
+# Rows, prompts, tokens of a prompt and of a response in the cache of a trial. Triton compiles a kernel anew for sizes
+# that are no multiples of 16, which those of most runs are.
+TRIAL_CACHE = (16, 2, 3, 13)
 # What a model's code may raise when it does not take what the engine hands it.
 TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
@@ -181,12 +184,12 @@ def supports(policy: Policy) -> bool:
         ids = torch.tensor([[*prompts[prompt], token]], device=policy.device)
         expected.append(policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0, -2:])
     try:
-        decoder = _new_decoder(policy, layer_shapes(policy), 3, 2, 3, 5, like)
+        decoder = _new_decoder(policy, layer_shapes(policy), *TRIAL_CACHE, like)
         decoder.read(prompts, [0, 1], [0, 2])
         before = decoder.cache.occupy([0, 1, 2], prompt_of)
         decoder.cache.set_lengths([len(prompts[prompt]) for prompt in prompt_of], [0, 0, 0], [3, 3, 3])
         decoder.forward(3, torch.tensor(tokens, device=policy.device))
-        after = decoder.hidden.clone()
+        after = decoder.hidden[:3].clone()
         decoder.cache.advance()
         decoder.run(3, 1, Sampling(), last=False)  # as a graph, where there are any
     except torch.OutOfMemoryError:
