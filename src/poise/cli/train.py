@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from poise._lib.cuda_start import cuda_starts
 from poise._lib.imports import quick_imports
 from poise.cli.common import Trust, explained, fail
 
@@ -51,7 +52,7 @@ def train(
             settings = configs.dump(config)
             print(visible(settings) if resume else settings)  # a run folder's may be anybody's
             return
-        with quick_imports():
+        with cuda_starts(config.device), quick_imports():
             from poise import trainer
             from poise.training.results import show
 
