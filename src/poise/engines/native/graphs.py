@@ -76,7 +76,7 @@ def idle_bytes(device: torch.device) -> float:
 
 
 class GraphedDecoder(Decoder):
-    """Records one graph for each of a few numbers of rows and each setting of sampling, and replays it.
+    """Records one graph for each of a few numbers of rows and each way to sample, and replays it.
 
     A graph reads the weights where they are, so it sees an update in place.
     """
@@ -84,7 +84,7 @@ class GraphedDecoder(Decoder):
     def __init__(self, policy: Policy, cache: SlotCache) -> None:
         super().__init__(policy, cache)
         self.sizes = sizes(cache.slots)
-        self.graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, Sampling, bool], torch.cuda.CUDAGraph] = {}
 
     def decoded_rows(self, taken: int) -> int:
         """The next number of rows for which a graph may be recorded."""
@@ -92,7 +92,7 @@ class GraphedDecoder(Decoder):
 
     def run(self, n: int, steps: int, sampling: Sampling, *, last: bool) -> None:  # noqa: ARG002
         """Replay the step ``steps`` times."""
-        graph = self.graphs.get((n, sampling)) or self._record(n, sampling)
+        graph = self.graphs.get((n, sampling, self.recording)) or self._record(n, sampling)
         self.step_number.zero_()
         for _ in range(steps):
             graph.replay()
@@ -121,7 +121,7 @@ class GraphedDecoder(Decoder):
             step()
         for x, old in zip(state, saved, strict=True):
             x.copy_(old)
-        self.graphs[n, sampling] = graph
+        self.graphs[n, sampling, self.recording] = graph
         return graph
 
 
