@@ -47,9 +47,11 @@ def policy_of(name: str, device: str, dtype: str) -> Policy:
         return load_policy(name, device=device, dtype=dtype)
     model = model_of(name, device, torch.float32)
     width, vocabulary = SHAPES[name][0], SHAPES[name][-1]
-    with torch.no_grad():  # the last norm leaves states of norm √d
-        weight = model.get_output_embeddings().weight
-        weight.mul_(math.sqrt(2 * (math.log(vocabulary) - 3)) / math.sqrt(width) / weight.std())
+    # A head of its own: a tied one would say each token again. The last norm leaves states of norm √d.
+    spread = math.sqrt(2 * (math.log(vocabulary) - 3)) / math.sqrt(width)
+    weight = torch.randn(vocabulary, width, generator=torch.Generator(device).manual_seed(1), device=device)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(spread * weight)
     return Policy(model.to(getattr(torch, dtype)), NoWords())
 
 

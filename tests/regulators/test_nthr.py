@@ -54,10 +54,33 @@ def test_both_forms_and_an_opaque_head_agree_with_the_definition(lengths, self_i
     head = make_head(g)
     positive, negative = [tokens(g, n) for n in lengths], tokens(g, 6)
     expected = naive(head, positive, negative, self_inclusive)
-    for given_head, form in [(head, "pair"), (head, "linear"), (head, "auto"), (lambda h: head(h), "auto")]:
-        found = scores(given_head, positive, negative, self_inclusive=self_inclusive, form=form, block=block)
+    ways = [(head, "pair", True), (head, "pair", False), (head, "linear", None), (head, "auto", None)]
+    for given_head, form, split in [*ways, (lambda h: head(h), "auto", None)]:
+        found = scores(
+            given_head, positive, negative, self_inclusive=self_inclusive, form=form, block=block, split=split
+        )
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("self_inclusive", [False, True])
+def test_split_products_take_every_pair_of_responses_once(self_inclusive, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    whole, shapes = influence.multiply, []
+
+    def counted(out, a, b, **more):
+        shapes.append((a.shape[1], out.numel()))
+        whole(out, a, b, **more)
+
+    monkeypatch.setattr(influence, "multiply", counted)
+    head, lengths, wrong = make_head(g), [2, 5, 3], 6
+    for split in (False, True):
+        shapes.clear()
+        scores(head, [tokens(g, n) for n in lengths], tokens(g, wrong), form="pair", split=split,
+               self_inclusive=self_inclusive)  # fmt: skip
+        pairs = sum(size for depth, size in shapes if depth == head.vocabulary)
+        own = sum(n * n for n in lengths) if self_inclusive else 0
+        assert pairs == (10 * wrong + 2 * 5 + 2 * 3 + 5 * 3 + own if split else 10 * 16)
 
 
 @given(seed=st.integers(0, 9999), n=st.lists(st.integers(1, 7), min_size=1, max_size=4), block=st.integers(1, 400))
@@ -136,8 +159,8 @@ def test_half_precision_operands_are_as_near_as_the_naive_form(dtype, kind, bloc
     exact = all_pairs(as_double(head), hidden.double(), targets, sizes[:-1])
     coarse = Head(head.weight.bfloat16(), None if bias is None else bias.bfloat16(), **settings)
     rough = all_pairs(coarse, hidden.bfloat16(), targets, sizes[:-1])
-    for form in ("pair", "linear"):
-        found = scores(head, positive, negative, form=form, half=True, block=block)
+    for form, split in (("pair", True), ("pair", False), ("linear", None)):
+        found = scores(head, positive, negative, form=form, half=True, block=block, split=split)
         for ours, theirs, truth in zip(found, rough, exact, strict=True):
             assert ours.dtype == torch.float32
             assert (ours - truth).norm() <= 2 * (theirs - truth).norm()
@@ -164,8 +187,8 @@ def test_logits_that_rise_along_the_vocabulary(half):
     head = Head(torch.randn(60, 8, generator=g) * torch.linspace(0.1, 40, 60)[:, None], torch.arange(60.0) * 2)
     hidden, targets, positive, negative = sampled_group(g, head, sizes := [10, 12, 20])
     exact = all_pairs(as_double(head), hidden.double(), targets, sizes[:-1])
-    for form in ("pair", "linear"):
-        found = scores(head, positive, negative, form=form, block=42 * 4, half=half)
+    for form, split in (("pair", True), ("pair", False), ("linear", None)):
+        found = scores(head, positive, negative, form=form, block=42 * 4, half=half, split=split)
         for a, b in zip(found, exact, strict=True):
             assert (a - b).norm() <= 1e-4 * b.norm()
 
@@ -214,9 +237,13 @@ def test_the_cheaper_form_is_chosen(monkeypatch):
         monkeypatch.setattr(
             influence, form, lambda _, group, *__, form=form: (chosen.append(form), torch.zeros(len(group.hidden)))[1]
         )
-    scores(make_head(g), [tokens(g, 8)], tokens(g, 50))
-    scores(make_head(g), [tokens(g, 9)], tokens(g, 1))
+    scores(make_head(g), [tokens(g, 8)], tokens(g, 50), split=False)
+    scores(make_head(g), [tokens(g, 9)], tokens(g, 1), split=False)
     assert chosen == ["_pair", "_linear"]  # pairs up to 2·d = 8 tokens of correct responses
+    chosen.clear()
+    scores(make_head(g), [tokens(g, 8), tokens(g, 8)], tokens(g, 8))  # 8 · 8 + 8 · 16 pairs: 8 for each of 24 tokens
+    scores(make_head(g), [tokens(g, 8), tokens(g, 9)], tokens(g, 8))
+    assert chosen == ["_pair", "_linear"]
 
 
 @pytest.mark.parametrize("head", [make_head, lambda g: make_head(g).__call__], ids=["head", "callable"])

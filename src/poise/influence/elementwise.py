@@ -91,25 +91,26 @@ def columns(
     first: int,
     self_inclusive: bool,
 ) -> Tensor:
-    """(N,) what the tokens k = first, first + 1, … of correct responses add to the scores of all tokens k'.
+    """(n,) what the tokens k = first, first + 1, … of correct responses add to the scores of the first n tokens k'.
 
+    n is the width of ``pairs``; ``targets``, ``owner`` and ``rows`` are of all tokens.
     With the sampled token's entry apart, ``e_y − π = a·e_y − q`` where ``a = 1 − π(y)`` and q is π with a 0 at y:
     ``⟨a·e_y − q, a'·e_y' − q'⟩ = a·a'·[y = y'] − a·q'(y) − a'·q(y') + ⟨q, q'⟩``. ``pairs`` has the last term times both
     norms (and is overwritten), ``products`` has ⟨h, h'⟩, the two others ``W h`` for q'(y) and q(y').
     """
-    left = slice(first, first + len(pairs))
+    left, right = slice(first, first + len(pairs)), slice(pairs.shape[1])
     norm, top = rows.norm, rows.top
     miss = rows.others / norm
-    same = targets[left, None] == targets
+    same = targets[left, None] == targets[right]
     theirs = head.finish(right_at_left.T, targets[left]).T
-    theirs = theirs.sub_(top).exp_().div_(norm).mul_(miss[left, None]).masked_fill_(same, 0)  # a·q'(y)
-    ours = head.finish(left_at_right, targets)
-    ours = ours.sub_(top[left, None]).exp_().div_(norm[left, None]).mul_(miss).masked_fill_(same, 0)  # a'·q(y')
-    pairs.div_(norm[left, None]).div_(norm).sub_(theirs).sub_(ours)
-    pairs += miss[left, None] * miss * same
+    theirs = theirs.sub_(top[right]).exp_().div_(norm[right]).mul_(miss[left, None]).masked_fill_(same, 0)  # a·q'(y)
+    ours = head.finish(left_at_right, targets[right])
+    ours = ours.sub_(top[left, None]).exp_().div_(norm[left, None]).mul_(miss[right]).masked_fill_(same, 0)  # a'·q(y')
+    pairs.div_(norm[left, None]).div_(norm[right]).sub_(theirs).sub_(ours)
+    pairs += miss[left, None] * miss[right] * same
     pairs *= products
     if not self_inclusive:
-        pairs.masked_fill_(owner[left, None] == owner, 0)
+        pairs.masked_fill_(owner[left, None] == owner[right], 0)
     return pairs.sum(0)
 
 
