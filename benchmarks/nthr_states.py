@@ -29,7 +29,8 @@ from poise.engines.native.engine import NativeEngine
 from poise.models.policy import Policy, load_policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Rollouts, repeated
-from poise.tasks import KnightsKnaves, draw
+from poise.tasks import draw
+from poise.tasks.knights_knaves import KnightsKnaves
 
 PROMPT = 64  # tokens of the prompts of a random model
 ROWS = 128  # responses in a forward pass: with 256 tokens each, as many as NTHR takes

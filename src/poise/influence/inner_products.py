@@ -170,7 +170,7 @@ def _partners(group: _Group, self_inclusive: bool, split: bool) -> float:
     if not split:
         return sum(lengths)
     steps = _staircase(lengths, count - sum(lengths), self_inclusive)
-    return sum((own.stop - own.start) * width for own, width in steps) / count
+    return sum(length * width for length, (_, width) in zip(lengths, steps, strict=True)) / count
 
 
 def _pair(head: Head, group: _Group, self_inclusive: bool, block: int, split: bool) -> Tensor:
