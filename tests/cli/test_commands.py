@@ -58,6 +58,7 @@ def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
     run = tmp_path / "run"
     shown = poise("train", "demo", *SMALL, f"run={run}").output
     assert "before" in shown
+    assert "difficulty" not in shown
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["before"]["n"] == summary["after"]["n"] == 2
@@ -65,7 +66,10 @@ def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
     shown = poise("eval", run, "task.people=2", "samples=2", "problems=3", "max_tokens=48", "--json", out).output
     assert "pass@2" in shown
     assert "maj@2" in shown
+    assert "difficulty" not in shown  # all puzzles have two people
     assert json.loads(out.read_text())["n"] == 3
+    several = ["task.people=2-3", "samples=1", "problems=2", "max_tokens=4"]
+    assert "avg@1, difficulty 3" in poise("eval", run, *several).output
 
 
 @pytest.mark.parametrize("command", ["eval", "train"])

@@ -14,9 +14,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-def evaluation(average, greedy, **more):
+def evaluation(average, greedy, difficulties=(2, 3), **more):
     """Held-out accuracy as ``Evaluation.summary`` writes it, with intervals of ±0.04."""
-    values = {"avg@4": average, "pass@4": average + 0.3, "greedy": greedy, "avg@4, difficulty 2": average}
+    values = {"avg@4": average, "pass@4": average + 0.3, "greedy": greedy}
+    values |= {f"avg@4, difficulty {people}": average for people in difficulties}
     table = {name: {"value": v, "low": v - 0.04, "high": v + 0.04} for name, v in values.items()}
     return {
         "accuracy": average, "greedy": greedy, "n": 300, "samples": 4, "temperature": 1.0, "cut_off": 12,
@@ -61,6 +62,21 @@ def test_the_report_opens_with_what_was_reached(page, tmp_path):
     assert "1.0 % → 0.0 % of the samples were cut off" in page.inner_text(".result")
     page.click("summary:has-text('By difficulty')")
     assert cells(page, 1)[0][0] == "avg@4, difficulty 2"
+
+
+def test_a_single_difficulty_repeats_nothing(page, tmp_path):
+    folder = finished(tmp_path / "run")
+    one = evaluation(0.3, 0.6, difficulties=("all",))
+    folder.write_json("before.json", one)
+    folder.write_json("summary.json", {"steps": 4, "before": one, "after": one})
+    folder.log(5, {"reward/accuracy": 0.4, "reward/accuracy/all": 0.4, "eval/kk/avg@4/all": 0.4})
+    look(page, tmp_path, folder, tab="result")
+    assert [row[0] for row in cells(page)] == ["avg@4", "pass@4", "greedy"]
+    assert page.locator("summary:has-text('By difficulty')").count() == 0
+    page.click("#tab-curves")
+    titles = page.locator(".card h3").all_inner_texts()
+    assert "Accuracy in training" in titles
+    assert not any("by difficulty" in title for title in titles)
 
 
 def test_the_curve_of_the_result_begins_before_and_ends_after_training(page, tmp_path):

@@ -61,7 +61,14 @@ def add_step(folder, step, responses=6, records=None, texts=WORDS, **fields):
     count = len(records) if records else responses
     folder.save_tokens(step, arrays(count, seed=step, **fields), texts)
     folder.log(
-        step, {"reward/mean": step / 10, "reward/accuracy/2": 0.5, "rollout/length": 40 + step, "time/step": 2.0}
+        step,
+        {
+            "reward/mean": step / 10,
+            "reward/accuracy/2": 0.5,
+            "reward/accuracy/3": 0.4,
+            "rollout/length": 40 + step,
+            "time/step": 2.0,
+        },
     )
 
 

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise.training.accuracy import ProblemResult, clopper_pearson, majority, mean_interval, pass_at_k, summarise
+from poise.training.accuracy import (
+    ProblemResult,
+    clopper_pearson,
+    majority,
+    mean_interval,
+    pass_at_k,
+    summarise,
+    without_repeats,
+)
 
 shares = st.lists(st.integers(0, 4).map(lambda c: c / 4), min_size=1, max_size=30)
 levels = st.floats(0.01, 0.999)
@@ -262,6 +270,14 @@ def test_summary_by_hand():
     low, high = clopper_pearson(2, 4)
     assert made["overall"]["maj@4"] == {"value": 0.5, "low": pytest.approx(low), "high": pytest.approx(high)}
     assert json.loads(json.dumps(made)) == made
+
+
+def test_the_rows_of_a_single_difficulty_are_not_shown():
+    one = {"avg@4": 1, "greedy": 2, "avg@4, difficulty all": 1, "greedy, difficulty all": 2}
+    assert without_repeats(one) == {"avg@4": 1, "greedy": 2}
+    two = {"avg@4": 1, "avg@4, difficulty 2": 0, "avg@4, difficulty 3": 2}
+    assert without_repeats(two) == two
+    assert without_repeats({}) == {}
 
 
 def test_fewer_than_all_samples():

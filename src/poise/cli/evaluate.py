@@ -77,6 +77,7 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
         from poise.config.run_settings import describe_sampling, describe_task
         from poise.models.policy import load_policy
         from poise.runs.console import Console, visible
+        from poise.training.accuracy import without_repeats
         from poise.training.evaluate import at_once, held_out
         from poise.training.interrupts import Stopper
         from poise.training.records import shown
@@ -102,7 +103,7 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
     summary = found.summary()
     with Console(0) as console:
         console.samples_table([shown(sample) for sample in found.attempts], show, whole=True)
-        rows = summary["table"].items()
+        rows = without_repeats(summary["table"]).items()
         console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])
     samples = summary["n"] * summary["samples"]
     print(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from poise.reports.recorded import read_json, read_metrics
 from poise.runs.folder import RunFolder
 from poise.runs.metrics_file import COPY, DamagedError
-from poise.training.accuracy import is_summary
+from poise.training.accuracy import BY_DIFFICULTY, is_summary
 
 State = Literal["finished", "diverged", "unfinished"]
 Line = Mapping[str, Any]  # the metrics of a step
@@ -187,7 +187,7 @@ def _curve(folder: RunFolder, lines: Sequence[Line], costs: Sequence[Cost]) -> l
 
 def _scores(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """The scores over all difficulties."""
-    table = {name: row["value"] for name, row in evaluation["table"].items() if ", difficulty " not in name}
+    table = {name: row["value"] for name, row in evaluation["table"].items() if BY_DIFFICULTY not in name}
     return {ACCURACY: evaluation["accuracy"], **table}
 
 

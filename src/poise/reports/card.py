@@ -10,7 +10,7 @@ from poise import __version__
 from poise.reports.recorded import read_json, read_metrics
 from poise.runs import warnings
 from poise.runs.folder import RunFolder
-from poise.training.accuracy import is_summary
+from poise.training.accuracy import BY_DIFFICULTY, is_summary
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -59,7 +59,7 @@ def _accuracy(before: Any, after: Any) -> list[str]:
     """A table, with 95 % intervals."""
     if not is_summary(before) or not is_summary(after):
         return ["Not measured: the run has no evaluation before training and of this model."]
-    names = [name for name in before["table"] if name in after["table"] and ", difficulty " not in name]
+    names = [name for name in before["table"] if name in after["table"] and BY_DIFFICULTY not in name]
     sampling = f"{after['samples']} samples at temperature {_plain(after.get('temperature'))}"
     return [
         f"{after['n']} problems × {sampling}, with 95 % intervals:",

@@ -192,6 +192,15 @@ def _check_count(owner: str, name: str, value: int, low: int, high: float = floa
     check_range(owner, name, value, low, high)
 
 
+BY_DIFFICULTY = ", difficulty "  # between the measure and the difficulty, in the names of a summary's rows
+
+
+def without_repeats(table: dict[str, Any]) -> dict[str, Any]:
+    """The rows to show: those of a difficulty only if there are several; the rows of a single one repeat the others."""
+    difficulties = {name.partition(BY_DIFFICULTY)[2] for name in table} - {""}
+    return {name: row for name, row in table.items() if len(difficulties) > 1 or BY_DIFFICULTY not in name}
+
+
 def is_summary(data: Any) -> TypeGuard[dict[str, Any]]:
     """Whether ``data``, read from a file, has the fields of ``Evaluation.summary`` that poise reads."""
     if not isinstance(data, dict) or not isinstance(data.get("table"), dict):

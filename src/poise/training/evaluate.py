@@ -13,7 +13,7 @@ from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, TaskError, draw
-from poise.training.accuracy import ProblemResult, is_summary, summarise
+from poise.training.accuracy import BY_DIFFICULTY, ProblemResult, is_summary, summarise
 from poise.training.records import task_metrics, turn_metrics
 from poise.training.resume import TrainError
 
@@ -43,8 +43,8 @@ class Evaluation:
         table = {name: value for name, value in sampled["overall"].items() if name != "problems"}
         table["greedy"] = greedy["overall"]["avg@1"]
         for difficulty, row in sampled["difficulty"].items():
-            table[f"avg@{self.samples}, difficulty {difficulty}"] = row[f"avg@{self.samples}"]
-            table[f"greedy, difficulty {difficulty}"] = greedy["difficulty"][difficulty]["avg@1"]
+            table[f"avg@{self.samples}{BY_DIFFICULTY}{difficulty}"] = row[f"avg@{self.samples}"]
+            table[f"greedy{BY_DIFFICULTY}{difficulty}"] = greedy["difficulty"][difficulty]["avg@1"]
         return {
             "accuracy": average["value"],
             "interval": [average["low"], average["high"]],
@@ -70,7 +70,7 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """``eval/{task}/…`` for the metrics of a step."""
         summary = self.summary()
-        named = {name.replace(", difficulty ", "/"): row["value"] for name, row in summary["table"].items()}
+        named = {name.replace(BY_DIFFICULTY, "/"): row["value"] for name, row in summary["table"].items()}
         return {f"eval/{self.task}/{name}": value for name, value in named.items()}
 
 

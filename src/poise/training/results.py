@@ -9,7 +9,7 @@ from poise.config.schema import Config
 from poise.runs import warnings
 from poise.runs.console import Console
 from poise.runs.folder import RunFolder
-from poise.training.accuracy import is_summary
+from poise.training.accuracy import is_summary, without_repeats
 from poise.training.conclusion import conclusion
 from poise.training.evaluate import read_before
 
@@ -91,7 +91,7 @@ def _key(lines: Sequence[dict[str, Any]], task: str, samples: int) -> str:
 
 
 def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    before, after = summary["before"]["table"], summary["after"]["table"]
+    before, after = (without_repeats(summary[when]["table"]) for when in ("before", "after"))
     return [
         {
             "name": name,

@@ -52,12 +52,14 @@ const curves = Object.assign(new Group(), {
   groups() {
     const one = (name) => (key) => key === name;
     const like = (pattern) => (key) => pattern.test(key);
+    const all = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))];
+    const several = (pattern) => (key) => pattern.test(key) && all.filter(like(pattern)).length > 1; // one difficulty only repeats the whole
     const wanted = [
       ["Reward", one("reward/mean"), "mean over the step's responses"],
       ["Accuracy in training", like(/^reward\/accuracy$/)],
-      ["Accuracy by difficulty", like(/^reward\/accuracy\//), "in training"],
+      ["Accuracy by difficulty", several(/^reward\/accuracy\//), "in training"],
       ["Held-out accuracy", like(/^eval\/.+\/((avg|pass|maj)@\d+|greedy)$/)],
-      ["Held-out accuracy by difficulty", like(/^eval\/.+\/avg@\d+\/./)],
+      ["Held-out accuracy by difficulty", several(/^eval\/.+\/avg@\d+\/./)],
       ["Success of first and second attempts", like(/^(first|second)\/success$/), "second attempts: of those who retried"],
       ["Reflections", like(/^reflection\/(readable|shown)$/), "shares that could be read, and were shown"],
       ["Transfer", like(/^transfer\/(mean|after_right|after_wrong)$/), "share of prefixes that the receiver continued to a right answer"],
@@ -74,7 +76,6 @@ const curves = Object.assign(new Group(), {
       ["Tokens flagged, scored or set to zero", like(/^reg\/.+\/(flagged|scored|zero)_share$/)],
       ["Time per step", like(/^time\/(step|rollout|transfer|update|regulate|record|score)$/), "seconds"],
     ];
-    const all = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))];
     const named = (text) => text.toLowerCase().includes(this.find.trim().toLowerCase());
     const asked = ([title, matches]) => named(title) || all.some((key) => matches(key) && named(key));
     const others = this.every || this.find.trim() ? all.filter((key) => named(key) && !wanted.some(([, matches]) => matches(key))).sort().map((key) => [key, one(key)]) : [];

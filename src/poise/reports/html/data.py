@@ -24,7 +24,7 @@ from poise.reports.recorded import read_json, read_metrics, read_step
 from poise.runs import warnings
 from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
-from poise.training.accuracy import is_summary
+from poise.training.accuracy import is_summary, without_repeats
 from poise.training.conclusion import learned
 
 Block = tuple[int, int, int]  # run, step, row: the address of a response
@@ -173,7 +173,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _evaluation(summary: Any) -> dict[str, Any] | None:
     """Held-out accuracy as ``Evaluation.summary`` has it; None if it was not measured, or is damaged."""
-    return summary if is_summary(summary) else None
+    return summary | {"table": without_repeats(summary["table"])} if is_summary(summary) else None
 
 
 def _warnings(folder: RunFolder, last: int) -> list[dict[str, Any]]:
