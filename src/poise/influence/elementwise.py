@@ -33,6 +33,10 @@ class Rows:
         zeros = hidden.new_zeros(len(hidden), dtype=accumulator(hidden.dtype))
         return cls(torch.full_like(zeros, torch.finfo(zeros.dtype).min), zeros, zeros.clone())
 
+    def part(self, tokens: slice) -> Rows:
+        """The statistics of some of the tokens."""
+        return Rows(self.top[tokens], self.others[tokens], self.own[tokens])
+
     @property
     def norm(self) -> Tensor:
         """(N,) Σ exp(logit − top) over the vocabulary."""

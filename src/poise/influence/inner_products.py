@@ -123,11 +123,12 @@ def group_scores(
         hidden = hidden.to(accumulator(hidden.dtype))
     counts = send([count for group in groups for count in group], hidden.device)
     owner = torch.repeat_interleave(counts, output_size=len(hidden))  # (N,) the response of each token
+    rows = Rows.start(hidden)  # of all groups: each launch counts on a GPU
     sums, correct, wrong, begin, first = [], [], [], 0, 0
     with torch.cuda.device_of(hidden):  # Triton launches on the current device; does nothing on a CPU
         for *lengths, rest in groups:
             tokens = slice(begin, begin + sum(lengths) + rest)
-            group = _Group(hidden[tokens], targets[tokens], owner[tokens], lengths)
+            group = _Group(hidden[tokens], targets[tokens], owner[tokens], lengths, rows.part(tokens))
             sums.append(_sums(head, group, self_inclusive, form, block, half, split))
             correct.append(slice(first, first + len(lengths)))
             wrong.append(slice(tokens.stop - rest, tokens.stop))
@@ -142,6 +143,7 @@ class _Group(NamedTuple):
     targets: Tensor  # (N,)
     owner: Tensor  # (N,) equal for the tokens of a correct response, and for those of all incorrect ones
     lengths: list[int]  # of the correct responses
+    rows: Rows  # before the first slice
 
 
 def _sums(
@@ -174,11 +176,11 @@ def _partners(group: _Group, self_inclusive: bool, split: bool) -> float:
 
 
 def _pair(head: Head, group: _Group, self_inclusive: bool, block: int, split: bool) -> Tensor:
-    hidden, targets, owner, lengths = group
+    hidden, targets, owner, lengths, rows = group
     n_positive, rest = sum(lengths), len(hidden) - sum(lengths)
     if split:  # incorrect responses first, so that the partners of a response are the tokens before it
         hidden, targets, owner = (torch.cat([x[n_positive:], x[:n_positive]]) for x in (hidden, targets, owner))
-    steps, rows = _steps(hidden), Rows.start(hidden)
+    steps = _steps(hidden)
     parts = _staircase(lengths, rest, self_inclusive) if split else [(slice(0, n_positive), len(hidden))]
     exact = accumulator(hidden.dtype)
     pairs = [hidden.new_empty(left.stop - left.start, width, dtype=exact) for left, width in parts]
@@ -192,22 +194,29 @@ def _pair(head: Head, group: _Group, self_inclusive: bool, block: int, split: bo
     del raw, values  # free the slice for what follows
 
     at_targets = head.weight[targets].to(hidden.dtype)
-    sums = hidden.new_zeros(len(hidden), dtype=exact)
+    found = []  # for each part, what it adds to the tokens before its end
     for sums_of, (left, width) in zip(pairs, parts, strict=True):
-        added = hidden.new_zeros(width, dtype=exact)
+        added = []
         for part in _blocks(len(sums_of), max(1, block // (4 * len(hidden)))):
             k = slice(left.start + part.start, left.start + part.stop)
             products = sums_of.new_empty(part.stop - part.start, width)
             multiply(products, hidden[k], hidden[:width].T)
             left_at_right, right_at_left = hidden[k] @ at_targets[:width].T, at_targets[k] @ hidden[:width].T
-            added += steps.columns(
-                sums_of[part], products, left_at_right, right_at_left, head, targets, owner, rows, k.start,
-                self_inclusive,
+            added.append(
+                steps.columns(
+                    sums_of[part], products, left_at_right, right_at_left, head, targets, owner, rows, k.start,
+                    self_inclusive,
+                )
             )  # fmt: skip
-        sums[:width] += added
-        if split:  # a pair of correct responses counts for both; which of its tokens has the sum does not matter
-            sums[left.start] += added[rest : left.start].sum()
-    return torch.cat([sums[rest:], sums[:rest]]) if split else sums
+        found.append(torch.stack(added).sum(0) if len(added) > 1 else added[0])
+    if not split:
+        return found[0]
+    sums = hidden.new_zeros(len(hidden), dtype=exact)
+    for added_by, (left, width) in zip(found, parts, strict=True):
+        sums[:width] += added_by
+        # A pair of correct responses counts for both; which of its tokens has the sum does not matter.
+        sums[left.start] += added_by[rest : left.start].sum()
+    return torch.cat([sums[rest:], sums[:rest]])
 
 
 def _staircase(lengths: list[int], rest: int, self_inclusive: bool) -> list[tuple[slice, int]]:
@@ -222,9 +231,8 @@ def _staircase(lengths: list[int], rest: int, self_inclusive: bool) -> list[tupl
 
 
 def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor:
-    hidden, targets, _, lengths = group
-    steps = _steps(hidden)
-    rows, n_positive = Rows.start(hidden), sum(lengths)
+    hidden, targets, _, lengths, rows = group
+    steps, n_positive = _steps(hidden), sum(lengths)
     for start, raw in _products(head, hidden, _width(block, len(hidden))):
         steps.walk(raw, head, start, targets, rows, update=True, write=False)
     del raw
@@ -256,7 +264,7 @@ def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tens
 def _opaque(
     head: Callable[[Tensor], Tensor], group: _Group, self_inclusive: bool, block: int | None, half: bool
 ) -> Tensor:
-    hidden, targets, owner, lengths = group
+    hidden, targets, owner, lengths, _ = group
 
     def errors(part: slice) -> Tensor:
         logits = head(hidden[part])
