@@ -51,7 +51,7 @@ def test_the_report_opens_with_what_was_reached(page, tmp_path):
     assert page.inner_text(".headline") == ("0.353 → 0.575 avg@4 on 300 held-out problems · greedy 0.683 → 0.660")
     assert page.locator(".verdict li").all_inner_texts() == [
         "learned: avg@4 rose from 0.353 to 0.575, pass@4 rose from 0.653 to 0.875, by more than the 95 % intervals",
-        "not learned: greedy accuracy 0.683 → 0.660 (no clear change: the 95 % intervals overlap)",
+        "not learned: greedy accuracy 0.683 → 0.660 (by the 95 % intervals, no gain of 5 points)",
     ]
     assert [row[:5] for row in cells(page)] == [
         ["avg@4", "0.353 [0.313, 0.393]", "0.575 [0.535, 0.615]", "+0.222", "apart"],

@@ -9,7 +9,8 @@ from poise import trainer
 from poise.comparison.plan import read_plan
 from poise.runs.folder import RunFolder
 from poise.runs.warnings import RunWarning
-from poise.training.conclusion import conclusion
+from poise.training.accuracy import clopper_pearson
+from poise.training.conclusion import conclusion, learned
 from support.small_runs import SHORT, make
 
 DEMO = {"avg@4": (0.353, 0.575), "greedy": (0.683, 0.660), "pass@4": (0.747, 0.780)}  # docs/results/demo.md
@@ -34,16 +35,20 @@ def test_the_demo_is_told_honestly(tmp_path):
     place = tmp_path / "run"
     told = lines(tmp_path)
     assert told[0] == "learned: avg@4 rose from 0.353 to 0.575, by more than the 95 % intervals"
-    assert told[1].startswith("not learned: greedy accuracy 0.683 → 0.660, pass@4 0.747 → 0.780 (no clear change")
-    assert "no sign that it solves more problems" in told[2]
-    assert told[3] == "try next:"
-    assert told[4::2] == [
+    assert told[1] == "not learned: greedy accuracy 0.683 → 0.660 (by the 95 % intervals, no gain of 5 points)"
+    assert told[2].startswith("cannot tell: pass@4 0.747 → 0.780 (the 95 % intervals overlap, and a gain of 5 points")
+    assert told[3] == (
+        "  300 held-out problems show changes from about 10 points on; for 5 points, set evaluation.problems to 1200"
+    )
+    assert "no sign that it solves more problems" in told[4]
+    assert told[5] == "try next:"
+    assert told[6::2] == [
         "  # read the responses, token by token",
         "  # train on",
         "  # another method",
         "  # which one is better: one run cannot tell",
     ]
-    assert told[5::2] == [
+    assert told[7::2] == [
         f"  poise report {place}",
         f"  poise train --resume run={place} steps=100",
         f"  poise train demo regulator=ar run={place}-ar",
@@ -97,7 +102,8 @@ def test_commands_of_a_task_of_ones_own_need_no_recipe(tmp_path):
             ["learned: avg@4 rose from 0.100 to 0.800, greedy accuracy rose"],
         ),
         ({"avg@4": (0.4, 0.1), "greedy": (0.4, 0.1)}, ["worse than before: avg@4 fell from 0.400 to 0.100", "worse"]),
-        ({"avg@4": (0.4, 0.45)}, ["not learned: avg@4 0.400 → 0.450"]),
+        ({"avg@4": (0.4, 0.45)}, ["cannot tell: avg@4 0.400 → 0.450", "  300 held-out problems show changes from"]),
+        ({"avg@4": (0.45, 0.4)}, ["not learned: avg@4 0.450 → 0.400"]),
         ({"avg@4": (0.2, 0.5)}, ["learned: avg@4 rose"]),  # no greedy accuracy: nothing is said of it
     ],
 )
@@ -112,7 +118,23 @@ def test_a_fall_asks_for_smaller_steps_and_few_problems_for_more(tmp_path):
     fell = "\n".join(lines(tmp_path, {"avg@4": (0.4, 0.1)}))
     assert "optim.lr=5e-05" in fell
     assert "--resume" not in fell
-    assert "4 held-out problems show large gains only" in "\n".join(lines(tmp_path, {"avg@4": (0.4, 0.45)}, n=4))
+    few = "\n".join(lines(tmp_path, {"avg@4": (0.4, 0.45)}, n=4, width=0.4))
+    assert "4 held-out problems show hardly any change; for 5 points, set evaluation.problems to 1100" in few
+
+
+@pytest.mark.parametrize("problems", [30, 300])
+def test_so_many_problems_as_it_says_can_tell(tmp_path, problems):
+    """With as many as it asks for, the intervals of poise itself are apart at a gain of five points."""
+
+    def interval(right, of):
+        low, high = clopper_pearson(round(right * of), of)
+        return {"value": round(right * of) / of, "low": low, "high": high}
+
+    sides = [{"accuracy": 0.4, "n": problems, "samples": 1, "table": {"avg@1": interval(0.4, problems)}}] * 2
+    line = learned({"before": sides[0], "after": sides[1]})[1]
+    needed = int(line.rpartition(" ")[2])
+    assert interval(0.45, int(1.1 * needed))["low"] > interval(0.4, int(1.1 * needed))["high"]
+    assert interval(0.45, needed // 2)["low"] < interval(0.4, needed // 2)["high"]
 
 
 def test_a_budget_is_raised_and_warnings_are_named(tmp_path):

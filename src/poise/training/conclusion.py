@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import hypot
 from typing import Any
 
 from poise.config.arguments import arguments
@@ -13,7 +15,7 @@ from poise.runs.warnings import RunWarning
 from poise.training.accuracy import is_summary
 from poise.training.warnings import TABLE, Progress
 
-FEW_PROBLEMS = 200  # with fewer, an interval is wider than most gains
+GAIN = 0.05  # a gain in accuracy that would matter
 
 
 def conclusion(
@@ -29,7 +31,7 @@ def conclusion(
     if not warnings and _nothing_right(changes):  # the run may have been too short for a warning
         all_wrong = next(entry for entry in TABLE if entry.name == "all-wrong")
         commands = [*report, all_wrong.remedy(Progress(config))]
-    if warnings and not any(way > 0 for *_, way in changes):  # more of the same does not help
+    if warnings and not any(change.way > 0 for change in changes):  # more of the same does not help
         commands = [*report, *(each.remedy for each in warnings)]
     return [*lines, "try next:", *(f"  {line}" for line in commands)]
 
@@ -39,10 +41,24 @@ def learned(summary: dict[str, Any]) -> list[str]:
     changes = _changes(summary)
     if _nothing_right(changes):
         return ["no held-out answer was right, before training or after it"]
-    return [*_learned(changes), *_not_learned(changes, summary)]
+    return [*_learned(changes), *_not_learned(changes, summary["after"]["n"])] if changes else []
 
 
-Change = tuple[str, float, float, int]  # measure, before, after; 1: it rose, -1: it fell, 0: the intervals overlap
+@dataclass(frozen=True)
+class Change:
+    """What became of one measure."""
+
+    name: str
+    old: float
+    new: float
+    way: int  # 1: it rose, -1: it fell, 0: the 95 % intervals overlap
+    most: float  # the upper end of the interval of the change, by Newcombe's method from the two intervals
+    visible: float  # the smallest rise or fall with which such intervals would be apart
+
+    @property
+    def shown(self) -> str:
+        """Both values."""
+        return f"{self.name} {self.old:.3f} → {self.new:.3f}"
 
 
 def _changes(summary: dict[str, Any]) -> list[Change]:
@@ -56,36 +72,56 @@ def _changes(summary: dict[str, Any]) -> list[Change]:
         old, new = (when["table"].get(name) for when in (before, after))
         if old is not None and new is not None and not (k == 1 and name == "pass@1"):  # which is avg@1
             way = (new["low"] > old["high"]) - (new["high"] < old["low"])
-            found.append((label, old["value"], new["value"], way))
+            up = hypot(new["high"] - new["value"], old["value"] - old["low"])
+            visible = old["high"] - old["value"] + new["value"] - new["low"]
+            most = new["value"] - old["value"] + up
+            found.append(Change(label, old["value"], new["value"], way, most, visible))
     return found
 
 
 def _nothing_right(changes: Sequence[Change]) -> bool:
-    return bool(changes) and all(old == new == 0 for _, old, new, _ in changes)
+    return bool(changes) and all(change.old == change.new == 0 for change in changes)
 
 
 def _learned(changes: Sequence[Change]) -> list[str]:
-    rose = [f"{name} rose from {old:.3f} to {new:.3f}" for name, old, new, way in changes if way > 0]
+    rose = [f"{each.name} rose from {each.old:.3f} to {each.new:.3f}" for each in changes if each.way > 0]
     return [f"learned: {', '.join(rose)}, by more than the 95 % intervals"] if rose else []
 
 
-def _not_learned(changes: Sequence[Change], summary: dict[str, Any]) -> list[str]:
+def _not_learned(changes: Sequence[Change], problems: int) -> list[str]:
     lines = [
-        f"worse than before: {name} fell from {old:.3f} to {new:.3f}" for name, old, new, way in changes if way < 0
+        f"worse than before: {each.name} fell from {each.old:.3f} to {each.new:.3f}" for each in changes if each.way < 0
     ]
-    unclear = [f"{name} {old:.3f} → {new:.3f}" for name, old, new, way in changes if way == 0]
-    if unclear:
-        lines.append(f"not learned: {', '.join(unclear)} (no clear change: the 95 % intervals overlap)")
-    ways = {name: way for name, _, _, way in changes}
-    rose = [name for name, way in ways.items() if way > 0]
-    if rose == [name for name in rose if name.startswith("avg@")] and rose and "greedy accuracy" in ways:
+    unclear = [each for each in changes if each.way == 0]
+    if excluded := [each for each in unclear if each.most < GAIN]:
+        listed = ", ".join(each.shown for each in excluded)
+        lines.append(f"not learned: {listed} (by the 95 % intervals, no gain of {_points(GAIN)})")
+    if open_ := [each for each in unclear if each.most >= GAIN]:
+        listed, visible = ", ".join(each.shown for each in open_), max(each.visible for each in open_)
+        lines.append(f"cannot tell: {listed} (the 95 % intervals overlap, and a gain of {_points(GAIN)} is possible)")
+        shown = f"changes from about {_points(visible)} on" if visible < 0.5 else "hardly any change"
+        needed = _round_up(round(problems * (visible / GAIN) ** 2))
+        lines.append(
+            f"  {problems} held-out problems show {shown}; for {_points(GAIN)}, set evaluation.problems to {needed}"
+        )
+    rose = [each.name for each in changes if each.way > 0]
+    surer = rose and all(name.startswith("avg@") for name in rose)
+    if surer and any(each.name == "greedy accuracy" for each in changes):
         lines.append(
             "  so the samples came closer to what the model already answered greedily: it is surer, and there is no "
             "sign that it solves more problems"
         )
-    if changes and not rose and summary["after"]["n"] < FEW_PROBLEMS:
-        lines.append(f"  {summary['after']['n']} held-out problems show large gains only: raise evaluation.problems")
     return lines
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.0f} points"
+
+
+def _round_up(count: int) -> int:
+    """The count with two digits, rounded up: it is an estimate."""
+    unit = 10 ** max(0, len(str(count)) - 2)
+    return -(-count // unit) * unit
 
 
 def _next(config: Config, folder: RunFolder, changes: Sequence[Change], summary: dict[str, Any]) -> list[str]:
@@ -95,7 +131,7 @@ def _next(config: Config, folder: RunFolder, changes: Sequence[Change], summary:
     more = f"budget={2 * config.budget}" if config.budget else f"steps={2 * summary['steps']}"
     smaller = f"optim.lr={config.optim.lr / 4:.2g}"
     rows = [("read the responses, token by token", shlex.join(["poise", "report", place]))]
-    if not any(way < 0 for *_, way in changes):
+    if not any(change.way < 0 for change in changes):
         rows.append(("train on", f"{folder.resume_command} {more}"))
     elif words := arguments(config, ("optim.lr", "run")):
         rows.append(("smaller steps", shlex.join(["poise", "train", *words, smaller, f"run={place}-slower"])))
