@@ -123,7 +123,7 @@ def test_a_fall_asks_for_smaller_steps_and_few_problems_for_more(tmp_path):
 
 
 @pytest.mark.parametrize("problems", [30, 300])
-def test_so_many_problems_as_it_says_can_tell(tmp_path, problems):
+def test_so_many_problems_as_it_says_can_tell(problems):
     """With as many as it asks for, the intervals of poise itself are apart at a gain of five points."""
 
     def interval(right, of):

@@ -121,7 +121,7 @@ def _points(share: float) -> str:
 def _round_up(count: int) -> int:
     """The count with two digits, rounded up: it is an estimate."""
     unit = 10 ** max(0, len(str(count)) - 2)
-    return -(-count // unit) * unit
+    return int(-(-count // unit) * unit)
 
 
 def _next(config: Config, folder: RunFolder, changes: Sequence[Change], summary: dict[str, Any]) -> list[str]:
