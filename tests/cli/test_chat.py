@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from poise.cli import chat
 from poise.cli.app import app
+from poise.config.run_settings import only_task
 from support.command_line import fails
 
 FEW = ["max_tokens=12", "device=cpu"]
@@ -49,6 +50,33 @@ def test_a_dialogue_is_read_whole(monkeypatch):
     assert first[0]["content"].endswith("\n\nWho is a knight?")
     assert len(first[0]["content"]) > 40
     assert second[2]["content"] == "Are you sure?"
+
+
+def test_a_model_of_one_task_says_so_and_offers_a_problem(monkeypatch, capsys):
+    typed = iter(["", ""])
+
+    def answer(_):
+        for text in typed:
+            return text
+        raise EOFError
+
+    monkeypatch.setattr(builtins, "input", answer)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
+    chat.chat("embedded", ["temperature=0", "max_tokens=128", "device=cpu"], instruction=True)
+    said, noted = capsys.readouterr()
+    assert noted.count("has learned the language of one task only (kk)") == 1
+    assert "Press Enter" in noted
+    assert said.count("Think first, then say who is what") == 1  # the problem has the instruction
+    assert said.count("\nmodel: ") == 1  # a second empty line is no message
+    assert "<answer>" in said
+
+
+def test_the_note_does_not_stand_among_what_is_piped_out(tmp_path):
+    done = CliRunner().invoke(app, ["chat", "embedded", *FEW], input="What is 2 + 2?")
+    assert "one task only" in done.stderr
+    assert "one task only" not in done.stdout
+    assert only_task(str(tmp_path)) is None  # a model that poise did not teach
+    assert only_task("some/model") is None
 
 
 @pytest.mark.parametrize(

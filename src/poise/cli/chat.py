@@ -44,6 +44,7 @@ def chat(
     with explained():
         config = to_chat(model, args or [], instruction=instruction, trust=trust)
         first = _instruction(config) if instruction else ""
+        offer = _only_task(model, config.evaluation.seed)
         if sys.stdin is None or not sys.stdin.isatty():  # None: closed
             text = sys.stdin.buffer.read().decode("utf-8", "replace").strip() if sys.stdin else ""
             if not text:
@@ -55,6 +56,9 @@ def chat(
         while True:
             try:
                 text = readable(input("\nyou: ").strip())
+                if not text and offer:
+                    print(visible(offer))
+                text, offer = text or offer, ""
                 if text:
                     print(visible(f"\nmodel: {reply(text)}"))
             except EOFError:
@@ -62,6 +66,21 @@ def chat(
                 return
             except ModelError as error:  # such as a dialogue that has become too long
                 fail(error)
+
+
+def _only_task(model: str, seed: int) -> str:
+    """Say it if the model knows the language of one task only; return a problem of that task to begin with."""
+    from poise.config.run_settings import only_task
+    from poise.tasks import draw, several_turns
+
+    if (task := only_task(model)) is None:
+        return ""
+    note = f"This model has learned the language of one task only ({task.name}): it has no answer to other questions."
+    if several_turns(task) or sys.stdin is None or not sys.stdin.isatty():
+        print(note, file=sys.stderr)
+        return ""
+    print(f"{note} Press Enter to begin with a problem of that task.", file=sys.stderr)
+    return draw(task, "test", seed, 1)[0].prompt
 
 
 def _instruction(config: Config) -> str:
@@ -92,7 +111,8 @@ def _dialogue(config: Config, first: str) -> Callable[[str], str]:
     sampling = Sampling(config.test_temperature, rollout.top_p, rollout.top_k)
 
     def reply(text: str) -> str:
-        said.append({"role": "user", "content": text if said or not first else f"{first}\n\n{text}"})
+        begun = said or not first or text.startswith(first)  # as a problem of the task does
+        said.append({"role": "user", "content": text if begun else f"{first}\n\n{text}"})
         prompt = policy.encode(said)
         room = min(rollout.max_tokens, most_tokens(policy) - len(prompt))
         if room < 1:

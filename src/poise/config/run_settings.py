@@ -43,6 +43,15 @@ def starting_model(model: str) -> str:
     return named if isinstance(named, str) else model
 
 
+def only_task(model: str) -> Task | None:
+    """The task whose language is all that a model knows, because poise taught it from nothing; None for others."""
+    try:
+        document = _folder_task(starting_model(model))
+        return restore(document).task.build() if document else None
+    except ConfigError:  # its code is not poise's own
+        return None
+
+
 def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool = True) -> Config:
     """The settings of the run in a folder, changed. Code that the run names is loaded only with ``trust``.
 
