@@ -110,6 +110,28 @@ def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported(comm
     assert done.stdout.strip().endswith("[]")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["stepz=3"], "unknown key 'stepz'; did you mean 'steps'?"),
+        (["passez=2"], "did you mean 'regulator.passes'?"),
+        (["optim.lr=high", "group=0"], "optim.lr = 'high'"),
+        (["task.people=0"], "task: "),
+        (["nothing-is-set"], "one recipe at a time"),
+    ],
+)
+def test_most_mistakes_in_settings_are_answered_before_torch_is_imported(overrides, message):
+    code = (
+        "import sys\n"
+        "from poise.cli.app import app\n"
+        f"try: app(['train', 'demo', *{overrides}])\n"
+        "finally: print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert message in done.stderr
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["tasks", "--help"]])
 def test_help_and_version_import_nothing_heavy(arguments):
     heavy = ("torch", "transformers", "matplotlib", "numpy", "scipy", "poise.tasks", "poise.config")

@@ -12,7 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise import advantages, objective, tasks
+from poise import advantages, algorithms, objective, tasks
+from poise.config import schema
+from poise.config.regulator_settings import settings_of
 from poise.config.schema import Config, ConfigError, ObjectiveConfig, TaskConfig, dump, load, recipes
 
 
@@ -26,6 +28,14 @@ def test_the_objective_mirrors_its_settings():
                "surrogate": "cispo"}  # fmt: skip
     assert set(changed) == set(theirs)
     assert ObjectiveConfig(**changed).settings() == objective.Settings(**changed)
+
+
+def test_what_the_schema_knows_of_the_default_regulator_and_algorithm_is_true():
+    """It answers mistakes without building them, since that imports torch."""
+    config = load("demo", [])
+    assert config.regulator == config.algorithm == schema.GRPO
+    assert tuple(settings_of(config.build_regulator())) == schema.SETTINGS_OF_GRPO
+    assert isinstance(config.build_algorithm(), algorithms.Grpo)
 
 
 def test_every_advantage_is_in_the_table():

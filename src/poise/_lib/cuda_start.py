@@ -25,7 +25,7 @@ def cuda_starts(device: str) -> Iterator[None]:
 
 
 def _start(device: str) -> None:
-    import torch  # the settings were checked with it: nothing is imported here
+    import torch  # imported already, to check the settings
 
     with suppress(Exception):
         if torch.cuda.is_available():

@@ -41,23 +41,34 @@ def home(path: Any) -> Any:
 @contextmanager
 def explained() -> Iterator[None]:
     """Print errors that tell the user what to do as they are; any other is a bug and keeps its traceback."""
+    from poise.config.documents import ConfigError
+
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (ConfigError, OSError) as error:
+        fail(error)
+    except Exception as error:
+        if isinstance(error, _kinds_that_explain()):
+            fail(error)
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _kinds_that_explain() -> tuple[type[Exception], ...]:
+    """The errors of the rooms below. They are imported once there is one: most of them need torch."""
     with quick_imports():
         from poise._lib.user_code import UserCodeError
-        from poise.config.schema import ConfigError
         from poise.models.errors import ModelError
         from poise.runs.folder import CheckpointError, DamagedError
         from poise.runs.trackers import TrackerError
         from poise.tasks import RewardError, TaskError
         from poise.training.resume import TrainError
-
-    try:
-        yield
-    except (ConfigError, ModelError, CheckpointError, DamagedError, OSError) as error:
-        fail(error)
-    except (TaskError, RewardError, TrainError, TrackerError, UserCodeError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    return (
+        ModelError, CheckpointError, DamagedError, TaskError, RewardError, TrainError, TrackerError, UserCodeError,
+    )  # fmt: skip
 
 
 @contextmanager

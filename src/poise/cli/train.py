@@ -47,7 +47,8 @@ def train(
 
     recipe, overrides = split_arguments(args or [])
     with explained():
-        config = _resumed(recipe, overrides, trust) if resume else configs.load(recipe, overrides)
+        with quick_imports():  # of torch, once something must be built to be checked
+            config = _resumed(recipe, overrides, trust) if resume else configs.load(recipe, overrides)
         if dry_run:
             settings = configs.dump(config)
             print(visible(settings) if resume else settings)  # a run folder's may be anybody's

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from poise import tasks
 from poise.config.values import Count, CountOrZero, Group, Real, Text, Whole, lists_for_tuples
-from poise.objective import Settings
+
+if TYPE_CHECKING:
+    from poise.objective import Settings
 
 
 class TaskConfig(Group):
@@ -107,24 +109,28 @@ class OptimConfig(Group):
 class ObjectiveConfig(Group):
     """The fields of ``poise.objective.Settings``, with the same meanings, ranges and defaults."""
 
-    clip_low: Real = Settings.clip_low
-    clip_high: Real = Settings.clip_high
-    dual_clip: Real | None = Settings.dual_clip
-    kl: str = Settings.kl
-    kl_coef: Real = Settings.kl_coef
-    entropy_coef: Real = Settings.entropy_coef
-    aggregation: str = Settings.aggregation
-    max_length: Whole | None = Settings.max_length
-    importance_cap: Real | None = Settings.importance_cap
+    clip_low: Real = 0.20
+    clip_high: Real = 0.24
+    dual_clip: Real | None = 10.0
+    kl: str = "k3"
+    kl_coef: Real = 0.0
+    entropy_coef: Real = 0.0
+    aggregation: str = "token-mean"
+    max_length: Whole | None = None
+    importance_cap: Real | None = 2.0
     # The policy term: clip, cispo, gspo, sapo, dppo, kl-cov or lp-reg; settings in brackets, such as dppo(delta=0.2)
     surrogate: Text = "clip"
 
     def settings(self) -> Settings:
         """The settings as the objective takes them."""
+        from poise.objective import Settings
+
         return Settings(**self.model_dump())
 
     @model_validator(mode="after")
     def _in_range(self) -> Self:
+        if all(getattr(self, name) == field.default for name, field in type(self).model_fields.items()):
+            return self  # without importing torch
         try:
             self.settings()
         except (ValueError, TypeError) as error:

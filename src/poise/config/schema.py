@@ -5,23 +5,24 @@
 
 A recipe is a YAML file with the keys of ``Config``, or the name of one that ships with the package; ``base: name`` (or
 a path) inherits from another. ``load`` reports all problems at once, in one ``ConfigError`` with a line for each.
+
+torch takes seconds to import, so it is imported only once something must be built that needs it: most mistakes are
+answered before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-import torch
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from poise import algorithms, regulators, tasks
+from poise import tasks
 from poise._lib import user_code as _user_code
 from poise._lib.errors import unknown
 from poise._lib.files import expand
-from poise.advantages import WITHOUT_GROUPS
 from poise.config.documents import (
     DEEPEST,
     ConfigError,
@@ -43,13 +44,17 @@ from poise.config.groups import (
     TaskConfig,
 )
 from poise.config.messages import explain
-from poise.config.regulator_settings import change_regulator, parts_of, settings_of
 from poise.config.values import Count, CountOrZero, Group, Real, Text, TokenCount
 from poise.runs.trackers import TRACKERS
+
+if TYPE_CHECKING:
+    from poise.algorithms import Algorithm
+    from poise.regulators import Regulator
 
 __all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "resolve", "restore"]
 
 MOST_PROBLEMS = 20  # explained at once
+GRPO, SETTINGS_OF_GRPO = "grpo", ("passes",)  # the default regulator and algorithm, known without building them
 
 
 class Config(Group):
@@ -62,8 +67,8 @@ class Config(Group):
     seed: CountOrZero = 0  # of problems, samples and the order of mini-batches; the same seed repeats a run
     prompts: Count = 16  # problems per step
     group: Count = 8  # responses per prompt
-    regulator: Text = "grpo"  # weights of the tokens: name, or text form such as "ar(alpha=0.3) | lopti"
-    algorithm: Text = "grpo"  # what is sampled and compared: name, or text form such as "rltr(transfer=0.5)"
+    regulator: Text = GRPO  # weights of the tokens: name, or text form such as "ar(alpha=0.3) | lopti"
+    algorithm: Text = GRPO  # what is sampled and compared: name, or text form such as "rltr(transfer=0.5)"
     # Advantage of a response. group-…: compared with its group; leave-one-out: with the others of its group.
     # REINFORCE++ normalises over the batch, by response or (-tokens) by token; -baseline first subtracts group means
     advantage: Literal[
@@ -102,17 +107,25 @@ class Config(Group):
         asked = self.evaluation.temperature
         return self.rollout.temperature if asked is None else asked
 
-    def build_regulator(self) -> regulators.Regulator:
+    def build_regulator(self) -> Regulator:
         """The regulator itself."""
+        from poise import regulators
+
         return regulators.parse(self.regulator)
 
-    def build_algorithm(self) -> algorithms.Algorithm:
+    def build_algorithm(self) -> Algorithm:
         """The algorithm itself."""
+        from poise import algorithms
+
         return algorithms.get(self.algorithm, self.group)
 
     @field_validator("regulator")
     @classmethod
     def _regulator_can_be_read(cls, value: str) -> str:
+        if value == GRPO:
+            return value
+        from poise import regulators
+
         try:
             regulators.parse(value)
         except TypeError as error:
@@ -122,6 +135,10 @@ class Config(Group):
     @field_validator("algorithm")
     @classmethod
     def _algorithm_can_be_read(cls, value: str) -> str:
+        if value == GRPO:
+            return value
+        from poise import algorithms
+
         try:
             algorithms.get(value, 2)
         except TypeError as error:
@@ -138,9 +155,12 @@ class Config(Group):
     @field_validator("device")
     @classmethod
     def _device_exists_in_torch(cls, value: str) -> str:
+        if value in ("auto", "cpu"):
+            return value
+        import torch
+
         try:
-            if value != "auto":
-                torch.device(value)
+            torch.device(value)
         except RuntimeError:
             raise ValueError("must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
         return value
@@ -169,6 +189,8 @@ class Config(Group):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        from poise.advantages import WITHOUT_GROUPS
+
         group = getattr(self.build_algorithm(), "group", self.group)  # it may have one of its own
         if isinstance(group, int) and group < 2 and self.advantage not in WITHOUT_GROUPS:
             raise ValueError(
@@ -200,10 +222,12 @@ def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Con
 def resolve(document: Document, changes: Document, regulator_settings: Document) -> Document:
     """``document`` with the changes of ``split_overrides`` on top."""
     if isinstance(settings := changes.get("algorithm"), dict):
-        changes = {**changes, "algorithm": change_algorithm(document.get("algorithm", "grpo"), settings)}
+        changes = {**changes, "algorithm": change_algorithm(document.get("algorithm", GRPO), settings)}
     document = merge(document, changes)
     if regulator_settings:
-        document["regulator"] = change_regulator(str(document.get("regulator", "grpo")), regulator_settings)
+        from poise.config.regulator_settings import change_regulator
+
+        document["regulator"] = change_regulator(str(document.get("regulator", GRPO)), regulator_settings)
     return document
 
 
@@ -279,8 +303,15 @@ def _task_keys(document: Document) -> list[str]:
 
 
 def _regulator_keys(document: Document) -> list[str]:
+    text = str(document.get("regulator", GRPO))
+    return [f"regulator.{setting}" for setting in (SETTINGS_OF_GRPO if text == GRPO else _settings_of_regulator(text))]
+
+
+def _settings_of_regulator(text: str) -> list[str]:
+    from poise.config.regulator_settings import parts_of, settings_of
+
     try:
-        parts = parts_of(str(document.get("regulator", "grpo")))
+        parts = parts_of(text)
     except (TypeError, ValueError):
         return []
-    return [f"regulator.{setting}" for part in parts for setting in settings_of(part)]
+    return [setting for part in parts for setting in settings_of(part)]
