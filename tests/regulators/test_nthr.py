@@ -159,11 +159,30 @@ def test_half_precision_operands_are_as_near_as_the_naive_form(dtype, kind, bloc
     exact = all_pairs(as_double(head), hidden.double(), targets, sizes[:-1])
     coarse = Head(head.weight.bfloat16(), None if bias is None else bias.bfloat16(), **settings)
     rough = all_pairs(coarse, hidden.bfloat16(), targets, sizes[:-1])
-    for form, split in (("pair", True), ("pair", False), ("linear", None)):
-        found = scores(head, positive, negative, form=form, half=True, block=block, split=split)
+    kept = 390 * 1501  # all logits
+    for form, split, keep in (("pair", True, 0), ("pair", False, 0), ("linear", None, 0), ("linear", None, kept)):
+        found = scores(head, positive, negative, form=form, half=True, block=block, split=split, keep=keep)
         for ours, theirs, truth in zip(found, rough, exact, strict=True):
             assert ours.dtype == torch.float32
             assert (ours - truth).norm() <= 2 * (theirs - truth).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kept_logits_are_computed_once_and_change_nothing(dtype, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    head = Head(torch.randn(301, 32, generator=g).to(dtype), torch.randn(301, generator=g), 0.8, softcap=9.0)
+    _, _, positive, negative = sampled_group(g, head, sizes := [20, 30, 50])
+    products, whole = [], influence._products
+    monkeypatch.setattr(influence, "_products", lambda *args: (products.append(args[2]), whole(*args))[1])
+    found = {}
+    for keep in (0, sum(sizes) * 301 - 1, sum(sizes) * 301):
+        products.clear()
+        found[keep] = scores(head, positive, negative, form="linear", half=True, block=4000, keep=keep)
+        assert len(products) == (1 if keep == sum(sizes) * 301 else 2)
+    first, *others = found.values()
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("form", ["pair", "linear"])

@@ -9,7 +9,8 @@ Two forms of the same sum, for N tokens of which N⁺ belong to correct response
 - pair: every pair (k, k'). One pass over the vocabulary, ``2·N·V·(d + N⁺)`` FLOP: products of exponentials are summed
   before the normalisers are known, as in flash attention, and divided by them at the end;
 - linear: with ``G = Σ_k (e_y − π) hᵀ`` (V × d) the score of k' is ``(e_y' − π')ᵀ G h'``. Two passes, since G needs the
-  normalisers: ``6·N·V·d`` FLOP.
+  normalisers: ``6·N·V·d`` FLOP. If there is memory for the group's logits (``keep``), they are computed once:
+  ``4·N·V·d``.
 
 So the pair form is cheaper if N⁺ ≤ 2·d. Its inner products are symmetric, and a correct response's product with itself
 does not count, so half of those among the correct tokens are enough: ``split`` multiplies response by response and
@@ -73,6 +74,7 @@ def scores(
     block: int | None = None,
     half: bool | None = None,
     split: bool | None = None,
+    keep: int = 0,
 ) -> Scores:
     """Score the tokens of the incorrect responses, and each correct response, against the correct responses.
 
@@ -80,7 +82,8 @@ def scores(
     ones. A correct response is scored against the others, or with ``self_inclusive`` also against itself. ``block`` is
     the number of elements of the largest temporary tensor (``default_block``).
 
-    ``split`` leaves out products of pairs that others give; None: on a CPU.
+    ``split`` leaves out products of pairs that others give; None: on a CPU. If the half-precision logits of a group
+    have at most ``keep`` elements, the linear form keeps them between its two passes.
 
     Half-precision hidden states on a GPU stay half precision in matrix products, which accumulate in float32;
     everything between the products is float32. On a CPU they are converted to float32. ``half`` overrides the choice.
@@ -89,8 +92,9 @@ def scores(
     targets = torch.cat([y for _, y in positive] + [negative[1]])
     group = [*(len(y) for _, y in positive), len(negative[1])]
     return group_scores(
-        head, hidden, targets, [group], self_inclusive=self_inclusive, form=form, block=block, half=half, split=split
-    )
+        head, hidden, targets, [group], self_inclusive=self_inclusive, form=form, block=block, half=half, split=split,
+        keep=keep,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -105,6 +109,7 @@ def group_scores(
     block: int | None = None,
     half: bool | None = None,
     split: bool | None = None,
+    keep: int = 0,
 ) -> Scores:
     """``scores`` of several groups, without waiting for the device.
 
@@ -129,7 +134,7 @@ def group_scores(
         for *lengths, rest in groups:
             tokens = slice(begin, begin + sum(lengths) + rest)
             group = _Group(hidden[tokens], targets[tokens], owner[tokens], lengths, rows.part(tokens))
-            sums.append(_sums(head, group, self_inclusive, form, block, half, split))
+            sums.append(_sums(head, group, self_inclusive, form, block, half, split, keep))
             correct.append(slice(first, first + len(lengths)))
             wrong.append(slice(tokens.stop - rest, tokens.stop))
             begin, first = tokens.stop, first + len(lengths) + 1
@@ -154,6 +159,7 @@ def _sums(
     block: int | None,
     half: bool,
     split: bool,
+    keep: int,
 ) -> Tensor:
     """(N,) the score of each token. In a correct response only the sum is right: no form needs to compute more."""
     if not isinstance(head, Head):
@@ -162,7 +168,7 @@ def _sums(
         form = cheaper_form(_partners(group, self_inclusive, split), group.hidden.shape[1])
     block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)
     if form == "linear":
-        return _linear(head, group, self_inclusive, block)
+        return _linear(head, group, self_inclusive, block, keep)
     return _pair(head, group, self_inclusive, block, split)
 
 
@@ -230,11 +236,13 @@ def _staircase(lengths: list[int], rest: int, self_inclusive: bool) -> list[tupl
     return [(own, own.stop if self_inclusive else own.start) for own in responses]
 
 
-def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor:
+def _linear(head: Head, group: _Group, self_inclusive: bool, block: int, keep: int) -> Tensor:
     hidden, targets, _, lengths, rows = group
     steps, n_positive = _steps(hidden), sum(lengths)
-    for start, raw in _products(head, hidden, _width(block, len(hidden))):
+    kept = hidden.element_size() == 2 and len(hidden) * head.vocabulary <= keep
+    for start, raw in _products(head, hidden, head.vocabulary if kept else _width(block, len(hidden))):
         steps.walk(raw, head, start, targets, rows, update=True, write=False)
+    logits = raw if kept else None
     del raw
 
     exact = accumulator(hidden.dtype)
@@ -244,7 +252,7 @@ def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tens
     wider = torch.finfo(exact).bits // torch.finfo(hidden.dtype).bits  # G_i is float32
     width = _width(block, max(len(hidden), wider * len(lengths) * hidden.shape[1]))
     parts = hidden.new_empty(len(lengths), min(width, head.vocabulary), hidden.shape[1], dtype=exact)
-    for start, raw in _products(head, hidden, width):
+    for start, raw in _products(head, hidden, width) if logits is None else _cut(logits, width):
         steps.walk(raw, head, start, targets, rows, update=False, write=True)
         errors = stored(raw)  # π − e_y
         slices = parts[:, : raw.shape[1]]  # of −G_i, one for each correct response
@@ -293,6 +301,12 @@ def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Ten
         raw = memory[:, : vocabulary.stop - vocabulary.start]
         torch.mm(hidden, head.weight[vocabulary].to(hidden.dtype).T, out=raw)
         yield vocabulary.start, raw
+
+
+def _cut(logits: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
+    """The slices of ``W h`` that is there as a whole."""
+    for vocabulary in _blocks(logits.shape[1], width):
+        yield vocabulary.start, logits[:, vocabulary]
 
 
 def _operand(hidden: Tensor) -> torch.dtype:

@@ -16,6 +16,7 @@ from poise.regulators.base import Regulator
 
 TOKENS = 1 << 15  # padded tokens per forward pass of hidden states
 BLOCK = 1 << 27  # elements of the largest temporary on a GPU: small beside an update, large enough for few launches
+KEEP_SHARE = 0.1  # of a GPU's free memory, for the logits of one group: the update needs more than that afterwards
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> tu
     order = send([row for group in groups for row in group.right + group.wrong], device)
     which, column = batch.mask[order].nonzero(as_tuple=True)
     row = order[which]
-    parts, wrong, end, last = [], [], 0, 0
+    parts, wrong, end, last, keep = [], [], 0, 0, _keep(device)
     for batch_groups in _batches(groups, batch.mask.shape[1]):
         begin, end = end, end + sum(sum(group.sizes) for group in batch_groups)
         first, last = last, last + sum(len(group.right + group.wrong) for group in batch_groups)
@@ -120,7 +121,7 @@ def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> tu
         parts.append(
             group_scores(
                 batch.head, hidden, batch.targets[row[tokens], column[tokens]], [group.sizes for group in batch_groups],
-                self_inclusive=self_inclusive, block=BLOCK if hidden.is_cuda else None,
+                self_inclusive=self_inclusive, block=BLOCK if hidden.is_cuda else None, keep=keep,
             )
         )  # fmt: skip
         for group in batch_groups:
@@ -128,6 +129,14 @@ def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> tu
             wrong.append(slice(begin - group.sizes[-1], begin))
     negative, positive = (torch.cat(values) for values in zip(*parts, strict=True))
     return Scores(negative, positive), torch.cat([row[i] for i in wrong]), torch.cat([column[i] for i in wrong])
+
+
+def _keep(device: torch.device) -> int:
+    """Half-precision logits of a group that may be kept: as many as a share of the memory holds, none on a CPU."""
+    if device.type != "cuda":
+        return 0
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(KEEP_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)) // 2
 
 
 def _batches(groups: list[_Group], longest: int) -> list[list[_Group]]:

@@ -12,7 +12,7 @@ from poise._lib.spans import spans
 from poise.engines.native import graphs
 
 MOST_BYTES = 2 << 30  # on a CPU; fixed, because a run must not depend on what else the machine does
-SHARE = 0.25  # on CUDA, of the memory that is free beside the cache: putting states in order needs it twice
+SHARE = 0.2  # on CUDA, of the memory that is free beside the cache: putting states in order needs it twice
 
 
 def most_bytes(device: torch.device, free: float | None = None) -> float:
