@@ -174,3 +174,60 @@ def test_screening() -> None:
                 ends = student_interval(found)
                 assert ends is not None
                 assert f"{fmean(results.values()):.3f}, {fmean(found):+.3f} [{ends[0]:+.3f}, {ends[1]:+.3f}]" in text
+
+
+def points(value: float) -> str:
+    """In points, as the tables show it."""
+    shown = f"{100 * value:+.1f}"
+    return "0.0" if shown in ("+0.0", "-0.0") else shown
+
+
+def against(difference: dict[str, Any]) -> str:
+    low, high = difference["interval"]
+    return f"{points(difference['mean'])} [{points(low)}, {points(high)}]"
+
+
+def rates(found: list[dict[str, Any]]) -> dict[str, str]:
+    """The learning rate of each arm, as it is typed."""
+    return {arm["name"]: f"{arm['settings']['optim.lr']:.1e}".replace(".0e", "e").replace("e-0", "e-") for arm in found}
+
+
+def test_four_steps_a_batch() -> None:
+    text, arms = words_of("comparison"), figures("steps4-w1")["arms"]
+    for arm in arms:
+        difference, scores, cost = arm["difference"], arm["scores"], arm["cost"]
+        cells = [f"`{arm['name']}`", rates(arms)[arm["name"]], f"{100 * arm['accuracy']:.1f}"]
+        cells += [against(difference), f"{difference['p_adjusted']:.2g}"] if difference else ["", ""]
+        cells += [f"{100 * scores[name]['mean']:.1f}" for name in ("pass@4", "greedy")]
+        cells += [f"{cost['optimizer_steps']:.0f}", f"{cost['flop']:.1e}".replace("e+", "e")]
+        assert row(cells) in text
+    (pair,) = figures("steps4-w1")["matched"]
+    assert f"{against(pair).replace(' [', ' points [')}, p = {pair['p']:.3f}" in text
+
+
+def test_displacement() -> None:
+    text, found, arms = words_of("comparison"), figures("displacement-steps4-w1"), figures("steps4-w1")["arms"]
+    for name in found["right"]:
+        cells = [f"`{name}`", rates(arms)[name]]
+        for kind in ("right", "wrong"):
+            change, fell = (found[kind][name][what]["mean"] for what in ("change", "fell"))
+            cells += [f"{change:.1f}", f"{100 * fell:.0f} %"]
+        assert row(cells) in text
+
+
+def test_pretrained_model() -> None:
+    text, arms = words_of("comparison"), figures("smollm2-sums")["arms"]
+    for arm in arms:
+        cells = [f"`{arm['name']}`", rates(arms)[arm["name"]], str(len(arm["seeds"])), f"{100 * arm['accuracy']:.1f}"]
+        cells += [against(arm["difference"]) if arm["difference"] else ""]
+        assert row([*cells, f"{100 * arm['scores']['greedy']['mean']:.1f}"]) in text
+
+
+def test_regimes() -> None:
+    """The table of all regimes; its first row is as printed (see the page)."""
+    text = words_of("comparison")
+    for name, words in (("steps4-w1", "the same, four steps a batch | 10"), ("smollm2-sums", "5 of 8")):
+        base, *others = figures(name)["arms"]
+        ends = f"{100 * base['before']:.1f} → {100 * base['accuracy']:.1f}"
+        cells = [ends, *(against(arm["difference"]) for arm in others)]
+        assert f"{words} {row(cells)}" in text
