@@ -9,7 +9,7 @@ from poise.comparison.arms import alternatives
 from poise.comparison.plan import HELD_OUT, TUNING, read_plan
 from poise.config.documents import ConfigError
 from poise.runs.folder import RunFolder
-from support.comparisons import finish, make
+from support.comparisons import SMALL, finish, make, write_rows
 
 
 def names(plan):
@@ -229,6 +229,29 @@ def test_a_run_with_other_settings_than_planned_is_refused(tmp_path):
     record.check(plan)
     edit(runs[0].folder, seed=7)
     assert "seed = 7, but the comparison plans 0 for grpo, seed 0" in refused(plan)
+
+
+def test_a_run_on_data_that_were_edited_since_is_refused(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl")
+    data = [f"task.file={rows}", "task.name=data", "task.reward=math"]
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model: embedded\n")
+
+    def planned():
+        small = [setting for setting in SMALL if not setting.startswith("task.")]
+        return read_plan(str(recipe), [*small, *data, "regulator=grpo; ar", "seeds=3", f"run={tmp_path / 'cmp'}"])
+
+    plan = planned()
+    plan.folder.mkdir()
+    record.write(plan)
+    run = plan.all_runs()[0]
+    finish(run)
+    RunFolder(run.folder).write_json("data.json", {"fingerprint": run.config.task.build().fingerprint})
+    record.check(planned())
+    rows.write_text(rows.read_text().replace("3 + 1?", "4 + 0?"))
+    said = refused(planned())
+    assert f"the data were edited since {run.folder} was trained" in said
+    assert "move the folder away, and the same command trains this run anew" in said
 
 
 def test_runs_with_the_same_settings_written_otherwise_count(tmp_path):

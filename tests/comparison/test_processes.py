@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from poise.comparison.nursery import FAILED, STOPPED
+from poise.comparison.nursery import FAILED, STOPPED, THREADS, carry_out
 from poise.comparison.processes import Ended, Nursery, NurseryError, ending, last_lines
-from support.comparisons import make
+from poise.config.schema import load
+from support.comparisons import make, write_rows
 
 DIES = "print('{}', flush=True); input()"  # with its first request
 ANSWERS = """
@@ -53,6 +55,22 @@ def test_runs_end_with_their_exit_codes(config, tmp_path):
     assert wait(nursery) == [Ended(2, -9)]
     nursery.close()
     nursery.close()
+
+
+def test_a_run_on_data_that_were_edited_meanwhile_does_not_begin(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    for name in THREADS:
+        monkeypatch.setenv(name, "1")
+    rows = write_rows(tmp_path / "rows.jsonl")
+    config = load(None, ["model=embedded", f"data={rows}", "reward=math", "device=cpu", f"run={tmp_path / 'run'}"])
+    sent = []
+    nursery = Nursery()
+    nursery._send = sent.append
+    nursery.start(1, config, tmp_path / "log")
+    rows.write_text(rows.read_text().replace("3 + 1?", "4 + 0?"))
+    assert carry_out(sent[0]["config"], threads=1, data=sent[0]["data"]) == FAILED
+    assert "the data were edited since the comparison began" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_runs_are_not_blamed_for_the_death_of_what_started_them(config, tmp_path):

@@ -12,7 +12,7 @@ from poise.models.loading import resolve_device
 from poise.runs.folder import RunFolder
 from poise.training import evaluations
 from poise.training.records import environment
-from support.comparisons import evaluation, make
+from support.comparisons import evaluation, make, write_rows
 from support.small_runs import make as make_run
 
 
@@ -85,8 +85,7 @@ def test_what_was_measured_elsewhere_is_not_taken(tmp_path):
 
 
 def test_it_is_not_taken_if_the_data_were_edited_since(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"question": "{i} + 1?", "answer": "{i + 1}"}}\n' for i in range(20)))
+    rows = write_rows(tmp_path / "rows.jsonl")
     settings = ["model=embedded", f"data={rows}", "reward=math", "device=cpu", f"run={tmp_path / 'run'}"]
     config = load(None, settings)
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))

@@ -14,6 +14,12 @@ def make(tmp_path, *overrides, regulator="grpo; ar", name="cmp", recipe="demo"):
     return read_plan(recipe, [*SMALL, f"regulator={regulator}", "seeds=3", f"run={tmp_path / name}", *overrides])
 
 
+def write_rows(path):
+    """A file of 20 questions."""
+    path.write_text("".join(f'{{"question": "{i} + 1?", "answer": "{i + 1}"}}\n' for i in range(20)))
+    return path
+
+
 def evaluation(accuracy, problems=2):
     """The summary of an evaluation with this accuracy."""
     row = {"value": accuracy, "low": 0.0, "high": 1.0}

@@ -127,7 +127,8 @@ def _child(request: dict[str, Any]) -> NoReturn:
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        code = carry_out(request["config"], threads=request["threads"], before=request["before"])
+        names = ("threads", "before", "data")
+        code = carry_out(request["config"], **{name: request[name] for name in names})
     except BaseException:
         traceback.print_exc()
     finally:
@@ -144,20 +145,24 @@ def _die_with_parent() -> None:
         os._exit(FAILED)
 
 
-def carry_out(settings: dict[str, Any], *, threads: int, before: str | None = None) -> int:
+def carry_out(settings: dict[str, Any], *, threads: int, before: str | None = None, data: str | None = None) -> int:
     """Begin the run with these settings, or go on with it; its exit code. What went wrong is printed.
 
-    The file ``before`` has the accuracy before training, if another run has measured it.
+    The file ``before`` has the accuracy before training, if another run has measured it. ``data`` is the fingerprint of
+    the data that the comparison was planned with: a run on others could not be compared.
     """
     import torch
 
     from poise.comparison import shared_start
     from poise.config.schema import restore
+    from poise.tasks import TaskError
 
     os.environ.update(dict.fromkeys(THREADS, str(threads)))  # of processes that it starts
     torch.set_num_threads(threads)
     try:
         config = restore(settings, trust=True)  # the user typed them
+        if data is not None and data != getattr(config.task.build(), "fingerprint", None):
+            raise TaskError("the data were edited since the comparison began: put them back, or begin another run=DIR")
         _train(config, None if before is None else shared_start.read(Path(before), config))
     except KeyboardInterrupt:
         return STOPPED

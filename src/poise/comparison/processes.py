@@ -66,7 +66,17 @@ class Nursery:
         settings = config.model_dump(mode="json")
         self._running.add(number)
         known = None if before is None else str(before)
-        self._send({"start": number, "config": settings, "log": str(log), "threads": self.threads, "before": known})
+        data = getattr(config.task.build(), "fingerprint", None)
+        self._send(
+            {
+                "start": number,
+                "config": settings,
+                "log": str(log),
+                "threads": self.threads,
+                "before": known,
+                "data": data,
+            }
+        )
 
     def wait(self, seconds: float) -> list[Ended]:
         """The runs that have ended meanwhile, after at most this time."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from poise._lib.errors import short
 from poise._lib.files import dumps, read_json, replacing
 from poise.comparison.arms import Variant
-from poise.comparison.plan import Plan
+from poise.comparison.plan import Plan, PlannedRun
 from poise.config.differences import differences
 from poise.config.documents import ConfigError, Document
 from poise.runs.folder import RunFolder
@@ -75,6 +75,7 @@ def _check_runs(plan: Plan) -> None:
     for run in plan.all_runs():
         if not (run.folder / "config.json").exists():
             continue
+        _check_data(run)
         planned = run.config.model_dump(mode="json")
         for key, before, now in differences(RunFolder(run.folder).config | {"run": planned["run"]}, planned):
             raise ConfigError(
@@ -84,6 +85,18 @@ def _check_runs(plan: Plan) -> None:
                     "same command trains this run anew"
                 ]
             )
+
+
+def _check_data(run: PlannedRun) -> None:
+    """Refuse a run that was trained and measured on other problems than its data hold now."""
+    path, now = run.folder / "data.json", getattr(run.config.task.build(), "fingerprint", None)
+    if path.exists() and now is not None and RunFolder(run.folder).read_json(path.name) != {"fingerprint": now}:
+        raise ConfigError(
+            [
+                f"the data were edited since {run.folder} was trained, so that its problems are not those of new runs: "
+                f"put the data back, {ANOTHER}; or move the folder away, and the same command trains this run anew"
+            ]
+        )
 
 
 def write(plan: Plan) -> None:
