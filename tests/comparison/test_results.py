@@ -3,6 +3,10 @@
 import math
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from poise.comparison.results import Arm, Cost, Point, RunResult, result_of
 from poise.runs.folder import DamagedError, RunFolder
@@ -68,6 +72,37 @@ def test_a_frozen_model_samples_with_its_own_parameters(tmp_path):
     assert flop(parameters=1000, parameters_of={"receiver": 50}) == 1000 * (2 * 80 + 6 * 80) + 50 * 2 * 120
     assert flop(parameters=1000) == 1000 * (2 * 200 + 6 * 80)  # of an older version
     assert flop(parameters_of={"receiver": 50}) is None
+
+
+def test_all_rows_of_erl_are_trained(tmp_path):
+    path = folder_of_a_run(tmp_path / "run", steps=0)
+    folder = RunFolder.open(path)
+    folder.write_json("environment.json", {"parameters": 1000})
+    first, reflections, second, consolidated = 8 * 10, 4 * 5, 4 * 7, 3 * 7  # of eight attempts four are tried again
+    line = {"second/retried": 0.5, "reflection/length": 5.0, "consolidated/rows": 3.0, "reg/all/kl_weight_mean": 1.0}
+    folder.log(1, line | {"rollout/length": 10.0, "tokens/sampled": first + reflections + second})
+    sampled = first + reflections + second
+    assert RunResult.read(path).cost.flop == 1000 * (2 * sampled + 6 * (sampled + consolidated))
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_the_estimate_is_near_what_torch_counts(tmp_path, lora):
+    """An update of 64 tokens without a prompt, on a model whose embeddings are small."""
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=4, vocab_size=32))
+    parameters = sum(each.numel() for each in model.parameters())
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    tokens = torch.randint(32, (8, 8))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens).loss.backward()
+    path = folder_of_a_run(tmp_path / "run", steps=0, config=CONFIG | {"lora": lora})
+    folder = RunFolder.open(path)
+    folder.write_json("environment.json", {"parameters": parameters})
+    folder.log(1, {"rollout/length": 8.0, "tokens/sampled": 64, "reg/all/kl_weight_mean": 1.0})
+    update = RunResult.read(path).cost.flop - 2 * parameters * 64
+    assert update == pytest.approx(counter.get_total_flops(), rel=0.1)
 
 
 def test_a_diverged_run_has_the_scores_last_measured(tmp_path):

@@ -86,7 +86,7 @@ def test_cautions():
     assert "lopti: one of ten runs is not finished yet." in found
     assert "lopti: one of nine runs diverged and counts with the accuracy last measured during training." in found
     assert "lopti: one of nine runs ended far below its own best." in found
-    assert "lopti takes 1.8 times the optimizer steps and 1.8 times the FLOP of grpo." in found
+    assert "lopti takes 1.8 times the optimizer steps and 1.8 times the FLOP (estimated) of grpo." in found
 
 
 def test_runs_that_diverged_before_any_evaluation_count_as_zero():

@@ -62,7 +62,7 @@ def _shown(arm: Mapping[str, Any]) -> Row:
         "p": "" if found is None else "–" if found["mean"] is None else f"{found['p_adjusted']:.2g}",
         "greedy": "–" if greedy is None else points(greedy["mean"]),
         "tokens": _large(cost["tokens"]),
-        "FLOP": _large(cost["flop"]),
+        "≈ FLOP": _large(cost["flop"]),
         "steps": _large(cost["optimizer_steps"]),
         "seconds": _large(cost["seconds"]),
     }

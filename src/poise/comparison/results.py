@@ -21,6 +21,7 @@ from poise.training.accuracy import BY_DIFFICULTY, is_summary
 State = Literal["finished", "diverged", "unfinished"]
 Line = Mapping[str, Any]  # the metrics of a step
 ACCURACY = "accuracy"  # avg@k, the main score
+TOTALS = ("tokens/sampled", "tokens/total")  # beside them, tokens/NAME is of a model other than the policy
 
 
 @dataclass(frozen=True)
@@ -195,23 +196,40 @@ def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator
     """The cost up to each step.
 
     The estimate of FLOP takes 2 per parameter and sampled token for sampling, each model with its own parameters, and 6
-    for each phase of the update, in responses that carry a gradient. It leaves out prompts, attention and evaluations.
+    for each phase of the update, in rows that carry a gradient: 2 forward, 2 for the gradient of the layers' inputs and
+    2 for that of the weights, which are frozen with LoRA. It leaves out prompts, attention, adapters and evaluations.
     """
     parameters, others = _parameters(folder)
+    per_token = 6 if folder.config.get("lora") is None else 4
     total = Cost(flop=None if parameters is None else 0.0)
     for line in lines:
-        trained = responses * (line.get("rollout/length") or 0.0)
+        first = responses * (line.get("rollout/length") or 0.0)
         tokens = line.get("tokens/sampled")
-        tokens = trained if tokens is None else tokens
+        tokens = first if tokens is None else tokens
         phases = sum(key.startswith("reg/") and key.endswith("/kl_weight_mean") for key in line)
         passes = phases * (1 - (line.get("reward/no_spread") or 0.0))
         flop = None
         if parameters is not None:
-            flop = parameters * (2 * tokens + 6 * passes * trained)
+            flop = parameters * (2 * tokens + per_token * passes * _trained(line, tokens, first, responses))
             for name, own in others.items():
                 flop += (own - parameters) * 2 * (line.get(f"tokens/{name}") or 0)
         total += Cost(tokens, line.get("optim/steps") or 0.0, line.get("time/step") or 0.0, flop)
         yield total
+
+
+def _trained(line: Line, sampled: float, first: float, responses: int) -> float:
+    """The tokens of a step's update: all that the policy sampled, and consolidated rows, which repeat second attempts.
+
+    ``first`` are the tokens of first attempts. The rest are reflections and second attempts, of which only the former's
+    length is a metric.
+    """
+    others = (value for key, value in line.items() if key.startswith("tokens/") and key not in TOTALS)
+    own = sampled - sum(value or 0.0 for value in others)
+    retried = responses * (line.get("second/retried") or 0.0)
+    if not retried:
+        return own
+    second = max(0.0, own - first - retried * (line.get("reflection/length") or 0.0))
+    return own + second * (line.get("consolidated/rows") or 0.0) / retried
 
 
 def _parameters(folder: RunFolder) -> tuple[int | None, dict[str, int]]:

@@ -93,7 +93,7 @@ def _counted(arm: Mapping[str, Any]) -> str:
 
 
 def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
-    names = {"tokens": "sampled tokens", "optimizer_steps": "optimizer steps", "flop": "FLOP"}
+    names = {"tokens": "sampled tokens", "optimizer_steps": "optimizer steps", "flop": "FLOP (estimated)"}
     ratios = {
         words: arm["cost"][key] / base["cost"][key]
         for key, words in names.items()

@@ -96,7 +96,7 @@ function tables() {
     el("h2", {}, "Results and cost"),
     el("p", { class: "muted" }, `Accuracy in points with its ${100 * comparison.level} % interval over seeds; the difference is paired by seed; p is corrected by Holm's method. `
       + "Cost is the mean of a run, without evaluations; FLOP is an estimate."),
-    table(["arm", "seeds", "accuracy", "difference", "p", "tokens", "FLOP", "optimizer steps", "seconds"], comparison.arms.map(result)),
+    table(["arm", "seeds", "accuracy", "difference", "p", "tokens", "≈ FLOP", "optimizer steps", "seconds"], comparison.arms.map(result)),
     el("h2", {}, "Other scores"),
     el("p", { class: "muted" }, "In points; in brackets the difference to the baseline. These intervals are not corrected for their number."),
     table(["arm", "before", ...names, "mean over training"], comparison.arms.map(other)),
