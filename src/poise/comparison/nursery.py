@@ -35,6 +35,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 def main() -> None:
     """Serve requests until standard input ends."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each run that compiles starts one for every core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent tells the runs
     requests, news = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
