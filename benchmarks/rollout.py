@@ -1,4 +1,4 @@
-"""What sampling takes: the native engine, the one on transformers' cache, and transformers' own ``generate``.
+"""What sampling takes: the native engine, the one on transformers' cache, vLLM, and transformers' own ``generate``.
 
     OMP_WAIT_POLICY=passive python benchmarks/rollout.py                      # the embedded model, two minutes on a CPU
     python benchmarks/rollout.py --device cuda --shape 135M --json out.json   # 512 responses of 256 tokens
@@ -10,7 +10,8 @@ the model ends them. A ``--shape`` has random weights and prompts of 128 random 
 same, or (``--uneven``) most of them short and a few long. ``generate`` cannot be given a length per response: it
 decodes all of them until the longest has ended, as it does in training. It gets a model of its own, as transformers
 makes it, with "sdpa" attention. "static" is ``generate`` with a static cache, for which transformers compiles the
-model's forward pass.
+model's forward pass. "vllm" is poise's engine on vLLM, its push of the weights and its scoring included
+(``--ways native vllm``); ``beside_vllm.py`` measures vLLM alone, from one response to 2,048.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from update import SHAPES, model_of, uneven
 
 from poise.engines.hf import CachedEngine
 from poise.engines.native.engine import NativeEngine
+from poise.engines.vllm import VllmEngine
 from poise.models.policy import EMBEDDED, Policy, load_policy, pad_left
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Engine, Request
@@ -49,9 +51,9 @@ def random_policy(shape: str, device: str, dtype: torch.dtype | None = None) -> 
     return Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=compiled)
 
 
-def random_requests(shape: str, prompts: int, group: int, lengths: list[int]) -> list[Request]:
+def random_requests(shape: str, prompts: int, group: int, lengths: list[int], prompt: int = PROMPT) -> list[Request]:
     generator = torch.Generator().manual_seed(0)
-    texts = torch.randint(1, SHAPES[shape][-1], (prompts, PROMPT), generator=generator).tolist()
+    texts = torch.randint(1, SHAPES[shape][-1], (prompts, prompt), generator=generator).tolist()
     return [Request(texts[i // group], length) for i, length in enumerate(lengths)]
 
 
@@ -101,6 +103,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     every: dict[str, Callable[[], Callable[[int], int]]] = {
         "native": lambda: sampled(NativeEngine(policy, args.batch), requests),
         "cached": lambda: sampled(CachedEngine(policy), requests),
+        "vllm": lambda: sampled(VllmEngine(policy), requests),
         "generate": lambda: generate(peer, requests),
         "static": lambda: generate(peer, requests, cache_implementation="static"),
     }
@@ -197,7 +200,7 @@ def main() -> None:
         "--uneven", action="store_true", help="lengths of a --shape: most short, a few as long as allowed"
     )
     parser.add_argument("--batch", type=int, default=0, help="rows of the native engine; 0: all")
-    parser.add_argument("--ways", nargs="+", choices=["native", "cached", "generate", "static"])
+    parser.add_argument("--ways", nargs="+", choices=["native", "cached", "vllm", "generate", "static"])
     parser.add_argument(
         "--growth", nargs="*", choices=GROWTH, help="the native engine alone, by rows, length and model size (all)"
     )

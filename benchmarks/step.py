@@ -13,9 +13,11 @@ The trainers take turns, a step each, so that whatever else the machine does hit
 is: responses end where the model ends them, and poise leaves out of the update what has no advantage. In the second
 (``--fixed-length``) no response ends early and all have an advantage, so that both do the same work.
 
-TRL runs at the fastest setting that we found (see ``trl_config``), through its default engine, transformers' generate.
-A step of TRL is all that its loop does between two optimizer steps, loading the batch included; a step of poise is
-``Trainer.step``, in which the problems are even made up.
+TRL runs at the fastest setting that we found (see ``trl_config``), through its default engine, transformers' generate,
+or (``--trl-engine vllm``) vLLM in its process. ``--which poise`` or ``trl`` runs one of them alone: for its memory, and
+the time from the start of the process to the end of the first step. A step of TRL is all that its loop does between two
+optimizer steps, loading the batch included; a step of poise is ``Trainer.step``, in which the problems are even made
+up.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from measure import since_start
 from update import SHAPES, model_of
 
 from poise.config.schema import Config, load
@@ -90,40 +93,53 @@ class TimedTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 class Turns(transformers.TrainerCallback):  # type: ignore[misc]
     """Stops the clock after each of TRL's steps, and gives poise its turn."""
 
-    def __init__(self, ours: Trainer, problems: Problems, prompt_ids: list[list[list[int]]]) -> None:
-        self.ours, self.problems, self.prompt_ids = ours, problems, prompt_ids
+    def __init__(
+        self, device: str, ours: Trainer | None, problems: Problems, prompt_ids: list[list[list[int]]] | None
+    ) -> None:
+        self.device, self.ours, self.problems, self.prompt_ids = device, ours, problems, prompt_ids
         self.theirs: TimedTrainer | None = None
-        self.report = Reporter(ours.config, ours.folder, 0, quiet=True)
+        self.report = Reporter(ours.config, ours.folder, 0, quiet=True) if ours else None
         self.rows: list[dict[str, dict[str, float]]] = []
         self.parts: list[dict[str, float]] = []  # of poise's steps
+        self.first_step_s = 0.0  # from the start of the process
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
-        self.before = at_rest(self.ours.policy.device.type)
-        self.start = now(self.ours.policy.device.type)
+        self.before = at_rest(self.device)
+        self.start = now(self.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Write down TRL's step, then run the same step with poise."""
-        device, theirs = self.ours.policy.device.type, self.theirs
-        seconds = now(device) - self.start
+        theirs = self.theirs
+        seconds = now(self.device) - self.start
         assert theirs is not None
-        assert theirs.prompt_ids == self.prompt_ids[state.global_step - 1], "the prompts differ"
-        rows = {"trl": row(seconds, theirs.generation_s, theirs.lengths, 1.0)}
+        if self.prompt_ids:
+            assert theirs.prompt_ids == self.prompt_ids[state.global_step - 1], "the prompts differ"
+        rows = {"trl": row(seconds, theirs.generation_s, theirs.lengths, 1.0) | memory(self.device, self.before)}
+        if self.ours:
+            rows["poise"] = self.our_step(state.global_step)
+        self.keep(rows)
+        self.on_train_begin()
 
-        rows["trl"]["extra_gib"] = extra_gib(device, self.before)
-        self.before = at_rest(device)
-        start = now(device)
-        metrics = self.ours.step(state.global_step, self.report)
-        seconds = now(device) - start
-        assert self.problems.steps == state.global_step, "the problems differ"
+    def keep(self, rows: dict[str, dict[str, float]]) -> None:
+        """The figures of a step."""
+        self.first_step_s = self.first_step_s or since_start()
+        self.rows.append(rows)
+
+    def our_step(self, step: int) -> dict[str, float]:
+        """A step of poise, and its figures."""
+        assert self.ours is not None
+        assert self.report is not None
+        before = at_rest(self.device)
+        start = now(self.device)
+        metrics = self.ours.step(step, self.report)
+        seconds = now(self.device) - start
+        assert self.problems.steps == step, "the problems differ"
         config = self.ours.config
         lengths = [metrics["rollout/length"]] * (config.prompts * config.group)
-        rows["poise"] = row(seconds, metrics["time/rollout"], lengths, 1 - metrics["reward/no_spread"])
-        rows["poise"]["extra_gib"] = extra_gib(device, self.before)
         self.parts.append({name: value for name, value in metrics.items() if name.startswith("time/")})
-        self.rows.append(rows)
-        self.before = at_rest(device)
-        self.start = now(device)
+        found = row(seconds, metrics["time/rollout"], lengths, 1 - metrics["reward/no_spread"])
+        return found | memory(self.device, before)
 
 
 def row(seconds: float, generation: float, lengths: Sequence[float], updated: float) -> dict[str, float]:
@@ -152,9 +168,10 @@ def at_rest(device: str) -> int:
     return torch.cuda.memory_allocated()
 
 
-def extra_gib(device: str, before: int) -> float:
-    """What a step took beyond that, at its peak."""
-    return (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else 0.0
+def memory(device: str, before: int) -> dict[str, float]:
+    """What a step took beyond that, and all that there was, at its peak."""
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return {"extra_gib": (peak - before) / 2**30, "peak_gib": peak / 2**30}
 
 
 def our_trainer(config: Config, task: Task, endless: bool) -> Trainer:
@@ -167,15 +184,24 @@ def our_trainer(config: Config, task: Task, endless: bool) -> Trainer:
     return trainer
 
 
-def trl_config(config: Config, folder: Path, micro: int, endless: bool) -> Any:
+def trl_config(config: Config, folder: Path, args: argparse.Namespace, endless: bool) -> Any:
     """The same training for TRL, at its fastest; what is not named here is TRL's default.
 
     ``dapo`` is the mean over the batch's tokens, as poise's. All responses are generated at once, and no forward pass
     is spent on old log-probabilities, since a generation batch is one optimizer step. The update takes ``micro``
     responses at a time: of 8, 16, 32, 64 and 128 on two busy cores, 16 and 32 took the least processor time, about a
-    quarter less than 128. The optimizer is the fused AdamW that it takes by default.
+    quarter less than 128. The optimizer is the fused AdamW that it takes by default. With vLLM, TRL by default scores
+    the responses again, to correct for vLLM's rounding; only ``--trl-correction`` leaves that on.
     """
-    responses = config.prompts * config.group
+    responses, micro, never = config.prompts * config.group, args.trl_micro, {"eos_token_id": [NEVER]}
+    engine: dict[str, Any] = {}
+    if args.trl_engine == "vllm":
+        never = {"ignore_eos": True}
+        engine = {
+            "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": args.trl_memory,
+            "vllm_max_model_length": config.rollout.max_prompt + config.rollout.max_tokens,
+            "vllm_importance_sampling_correction": args.trl_correction,
+        }  # fmt: skip
     return trl.GRPOConfig(
         output_dir=str(folder),
         max_steps=config.steps,
@@ -184,7 +210,8 @@ def trl_config(config: Config, folder: Path, micro: int, endless: bool) -> Any:
         num_generations=config.group,
         max_completion_length=config.rollout.max_tokens,
         temperature=config.rollout.temperature,
-        generation_kwargs={"eos_token_id": [NEVER]} if endless else None,
+        generation_kwargs=never if endless else None,
+        **engine,
         shuffle_dataset=False,
         beta=0.0,
         loss_type="dapo",
@@ -207,9 +234,30 @@ def trl_config(config: Config, folder: Path, micro: int, endless: bool) -> Any:
     )
 
 
-def compare(config: Config, warm_up: int, micro: int, endless: bool) -> list[dict[str, dict[str, float]]]:
-    """Figures of every step after the warm-up, of both."""
+def compare(config: Config, args: argparse.Namespace, endless: bool) -> tuple[list[dict[str, dict[str, float]]], float]:
+    """Figures of every step after the warm-up, of both or of one; seconds from the process's start to the first."""
     task = config.task.build()
+    drawn = Problems(task, endless)
+    ours = our_trainer(config, drawn, endless) if args.which != "trl" else None
+    if args.which == "poise":
+        turns = Turns(config.device, ours, drawn, None)
+        for step in range(1, config.steps + 1):
+            turns.keep({"poise": turns.our_step(step)})
+    else:
+        turns = train_theirs(config, task, drawn, ours, args, endless)
+    assert len(turns.rows) == config.steps
+    for step_rows in turns.rows if endless else ():
+        lengths = {name: figures["length"] for name, figures in step_rows.items()}
+        assert set(lengths.values()) == {config.rollout.max_tokens}, f"lengths should be equal: {lengths}"
+    if parts := turns.parts[args.warm_up :]:
+        print({name: round(statistics.median(part[name] for part in parts), 4) for name in parts[0]})
+    return turns.rows[args.warm_up :], turns.first_step_s
+
+
+def train_theirs(
+    config: Config, task: Task, drawn: Problems, ours: Trainer | None, args: argparse.Namespace, endless: bool
+) -> Turns:
+    """Train with TRL, and with poise in turns if it is given."""
     steps = [list(islice(task.problems("train", step + 1), config.prompts)) for step in range(config.steps)]
     problems = [problem for step in steps for problem in step]
     rewards = Problems(task, endless)
@@ -218,36 +266,26 @@ def compare(config: Config, warm_up: int, micro: int, endless: bool) -> list[dic
         texts = (completion[0]["content"] for completion in completions)
         return [rewards.score(problems[i], text).reward for i, text in zip(number, texts, strict=True)]
 
-    drawn = Problems(task, endless)
-    ours = our_trainer(config, drawn, endless)
-    turns = Turns(
-        ours, drawn, [[ours.policy.encode(p.prompt) for p in step for _ in range(config.group)] for step in steps]
+    expected = (
+        [[ours.policy.encode(p.prompt) for p in step for _ in range(config.group)] for step in steps] if ours else None
     )
+    turns = Turns(config.device, ours, drawn, expected)
     prompts = [[{"role": "user", "content": problem.prompt}] for problem in problems]
     theirs = TimedTrainer(
         model=str(EMBEDDED) if config.model == "embedded" else config.model,
         reward_funcs=reward,
-        args=trl_config(config, Path(config.run) / "trl", micro, endless),
+        args=trl_config(config, Path(config.run) / "trl", args, endless),
         train_dataset=Dataset.from_dict({"prompt": prompts, "number": list(range(len(problems)))}),
         callbacks=[turns],
     )
     theirs.remove_callback(transformers.PrinterCallback)
-    assert (
-        next(theirs.model.parameters()).dtype
-        == next(iter(ours.master_weights.parameters.values())).dtype
-        == torch.float32
-    )
+    masters = next(iter(ours.master_weights.parameters.values())).dtype if ours else torch.float32
+    assert next(theirs.model.parameters()).dtype == masters == torch.float32
     turns.theirs = theirs
     if endless:
         theirs.eos_token_ids = [NEVER]
     theirs.train()
-    assert len(turns.rows) == config.steps
-    for step in turns.rows if endless else ():
-        lengths = {name: figures["length"] for name, figures in step.items()}
-        assert set(lengths.values()) == {config.rollout.max_tokens}, f"lengths should be equal: {lengths}"
-    parts = turns.parts[warm_up:]
-    print({name: round(statistics.median(part[name] for part in parts), 4) for name in parts[0]})
-    return turns.rows[warm_up:]
+    return turns
 
 
 def alone(config: Config, regulators: list[str], warm_up: int, endless: bool) -> dict[str, list[dict[str, float]]]:
@@ -278,10 +316,11 @@ def summary(rows: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     def spread(values: list[float]) -> dict[str, float]:
         return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
-    names = ("poise", "trl")
     found: dict[str, Any] = {
-        name: {key: spread([r[name][key] for r in rows]) for key in rows[0][name]} for name in names
+        name: {key: spread([r[name][key] for r in rows]) for key in rows[0][name]} for name in sorted(rows[0])
     }
+    if len(found) == 1:
+        return found
     found["ratio"] = {
         key: spread([r["trl"][key] / r["poise"][key] for r in rows])
         | {"median": found["trl"][key]["median"] / found["poise"][key]["median"]}
@@ -292,7 +331,7 @@ def summary(rows: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
 
 def show(title: str, found: dict[str, Any]) -> None:
     print(f"\n{title}")
-    heads = ("s/step", "s/1k tokens", "generation s", "rest s", "length", "updated", "extra GiB")
+    heads = ("s/step", "s/1k tokens", "generation s", "rest s", "length", "updated", "extra GiB", "peak GiB")
     print(f"  {'':9s}" + "".join(f"{head:>22s}" for head in heads))
 
     def cell(value: dict[str, float] | None, digits: int) -> str:
@@ -308,8 +347,9 @@ def show(title: str, found: dict[str, Any]) -> None:
         ("length", 1),
         ("updated", 2),
         ("extra_gib", 1),
+        ("peak_gib", 1),
     )
-    for name in ("poise", "trl", "ratio"):
+    for name in found:
         label = "TRL/poise" if name == "ratio" else name
         print(
             f"  {label:9s}" + "".join(f"{cell(found[name].get(key), digits):>22s}" for key, digits in keys), flush=True
@@ -326,14 +366,21 @@ def main() -> None:
     parser.add_argument(
         "--shape", choices=list(SHAPES), help="random weights of this shape; all responses of one length"
     )
-    parser.add_argument("--engine", default="auto", help="poise's: auto, native or transformers")
+    parser.add_argument("--engine", default="auto", help="poise's: auto, native, transformers or vllm")
+    parser.add_argument("--which", default="both", choices=["both", "poise", "trl"], help="of the trainers")
+    parser.add_argument("--prompts", type=int, help="of a step of a --shape (64)")
+    parser.add_argument("--trl-engine", default="generate", choices=["generate", "vllm"], help="what TRL samples with")
+    parser.add_argument("--trl-memory", type=float, default=0.3, help="the share of the device's memory for TRL's vLLM")
+    parser.add_argument(
+        "--trl-correction", action="store_true", help="leave TRL's importance weights for vLLM on: a pass more"
+    )
     parser.add_argument("--alone", nargs="+", metavar="REGULATOR", help="only poise, with these, one after the other")
     parser.add_argument("--only-fixed", action="store_true", help="no first row")
     parser.add_argument(
         "--trl-micro", type=int, help="responses per forward pass of TRL's update (CPU: 16, CUDA: 128, the fastest)"
     )
     args = parser.parse_args()
-    micro = args.trl_micro or (128 if args.device == "cuda" else 16)
+    args.trl_micro = args.trl_micro or (128 if args.device == "cuda" else 16)
     if args.fixed_length is None:
         args.fixed_length = 256 if args.shape else 112
     transformers.logging.set_verbosity_error()
@@ -346,13 +393,17 @@ def main() -> None:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, TRL {trl.__version__} on {machine}")
     figures: dict[str, Any] = {
         "torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__,
-        "machine": machine, "steps": args.steps, "warm_up": args.warm_up, "trl_micro": micro,
+        "machine": machine, "steps": args.steps, "warm_up": args.warm_up, "trl_micro": args.trl_micro,
+        "arguments": {name: str(value) for name, value in vars(args).items() if name != "json"},
     }  # fmt: skip
     for name, length in (("sampled", 0), ("fixed", args.fixed_length)):
         if args.only_fixed or args.shape if name == "sampled" else not length:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            size = [f"model={random_model(args.shape, folder)}", "prompts=64"] if args.shape else ["dtype=float32"]
+            count = (args.prompts or 64) if args.shape else 16
+            size = (
+                [f"model={random_model(args.shape, folder)}", f"prompts={count}"] if args.shape else ["dtype=float32"]
+            )
             config = load(
                 "demo",
                 [
@@ -361,18 +412,20 @@ def main() -> None:
                     *([f"rollout.max_tokens={length}"] if length else []),
                 ],
             )  # fmt: skip
-            assert (config.prompts, config.group) == (64 if args.shape else 16, 8)
+            assert (config.prompts, config.group) == (count, 8)
             if args.alone:
                 figures[name] = alone(config, args.alone, args.warm_up, endless=bool(length))
                 continue
-            rows = compare(config, args.warm_up, micro, endless=bool(length))
-        figures[name] = summary(rows) | {"each": rows}
+            rows, first = compare(config, args, endless=bool(length))
+        found = summary(rows)
+        figures[name] = found | {"each": rows, "first_step_s": first}
+        print(f"{first:.1f} s from the start of the process to the end of the first step")
         title = (
             f"all responses {length} tokens long" if length else f"sampled, at most {config.rollout.max_tokens} tokens"
         )
         show(
             f"{title}; {config.prompts} prompts × {config.group}, medians of {args.steps} (lowest–highest)",
-            figures[name],
+            found,
         )
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))

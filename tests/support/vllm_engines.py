@@ -1,10 +1,13 @@
 """vLLM on small random weights."""
 
+from itertools import count
+
 import torch
 import transformers
 
 from poise.engines.vllm import VllmEngine
 from poise.models.policy import EMBEDDED, Policy
+from poise.tasks import Problem, Score
 
 MEMORY = 0.02
 STARTED = []  # a vLLM that is collected takes what all of a process share with it
@@ -29,3 +32,17 @@ def small(tied=True, seed=0):
         for parameter in model.parameters():
             parameter.mul_(3.0)  # far from uniform
     return Policy(model, tokenizer)
+
+
+class Vowels:
+    """Whatever was asked: the share of letters that are an "e". Even random weights can begin with that."""
+
+    name = "vowels"
+
+    def problems(self, split, seed):
+        for number in count():
+            yield Problem(f"{split}/{seed}/{number}", f"Ada says {seed % 97} and {number}.", "1", {})
+
+    def score(self, _, text):
+        share = text.count("e") / max(len(text), 1)
+        return Score(share, share > 0.5)

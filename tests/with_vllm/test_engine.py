@@ -1,5 +1,8 @@
 """vLLM as an engine, against transformers and the policy's own forward pass. One vLLM serves them all, on a CPU."""
 
+import random
+
+import numpy
 import pytest
 import torch
 
@@ -169,6 +172,15 @@ def test_adapters_are_merged():
     again = dict(weights(policy))
     assert all(torch.equal(value, again[name]) for name, value in merged.items())  # nothing was merged for good
     assert {*merged} == {*small().model.state_dict()}
+
+
+def test_vllm_draws_no_random_numbers_of_the_process():
+    drawn = lambda: (random.random(), numpy.random.random(), float(torch.rand(())))  # noqa: E731, NPY002
+    random.seed(5), numpy.random.seed(5), torch.manual_seed(5)  # noqa: NPY002
+    expected = drawn()
+    random.seed(5), numpy.random.seed(5), torch.manual_seed(5)  # noqa: NPY002
+    sample(start(small()), prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)
+    assert drawn() == expected
 
 
 def test_what_has_no_room_is_refused(engine):

@@ -1,29 +1,13 @@
 """Training with vLLM, through the trainer."""
 
 from dataclasses import replace
-from itertools import count
 
 import pytest
 
 from poise.config.schema import load
 from poise.runs.folder import RunFolder
-from poise.tasks import Problem, Score
 from poise.trainer import Trainer
-from support.vllm_engines import MEMORY, STARTED, small
-
-
-class Vowels:
-    """Whatever was asked: the share of letters that are an "e". Even random weights can begin with that."""
-
-    name = "vowels"
-
-    def problems(self, split, seed):
-        for number in count():
-            yield Problem(f"{split}/{seed}/{number}", f"Ada says {seed % 97} and {number}.", "1", {})
-
-    def score(self, _, text):
-        share = text.count("e") / max(len(text), 1)
-        return Score(share, share > 0.5)
+from support.vllm_engines import MEMORY, STARTED, Vowels, small
 
 
 @pytest.mark.parametrize("more", [[], ["lora.rank=8", "optim.lr=1e-2"]], ids=["whole", "lora"])

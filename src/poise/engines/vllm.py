@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poise._lib.random_numbers import same_random_numbers
+from poise.models.errors import first_line
 from poise.models.policy import ModelError, Policy
 from poise.models.scoring import score_all
 from poise.rollout.sampling import Sampling, streams
@@ -59,6 +61,10 @@ class VllmEngine:
         check_requests(requests)
         if self._failed:
             raise ModelError("rollout.engine=vllm: vLLM has failed in this process and cannot be used again")
+        with same_random_numbers(self.policy.device):  # vLLM seeds them when it starts
+            return self._sample(requests, sampling, seed)
+
+    def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
         if self._llm is None:
             self._start()
         room = self._llm.llm_engine.model_config.max_model_len
@@ -79,7 +85,7 @@ class VllmEngine:
         parameters = [
             SamplingParams(
                 seed=own_seed, max_tokens=request.max_tokens, stop_token_ids=list(request.stop), logprobs=0,
-                detokenize=False, **settings,
+                flat_logprobs=True, detokenize=False, **settings,
             )
             for own_seed, request in zip(seeds, requests, strict=True)
         ]  # fmt: skip
@@ -95,8 +101,7 @@ class VllmEngine:
         for row, output in enumerate(outputs):
             length = len(output.token_ids)
             tokens[row, :length], mask[row, :length] = torch.tensor(output.token_ids), True
-            row_logp = [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
-            logp[row, :length] = torch.tensor(row_logp)
+            logp[row, :length] = torch.tensor(output.logprobs.logprobs)  # one for each token: its own
         finished = torch.tensor([output.finish_reason == "stop" for output in outputs])
         tokens, mask, logp, finished = (x.to(device) for x in (tokens, mask, logp, finished))
         prompts, sampler_logp = [list(request.prompt) for request in requests], logp if sampling.whole else None
@@ -110,6 +115,7 @@ class VllmEngine:
         """Start vLLM with the policy's configuration, push the weights, and compare log-probabilities."""
         name, device = type(self.policy.model).__name__, self.policy.device
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # where this one process meets itself; no network is needed
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
@@ -147,10 +153,10 @@ class VllmEngine:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: this is third-party code, with any model
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelError(
-                f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); use engine auto or transformers"
-            ) from error
+            why = first_line(error)
+            less = "lower rollout.vllm_memory, or " if "memory" in why else ""
+            advice = f"{less}use engine auto or transformers"
+            raise ModelError(f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); {advice}") from error
         half = next(self.policy.trunk.parameters()).dtype in (torch.float16, torch.bfloat16)
         if not gap <= (0.2 if half else 1e-2):
             raise ModelError(

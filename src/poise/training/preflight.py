@@ -6,15 +6,13 @@ traces: it draws no random numbers of the run, and it does not use the engine, w
 
 from __future__ import annotations
 
-import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy
 import torch
 
+from poise._lib.random_numbers import same_random_numbers
 from poise._lib.user_code import blamed
 from poise.algorithms.base import Sample
 from poise.algorithms.sampler import Sampler
@@ -110,18 +108,6 @@ def _short(sample: Sample, number: int) -> Sample:
         sample, prompt=sample.prompt[-CONTEXT:], tokens=sample.tokens[:CONTEXT], own=sample.own[:CONTEXT], score=score,
         group=number // ATTEMPTS, logp=None, entropy=None, sampler_logp=None,
     )  # fmt: skip
-
-
-@contextmanager
-def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Restore the states of all global random number generators, which a task or a reward may use."""
-    states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - a user's code may draw from it
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])  # noqa: NPY002
 
 
 def _gigabytes(size: int) -> str:

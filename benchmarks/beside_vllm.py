@@ -1,0 +1,283 @@
+"""The native engine against vLLM, and a whole step of poise against TRL with vLLM in its process ("colocate").
+
+    python benchmarks/beside_vllm.py --json vllm.json                       # everything: about ten minutes on an H200
+    python benchmarks/beside_vllm.py --only rollout-135M --json vllm.json   # what begins with that
+    python benchmarks/beside_vllm.py --device cpu --tiny --shapes 14M       # whether it all runs
+
+Every measurement is a process with a time limit of its own, so that one that fails takes no other with it, and its
+figures are written as they come. Models have random weights, in bfloat16 on CUDA. Responses have the lengths given:
+no response ends early.
+
+- ``native``: ``NativeEngine``, with the log-probabilities and entropies that it returns.
+- ``vllm``: vLLM's ``generate`` alone, in this process, without log-probabilities and seeds (its fastest), CUDA graphs
+  and prefix caching on, cached prompts dropped before each call, as in training, where the weights have changed. Then
+  ``rollout.engine=vllm`` on the same vLLM: weights pushed, seeds, log-probabilities, and the policy's scoring pass.
+- ``vllm-process``: the same ``generate`` with vLLM's engine in a process of its own, as vLLM does by default.
+- ``step-...``: ``step.py`` with one trainer each: poise, TRL at its fastest setting, and TRL's default, which scores
+  the responses once more to correct for vLLM's rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+
+import torch
+import transformers
+from measure import environment, median, since_start, spread, write
+from rollout import random_policy, random_requests
+from update import SHAPES, model_of, uneven
+
+from poise.engines.native.engine import NativeEngine
+from poise.engines.vllm import VllmEngine
+from poise.rollout.sampling import Sampling
+from poise.rollout.types import Request
+
+HERE = Path(__file__).parent
+CASES = {  # responses, tokens of a prompt, longest response, uneven
+    "512 × 256": (512, 128, 256, False),
+    "uneven": (512, 128, 1024, True),
+    "long prompts": (512, 1024, 256, False),
+    "1 × 256": (1, 128, 256, False),
+    "8 × 256": (8, 128, 256, False),
+    "32 × 256": (32, 128, 256, False),
+    "128 × 256": (128, 128, 256, False),
+    "2048 × 256": (2048, 128, 256, False),
+}
+THROUGH_POISE = ("512 × 256", "uneven")
+LIMITS = {"rollout": 150, "step": 150}  # seconds of a process
+
+
+def requests_of(case: str, shape: str, tiny: bool) -> list[Request]:
+    rows, prompt, longest, mixed = CASES[case]
+    if tiny:
+        rows, prompt, longest = min(rows, 16), prompt // 8, longest // 16
+    torch.manual_seed(0)
+    lengths = uneven(rows, longest) if mixed else [longest] * rows
+    group = min(rows, 8)
+    return random_requests(shape, rows // group, group, lengths, prompt)
+
+
+def bare(llm: Any, requests: list[Request]) -> Callable[[int], int]:
+    """vLLM's own ``generate``; the number of response tokens."""
+    from vllm import SamplingParams
+
+    asked = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+    wanted = [
+        SamplingParams(temperature=1.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
+        for request in requests
+    ]
+
+    def run(_: int) -> int:
+        llm.reset_prefix_cache()
+        return sum(len(answer.outputs[0].token_ids) for answer in llm.generate(asked, wanted, use_tqdm=False))
+
+    return run
+
+
+def timed(run: Callable[[int], int], device: str, repeats: int) -> dict[str, Any]:
+    """Seconds of each call after the first, which records graphs; the tokens of one, and memory at the peak."""
+    seconds, tokens, first = [], 0, 0.0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for call in range(repeats + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        tokens = run(call)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken = time.perf_counter() - begin
+        if call:
+            seconds.append(taken)
+        else:
+            first = taken
+    found = {"first_s": first, "seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / median(seconds)}
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        found |= {"peak_bytes": torch.cuda.max_memory_allocated(), "device_bytes": total - free}
+    return found
+
+
+def native(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of the native engine."""
+    engine = NativeEngine(random_policy(args.shape, args.device))
+    ready = since_start()
+    for case in args.cases:
+        requests = requests_of(case, args.shape, args.tiny)
+        run = lambda seed: sum(engine.sample(requests, Sampling(1.0), seed).lengths)  # noqa: B023, E731
+        found = timed(run, args.device, args.repeats)
+        yield {"case": case, "ready_s": ready, "first_rollout_s": since_start() - sum(found["seconds"]), **found}
+        engine.release()
+
+
+def vllm(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of vLLM alone, then of poise's engine on it, and what a push of the weights takes."""
+    policy = random_policy(args.shape, args.device)
+    engine = VllmEngine(policy, memory=args.memory)
+    engine.sample([Request([1, 2, 3], 4)], Sampling(1.0), 0)  # starts vLLM
+    ready = since_start()
+    for case in args.cases:
+        found = timed(bare(engine._llm, requests_of(case, args.shape, args.tiny)), args.device, args.repeats)
+        yield {"case": case, "ready_s": ready, "first_rollout_s": since_start() - sum(found["seconds"]), **found}
+    for case in args.cases:
+        if case not in THROUGH_POISE:
+            continue
+        requests, gaps = requests_of(case, args.shape, args.tiny), []
+
+        def run(seed: int) -> int:
+            made = engine.sample(requests, Sampling(1.0), seed)  # noqa: B023
+            assert made.sampler_logp is not None
+            gaps.append(float((made.logp - made.sampler_logp)[made.mask].abs().mean()))  # noqa: B023
+            return sum(made.lengths)
+
+        found = timed(run, args.device, args.repeats)
+        yield {"engine": "rollout.engine=vllm", "case": case, "mismatch": gaps[-1], **found}
+
+    def push(_: int) -> int:
+        engine._push()
+        return sum(parameter.numel() for parameter in policy.model.parameters())
+
+    yield {"engine": "rollout.engine=vllm", "case": "push the weights", **timed(push, args.device, 5)}
+
+
+def vllm_process(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of vLLM with its engine in a process of its own."""
+    from vllm import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = model_of(args.shape, "meta", torch.bfloat16).config
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(folder)
+        llm = LLM(
+            model=folder, skip_tokenizer_init=True, load_format="dummy", gpu_memory_utilization=args.memory,
+            dtype="bfloat16" if args.device == "cuda" else "float32", enforce_eager=args.device == "cpu",
+        )  # fmt: skip
+    ready = since_start()
+    for case in args.cases[:2]:
+        run = bare(llm, requests_of(case, args.shape, args.tiny))
+        found = timed(run, "cpu", args.repeats)  # generate returns when all is done
+        yield {"case": case, "ready_s": ready, "first_rollout_s": since_start() - sum(found["seconds"]), **found}
+
+
+ENGINES = {"native": native, "vllm": vllm, "vllm-process": vllm_process}
+
+
+def child(args: argparse.Namespace) -> None:
+    transformers.logging.set_verbosity_error()
+    rows: list[dict[str, Any]] = []
+    for row in ENGINES[args.engine](args):
+        rows.append({"engine": args.engine, "shape": args.shape, **row})
+        args.json.write_text(json.dumps({"rows": rows}))
+        last = rows[-1]
+        peak = f", peak {last['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in last else ""
+        print(
+            f"{args.shape:>5} {last['engine']:20s} {last['case']:16s} {spread(last['seconds'], 1):>20} s "
+            f"{last['tokens_per_s']:12,.0f} tokens/s{peak}, process {since_start():.0f} s", flush=True,
+        )  # fmt: skip
+
+
+def jobs(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Every measurement by name: the words of its command."""
+    found: dict[str, list[str]] = {}
+    rollout = [str(HERE / "beside_vllm.py"), "--device", args.device, "--memory", str(args.memory)]
+    rollout += ["--repeats", str(args.repeats), "--cases", *args.cases, *(["--tiny"] if args.tiny else [])]
+    step = [str(HERE / "step.py"), "--device", args.device, "--only-fixed", "--steps", "2" if args.tiny else "4"]
+    step += ["--warm-up", "1" if args.tiny else "2", "--trl-memory", str(args.trl_memory)]
+    step += ["--prompts", "2", "--trl-micro", "8", "--fixed-length", "8"] if args.tiny else []
+    for shape in args.shapes:
+        for engine in ENGINES:
+            if engine != "vllm-process" or shape == args.shapes[0]:
+                found[f"rollout-{shape}-{engine}"] = [*rollout, "--child", engine, "--shape", shape]
+    trainers = {"poise": ["poise"], "trl-vllm": ["trl", "--trl-engine", "vllm"]}
+    for shape in args.shapes:
+        default = {"trl-vllm-default": ["trl", "--trl-engine", "vllm", "--trl-correction"]}
+        for name, words in (trainers | (default if shape == args.shapes[0] else {})).items():
+            found[f"step-{shape}-{name}"] = [*step, "--shape", shape, "--which", *words]
+    return {name: words for name, words in found.items() if any(name.startswith(only) for only in args.only)}
+
+
+def parent(args: argparse.Namespace) -> None:
+    """Run the measurements one after the other; write what they found after each."""
+    results: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and then the measurement that runs, too
+    head = {**environment(args.device), "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"}}
+    for name, words in jobs(args).items():
+        limit = args.limit or LIMITS[name.partition("-")[0]]
+        print(f"--- {name}, at most {limit:.0f} s", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            path, begin = Path(folder) / "found.json", time.perf_counter()
+            process = subprocess.Popen([sys.executable, *words, "--json", str(path)], start_new_session=True)
+            try:
+                code: int | str = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = f"over {limit:.0f} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # whatever it has started, too
+                process.wait()
+            results[name] = json.loads(path.read_text()) if path.exists() else {}
+        results[name] |= {"code": code, "process_s": time.perf_counter() - begin}
+        print(
+            f"--- {name}: {'done' if code == 0 else f'FAILED ({code})'}, {results[name]['process_s']:.0f} s", flush=True
+        )
+        write(args.json, {**head, "measurements": results})
+    show(results)
+
+
+def show(results: dict[str, Any]) -> None:
+    """Each case of vLLM beside the native engine, each step of TRL beside poise's."""
+    rows = [row for found in results.values() for row in found.get("rows", [])]
+    ours = {(row["shape"], row["case"]): median(row["seconds"]) for row in rows if row["engine"] == "native"}
+    for row in rows:
+        if (key := (row["shape"], row["case"])) in ours and row["engine"] != "native":
+            print(
+                f"{key[0]:>5} {key[1]:16s} {row['engine']:20s} {median(row['seconds']) / ours[key]:6.2f} times native's"
+            )
+    steps = {name: found["fixed"] for name, found in results.items() if "fixed" in found}
+    for name, found in steps.items():
+        trainer = "poise" if "poise" in found else "trl"
+        seconds = found[trainer]["step_s"]["median"]
+        beside = steps.get("-".join([*name.split("-")[:2], "poise"]))
+        ratio = f", {seconds / beside['poise']['step_s']['median']:.2f} × poise's time" if beside else ""
+        print(f"{name}: {seconds:.2f} s, peak {found[trainer]['peak_gib']['high']:.1f} GiB{ratio}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135M", "1.5B"])
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="measurements whose name begins so")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--memory", type=float, default=0.5, help="vLLM's share of the device's memory when it is alone"
+    )
+    parser.add_argument("--trl-memory", type=float, default=0.3, help="vLLM's share beside TRL")
+    parser.add_argument("--limit", type=float, help=f"seconds of a measurement's process (otherwise {LIMITS})")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try whether everything runs")
+    parser.add_argument("--json", type=Path, help="write the figures here, after every measurement")
+    parser.add_argument("--child", choices=list(ENGINES), dest="engine", help=argparse.SUPPRESS)
+    parser.add_argument("--shape", choices=list(SHAPES), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        child(args)
+    else:
+        parent(args)
+
+
+if __name__ == "__main__":
+    main()
