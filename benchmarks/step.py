@@ -193,8 +193,9 @@ def trl_config(config: Config, folder: Path, args: argparse.Namespace, endless: 
     quarter less than 128. The optimizer is the fused AdamW that it takes by default. With vLLM, TRL by default scores
     the responses again, to correct for vLLM's rounding; only ``--trl-correction`` leaves that on.
     """
-    responses, micro, never = config.prompts * config.group, args.trl_micro, {"eos_token_id": [NEVER]}
+    responses, micro = config.prompts * config.group, args.trl_micro
     engine: dict[str, Any] = {}
+    never: dict[str, Any] = {"eos_token_id": [NEVER]}
     if args.trl_engine == "vllm":
         never = {"ignore_eos": True}
         engine = {
