@@ -6,7 +6,8 @@ The first argument is the folder of a comparison whose models were kept. The mod
 problems, four times each. Then the trained model of every run tells how likely it finds these responses. ``right`` and
 ``wrong`` hold the mean change of the log-likelihood of a response, in nats, and the share of responses whose
 log-likelihood fell: for every seed, with Student's interval over seeds, and the difference to the baseline with the
-interval of the sign-flip test. NTHR (arXiv 2505.18830) says that GRPO makes right answers hardly likelier, or even less
+interval of the sign-flip test. ``moved`` is how far the weights have gone, ‖θ − θ₀‖ / ‖θ₀‖: an arm may displace less
+only because it moved less. NTHR (arXiv 2505.18830) says that GRPO makes right answers hardly likelier, or even less
 likely, because wrong ones that share their tokens are punished.
 """
 
@@ -52,14 +53,20 @@ def beginning(run: Path, place: str) -> Trainer:
     return Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
 
 
-def load(trainer: Trainer, run: Path) -> None:
-    """Give the trainer's model the weights that a run ended with."""
+def load(trainer: Trainer, run: Path, start: dict[str, Tensor]) -> list[float]:
+    """Give the trainer's model the weights that a run ended with. Return how far they are from those before."""
     newest = max((run / "checkpoints").glob("step-*"))
     saved = load_file(newest / "parameters.safetensors", device=str(trainer.policy.device))
+    parameters = trainer.master_weights.parameters
+    distance, size = (
+        sum(float(values.double().square().sum()) for values in tensors)
+        for tensors in ((saved[name] - start[name] for name in start), start.values())
+    )
     with torch.no_grad():
-        for name, parameter in trainer.master_weights.parameters.items():
+        for name, parameter in parameters.items():
             parameter.copy_(saved[name])
     trainer.master_weights.publish()
+    return [(distance / size) ** 0.5]
 
 
 def likelihoods(trainer: Trainer, samples: list[Sample]) -> Tensor:
@@ -95,16 +102,19 @@ def main() -> None:
         samples = list(evaluate(trainer.sampler, problems=options.problems, samples=4, seed=1).attempts)
         sets = {"right": [s for s in samples if s.score.correct], "wrong": [s for s in samples if not s.score.correct]}
         before = {name: likelihoods(trainer, chosen) for name, chosen in sets.items()}
+        start = {name: value.detach().clone() for name, value in trainer.master_weights.parameters.items()}
+        moved: dict[str, dict[int, list[float]]] = {}
         changes: dict[str, dict[str, dict[int, list[float]]]] = {name: {} for name in sets}
         for arm, seeds in runs.items():
             for seed, run in seeds.items():
-                load(trainer, run)
+                moved.setdefault(arm, {})[seed] = load(trainer, run, start)
                 for name, chosen in sets.items():
                     change = likelihoods(trainer, chosen) - before[name]
                     fell = float((change < 0).double().mean())
                     changes[name].setdefault(arm, {})[seed] = [float(change.mean()), fell]
             print(f"{arm}: {len(seeds)} runs", flush=True)
     found: dict[str, Any] = {"comparison": str(options.comparison), "responses": {n: len(s) for n, s in sets.items()}}
+    found["moved"] = {arm: summary(values, moved[baseline], 0) for arm, values in moved.items()}
     for name, arms in changes.items():
         found[name] = {
             arm: {"change": summary(values, arms[baseline], 0), "fell": summary(values, arms[baseline], 1)}
@@ -112,7 +122,10 @@ def main() -> None:
         }
         for arm, row in found[name].items():
             change, fell = row["change"]["mean"], row["fell"]["mean"]
-            print(f"{name:6} {arm:28} {change:+8.3f} nats a response, {fell:6.1%} fell")
+            print(
+                f"{name:6} {arm:28} {change:+8.3f} nats a response, {fell:6.1%} fell, "
+                f"weights moved by {found['moved'][arm]['mean']:.2%}"
+            )
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
