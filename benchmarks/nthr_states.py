@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import environment, in_turns, median, write
+from measure import Way, environment, in_turns, median, write
 from torch import Tensor
 from update import SHAPES, model_of
 
@@ -114,14 +114,12 @@ def measure(name: str, dtype: str, device: str, groups: int, group: int, tokens:
     def error(states: Tensor) -> float:
         return float((states.double() - exact).norm() / exact.norm())
 
-    times = in_turns(
-        {
-            "sampling": lambda: engine.sample(plain, sampling, 0),
-            "sampling, keeping states": lambda: engine.sample(asked, sampling, 0),
-            "forward pass": lambda: passed(policy, out),
-        },
-        device, repeats=rounds, warmup=1,
-    )  # fmt: skip
+    ways: dict[str, Way] = {
+        "sampling": lambda: engine.sample(plain, sampling, 0),
+        "sampling, keeping states": lambda: engine.sample(asked, sampling, 0),
+        "forward pass": lambda: passed(policy, out),
+    }
+    times = in_turns(ways, device, repeats=rounds, warmup=1) if rounds else {}
     return {
         "tokens": sum(out.lengths), "of incorrect responses": int(wrong.sum()),
         "entropy": float(out.entropy[out.mask].mean()),
@@ -145,7 +143,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of the timing; 0 for none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: dict[str, Any] = environment(args.device) | {"models": {}}
