@@ -108,13 +108,14 @@ class Sampler:
     def _play(self, games: Sequence[_Game], engine: Session, seed: int) -> None:
         """Turn after turn, until all episodes are over. The engine may keep their keys and values from turn to turn."""
         turn, live, keep = 0, list(range(len(games))), several_turns(self.task)
+        ends = self.policy.end_tokens
         while live:
             playing = [games[i] for i in live]
             requests = [
                 Request(
                     game.ids(),
                     min(self.max_tokens - (0 if turn else game.begun), game.room),
-                    self.policy.end_tokens,
+                    ends,
                     number,
                     keep=keep,
                     continues=number if turn else None,
@@ -157,6 +158,7 @@ class Sampler:
     ) -> list[_Game]:
         """Episodes at their first prompt; equal openings are encoded once."""
         known: dict[str, list[int]] = {}
+        most = most_tokens(self.policy)
         games = []
         for place, problem in enumerate(problems):
             episode = begin(self.task, problem)
@@ -169,17 +171,17 @@ class Sampler:
             key = repr((messages, tools))
             if key not in known:
                 known[key] = self._encode(problem, messages, tools)
-            ids, room = known[key], self._room(len(known[key]))
+            ids, room = known[key], self._room(most - len(known[key]))
             game = _Game(self.policy, self.task, problem, episode, messages, len(messages), ids, room, tools)
             if begun is not None and len(begun[place]):
                 game.begin_reply(begun[place])
             games.append(game)
         return games
 
-    def _room(self, prompt: int) -> int:
-        """How many tokens may follow a prompt of so many, in all turns together."""
+    def _room(self, left: int) -> int:
+        """How many tokens may follow a prompt in all turns together, where the model has so many positions left."""
         # Where not even the first reply fits, the engine refuses it.
-        return min(max(self.max_tokens, most_tokens(self.policy) - prompt), self.max_episode or NO_LIMIT)
+        return min(max(self.max_tokens, left), self.max_episode or NO_LIMIT)
 
     def _encode(self, problem: Problem, messages: list[Message], tools: Tools) -> list[int]:
         """A problem's prompt; one that cannot be encoded, or is too long, is refused by its name."""
