@@ -5,13 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from poise import regulators
+from poise.algorithms import Grpo
+from poise.algorithms.sampler import Sampler
 from poise.engines.native import drawn_states
 from poise.engines.native.engine import NativeEngine
 from poise.engines.native.graphs import GraphedDecoder
+from poise.models.policy import Policy, load_policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import repeated
+from poise.training.batches import release_hidden, stack, token_batch
 from support.dialogues import dialogues
 from support.tiny_models import prompts, tiny
+from support.twice import Twice
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
 
@@ -80,3 +86,23 @@ def test_more_states_than_there_is_memory_for_are_not_kept(monkeypatch):
     policy = tiny("llama", "cuda", torch.bfloat16)
     monkeypatch.setattr(drawn_states, "SHARE", 0.0)
     assert NativeEngine(policy).sample(asked(policy), Sampling(), 0).hidden is None
+
+
+def test_a_batch_takes_them_without_a_forward_pass_and_frees_them(monkeypatch):
+    policy, task = load_policy("embedded", device="cuda", dtype="bfloat16"), Twice()
+    sampler = Sampler(policy, NativeEngine(policy), task, max_tokens=40, hidden=True)
+    samples, _ = Grpo(group=8).collect([next(task.problems("train", seed)) for seed in range(4)], sampler, 7)
+    rollouts, nthr = stack(samples, policy, 1.0), regulators.get("nthr", eta=0.0)
+    with torch.no_grad():
+        forward = token_batch(samples, rollouts, policy, hidden=True, recompute=True)
+        (expected,) = nthr(forward)
+        monkeypatch.setattr(Policy, "padded_hidden", lambda *_: pytest.fail("a forward pass"))
+        batch = token_batch(samples, rollouts, policy, hidden=True)
+        found = batch.hidden_of(torch.arange(len(samples), device="cuda"))[rollouts.mask]
+        assert error(found, policy.hidden(rollouts).float()) < 0.05
+        (phase,) = nthr(batch)
+    assert phase.metrics["scored_share"] == expected.metrics["scored_share"] > 0
+    assert float((phase.policy != expected.policy)[rollouts.mask].float().mean()) < 0.05
+    assert samples[0].drawn.parts[0].states.is_cuda
+    assert release_hidden(samples, batch).hidden is None
+    assert not any(sample.drawn.parts for sample in samples)

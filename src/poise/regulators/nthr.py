@@ -132,11 +132,12 @@ def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> tu
 
 
 def _keep(device: torch.device) -> int:
-    """Half-precision logits of a group that may be kept: as many as a share of the memory holds, none on a CPU."""
+    """How many half-precision logits of a group may be kept: what a share of the memory holds; none on a CPU."""
     if device.type != "cuda":
         return 0
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(KEEP_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)) // 2
+    most = int(KEEP_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)) // 2
+    return min(most, (1 << 31) - 1)  # 32-bit indices reach all of them
 
 
 def _batches(groups: list[_Group], longest: int) -> list[list[_Group]]:
