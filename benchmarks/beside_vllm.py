@@ -1,7 +1,8 @@
 """The native engine against vLLM, and a whole step of poise against TRL with vLLM in its process ("colocate").
 
-    python benchmarks/beside_vllm.py --json vllm.json                       # everything: about ten minutes on an H200
+    python benchmarks/beside_vllm.py --json vllm.json                       # rollout and step
     python benchmarks/beside_vllm.py --only rollout-135M --json vllm.json   # what begins with that
+    python benchmarks/beside_vllm.py --only extra --json more.json          # what it does not do otherwise
     python benchmarks/beside_vllm.py --device cpu --tiny --shapes 14M       # whether it all runs
 
 Every measurement is a process with a time limit of its own, so that one that fails takes no other with it, and its
@@ -12,9 +13,9 @@ no response ends early.
 - ``vllm``: vLLM's ``generate`` alone, in this process, without log-probabilities and seeds (its fastest), CUDA graphs
   and prefix caching on, cached prompts dropped before each call, as in training, where the weights have changed. Then
   ``rollout.engine=vllm`` on the same vLLM: weights pushed, seeds, log-probabilities, and the policy's scoring pass.
-- ``vllm-process``: the same ``generate`` with vLLM's engine in a process of its own, as vLLM does by default.
-- ``step-...``: ``step.py`` with one trainer each: poise, TRL at its fastest setting, and TRL's default, which scores
-  the responses once more to correct for vLLM's rounding.
+- ``step-…``: ``step.py`` with one trainer each: poise, and TRL with vLLM at its fastest setting.
+- ``extra-…``: the same ``generate`` with vLLM's engine in a process of its own, as vLLM does by default; poise's step
+  with ``rollout.engine=vllm``; and TRL's default, which scores the responses again to correct for vLLM's rounding.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ CASES = {  # responses, tokens of a prompt, longest response, uneven
     "2048 × 256": (2048, 128, 256, False),
 }
 THROUGH_POISE = ("512 × 256", "uneven")
-LIMITS = {"rollout": 150, "step": 150}  # seconds of a process
+LIMITS = {"rollout": 210, "step": 180, "extra": 150}  # seconds of a process
 
 
 def requests_of(case: str, shape: str, tiny: bool) -> list[Request]:
@@ -195,18 +196,20 @@ def jobs(args: argparse.Namespace) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     rollout = [str(HERE / "beside_vllm.py"), "--device", args.device, "--memory", str(args.memory)]
     rollout += ["--repeats", str(args.repeats), "--cases", *args.cases, *(["--tiny"] if args.tiny else [])]
-    step = [str(HERE / "step.py"), "--device", args.device, "--only-fixed", "--steps", "2" if args.tiny else "4"]
+    step = [str(HERE / "step.py"), "--device", args.device, "--only-fixed", "--steps", "2" if args.tiny else "3"]
     step += ["--warm-up", "1" if args.tiny else "2", "--trl-memory", str(args.trl_memory)]
     step += ["--prompts", "2", "--trl-micro", "8", "--fixed-length", "8"] if args.tiny else []
     for shape in args.shapes:
-        for engine in ENGINES:
-            if engine != "vllm-process" or shape == args.shapes[0]:
-                found[f"rollout-{shape}-{engine}"] = [*rollout, "--child", engine, "--shape", shape]
-    trainers = {"poise": ["poise"], "trl-vllm": ["trl", "--trl-engine", "vllm"]}
+        for engine in ("native", "vllm"):
+            found[f"rollout-{shape}-{engine}"] = [*rollout, "--child", engine, "--shape", shape]
+    trl = ["--which", "trl", "--trl-engine", "vllm"]
     for shape in args.shapes:
-        default = {"trl-vllm-default": ["trl", "--trl-engine", "vllm", "--trl-correction"]}
-        for name, words in (trainers | (default if shape == args.shapes[0] else {})).items():
-            found[f"step-{shape}-{name}"] = [*step, "--shape", shape, "--which", *words]
+        found[f"step-{shape}-poise"] = [*step, "--shape", shape, "--which", "poise"]
+        found[f"step-{shape}-trl-vllm"] = [*step, "--shape", shape, *trl]
+    first = args.shapes[0]
+    found[f"extra-{first}-vllm-process"] = [*rollout, "--child", "vllm-process", "--shape", first]
+    found[f"extra-{first}-poise-vllm"] = [*step, "--shape", first, "--which", "poise", "--engine", "vllm"]
+    found[f"extra-{first}-trl-vllm-default"] = [*step, "--shape", first, *trl, "--trl-correction"]
     return {name: words for name, words in found.items() if any(name.startswith(only) for only in args.only)}
 
 
@@ -251,7 +254,7 @@ def show(results: dict[str, Any]) -> None:
     for name, found in steps.items():
         trainer = "poise" if "poise" in found else "trl"
         seconds = found[trainer]["step_s"]["median"]
-        beside = steps.get("-".join([*name.split("-")[:2], "poise"]))
+        beside = steps.get(f"step-{name.split('-')[1]}-poise")
         ratio = f", {seconds / beside['poise']['step_s']['median']:.2f} × poise's time" if beside else ""
         print(f"{name}: {seconds:.2f} s, peak {found[trainer]['peak_gib']['high']:.1f} GiB{ratio}")
 
@@ -260,9 +263,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135M", "1.5B"])
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="measurements whose name begins so")
+    parser.add_argument(
+        "--only", nargs="+", default=["rollout", "step"], metavar="NAME", help="measurements whose name begins so"
+    )
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
         "--memory", type=float, default=0.5, help="vLLM's share of the device's memory when it is alone"
     )

@@ -9,6 +9,8 @@ import torch
 from poise.engines.hf import CachedEngine
 from poise.engines.vllm import weights
 from poise.models.policy import ModelError, Policy, load_policy
+from poise.rollout.sampling import Sampling
+from poise.rollout.types import Request
 from support.chi_square import chi_square
 from support.tiny_models import sample
 from support.vllm_engines import small, start
@@ -134,6 +136,17 @@ def test_a_response_ends_with_its_end_token_and_nothing_follows(engine):
         assert (tokens[:length] == end).sum() == int(finished)
         assert not finished or tokens[length - 1] == end
         assert finished or length == 60
+
+
+def test_the_models_own_end_token_ends_no_response_that_does_not_name_it(engine):
+    end = engine.policy.model.config.eos_token_id
+    with torch.no_grad():
+        embedding = engine.policy.model.get_input_embeddings().weight
+        embedding[end] = embedding[10:200].mean(0) * 6
+    out = engine.sample([Request(prompt, 40) for prompt in prompts(8) * 4], Sampling(1.5), 0)
+    assert (out.tokens == end).any()
+    assert out.lengths == [40] * 32
+    assert not out.finished.any()
 
 
 def test_the_batch_may_be_bounded_and_the_head_untied():

@@ -85,7 +85,7 @@ class VllmEngine:
         parameters = [
             SamplingParams(
                 seed=own_seed, max_tokens=request.max_tokens, stop_token_ids=list(request.stop), logprobs=0,
-                flat_logprobs=True, detokenize=False, **settings,
+                flat_logprobs=True, detokenize=False, ignore_eos=True, **settings,  # the request says what ends it
             )
             for own_seed, request in zip(seeds, requests, strict=True)
         ]  # fmt: skip
