@@ -8,10 +8,11 @@ import pytest
 
 from poise.comparison.forecast import Forecast
 from poise.comparison.nursery import FAILED, STOPPED
+from poise.comparison.plan import read_plan
 from poise.comparison.processes import Ended
 from poise.comparison.runner import Runner
 from poise.runs.folder import RunFolder
-from support.comparisons import evaluation, finish, make
+from support.comparisons import SMALL, evaluation, finish, make
 
 
 class Fake:
@@ -99,6 +100,15 @@ def test_the_accuracy_before_training_is_measured_once(tmp_path):
     for run, before in zip(started[2:], runner.processes.before[2:], strict=True):
         assert before.name == "before.json"
         assert ("=1.0" in run) == ("=1.0" in before.parts[-3])
+
+
+def test_a_run_that_waits_holds_up_none_that_begins_otherwise(tmp_path):
+    axes = ["rollout.temperature=1.0,0.9", "regulator=grpo; ar", "seeds=2", f"run={tmp_path / 'cmp'}"]
+    runner, started = carry_out(read_plan("demo", [*SMALL, *axes]), jobs=3, slow=True)
+    hot, cold = started[:2]  # the second arm of seed 0 waits for the first
+    assert ("=1.0" in hot, "=1.0" in cold) == (True, False)
+    assert all(run.endswith("seed-0") for run in started[:4])
+    assert runner.processes.before.count(None) == 2
 
 
 def test_runs_wait_for_the_one_that_measures_it(tmp_path):

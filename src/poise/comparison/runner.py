@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -112,8 +112,6 @@ class Runner:
                     asked = self.stopped = True
                     self.processes.signal(signal.SIGTERM)
                 while not self.stopped and len(self._running) < self.jobs and (run := self._next()):
-                    if self._waits(run):
-                        break
                     self._start(run)
                 if not self._running:
                     return
@@ -126,7 +124,7 @@ class Runner:
             self.processes.close()
 
     def _next(self) -> PlannedRun | None:
-        """The run to start next; None if there is none, or none that the budget allows."""
+        """The run to start next; None if there is none, none that the budget allows, or all must wait."""
         under_way = {started.run.folder for started in self._running.values()}
 
         def open_runs(runs: list[PlannedRun]) -> Iterator[PlannedRun]:
@@ -139,8 +137,8 @@ class Runner:
             self._stop_at_budget()
         if self._spent:
             return None
-        for run in open_runs(self.plan.tuning_runs()):
-            return run
+        if runs := list(open_runs(self.plan.tuning_runs())):
+            return self._first_ready(runs)
         for seed in self.plan.seeds:
             ready = [self.plan.run(arm, variant, seed) for arm in self.plan.arms if (variant := self.chosen(arm))]
             runs = list(open_runs(ready))
@@ -150,7 +148,15 @@ class Runner:
             if not begun and not self._fits(len(self.plan.arms)):
                 self._stop_at_budget()
                 return None
-            return runs[0]
+            return self._first_ready(runs)
+        return None
+
+    def _first_ready(self, runs: Sequence[PlannedRun]) -> PlannedRun | None:
+        """The first of these runs that need not wait for its accuracy before training, which another is measuring."""
+        measuring = [each.run for each in self._running.values() if shared_start.is_measuring(each.run)]
+        for run in runs:
+            if not any(shared_start.alike(run, other) for other in measuring) or self._before(run) is not None:
+                return run
         return None
 
     def _start(self, run: PlannedRun) -> None:
@@ -164,11 +170,6 @@ class Runner:
     def _before(self, run: PlannedRun) -> Path | None:
         """A file with the run's accuracy before training, if another run has measured it."""
         return shared_start.measured(run, filter(None, self.runs()))
-
-    def _waits(self, run: PlannedRun) -> bool:
-        """Whether the run should wait for its accuracy before training, which another run is measuring."""
-        measuring = (each.run for each in self._running.values() if shared_start.is_measuring(each.run))
-        return any(shared_start.alike(run, other) for other in measuring) and self._before(run) is None
 
     def _end(self, ended: Ended) -> None:
         started = self._running.pop(ended.number)
