@@ -226,7 +226,7 @@ def test_pretrained_model() -> None:
 def test_regimes() -> None:
     """The table of all regimes; its first row is as printed (see the page)."""
     text = words_of("comparison")
-    for name, words in (("steps4-w1", "the same, four steps a batch | 10"), ("smollm2-sums", "5 of 8")):
+    for name, words in (("steps4-w1", "the same, four steps a batch | 10"), ("smollm2-sums", "5–6 of 8")):
         base, *others = figures(name)["arms"]
         ends = f"{100 * base['before']:.1f} → {100 * base['accuracy']:.1f}"
         cells = [ends, *(against(arm["difference"]) for arm in others)]
