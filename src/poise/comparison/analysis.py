@@ -7,8 +7,8 @@ corrected p: the test is that of the main score.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from math import inf, isfinite
 from statistics import fmean, median
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 
 from poise.comparison import curves
 from poise.comparison.curves import By, Reached, compare_reach
-from poise.comparison.results import ACCURACY, Arm, Point, RunResult
+from poise.comparison.results import ACCURACY, Arm, Cost, Point, RunResult
 from poise.comparison.sign_flip import holm
 from poise.comparison.statistics import (
     LEVEL,
@@ -199,15 +199,10 @@ def _stability(runs: Iterable[RunResult]) -> Document:
     }
 
 
-def _cost(runs: Iterable[RunResult]) -> Document:
-    """Means over the runs."""
-    costs = [run.cost for run in runs]
-    return {
-        "tokens": _mean(cost.tokens for cost in costs),
-        "optimizer_steps": _mean(cost.optimizer_steps for cost in costs),
-        "seconds": _mean(cost.seconds for cost in costs),
-        "flop": _mean(cost.flop for cost in costs) if all(cost.flop is not None for cost in costs) else None,
-    }
+def _cost(runs: Collection[RunResult]) -> Document:
+    """Means over the runs; None where one of them does not know."""
+    columns = {each.name: [getattr(run.cost, each.name) for run in runs] for each in fields(Cost)}
+    return {name: None if None in values else _mean(values) for name, values in columns.items()}
 
 
 def _band(runs: Sequence[RunResult], score: str, level: float) -> Document:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,7 @@ def _run_rows(arm: Arm) -> list[Row]:
             "state": run.state,
             "steps": run.steps,
             **run.scores,
-            "tokens": run.cost.tokens,
-            "optimizer_steps": run.cost.optimizer_steps,
-            "seconds": run.cost.seconds,
-            "flop": run.cost.flop,
+            **asdict(run.cost),
             "folder": run.folder,
         }
         for seed, run in sorted(arm.runs.items())

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from poise._lib.files import dumps, remove, replacing
 from poise.comparison import shared_start, tuning
-from poise.comparison.arms import PlannedArm
+from poise.comparison.arms import PlannedArm, Variant
 from poise.comparison.forecast import Forecast
 from poise.comparison.nursery import STOPPED
 from poise.comparison.plan import Plan, PlannedRun
@@ -84,7 +84,7 @@ class Runner:
         self._tries: dict[Path, int] = {}
         self._count = self._succeeded = 0
         self._begin = self.clock()
-        self._spent = False  # the budget
+        self.spent = False  # the budget
         self.failures: dict[str, dict[str, Any]] = {}
         self.stopped = False
 
@@ -96,7 +96,7 @@ class Runner:
             self._results[folder] = result_of(folder)
         return self._results[folder]
 
-    def chosen(self, arm: PlannedArm) -> Any:
+    def chosen(self, arm: PlannedArm) -> Variant | None:
         """The variant of an arm that is compared; None while it is tuned."""
         return tuning.choose(self.plan, arm, self.result)
 
@@ -133,9 +133,9 @@ class Runner:
                 if run.folder not in under_way and not tried and self.result(run.folder) is None:
                     yield run
 
-        if not self._spent and self.clock() - self._begin > self.plan.limits.hours * 3600:
+        if not self.spent and self.clock() - self._begin > self.plan.limits.hours * 3600:
             self._stop_at_budget()
-        if self._spent:
+        if self.spent:
             return None
         if runs := list(open_runs(self.plan.tuning_runs())):
             return self._first_ready(runs)
@@ -225,14 +225,9 @@ class Runner:
         return each is None or sum(spent) + (len(self._running) + runs) * each <= limits.tokens
 
     def _stop_at_budget(self) -> None:
-        self._spent = True
+        self.spent = True
         budget = self.plan.limits.budget()
         self.view.note(f"the budget ({budget}) has no room for another seed of all arms: no more runs are started")
-
-    @property
-    def spent(self) -> bool:
-        """Whether the budget ended the comparison."""
-        return self._spent
 
     def _left_of_running(self) -> float:
         """Seconds of work that the runs under way still need."""
@@ -247,7 +242,7 @@ class Runner:
         waiting = len(runs) - done - len(self._running) - len(self.failures)
         left = None
         if self.forecast.seconds is not None:
-            whole = 0 if self._spent or self.stopped else waiting * self.forecast.seconds
+            whole = 0 if self.spent or self.stopped else waiting * self.forecast.seconds
             left = (self._left_of_running() + whole) / min(self.jobs, max(1, waiting + len(self._running)))
         now = self.clock()
         running = [(each.run, now - each.since) for each in self._running.values()]
