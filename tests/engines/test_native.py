@@ -45,6 +45,28 @@ def test_log_probabilities_agree_with_the_training_forward(name, engine, tempera
         assert out.lengths == out.mask.sum(1).tolist()
 
 
+def test_what_sampling_leaves_behind_can_be_trained_with(monkeypatch):
+    """Nothing that stays is a tensor of torch's inference mode, which no gradient may need."""
+    monkeypatch.setattr("poise.engines.native.shared_cache.FIRST_ROOM", 8)
+    policy = tiny("llama")
+    modes = []
+    policy.trunk.register_forward_hook(lambda *_: modes.append(torch.is_inference_mode_enabled()))
+    engine = NativeEngine(policy)
+    modes.clear()
+    out = sample(engine, prompts(3), 2, max_tokens=30, temperature=1.0, seed=0)
+    assert engine._decoder.cache.room > 8  # it has grown while decoding
+    assert modes[0] is False  # prompts are read as ever
+    assert all(modes[1:])
+    cache = vars(engine._decoder.cache)
+    kept = [*cache["response_keys"], *cache["response_values"], *vars(engine._decoder).values(), *vars(out).values()]
+    tensors = [x for x in [*kept, *policy.model.buffers()] if isinstance(x, torch.Tensor)]
+    assert len(tensors) > 10
+    assert not any(x.is_inference() for x in tensors)
+    (policy.score(out)[0] * out.logp.exp()).sum().backward()
+    again = sample(engine, prompts(3), 2, max_tokens=30, temperature=1.0, seed=0)
+    assert torch.equal(out.logp, again.logp)
+
+
 def test_half_precision_is_scored_without_rounding_it_further():
     policy, whole = tiny("llama"), tiny("llama")
     policy.model.bfloat16()

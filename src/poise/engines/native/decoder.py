@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -73,12 +75,21 @@ class Decoder:
         """Decode ``steps`` tokens in the first n rows; after the ``last`` ones of all, the model need not run."""
         self.step_number.zero_()
         head = self.policy.head(sampling.temperature or 1.0)
-        for step in range(steps):
-            token = self.draw(n, head, sampling)
-            self.step_number += 1
-            if not (last and step + 1 == steps):
-                self.forward(n, token)
-                self.cache.advance()
+        with self._light():
+            for step in range(steps):
+                token = self.draw(n, head, sampling)
+                self.step_number += 1
+                if not (last and step + 1 == steps):
+                    self.forward(n, token)
+                    self.cache.advance()
+
+    def _light(self) -> AbstractContextManager[object]:
+        """On a CPU, torch's inference mode, in which an operation costs less. Tensors that stay are made outside.
+
+        Not for code that is not transformers' own: a table that such a model makes here could never be trained with.
+        """
+        own = type(self.policy.base).__module__.startswith("transformers.")
+        return torch.inference_mode() if own and self.mask.device.type == "cpu" else nullcontext()
 
     def draw(self, n: int, head: Head, sampling: Sampling) -> Tensor:
         """Draw a token (n,) for each row; record it with its log-probability and entropy."""

@@ -46,6 +46,7 @@ class SharedPromptCache(KVCache):
         self.room = min(FIRST_ROOM, self.length)
         self.response_keys, self.response_values = (self._allocate(self.slots, self.room, head) for head in (1, 2))
 
+    @torch.inference_mode(False)
     def _double_room(self) -> None:
         """Double the room, one tensor at a time: the old tensors are never all in memory beside the new ones."""
         more = min(self.room, self.length - self.room)
