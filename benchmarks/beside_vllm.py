@@ -182,7 +182,9 @@ def child(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for row in ENGINES[args.engine](args):
         rows.append({"engine": args.engine, "shape": args.shape, **row})
-        args.json.write_text(json.dumps({"rows": rows}))
+        whole = args.json.with_suffix(".new")  # never half a file, whenever this process is ended
+        whole.write_text(json.dumps({"rows": rows}))
+        whole.replace(args.json)
         last = rows[-1]
         peak = f", peak {last['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in last else ""
         print(
@@ -224,20 +226,20 @@ def parent(args: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path, begin = Path(folder) / "found.json", time.perf_counter()
             process = subprocess.Popen([sys.executable, *words, "--json", str(path)], start_new_session=True)
+            code: int | str = "stopped"
             try:
-                code: int | str = process.wait(limit)
+                code = process.wait(limit)
             except subprocess.TimeoutExpired:
                 code = f"over {limit:.0f} s"
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # whatever it has started, too
                 process.wait()
-            results[name] = json.loads(path.read_text()) if path.exists() else {}
-        results[name] |= {"code": code, "process_s": time.perf_counter() - begin}
-        print(
-            f"--- {name}: {'done' if code == 0 else f'FAILED ({code})'}, {results[name]['process_s']:.0f} s", flush=True
-        )
-        write(args.json, {**head, "measurements": results})
+                seconds = time.perf_counter() - begin
+                results[name] = json.loads(path.read_text()) if path.exists() else {}
+                results[name] |= {"code": code, "process_s": seconds}
+                print(f"--- {name}: {'done' if code == 0 else f'FAILED ({code})'}, {seconds:.0f} s", flush=True)
+                write(args.json, {**head, "measurements": results})
     show(results)
 
 
