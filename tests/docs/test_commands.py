@@ -116,6 +116,10 @@ def run_small(words, page):
         run(*words, *SIZES["other task"])
         if not any("brief" in word for word in words):  # a reward that any reply gets some of
             return  # the embedded model knows K&K alone: without a success there is nothing to learn from
+    elif verb == "compare" and any(word.startswith(OTHER_TASKS) for word in words):
+        run(
+            *words, *(size for size in SIZES[verb] if not size.startswith("task.")), "--dry-run"
+        )  # which tries two steps
     else:
         run(*words, *SIZES.get(verb, []))
     if verb == "train":
@@ -175,7 +179,8 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, demo):
     for name in ("gsm8k-train", "gsm8k-test"):
         rows = [{"question": f"{name}: what is 2 + {i}?", "answer": f"2 + {i}\n#### {2 + i}"} for i in range(4)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
     save_files(page)
     for name in ("demo", "grpo", "ar"):
         shutil.copytree(demo, Path("runs") / name)
