@@ -6,8 +6,9 @@ import pytest
 
 from poise.comparison import record
 from poise.comparison.arms import alternatives
-from poise.comparison.plan import HELD_OUT, TUNING, read_plan
+from poise.comparison.plan import TUNING, read_plan
 from poise.config.documents import ConfigError
+from poise.config.groups import HELD_OUT
 from poise.runs.folder import RunFolder
 from support.comparisons import SMALL, finish, make, write_rows
 

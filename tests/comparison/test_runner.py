@@ -202,7 +202,7 @@ def test_retries_on_request_and_a_kill_is_named(tmp_path):
 @pytest.mark.parametrize(("keep", "left"), [("models", 1), ("results", 0)])
 def test_weights_of_finished_runs_are_kept_or_not(tmp_path, keep, left):
     def behave(run):
-        (run.folder / "checkpoints" / "step-000002" / "model").mkdir(parents=True)
+        (run.folder / "checkpoints" / "step-000002" / "model").mkdir(parents=True, exist_ok=True)
         return FAILED if run.name == "ar, seed 0" else finish(run) or 0
 
     plan = make(tmp_path, f"keep={keep}", "seeds=2")
@@ -210,6 +210,8 @@ def test_weights_of_finished_runs_are_kept_or_not(tmp_path, keep, left):
     found = {run.name: len(list(run.folder.glob("checkpoints/*"))) for run in plan.all_runs()}
     assert found.pop("ar, seed 0") == 1  # it has no result yet, and is resumed from there
     assert set(found.values()) == {left}
+    carry_out(make(tmp_path, "keep=results", "seeds=2"), behave)  # and those that had finished before
+    assert not any(list(run.folder.glob("checkpoints/*")) for run in plan.all_runs() if run.name in found)
 
 
 def test_no_more_runs_after_the_first_ones_all_failed(tmp_path):

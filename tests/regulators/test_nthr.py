@@ -63,6 +63,37 @@ def test_both_forms_and_an_opaque_head_agree_with_the_definition(lengths, self_i
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("sure", ["correct", "wrong"])
+def test_a_late_largest_logit_rescales_the_pairs_of_either_side(sure, split):
+    """Only some tokens meet their largest logit in a later slice of the vocabulary, far above those before."""
+    g = torch.Generator().manual_seed(0)
+    head = Head(torch.randn(9, 4, generator=g, dtype=torch.float64))
+    late = head.weight[8]
+
+    def response(n, surer):
+        hidden, targets = tokens(g, n)
+        return (hidden * 0.1 + late * 60 if surer else hidden * 0.1), targets
+
+    positive = [response(n, sure == "correct" and n == 3) for n in (2, 3)]
+    negative = response(4, sure == "wrong")
+    expected = naive(head, positive, negative, False)
+    found = scores(head, positive, negative, form="pair", block=27, split=split)  # three words at a time
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("lengths", [[0, 3], [3, 0], [2, 0, 4]])
+def test_an_empty_response_adds_nothing(lengths, split):
+    g = torch.Generator().manual_seed(0)
+    head, negative = make_head(g), tokens(g, 4)
+    positive = [tokens(g, n) for n in lengths]
+    without = scores(head, [each for each in positive if len(each[1])], negative, form="pair", split=split)
+    found = scores(head, positive, negative, form="pair", split=split)
+    torch.testing.assert_close(found.negative, without.negative)
+
+
 @pytest.mark.parametrize("self_inclusive", [False, True])
 def test_split_products_take_every_pair_of_responses_once(self_inclusive, monkeypatch):
     g = torch.Generator().manual_seed(0)

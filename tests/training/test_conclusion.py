@@ -38,7 +38,8 @@ def test_the_demo_is_told_honestly(tmp_path):
     assert told[1] == "not learned: greedy accuracy 0.683 → 0.660 (by the 95 % intervals, no gain of 5 points)"
     assert told[2].startswith("cannot tell: pass@4 0.747 → 0.780 (the 95 % intervals overlap, and a gain of 5 points")
     assert told[3] == (
-        "  300 held-out problems show changes from about 10 points on; for 5 points, set evaluation.problems to 1200"
+        "  300 held-out problems show changes from about 10 points on; "
+        "for 5 points it takes about evaluation.problems=1200"
     )
     assert "no sign that it solves more problems" in told[4]
     assert told[5] == "try next:"
@@ -119,7 +120,28 @@ def test_a_fall_asks_for_smaller_steps_and_few_problems_for_more(tmp_path):
     assert "optim.lr=5e-05" in fell
     assert "--resume" not in fell
     few = "\n".join(lines(tmp_path, {"avg@4": (0.4, 0.45)}, n=4, width=0.4))
-    assert "4 held-out problems show hardly any change; for 5 points, set evaluation.problems to 1100" in few
+    assert "4 held-out problems show hardly any change; for 5 points it takes about evaluation.problems=1100" in few
+
+
+def side(value, low, high, n):
+    return {"accuracy": value, "n": n, "samples": 1, "table": {"avg@1": {"value": value, "low": low, "high": high}}}
+
+
+def test_no_advice_that_asks_for_no_more_problems_than_there_are():
+    told = learned({"before": side(0.924, 0.897, 0.946, 500), "after": side(0.95, 0.927, 0.967, 500)})
+    assert [line[:12] for line in told] == ["cannot tell:"]
+    told = learned({"before": side(1.0, 0.025, 1.0, 1), "after": side(0.0, 0.0, 0.975, 1)})
+    assert not any("=0" in line for line in told)
+
+
+def test_a_run_of_plain_grpo_is_compared_with_another_method(tmp_path):
+    for text in ("grpo", "grpo()", "grpo(passes=1)"):
+        *_, comparison = commands(lines(tmp_path, settings=[f"regulator={text}"]))
+        assert f"regulator={text}; ar" in comparison
+    config = configs.load("demo", ["evaluation.problems=3000", f"run={tmp_path / '[x]'}"])
+    *_, comparison = commands(conclusion(config, RunFolder(config.run), summary(DEMO)))
+    assert "evaluation.problems=3000" in comparison
+    assert configs.load("demo", [comparison[-1]]).run == f"{tmp_path / '[x]'}-compare"
 
 
 @pytest.mark.parametrize("problems", [30, 300])
@@ -132,7 +154,7 @@ def test_so_many_problems_as_it_says_can_tell(problems):
 
     sides = [{"accuracy": 0.4, "n": problems, "samples": 1, "table": {"avg@1": interval(0.4, problems)}}] * 2
     line = learned({"before": sides[0], "after": sides[1]})[1]
-    needed = int(line.rpartition(" ")[2])
+    needed = int(line.rpartition("=")[2])
     assert interval(0.45, int(1.1 * needed))["low"] > interval(0.4, int(1.1 * needed))["high"]
     assert interval(0.45, needed // 2)["low"] < interval(0.4, needed // 2)["high"]
 

@@ -109,9 +109,11 @@ def test_a_task_that_names_no_answers_has_no_majority() -> None:
     assert not [name for name in found.metrics() if "maj@" in name]
 
 
-def test_the_evaluations_of_a_run_draw_their_problems_once() -> None:
+@pytest.mark.parametrize(("module", "calls"), [("poise.tasks.puzzle", 1), ("mine", 2)])
+def test_the_evaluations_of_a_run_draw_the_problems_of_our_own_tasks_once(module: str, calls: int) -> None:
     class Counted(Unsaid):
         calls = 0
+        __module__ = module
 
         def problems(self, split: str, seed: int) -> Any:
             self.calls += 1
@@ -126,7 +128,7 @@ def test_the_evaluations_of_a_run_draw_their_problems_once() -> None:
     first, second = evaluations.measure(), evaluations.measure()
     assert first.summary() == second.summary()
     assert [sample.problem.id for sample in first.attempts] == ["0", "0", "1", "1", "2", "2"]
-    assert task.calls == 1
+    assert task.calls == calls
 
 
 def test_a_gpu_evaluates_more_problems_in_a_call() -> None:

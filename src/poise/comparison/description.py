@@ -7,8 +7,9 @@ from math import inf, isfinite
 from typing import Any
 
 from poise.comparison.forecast import Forecast
-from poise.comparison.plan import HELD_OUT, Plan
+from poise.comparison.plan import Plan
 from poise.comparison.statistics import LEVEL, POWER, detectable, seeds_needed
+from poise.config.groups import HELD_OUT
 from poise.runs.console import duration
 
 SPREAD = 0.05  # of differences over seeds, where none is measured: five points are usual

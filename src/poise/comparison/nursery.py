@@ -156,13 +156,13 @@ def carry_out(settings: dict[str, Any], *, threads: int, before: str | None = No
 
     from poise.comparison import shared_start
     from poise.config.schema import restore
-    from poise.tasks import TaskError
+    from poise.tasks import TaskError, data_fingerprint
 
     os.environ.update(dict.fromkeys(THREADS, str(threads)))  # of processes that it starts
     torch.set_num_threads(threads)
     try:
         config = restore(settings, trust=True)  # the user typed them
-        if data is not None and data != getattr(config.task.build(), "fingerprint", None):
+        if data is not None and data != data_fingerprint(config.task.build()):
             raise TaskError("the data were edited since the comparison began: put them back, or begin another run=DIR")
         _train(config, None if before is None else shared_start.read(Path(before), config))
     except KeyboardInterrupt:

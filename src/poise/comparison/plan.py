@@ -18,9 +18,9 @@ from poise._lib.errors import short
 from poise._lib.files import expand
 from poise.comparison.arms import OWN, PlannedArm, Variant, build, folder_name
 from poise.config.documents import ConfigError, Document, merge, parse, read, read_typed, recipes
+from poise.config.groups import HELD_OUT
 from poise.config.schema import Config
 
-HELD_OUT = 1000  # problems; see docs/compare.md
 TUNING = 10_000  # the first tuning seed
 MOST_SEEDS = 1000
 KEPT = ("models", "results")  # its newest checkpoint, or only what it measured

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from poise.comparison.nursery import STOPPED
 from poise.config.schema import Config
+from poise.tasks import data_fingerprint
 from poise.training.resume import TrainError
 
 
@@ -66,7 +67,7 @@ class Nursery:
         settings = config.model_dump(mode="json")
         self._running.add(number)
         known = None if before is None else str(before)
-        data = getattr(config.task.build(), "fingerprint", None)
+        data = data_fingerprint(config.task.build())
         self._send(
             {
                 "start": number,

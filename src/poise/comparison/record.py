@@ -19,6 +19,7 @@ from poise.comparison.plan import Plan, PlannedRun
 from poise.config.differences import differences
 from poise.config.documents import ConfigError, Document
 from poise.runs.folder import RunFolder
+from poise.tasks import data_fingerprint
 
 PLAN = "plan.json"
 ANOTHER = "or begin another comparison with run=DIR"
@@ -89,7 +90,7 @@ def _check_runs(plan: Plan) -> None:
 
 def _check_data(run: PlannedRun) -> None:
     """Refuse a run that was trained and measured on other problems than its data hold now."""
-    path, now = run.folder / "data.json", getattr(run.config.task.build(), "fingerprint", None)
+    path, now = run.folder / "data.json", data_fingerprint(run.config.task.build())
     if path.exists() and now is not None and RunFolder(run.folder).read_json(path.name) != {"fingerprint": now}:
         raise ConfigError(
             [

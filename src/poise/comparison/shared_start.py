@@ -14,6 +14,7 @@ from typing import Any
 from poise.comparison.plan import PlannedRun
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
+from poise.tasks import data_fingerprint
 
 START = (
     "model", "task", "rollout", "evaluation", "lora", "device", "dtype", "compile", "remote_code",
@@ -56,7 +57,7 @@ def read(path: Path, config: Config) -> dict[str, Any] | None:
     if (folder.path / "environment.json").stat().st_mtime_ns > path.stat().st_mtime_ns:
         return None  # that run was resumed since, and may have begun elsewhere
     data = folder.read_json("data.json")
-    if data is not None and data != {"fingerprint": getattr(config.task.build(), "fingerprint", None)}:
+    if data is not None and data != {"fingerprint": data_fingerprint(config.task.build())}:
         return None  # the file was edited since
     before = folder.read_json(FILE)
     return before if is_summary(before) else None

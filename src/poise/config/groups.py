@@ -138,6 +138,9 @@ class ObjectiveConfig(Group):
         return self
 
 
+HELD_OUT = 1000  # problems of a comparison; see docs/compare.md
+
+
 class EvaluationConfig(Group):
     """Evaluation on held-out problems: before and after training, and every ``every`` steps. ``off``: none."""
 

@@ -80,7 +80,7 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
 
 def rescale(pairs: Tensor, left: Tensor, right: Tensor) -> None:
     """``pairs[k, k'] *= left[k] · right[k']``; nearly always by 1, see LAG."""
-    if pairs.is_cuda or bool((right != 1).any()):  # on a CPU the check is free
+    if pairs.is_cuda or bool((left != 1).any()) or bool((right != 1).any()):  # on a CPU the check is free
         pairs.mul_(left[:, None]).mul_(right)
 
 

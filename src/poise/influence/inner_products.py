@@ -188,6 +188,7 @@ def _pair(head: Head, group: _Group, self_inclusive: bool, block: int, split: bo
         hidden, targets, owner = (torch.cat([x[n_positive:], x[:n_positive]]) for x in (hidden, targets, owner))
     steps = _steps(hidden)
     parts = _staircase(lengths, rest, self_inclusive) if split else [(slice(0, n_positive), len(hidden))]
+    parts = [(left, width) for left, width in parts if left.start < left.stop]  # a response may be empty
     exact = accumulator(hidden.dtype)
     pairs = [hidden.new_empty(left.stop - left.start, width, dtype=exact) for left, width in parts]
     for start, raw in _products(head, hidden, _width(block, len(hidden))):

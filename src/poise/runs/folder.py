@@ -288,6 +288,8 @@ class RunFolder:
         """The folder of the newest checkpoint."""
         steps = self.checkpoints()
         if not steps:
+            if (self.path / "summary.json").exists():
+                raise CheckpointError(f"{self.path} is a finished run whose checkpoints were removed")
             raise CheckpointError(f"{self.path} has no checkpoint yet; go on with: {self.resume_command}")
         return self._checkpoints / _name(steps[-1])
 

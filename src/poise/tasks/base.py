@@ -150,6 +150,12 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
     return found
 
 
+def data_fingerprint(task: Task) -> str | None:
+    """What tells the data of a task apart from others; None for a task without data."""
+    found = getattr(task, "fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
 def epochs(task: Task, seed: int, problems: int) -> float:
     """How many times so many training problems go through a finite set; 0 where problems have no end."""
     size = len(task.epoch("train", seed, 0)) if isinstance(task, Finite) else 0

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from math import hypot
 from typing import Any
 
-from poise.config.arguments import arguments
+from poise import regulators
+from poise.config.arguments import arguments, written
+from poise.config.groups import HELD_OUT
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
 from poise.runs.warnings import RunWarning
@@ -73,7 +75,8 @@ def _changes(summary: dict[str, Any]) -> list[Change]:
         if old is not None and new is not None and not (k == 1 and name == "pass@1"):  # which is avg@1
             way = (new["low"] > old["high"]) - (new["high"] < old["low"])
             up = hypot(new["high"] - new["value"], old["value"] - old["low"])
-            visible = old["high"] - old["value"] + new["value"] - new["low"]
+            rise = old["high"] - old["value"] + new["value"] - new["low"]
+            visible = max(rise, old["value"] - old["low"] + new["high"] - new["value"])
             most = new["value"] - old["value"] + up
             found.append(Change(label, old["value"], new["value"], way, most, visible))
     return found
@@ -101,9 +104,9 @@ def _not_learned(changes: Sequence[Change], problems: int) -> list[str]:
         lines.append(f"cannot tell: {listed} (the 95 % intervals overlap, and a gain of {_points(GAIN)} is possible)")
         shown = f"changes from about {_points(visible)} on" if visible < 0.5 else "hardly any change"
         needed = _round_up(round(problems * (visible / GAIN) ** 2))
-        lines.append(
-            f"  {problems} held-out problems show {shown}; for {_points(GAIN)}, set evaluation.problems to {needed}"
-        )
+        if needed > problems:
+            so_many = "1 held-out problem shows" if problems == 1 else f"{problems} held-out problems show"
+            lines.append(f"  {so_many} {shown}; for {_points(GAIN)} it takes about evaluation.problems={needed}")
     rose = [each.name for each in changes if each.way > 0]
     surer = rose and all(name.startswith("avg@") for name in rose)
     if surer and any(each.name == "greedy accuracy" for each in changes):
@@ -127,19 +130,23 @@ def _round_up(count: int) -> int:
 def _next(config: Config, folder: RunFolder, changes: Sequence[Change], summary: dict[str, Any]) -> list[str]:
     """Commands that can be pasted into a shell, each below what it is for."""
     place = str(folder.path)
-    other = "ar" if config.regulator == "grpo" else "grpo"
+    other = "ar" if config.build_regulator() == regulators.Identity() else "grpo"
     more = f"budget={2 * config.budget}" if config.budget else f"steps={2 * summary['steps']}"
     smaller = f"optim.lr={config.optim.lr / 4:.2g}"
     rows = [("read the responses, token by token", shlex.join(["poise", "report", place]))]
     if not any(change.way < 0 for change in changes):
         rows.append(("train on", f"{folder.resume_command} {more}"))
     elif words := arguments(config, ("optim.lr", "run")):
-        rows.append(("smaller steps", shlex.join(["poise", "train", *words, smaller, f"run={place}-slower"])))
+        rows.append(
+            ("smaller steps", shlex.join(["poise", "train", *words, smaller, f"run={written(f'{place}-slower')}"]))
+        )
     if words := arguments(config, ("regulator", "run")):
-        words += [f"regulator={other}", f"run={place}-{other}"]
+        words += [f"regulator={other}", f"run={written(f'{place}-{other}')}"]
         rows.append(("another method", shlex.join(["poise", "train", *words])))
-    # A comparison has seeds of its own, and more held-out problems.
-    if words := arguments(config, ("regulator", "run", "seed", "evaluation.problems")):
-        words += [f"regulator={config.regulator}; {other}", "seeds=6", f"run={place}-compare"]
+    own = ["regulator", "run", "seed"]  # a comparison has several seeds
+    if config.evaluation.problems <= HELD_OUT:  # and so many held-out problems, or more
+        own.append("evaluation.problems")
+    if words := arguments(config, own):
+        words += [f"regulator={config.regulator}; {other}", "seeds=6", f"run={written(f'{place}-compare')}"]
         rows.append(("which one is better: one run cannot tell", shlex.join(["poise", "compare", *words])))
     return [line for purpose, command in rows for line in (f"# {purpose}", command)]

@@ -30,9 +30,20 @@ class Evaluations:
     report: Reporter
     stopper: Stopper
 
-    @cached_property
+    @property
     def problems(self) -> list[Problem]:
-        """The held-out problems: drawn once, because every evaluation of a run has the same."""
+        """The held-out problems, which are the same in every evaluation of a run.
+
+        A task of poise's own draws them once. A user's task may write into its problems, and draws them anew.
+        """
+        own = type(self.sampler.task).__module__.startswith("poise.")
+        return self._drawn if own else self._draw()
+
+    @cached_property
+    def _drawn(self) -> list[Problem]:
+        return self._draw()
+
+    def _draw(self) -> list[Problem]:
         settings = self.config.evaluation
         return draw(self.sampler.task, "test", settings.seed, settings.problems)
 
@@ -41,8 +52,9 @@ class Evaluations:
         settings = self.config.evaluation
         greedily = " and greedily" if self.config.test_temperature else ", greedily"
         with self.stopper.at_once(), model_errors():
-            self.report.note(f"evaluating {len(self.problems)} held-out problems × {settings.samples}{greedily}")
-            return held_out(self.sampler, self.config, self._progress, self.problems)
+            problems = self.problems
+            self.report.note(f"evaluating {len(problems)} held-out problems × {settings.samples}{greedily}")
+            return held_out(self.sampler, self.config, self._progress, problems)
 
     def _progress(self, done: int, total: int) -> None:
         self.report.note(f"  {done}/{total}")

@@ -16,7 +16,7 @@ from poise.models.loading import locate
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder
-from poise.tasks import Problem, Task, TaskError, epochs, several_turns
+from poise.tasks import Problem, Task, TaskError, data_fingerprint, epochs, several_turns
 from poise.tasks.data import Data
 
 
@@ -90,8 +90,8 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
 
 def check_same_data(task: Task, folder: RunFolder) -> None:
     """Refuse to resume a run whose dataset has changed since it began."""
-    fingerprint = getattr(task, "fingerprint", None)
-    if not isinstance(fingerprint, str):
+    fingerprint = data_fingerprint(task)
+    if fingerprint is None:
         return
     saved = folder.read_json("data.json")
     if saved is None:
