@@ -363,8 +363,9 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["train", "regulator=ar(alpha=" + "(" * 999 + ")"], "cannot read"),
     ],
 )
-def test_mistakes_are_explained(args, message, monkeypatch):
+def test_mistakes_are_explained(args, message, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
     assert message in " ".join(fails(*args).split())
 
 
