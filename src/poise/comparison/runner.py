@@ -106,9 +106,9 @@ class Runner:
         """Carry out all runs that have no result yet. ``interrupted`` asks to stop: runs finish their step and save."""
         asked = False
         (self.plan.folder / "failures.json").unlink(missing_ok=True)  # of the command before, which are tried again
-        for run in filter(None, self.runs()):
-            if self.result(run.folder) is not None:
-                self._thin(run.folder)
+        for planned in filter(None, self.runs()):
+            if self.result(planned.folder) is not None:
+                self._thin(planned.folder)
         try:
             while True:
                 if interrupted() and not asked:
