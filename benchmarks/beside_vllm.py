@@ -39,7 +39,7 @@ os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 import torch
 import transformers
 from measure import environment, median, since_start, spread, write
-from rollout import random_policy, random_requests
+from rollout import random_policy, random_requests, sampled
 from update import SHAPES, model_of, uneven
 
 from poise.engines.native.engine import NativeEngine
@@ -118,9 +118,7 @@ def native(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     engine = NativeEngine(random_policy(args.shape, args.device))
     ready = since_start()
     for case in args.cases:
-        requests = requests_of(case, args.shape, args.tiny)
-        run = lambda seed: sum(engine.sample(requests, Sampling(1.0), seed).lengths)  # noqa: B023, E731
-        found = timed(run, args.device, args.repeats)
+        found = timed(sampled(engine, requests_of(case, args.shape, args.tiny)), args.device, args.repeats)
         yield {"case": case, "ready_s": ready, "first_rollout_s": since_start() - sum(found["seconds"]), **found}
         engine.release()
 
@@ -137,16 +135,12 @@ def vllm(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for case in args.cases:
         if case not in THROUGH_POISE:
             continue
-        requests, gaps = requests_of(case, args.shape, args.tiny), []
-
-        def run(seed: int) -> int:
-            made = engine.sample(requests, Sampling(1.0), seed)  # noqa: B023
-            assert made.sampler_logp is not None
-            gaps.append(float((made.logp - made.sampler_logp)[made.mask].abs().mean()))  # noqa: B023
-            return sum(made.lengths)
-
-        found = timed(run, args.device, args.repeats)
-        yield {"engine": "rollout.engine=vllm", "case": case, "mismatch": gaps[-1], **found}
+        requests = requests_of(case, args.shape, args.tiny)
+        found = timed(sampled(engine, requests), args.device, args.repeats)
+        made = engine.sample(requests, Sampling(1.0), 0)
+        assert made.sampler_logp is not None
+        mismatch = float((made.logp - made.sampler_logp)[made.mask].abs().mean())
+        yield {"engine": "rollout.engine=vllm", "case": case, "mismatch": mismatch, **found}
 
     def push(_: int) -> int:
         engine._push()

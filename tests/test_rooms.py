@@ -93,19 +93,25 @@ def test_no_test_imports_another():
     assert not found, "\n".join(found)
 
 
+def imported_by(command, names):
+    """A process that ran ``poise`` with these words; the last thing that it prints are those of the modules it has."""
+    code = (
+        "import sys\n"
+        f"sys.argv = ['poise', *{command}]\n"
+        "from poise.__main__ import main\n"
+        "try: main()\n"
+        f"finally: print([name for name in {names} if name in sys.modules])\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [(["train", "demo", "budget=ten"], "budget = 'ten'"), (["compare", "regulator=ar;grpo", "seeds=1"], "seeds = 1")],
 )
 def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported(command, message):
     """That import takes seconds, in which nothing is printed."""
-    code = (
-        "import sys\n"
-        "from poise.cli.app import app\n"
-        f"try: app({command})\n"
-        "finally: print([name for name in ('transformers', 'poise.trainer') if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = imported_by(command, ("transformers", "poise.trainer"))
     assert message in done.stderr + done.stdout
     assert done.stdout.strip().endswith("[]")
 
@@ -121,27 +127,15 @@ def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported(comm
     ],
 )
 def test_most_mistakes_in_settings_are_answered_before_torch_is_imported(overrides, message):
-    code = (
-        "import sys\n"
-        "from poise.cli.app import app\n"
-        f"try: app(['train', 'demo', *{overrides}])\n"
-        "finally: print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = imported_by(["train", "demo", *overrides], ("torch", "numpy"))
     assert message in done.stderr
     assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["tasks", "--help"]])
 def test_help_and_version_import_nothing_heavy(arguments):
-    heavy = ("torch", "transformers", "matplotlib", "numpy", "scipy", "poise.tasks", "poise.config")
-    code = (
-        "import sys\n"
-        f"sys.argv = ['poise', *{arguments}]\n"
-        "from poise.__main__ import main\n"
-        "try: main()\n"
-        f"finally: print([name for name in {heavy} if name in sys.modules])\n"
+    done = imported_by(
+        arguments, ("torch", "transformers", "matplotlib", "numpy", "scipy", "poise.tasks", "poise.config")
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("[]")

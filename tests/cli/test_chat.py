@@ -21,6 +21,19 @@ def piped(text, *args):
     return done.stdout
 
 
+def at_a_terminal(monkeypatch, texts):
+    """These are typed, and then Ctrl-D."""
+    typed = iter(texts)
+
+    def answer(_):
+        for text in typed:
+            return text
+        raise EOFError
+
+    monkeypatch.setattr(builtins, "input", answer)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
+
+
 def test_what_is_piped_in_is_one_message():
     greedy = piped("Ada is a knave.\nWho is a knight?", "embedded", "temperature=0", *FEW)
     assert "cut off at 12 tokens" in greedy
@@ -35,15 +48,7 @@ def test_a_dialogue_is_read_whole(monkeypatch):
     monkeypatch.setattr(
         Policy, "encode", lambda self, said, *rest: seen.append(list(said)) or encode(self, said, *rest)
     )
-    typed = iter(["Who is a knight?", "", "Are you sure?"])
-
-    def answer(_):
-        for text in typed:
-            return text
-        raise EOFError
-
-    monkeypatch.setattr(builtins, "input", answer)
-    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
+    at_a_terminal(monkeypatch, ["Who is a knight?", "", "Are you sure?"])
     chat.chat("embedded", FEW, instruction=True)
     first, second = seen[-2:]
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
@@ -53,15 +58,7 @@ def test_a_dialogue_is_read_whole(monkeypatch):
 
 
 def test_a_model_of_one_task_says_so_and_offers_a_problem(monkeypatch, capsys):
-    typed = iter(["", ""])
-
-    def answer(_):
-        for text in typed:
-            return text
-        raise EOFError
-
-    monkeypatch.setattr(builtins, "input", answer)
-    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
+    at_a_terminal(monkeypatch, ["", ""])
     chat.chat("embedded", ["temperature=0", "max_tokens=128", "device=cpu"], instruction=True)
     said, noted = capsys.readouterr()
     assert noted.count("has learned the language of one task only (kk)") == 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from poise._lib import cuda_memory
 from poise.engines.choose import choose
 from poise.engines.forecast import announce
 from poise.engines.hf import CachedEngine
@@ -293,7 +294,7 @@ class TestDrawing:
 
 def test_memory_that_is_not_there_is_said_early():
     with pytest.raises(torch.OutOfMemoryError, match=r"rollout\.max_tokens"):
-        graphs.affordable(4, per_slot=2 << 40, free=graphs.free_bytes(torch.device("cuda")), length=100)
+        graphs.affordable(4, per_slot=2 << 40, free=cuda_memory.free_bytes(torch.device("cuda")), length=100)
 
 
 def test_slots_that_do_not_all_fit_are_announced_before_the_run(monkeypatch):
@@ -301,10 +302,10 @@ def test_slots_that_do_not_all_fit_are_announced_before_the_run(monkeypatch):
     slot = graphs.slot_bytes(engine.shapes, 64 + 128, 2)
     announce(engine, said.append, responses=8, max_prompt=40, max_tokens=128)
     assert not said
-    monkeypatch.setattr(graphs, "free_bytes", lambda _: 5 * slot)
+    monkeypatch.setattr(cuda_memory, "free_bytes", lambda _: 5 * slot)
     announce(engine, said.append, responses=8, max_prompt=40, max_tokens=128)
     assert "about 4 of 8 responses" in said[0]
-    monkeypatch.setattr(graphs, "free_bytes", lambda _: slot)
+    monkeypatch.setattr(cuda_memory, "free_bytes", lambda _: slot)
     with pytest.raises(ModelError, match=r"lower rollout\.max_tokens"):
         announce(engine, said.append, responses=8, max_prompt=40, max_tokens=128)
 

@@ -1,18 +1,14 @@
 """vLLM as an engine on CUDA: compiled, with CUDA graphs, in the trainer's process, with the policy's weights."""
 
 import random
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from poise.config.schema import load
 from poise.engines.vllm import VllmEngine
-from poise.runs.folder import RunFolder
-from poise.trainer import Trainer
 from support.tiny_models import sample
-from support.vllm_engines import STARTED, Vowels, small
+from support.vllm_engines import STARTED, small, train_on_vowels
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: pip install '.[vllm]'"),
@@ -90,7 +86,10 @@ def test_vllm_takes_no_more_than_its_share(engine):
 
 
 def test_a_seed_draws_the_same_tokens_and_another_seed_others(engine):
-    draw = lambda seed: sample(engine, prompts(4), 32, max_tokens=1, temperature=1.0, seed=seed).tokens[:, 0]  # noqa: E731
+
+    def draw(seed):
+        return sample(engine, prompts(4), 32, max_tokens=1, temperature=1.0, seed=seed).tokens[:, 0]
+
     first = draw(1)
     assert (first == draw(1)).float().mean() > 0.95  # rounding may decide a near tie
     assert (first == draw(2)).float().mean() < 0.8
@@ -103,16 +102,7 @@ def test_more_responses_than_graphs_were_recorded_for(engine):
 
 
 def test_a_run_with_vllm_reports_a_small_mismatch_at_every_step(tmp_path):
-    small().save(tmp_path / "model")
-    settings = ["prompts=8", "group=8", "steps=5", "rollout.max_tokens=24", "evaluation.problems=2", "device=cuda"]
-    settings += [f"model={tmp_path / 'model'}", "rollout.engine=vllm", f"rollout.vllm_memory={MEMORY}", "optim.lr=2e-3"]
-    config = load("demo", [*settings, f"run={tmp_path / 'run'}"])
-    folder = RunFolder.create(config.run, config.model_dump(mode="json"))
-    trainer = Trainer(config, folder, quiet=True)
-    trainer.sampler = replace(trainer.sampler, task=Vowels())
-    STARTED.append(trainer.sampler.engine)
-    trainer.run()
-    lines = folder.metrics()
+    lines = train_on_vowels(tmp_path, "steps=5", "device=cuda", f"rollout.vllm_memory={MEMORY}")
     assert len(lines) == 5
     for line in lines:  # the weights have moved before every step but the first
         assert line["rollout/mismatch"] < ROUNDING

@@ -92,6 +92,7 @@ def test_an_empty_response_adds_nothing(lengths, split):
     without = scores(head, [each for each in positive if len(each[1])], negative, form="pair", split=split)
     found = scores(head, positive, negative, form="pair", split=split)
     torch.testing.assert_close(found.negative, without.negative)
+    assert not scores(head, [tokens(g, 0)], negative, form="pair", split=split).negative.any()  # nothing correct
 
 
 @pytest.mark.parametrize("self_inclusive", [False, True])

@@ -1,13 +1,17 @@
 """vLLM on small random weights."""
 
+from dataclasses import replace
 from itertools import count
 
 import torch
 import transformers
 
+from poise.config.schema import load
 from poise.engines.vllm import VllmEngine
 from poise.models.policy import EMBEDDED, Policy
+from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
+from poise.trainer import Trainer
 
 MEMORY = 0.02
 STARTED = []  # a vLLM that is collected takes what all of a process share with it
@@ -46,3 +50,17 @@ class Vowels:
     def score(self, _, text):
         share = text.count("e") / max(len(text), 1)
         return Score(share, share > 0.5)
+
+
+def train_on_vowels(folder, *settings):
+    """The metrics of a short run that samples with vLLM."""
+    small().save(folder / "model")
+    given = ["prompts=8", "group=8", "rollout.max_tokens=24", "evaluation.problems=2", "optim.lr=2e-3"]
+    given += [f"model={folder / 'model'}", "rollout.engine=vllm", f"rollout.vllm_memory={MEMORY}"]
+    config = load("demo", [*given, f"run={folder / 'run'}", *settings])
+    run = RunFolder.create(config.run, config.model_dump(mode="json"))
+    trainer = Trainer(config, run, quiet=True)
+    trainer.sampler = replace(trainer.sampler, task=Vowels())
+    STARTED.append(trainer.sampler.engine)
+    trainer.run()
+    return run.metrics()

@@ -189,7 +189,10 @@ def test_adapters_are_merged():
 
 def test_vllm_draws_no_random_numbers_of_the_process():
     engine = start(small())
-    drawn = lambda: (random.random(), numpy.random.random(), float(torch.rand(())))  # noqa: E731, NPY002
+
+    def drawn():
+        return random.random(), numpy.random.random(), float(torch.rand(()))  # noqa: NPY002
+
     random.seed(5), numpy.random.seed(5), torch.manual_seed(5)  # noqa: NPY002
     expected = drawn()
     random.seed(5), numpy.random.seed(5), torch.manual_seed(5)  # noqa: NPY002

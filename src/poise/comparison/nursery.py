@@ -128,8 +128,7 @@ def _child(request: dict[str, Any]) -> NoReturn:
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        names = ("threads", "before", "data")
-        code = carry_out(request["config"], **{name: request[name] for name in names})
+        code = carry_out(request["config"], threads=request["threads"], before=request["before"], data=request["data"])
     except BaseException:
         traceback.print_exc()
     finally:

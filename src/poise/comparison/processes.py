@@ -70,14 +70,10 @@ class Nursery:
         data = data_fingerprint(config.task.build())
         self._send(
             {
-                "start": number,
-                "config": settings,
-                "log": str(log),
-                "threads": self.threads,
-                "before": known,
+                "start": number, "config": settings, "log": str(log), "threads": self.threads, "before": known,
                 "data": data,
             }
-        )
+        )  # fmt: skip
 
     def wait(self, seconds: float) -> list[Ended]:
         """The runs that have ended meanwhile, after at most this time."""

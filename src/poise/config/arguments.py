@@ -21,10 +21,10 @@ def arguments(config: Config, leave_out: Collection[str] = ()) -> list[str] | No
     ``leave_out`` has dotted keys that the caller types himself, or that do not matter. The recipe is the one from
     which the fewest settings differ. None: a value is too long to be typed.
     """
-    document = config.model_dump(mode="json")
+    document, defaults = config.model_dump(mode="json"), _defaults()
     found = []
     for recipe in _candidates(config):
-        base = merge(_defaults(), read(recipe) if recipe else {})
+        base = merge(defaults, read(recipe) if recipe else {})
         words = {key: f"{key}={written(value)}" for key, value in _changes(base, document, "")}
         if _resolved(base, list(words.values())) == document:
             found.append((recipe, words))

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers.cache_utils import DynamicCache
 
+from poise._lib import cuda_memory
 from poise.engines.hf import CachedEngine
 from poise.engines.native import graphs
 from poise.engines.native.drawn_states import most_bytes
@@ -44,7 +45,7 @@ def announce(
     if isinstance(engine, NativeEngine) and graphs.usable(engine.policy, engine.shapes):
         length = -(-max_prompt // PROMPT_STEP) * PROMPT_STEP + after
         slot = graphs.slot_bytes(engine.shapes, length, next(engine.policy.trunk.parameters()).element_size())
-        free_now = graphs.free_bytes(device)
+        free_now = cuda_memory.free_bytes(device)
         fit = graphs.affordable(together, slot, free_now, length)
         _announce_hidden(engine, note, hidden, max_tokens, most_bytes(device, free_now - fit * slot))
         if fit < together:
@@ -93,7 +94,7 @@ def token_bytes(engine: NativeEngine | CachedEngine) -> int:
 def free_bytes(device: torch.device) -> int | None:
     """Free memory of the device; None where the system does not tell."""
     if device.type == "cuda":
-        return graphs.free_bytes(device)
+        return cuda_memory.free_bytes(device)
     candidates = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

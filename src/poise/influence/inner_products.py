@@ -184,12 +184,14 @@ def _partners(group: _Group, self_inclusive: bool, split: bool) -> float:
 def _pair(head: Head, group: _Group, self_inclusive: bool, block: int, split: bool) -> Tensor:
     hidden, targets, owner, lengths, rows = group
     n_positive, rest = sum(lengths), len(hidden) - sum(lengths)
+    exact = accumulator(hidden.dtype)
+    if not n_positive:
+        return hidden.new_zeros(len(hidden), dtype=exact)
     if split:  # incorrect responses first, so that the partners of a response are the tokens before it
         hidden, targets, owner = (torch.cat([x[n_positive:], x[:n_positive]]) for x in (hidden, targets, owner))
     steps = _steps(hidden)
     parts = _staircase(lengths, rest, self_inclusive) if split else [(slice(0, n_positive), len(hidden))]
     parts = [(left, width) for left, width in parts if left.start < left.stop]  # a response may be empty
-    exact = accumulator(hidden.dtype)
     pairs = [hidden.new_empty(left.stop - left.start, width, dtype=exact) for left, width in parts]
     for start, raw in _products(head, hidden, _width(block, len(hidden))):
         shrink = steps.walk(raw, head, start, targets, rows, update=True, write=True)

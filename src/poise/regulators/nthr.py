@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from poise._lib import cuda_memory
 from poise._lib.errors import check_range
 from poise._lib.transfer import send
 from poise.batch import Phase, TokenBatch
@@ -135,9 +136,7 @@ def _keep(device: torch.device) -> int:
     """How many half-precision logits of a group may be kept: what a share of the memory holds; none on a CPU."""
     if device.type != "cuda":
         return 0
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    most = int(KEEP_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)) // 2
-    return min(most, (1 << 31) - 1)  # 32-bit indices reach all of them
+    return min(int(KEEP_SHARE * cuda_memory.free_bytes(device)) // 2, (1 << 31) - 1)  # 32-bit indices reach all of them
 
 
 def _batches(groups: list[_Group], longest: int) -> list[list[_Group]]:

@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from poise._lib import cuda_memory
 from poise._lib.spans import spans
-from poise.engines.native import graphs
 
 MOST_BYTES = 2 << 30  # on a CPU; fixed, because a run must not depend on what else the machine does
 SHARE = 0.2  # on CUDA, of the memory that is free beside the cache: putting states in order needs it twice
@@ -19,7 +19,7 @@ def most_bytes(device: torch.device, free: float | None = None) -> float:
     """Bytes of states that one call may keep; ``free`` if the memory of the device is known already."""
     if device.type != "cuda":
         return MOST_BYTES
-    return SHARE * (graphs.free_bytes(device) if free is None else free)
+    return SHARE * (cuda_memory.free_bytes(device) if free is None else free)
 
 
 class DrawnStates:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from poise._lib import cuda_memory
 from poise.engines.native.decoder import Decoder
 from poise.engines.native.kv_cache import Shape
 from poise.engines.native.shared_cache import SharedPromptCache
@@ -36,19 +37,13 @@ def decoder(
 ) -> GraphedDecoder:
     """A decoder with ``slots`` slots, or as many as fit into the free memory."""
     per_slot = slot_bytes(shapes, length, like.element_size())
-    slots = affordable(slots, per_slot, free_bytes(like.device), length)
+    slots = affordable(slots, per_slot, cuda_memory.free_bytes(like.device), length)
     return GraphedDecoder(policy, SlotCache(shapes, slots, length, width, like))
 
 
 def slot_bytes(shapes: Sequence[Shape], length: int, element_size: int) -> int:
     """Bytes of the keys and values of one sequence."""
     return length * element_size * sum(heads * (key + value) for heads, key, value in shapes)
-
-
-def free_bytes(device: torch.device) -> int:
-    """What CUDA has left, and what torch has reserved and does not use."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def affordable(slots: int, per_slot: int, free: int, length: int) -> int:

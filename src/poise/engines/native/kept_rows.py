@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from poise._lib import cuda_memory
 from poise.engines.limits import positions
-from poise.engines.native import graphs
 from poise.engines.native.kv_cache import SavedRow
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.engines.native.slot_cache import SlotCache
@@ -77,7 +77,7 @@ class NativeSession(Session):
         self._slots = max(self._slots, slots)
         wanted = max(length, self._length if length <= self._length else 2 * self._length)
         wanted = max(length, min(wanted, positions(self.engine.policy) or wanted))
-        free = graphs.free_bytes(self.engine.policy.device) + self.engine.cache_bytes
+        free = cuda_memory.free_bytes(self.engine.policy.device) + self.engine.cache_bytes
         if self._slots * wanted * self.engine.token_bytes > RESERVED_SHARE * free:
             return self._slots, length
         self._length = wanted
@@ -119,7 +119,7 @@ class KeptRows:
 
     def _room(self, device: torch.device) -> float:
         if device.type == "cuda":
-            return KEPT_SHARE * graphs.free_bytes(device)
+            return KEPT_SHARE * cuda_memory.free_bytes(device)
         blocks = {id(row.block): row.block for row in (*self.before.values(), *self.after.values())}
         return KEPT_BYTES - sum(x.nbytes for block in blocks.values() for x in block)
 
