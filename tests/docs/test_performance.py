@@ -1,0 +1,68 @@
+"""The figures of docs/performance.md are those of the raw files beside it."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import Any
+
+from support.pages import ROOT
+
+PAGE = " ".join((ROOT / "docs/performance.md").read_text().split())
+
+
+def raw(name: str) -> Any:
+    return json.loads((ROOT / f"docs/results/{name}.json").read_text())
+
+
+def test_the_table_is_the_first_thing_on_the_page() -> None:
+    lines = (ROOT / "docs/performance.md").read_text().splitlines()
+    assert next(number for number, line in enumerate(lines) if line.startswith("|")) < 12
+    assert next(line for line in lines if line.startswith("|")).startswith("| your situation | use | measured against")
+
+
+def test_whole_steps() -> None:
+    for name, kind, words in (
+        ("h200/step", "fixed", "{:.1f} / {:.2f} s at 135M (**{:.1f}×**"),
+        ("h200/step_1.5B", "fixed", "{:.1f} / {:.2f} s at 1.5B (**{:.1f}×**"),
+        ("cpu/step", "sampled", "{:.2f} / {:.2f} s a step (**{:.1f}×**"),
+    ):
+        found = raw(name)[kind]
+        seconds = [found[side]["step_s"]["median"] for side in ("trl", "poise")]
+        assert words.format(*seconds, found["ratio"]["step_s"]["median"]) in PAGE
+    for name in ("step", "step_1.5B"):
+        found = raw(f"h200/{name}")["fixed"]
+        memory = [f"{found[side]['extra_gib']['median']:.1f}" for side in ("poise", "trl")]
+        assert " / ".join(memory) in PAGE
+    assert f"{raw('cpu/step_fixed')['fixed']['ratio']['step_s']['median']:.1f}× if all responses" in PAGE
+
+
+def test_sampling() -> None:
+    for name, words in (("rollout", "at 135M"), ("rollout_1.5B", "at 1.5B")):
+        seconds = {row["way"]: median(row["wall_s"]) for row in raw(f"h200/{name}")["rows"]}
+        generate, native = seconds["generate"], seconds["native"]
+        assert f"{generate:.1f} / {native:.2f} s {words} (**{generate / native:.1f}×**)" in PAGE
+    native, generate = (row["wall_s"][0] for row in raw("h200/rollout_uneven")["rows"])
+    assert f"{generate / native:.1f}× if lengths" in PAGE
+    together = {row["rows"]: row["seconds"] for row in raw("h200/rollout_growth")["rows"] if row["kind"] == "rows"}
+    shown = "1 response {:.2f} s, 128 in {:.2f} s, 512 in {:.2f} s, 2,048 in {:.2f} s"
+    assert shown.format(*(together[rows] for rows in (1, 128, 512, 2048))) in PAGE
+
+
+def test_turns_and_runs_side_by_side() -> None:
+    kept, again = (median(raw("h200/turns")["wall_s"][way]) for way in ("kept", "anew"))
+    assert f"{kept:.2f} s against {again:.2f} s" in PAGE
+    assert f"(**{again / kept:.1f}×**)" in PAGE
+    alone, together = (row["runs_an_hour"] for row in raw("h200/side_by_side")["measured"])
+    assert f"{together:,.0f} against {alone:.0f} runs an hour one after another (**{together / alone:.1f}×**)" in PAGE
+
+
+def test_head() -> None:
+    for width, words in ((576, "at 135M's sizes"), (2048, "at d = 2,048")):
+        rows = [row for row in raw("h200/head")["rows"] if row["tokens"] == 8192 and row["width"] == width]
+        ms = {row["way"]: 1000 * median(row["seconds"]) for row in rows}
+        form = ".2f" if width == 576 else ".1f"
+        assert f"{ms['trl']:{form}} / {ms['poise']:{form}} ms (**{ms['trl'] / ms['poise']:.1f}×**) {words}" in PAGE
+        for way in ("poise", "poise, whole"):
+            for factor in (ms[way] / ms["gemm"], ms["trl"] / ms[way]):
+                assert f"{factor:.2f}×" in PAGE
