@@ -101,9 +101,8 @@ class OptimConfig(Group):
     warmup_steps: CountOrZero = 0  # steps over which the learning rate rises to lr
     # Maximum number of responses per optimizer step; a batch is split evenly. 0, or more than the batch: one step.
     mini_batch: CountOrZero = 0
-    micro_tokens: Count | None = (
-        None  # tokens per pass; null: chosen by device; affects memory and speed, not the result
-    )
+    # Tokens per pass; null: chosen by device and model size; affects memory and speed, not the result
+    micro_tokens: Count | None = None
 
 
 class ObjectiveConfig(Group):

@@ -104,7 +104,7 @@ def accumulate(
         seen = None if taken is None else taken.rows(send([place[row] for row in rows], batch.mask.device))
         return _backward(policy, rollouts, batch, phase, active_BT, settings, norm, temperature, seen, rows)
 
-    tokens = micro_tokens or default_micro_tokens(policy.device)
+    tokens = micro_tokens or default_micro_tokens(policy)
     metrics = within_memory(policy, parameters, rollouts, active_rows, tokens, backward)
     if taken is not None and taken.chosen is not None:
         metrics["optim/chosen"] = taken.chosen.sum() / batch.mask[send(mini_batch, batch.mask.device)].sum()

@@ -242,7 +242,7 @@ def gradient(
         loss.backward()
         return {"loss": loss.detach()}
 
-    tokens = micro_tokens or default_micro_tokens(policy.device)
+    tokens = micro_tokens or default_micro_tokens(policy)
     every = list(range(len(rollouts.prompts)))
     return within_memory(policy, parameters, rollouts, every, tokens, backward)["loss"]
 
