@@ -153,6 +153,8 @@ def test_numbers_of_other_libraries():
         ({"specs": ["exact"], "weights": ["1"]}, "must be a number"),
         ({"specs": ["exact"], "timeout": 0}, "timeout must be between"),
         ({"specs": [3]}, "a name or a callable"),
+        ({"specs": 3}, "a name, a callable, or a list of these, got 3"),
+        ({"specs": {"exact": 1}}, "weights go into reward_weights"),
     ],
 )
 def test_settings_are_checked(arguments, message):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from poise._lib.errors import short
 from poise.cli.common import Settings, check_folder_is_free, explained, fail, home
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def _changed(settings: Warmstart, changes: dict[str, Any]) -> Warmstart:
 
     task = changes.pop("task", {})
     if not isinstance(task, dict):
-        fail(f"task = {task!r}: write task.name={task}")
+        named = f"; for the task of that name: task.name={task}" if isinstance(task, str) else ""
+        fail(f"task = {short(task)}: must be a group of settings, key: value{named}")
     own = [field.name for field in fields(settings) if not field.name.startswith("task")]
     if changes.get("model") is not None:  # it has its own shape
         shape: dict[str, Any] = {field.name: field.default for field in fields(settings) if field.name in NEW_MODEL}

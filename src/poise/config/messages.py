@@ -25,6 +25,14 @@ _PHRASES = {
     "model_type": "must be a group of settings, key: value",
     "tuple_type": "must be a list",
 }
+# What a text setting holds, for a value that is no text.
+_TEXTS = {
+    "task.name": "the name of a task (poise tasks lists them), or file.py:Class",
+    "regulator": "a method, or several joined by |, such as ar | lopti; poise compare tries one after the other",
+    "algorithm": "a name such as grpo, rltr or erl; its settings are algorithm.NAME=VALUE",
+    "model": "a folder, or a name on the hub; a number goes in quotes: model='\"3\"'",
+    "run": "a folder; a number goes in quotes: run='\"3\"'",
+}
 _WORDS = {
     "Input should": "must",
     "Tuple should": "must",
@@ -44,6 +52,8 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
         about: dict[str, Any] = problem["ctx"]
         known = list(dict.fromkeys([*known, *(f"{path}.{name}" for name in about["allowed"])]))
         return unknown_key(f"{path}.{about['key'][:LONGEST]}", known) + str(about["hint"])
+    if kind == "invalid_key":  # a number, or a word that YAML reads as true, false or null
+        return unknown_key(".".join([*path.split(".")[:-1], str(value)[:LONGEST]]), known)
     if kind == "value_error":
         reason = problem["msg"].removeprefix("Value error, ")
         if isinstance(value, dict):  # the message about a whole group names the field itself
@@ -52,6 +62,8 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
     reason = _PHRASES.get(kind) or problem["msg"]
     for theirs, ours in _WORDS.items():
         reason = reason.replace(theirs, ours)
+    if kind == "string_type":
+        reason += f": {_TEXTS[path]}" if path in _TEXTS else ""
     if kind == "literal_error":
         near = get_close_matches(short(value).strip("'").lower(), re.findall(r"'([^']*)'", reason), n=1, cutoff=0.5)
         reason += f"; did you mean {near[0]!r}?" if near else ""

@@ -299,7 +299,8 @@ def _schema_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
 def _task_keys(document: Document) -> list[str]:
     task = document.get("task")
     name = task.get("name") if isinstance(task, dict) else None
-    return [f"task.{setting}" for setting in tasks.settings_of(name)] if name in tasks.TASKS else []
+    known = isinstance(name, str) and name in tasks.TASKS
+    return [f"task.{setting}" for setting in tasks.settings_of(str(name))] if known else []
 
 
 def _regulator_keys(document: Document) -> list[str]:

@@ -33,9 +33,7 @@ class Rewards:
         timeout: float = 30.0,
         quick: bool = False,
     ):
-        listed = [specs] if isinstance(specs, str) or callable(specs) else list(specs)
-        if not listed:
-            raise ValueError("give at least one reward")
+        listed = _listed(specs)
         check_range("rewards", "timeout", timeout, 0.01)
         self.weights = [1.0] * len(listed) if weights is None else [_weight(weight) for weight in weights]
         if len(self.weights) != len(listed):
@@ -135,6 +133,19 @@ def _answer(reward: Callable[..., Any], text: str) -> str | None:
     read = getattr(reward, "answer", None)
     answer = read(text) if callable(read) else answers.stated(text)
     return None if answer is None else str(answer)[:LONGEST_ANSWER]
+
+
+def _listed(specs: Any) -> list[Named]:
+    """One reward or several, as a list."""
+    if isinstance(specs, str) or callable(specs):
+        return [specs]
+    if not isinstance(specs, Sequence):
+        raise TypeError(
+            f"a reward is a name, a callable, or a list of these, got {short(specs)}; weights go into reward_weights"
+        )
+    if not specs:
+        raise ValueError("give at least one reward")
+    return list(specs)
 
 
 def _weight(weight: Any) -> float:

@@ -11,7 +11,7 @@ from inspect import Parameter, isclass, signature
 from typing import Any, TypeVar
 
 from poise._lib import user_code as _user_code
-from poise._lib.errors import unknown
+from poise._lib.errors import short, unknown
 from poise.rewards.base import RewardError
 from poise.tasks.base import (
     SPLITS,
@@ -45,6 +45,7 @@ from poise.tasks.feedback import feedback_on
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.gold import gold_answer
 from poise.tasks.gym import gym
+from poise.tasks.kinds import check_kinds
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.tasks.reasoning_gym import reasoning_gym
 from poise.tasks.search_qa import SearchQA
@@ -131,6 +132,8 @@ def get(name: str, **settings: Any) -> Task:
         raise TypeError(f"task {name!r}: " + unknown("setting", setting, settings_of(name)) + settings_hint(name))
     if missing := [key for key in _required(maker) if key not in settings]:
         raise ValueError(f"task {name!r} needs a {missing[0]}: task.{missing[0]}=…{_SHORT_FORMS.get(missing[0], '')}")
+    if not _user_code.is_foreign(name):  # a user's annotations are not ours to enforce
+        check_kinds(name, maker, settings)
     try:
         built: Task = maker(**settings)
     except (TypeError, ValueError, OSError):
@@ -173,6 +176,8 @@ def unknown_settings(name: str, settings: Iterable[str]) -> list[str]:
 
 def _maker(name: str) -> Callable[..., Any]:
     """What builds the task of that name from its settings."""
+    if not isinstance(name, str):
+        raise TypeError(f"task.name = {short(name)}: must be text, the name of a task ({', '.join(names())})")
     if name in TASKS:
         return TASKS[name]
     prefix, slash, rest = name.partition("/")
