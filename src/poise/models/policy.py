@@ -98,8 +98,10 @@ class Policy:
         They are kept: each evaluation of a run, and each epoch, has the same prompts again.
         """
         ends = self.end_tokens
-        key = (repr((messages, tools)), self.tokenizer.chat_template, tuple(ends))
-        return self._prompts.get(key, lambda: self._known(encode(self.tokenizer, messages, ends, tools)))
+        tokenizing = (self.tokenizer.chat_template, tuple(ends))
+        return self._prompts.get(
+            repr((messages, tools)), tokenizing, lambda: self._known(encode(self.tokenizer, messages, ends, tools))
+        )
 
     def encode_next(
         self, before: Sequence[Message], said: Sequence[Message], last: int | None, tools: Tools = ()

@@ -6,8 +6,9 @@ turn and let the text speak for the model. Here a message's content is always pl
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -15,7 +16,8 @@ from poise.models.tool_prompts import Tools, announce, known_roles, template_arg
 from poise.tasks import Message
 
 PLACEHOLDER = "PlaceOfContent{}."  # no template treats it specially
-MOST_KNOWN = 1 << 20  # tokens of known prompts, about 40 MB; then all are forgotten
+MOST_KNOWN = 40_000_000  # bytes of known prompts; then all are forgotten
+TOKEN_BYTES, PROMPT_BYTES = 40, 400  # what an id takes, and a prompt besides its ids
 Pieces = list[tuple[str, bool]]  # a rendered dialogue: text, and whether it is a message's content
 
 
@@ -24,16 +26,18 @@ class KnownPrompts:
 
     def __init__(self) -> None:
         self._ids: dict[object, list[int]] = {}
-        self._tokens = 0
+        self._bytes = 0
 
-    def get(self, key: object, encoded: Callable[[], list[int]]) -> list[int]:
-        """The ids known by ``key``, else those that ``encoded`` returns."""
-        ids = self._ids.get(key)
+    def get(self, text: str, tokenizing: Hashable, encoded: Callable[[], list[int]]) -> list[int]:
+        """The ids of ``text``, if known for this way of ``tokenizing``; else those that ``encoded`` returns."""
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()  # a text may have megabytes
+        ids = self._ids.get(key := (digest, tokenizing))
         if ids is None:
             ids = encoded()
-            self._tokens += len(ids)
-            if self._tokens > MOST_KNOWN:
-                self._ids, self._tokens = {}, len(ids)
+            size = PROMPT_BYTES + TOKEN_BYTES * len(ids)
+            self._bytes += size
+            if self._bytes > MOST_KNOWN:
+                self._ids, self._bytes = {}, size
             self._ids[key] = ids
         return list(ids)
 
