@@ -1,6 +1,7 @@
 """A problem's text is text: no control token comes out of it, and without one the ids are transformers' own."""
 
 import tracemalloc
+from datetime import datetime
 from functools import cache, partial
 
 import pytest
@@ -200,6 +201,25 @@ def test_known_prompts_are_forgotten_when_they_are_too_many(monkeypatch):
     assert [get(key) for key in (1, 2, 1, 3, 3, 1)] == [[1, 1], [2, 2], [1, 1], [3, 3], [3, 3], [1, 1]]
     assert encoded == [1, 2, 3, 1]
     assert known.get("1", "another template", lambda: [4]) == [4]
+
+
+def test_the_date_of_a_chat_template_does_not_change_at_midnight(monkeypatch):
+    class Clock(datetime):
+        day_of_month = 16
+
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(2026, 11, cls.day_of_month, tzinfo=tz)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+    policy = load_policy("embedded", device="cpu")
+    policy.tokenizer.chat_template = (
+        "{{ strftime_now('%d') }} {% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    first = policy.tokenizer.decode(policy.encode("Ada"))
+    Clock.day_of_month = 17
+    assert first == policy.tokenizer.decode(policy.encode("Ada"))
+    assert first.replace("Ada", "Bob") == policy.tokenizer.decode(policy.encode("Bob"))
 
 
 @pytest.mark.parametrize(("letters", "tokens"), [(20_000, 3), (0, 0), (0, 1000)])

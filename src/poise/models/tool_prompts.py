@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -16,6 +17,7 @@ INSTRUCTION = (
     "You can call these tools, described by JSON schemas:\n{}\nTo call one, write its name and its arguments as JSON "
     'between tags:\n<tool_call>\n{{"name": "NAME", "arguments": {{…}}}}\n</tool_call>'
 )
+_STARTED = datetime.now()  # the date of all prompts of a process: a run does not change at midnight
 _PROBE = "ResultOfProbe."
 _KNOWN: dict[str, bool] = {}  # by template
 
@@ -44,7 +46,8 @@ def _schema(function: Any) -> dict[str, Any]:
 
 def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
     """The chat template's arguments besides the messages."""
-    return {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
+    date = {"strftime_now": _STARTED.strftime} if "strftime_now" in str(tokenizer.chat_template) else {}
+    return date | ({"tools": list(tools)} if tools and knows_tools(tokenizer) else {})
 
 
 def announce(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> list[Message]:
