@@ -18,7 +18,7 @@ const curves = Object.assign(new Group(), {
           oninput: (event) => { this.smooth = Number(event.target.value); this.draw(); } })),
         check("log-x", "log x", this.log.x, (on) => { this.log.x = on; this.draw(); }),
         check("log-y", "log y", this.log.y, (on) => { this.log.y = on; this.draw(); }),
-        el("label", {}, "Metrics", el("input", { type: "search", id: "find", value: this.find, placeholder: "such as time or grad_norm",
+        el("label", {}, "Metrics", el("input", { type: "search", id: "find", value: this.find, placeholder: "time, grad_norm, …",
           oninput: (event) => { this.find = event.target.value; this.fill(); } })),
         check("every", "every metric", this.every, (on) => { this.every = on; this.fill(); }),
         el("button", { type: "button", id: "unzoom", onclick: () => this.zoom(null) }, "Show all"),
