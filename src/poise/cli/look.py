@@ -47,7 +47,6 @@ def report(
     """
     from poise._lib.errors import unknown
     from poise.reports.html import serve, write_report
-    from poise.reports.picture import write_picture
     from poise.runs.axes import AXES
     from poise.runs.console import visible
 
@@ -71,6 +70,8 @@ def report(
         if place.is_dir():
             fail(f"--out {place} is a folder: name a file, such as {place / 'report.html'}")
         if place.suffix.lower() == ".png":
+            from poise.reports.picture import write_picture  # imports transformers, which takes seconds
+
             write_picture(runs, place, x)
         else:
             with progress() as say:
