@@ -66,7 +66,7 @@ const curves = Object.assign(new Group(), {
       ["Transfer by cut", like(/^transfer\/cut\//), "by the largest share of the reasoning that the receiver saw"],
       ["Entropy", one("rollout/entropy"), "mean over tokens, in nats"],
       ["Response length", one("rollout/length"), "tokens"],
-      ["Sampled tokens", like(/^tokens\/(?!total$)/), "per step, by all models and by each other than the policy"],
+      ["Sampled tokens", like(/^tokens\/(?!total$)/), "per step: of all models, and of each but the policy"],
       ["KL to the reference", one("optim/kl")],
       ["Drift in the update", one("optim/drift"), "KL to the policy that sampled the responses"],
       ["Gradient norm", one("optim/grad_norm"), "before clipping"],
