@@ -16,6 +16,7 @@ from torch import Tensor
 
 from poise import regulators
 from poise._lib.files import expand
+from poise._lib.heap import keep_freed_memory
 from poise._lib.user_code import blamed
 from poise.algorithms import Memory, Sample
 from poise.algorithms.collected import collect
@@ -74,6 +75,8 @@ def train(
             return ended
         check_trackers(config.tracking)
         trainer = Trainer(config, folder, quiet=quiet)
+        if trainer.policy.device.type == "cpu":
+            keep_freed_memory()
         preflight(config, trainer.sampler, trainer.checkpoints, trainer._batch)
         return trainer.run(before)
 
