@@ -27,7 +27,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 FIGURES = ("embedded", "smollm2")
 GRIDS = ("dominance", "influence")  # the first and the second grid of figures
 PICTURES: dict[str, dict[str, Any]] = {  # by name: the report, and the settings of ``shoot``
-    "result": {"report": "one", "view": "result", "size": "1200x1150"},
+    "result": {"report": "one", "view": "result", "size": "1200x742"},
     "curves": {"report": "one", "view": "curves", "size": "1200x742", "smooth": "0.6"},
     "responses": {
         "report": "one", "view": "responses/0/1/2", "size": "1200x720", "shade": "gradient",
