@@ -9,6 +9,7 @@ from poise import Head, TokenBatch, regulators
 from poise.influence import group_scores, scores
 from poise.influence import inner_products as influence
 from poise.regulators import nthr
+from poise.regulators.scores import scorers, with_scores
 from support.batches import fields_of, random_batch
 
 
@@ -393,6 +394,34 @@ def test_hidden_states_given_lazily_are_asked_for_once_for_scored_groups(places,
     (phase,) = regulators.get("nthr")(TokenBatch(**(fields_of(batch) | {"hidden": lazy})))
     assert asked == expected
     assert torch.equal(phase.policy, regulators.get("nthr")(batch)[0].policy)
+
+
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.3, "self_inclusive": True}])
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_and_weights_in_two_places(seed, settings):
+    """A framework scores where the hidden states are, group by group, and weighs where the whole batch is."""
+    batch = random_batch(seed, prompts=4, group=5, correct=torch.tensor([1, 1, 0, 0, 0] * 2 + [1] * 5 + [0] * 5))
+    method = regulators.get("nthr", **settings) | regulators.get("ar")
+    (part,) = scorers(method)
+    pieces = [part.scores(batch.rows(slice(first, first + 5))) for first in range(0, 20, 5)]
+    blind = TokenBatch(**(fields_of(batch) | {"hidden": None, "head": None, "targets": None}))
+    (expected,), (found,) = method(batch), with_scores(method, [torch.cat(pieces)])(blind)
+    assert torch.equal(found.policy, expected.policy)
+    assert found.metrics == expected.metrics
+    assert 0 < found.metrics["flagged_share"] < 1
+    torch.testing.assert_close(found.tokens["nthr"], expected.tokens["nthr"], equal_nan=True)
+    pieces[0] = torch.full_like(pieces[0], torch.nan)  # was not whole anywhere
+    (left,) = with_scores(regulators.get("nthr", **settings), [torch.cat(pieces)])(blind)
+    assert torch.equal(left.policy[:5], batch.mask[:5].double())
+    assert left.metrics["scored_share"] == expected.metrics["scored_share"] / 2
+
+
+def test_scores_for_elsewhere_must_be_finite():
+    batch = random_batch(0, correct=torch.tensor([1, 1, 0, 0] * 3))
+    hidden = batch.hidden.clone()
+    hidden[6] = torch.inf
+    with pytest.raises(ValueError, match=r"the group of rows \[4, 5, 6, 7\] are not finite"):
+        regulators.get("nthr").scores(TokenBatch(**(fields_of(batch) | {"hidden": lambda rows: hidden[rows]})))
 
 
 def test_a_linear_layer_is_a_head():

@@ -145,7 +145,7 @@ def shipped(name, **settings):
         return compose(name, overrides=[f"{key}={value}" for key, value in (SMALL | actor).items()])
 
 
-def worker(settings):
+def worker(settings, kind=TrainingWorker):
     """verl's training worker, alone in its process group."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
                    "LOCAL_WORLD_SIZE": "1", "RAY_LOCAL_RANK": "0"}  # fmt: skip
@@ -161,7 +161,7 @@ def worker(settings):
     actor.engine.micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
     model = omega_conf_to_dataclass(root.actor_rollout_ref.model)
     actor.engine.use_remove_padding = model.use_remove_padding
-    made = TrainingWorker(
+    made = kind(
         TrainingWorkerConfig(
             model_type="language_model",
             model_config=model,
@@ -179,8 +179,8 @@ def worker(settings):
 class WorkerGroup:
     """One worker where verl has a group of them: its methods take verl's queue entries, as a group's do."""
 
-    def __init__(self, settings):
-        self.worker = worker(settings)
+    def __init__(self, settings, kind=TrainingWorker):
+        self.worker = worker(settings, kind)
         self._dispatch_info = {"actor": [0]}
         self.updates = 0
 
@@ -204,7 +204,9 @@ def trainer(regulator=None, **settings):
 def assembled(made):
     """The same for a whole configuration."""
     built = get_trainer_cls(made.trainer.v1.trainer_mode)(made)
-    built.actor_rollout_wg = WorkerGroup(made)
+    built._init_resource_pool_mgr()  # verl chooses the class of its workers
+    (kind,) = {workers.__ray_actor_class__ for workers in built.role_worker_mapping.values()}
+    built.actor_rollout_wg = WorkerGroup(made, kind.actor_worker_cls)
     built.global_steps, built.distillation_config = 1, None
     return built
 
@@ -255,17 +257,23 @@ def sampled(prompts, group):
     return made
 
 
-def rollouts(prompts=4, group=2, name="a"):
-    """Rollouts in the queue, as verl's agent loop puts them there; one has a hole, where a tool spoke."""
+def rows_of(prompts, group, name="a", rewards=None):
+    """The fields of each rollout, as verl's agent loop has them; one has a hole, where a tool spoke."""
     rows = []
     for number, (question, answer) in enumerate(sampled(prompts, group)):
         ids, mask = torch.cat([question, answer]), torch.ones(len(answer), dtype=torch.int64)
         mask[1] = number > 0
         score = torch.zeros(len(answer))
-        score[-1] = number % 3 + 0.5
+        score[-1] = number % 3 + 0.5 if rewards is None else rewards[number]
         rows.append({"uid": f"{name}{number // group}", "prompts": question, "responses": answer, "input_ids": ids,
                      "position_ids": torch.arange(len(ids)), "response_mask": mask, "loss_mask": mask,
                      "rm_scores": score})  # fmt: skip
+    return rows
+
+
+def rollouts(prompts=4, group=2, name="a", rewards=None):
+    """Rollouts in the queue, as verl's agent loop puts them there."""
+    rows = rows_of(prompts, group, name, rewards)
     batch = tq.kv_batch_put(
         keys=[f"{row['uid']}_{number % group}_0" for number, row in enumerate(rows)],
         partition_id="train",

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import verl
 from hydra.errors import InstantiationException
 from verl.workers.config import PolicyLossConfig
@@ -35,7 +36,13 @@ REFUSED = [
     ("lopti", {"distillation.enabled": True}, "distillation.enabled would act in every phase"),
     ("lopti", {"actor_rollout_ref.model.mtp.enable": True, "actor_rollout_ref.model.mtp.enable_train": True},
      "mtp.enable_train would act in every phase"),
-    ("nthr", {}, "needs hidden states.*poise's own trainer, or TRL"),
+    ("nthr", {"actor_rollout_ref.actor.strategy": "megatron"}, "strategy fsdp or fsdp2, not 'megatron'"),
+    ("nthr", {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 2}, "sequence_parallel_size=1"),
+    ("nthr", {"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}, "sequence_parallel_size=1"),
+    ("nthr | lopti", {"actor_rollout_ref.model.use_fused_kernels": True}, "use_fused_kernels=False"),
+    ("nthr", {"algorithm.rollout_correction.bypass_mode": True}, "rollout_correction.bypass_mode=False"),
+    ("nthr", {"trainer.n_gpus_per_node": 8}, r"each of the 8 workers: set data.train_batch_size \(now 4\)"),
+    (f"{__name__}.looks", {}, "derive it from poise.regulators.Scorer.*poise's own trainer, or TRL"),
     ("entropy", {"algorithm.rollout_correction.bypass_mode": True}, "bypass_mode=False"),
     ("ar", {"trainer.use_v1": False}, "set it to True"),
     ("lopty", {}, "did you mean 'lopti'"),
@@ -64,11 +71,21 @@ def test_refused_when_the_trainer_is_made(method, settings, message):
         ("lopti", {LOSS: "gspo", AVERAGE: "seq-mean-token-mean"}),
         ("lopti", KL | BONUS),
         ("entropy | clip-cov", {"distillation.enabled": True}),
+        ("nthr", KL | BONUS | {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.actor.strategy": "fsdp2"}),
+        ("nthr | lopti", KL),
     ],
 )
 def test_what_can_be_done_is_not_refused(method, settings):
     parsed = regulators.parse(method)
     check_config(composed(method, settings), parsed, probe(parsed), method)
+
+
+@regulator
+def looks(batch):
+    return [Phase.of(batch, batch.hidden_of(torch.arange(len(batch.mask))).norm(dim=-1))]
+
+
+looks.needs = frozenset({"hidden"})
 
 
 @regulator

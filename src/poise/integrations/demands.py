@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from poise.batch import Phase, TokenBatch
-from poise.regulators import Compose, Regulator
-from poise.regulators.base import SCOPES
+from poise.regulators import Regulator
+from poise.regulators.base import SCOPES, parts_of
 
 ALL, PART, WEIGHTED = "all", "part", "weighted"
 
@@ -53,8 +53,7 @@ def probe(regulator: Regulator) -> Demands:
 
 def beyond(regulator: Regulator, scope: str) -> Regulator | None:
     """The first part of a composition that looks at more than ``scope`` (token, group, batch); None if no part does."""
-    parts = regulator.parts if isinstance(regulator, Compose) else (regulator,)
-    return next((part for part in parts if SCOPES.index(part.scope) > SCOPES.index(scope)), None)
+    return next((part for part in parts_of(regulator) if SCOPES.index(part.scope) > SCOPES.index(scope)), None)
 
 
 def _kl_kind(policy: torch.Tensor, kl: torch.Tensor) -> str:

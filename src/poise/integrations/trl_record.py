@@ -8,7 +8,8 @@ from typing import Any
 
 import poise
 from poise.integrations.demands import CannotRegulateError
-from poise.regulators import Compose, Function, Regulator, text
+from poise.regulators import Function, Regulator, text
+from poise.regulators.base import parts_of
 
 KEY = "poise"  # in trainer_state.json under stateful_callbacks, which TRL saves and restores for others
 STOCK = "grpo"  # TRL's own update; also the meaning of a checkpoint without an entry
@@ -16,8 +17,7 @@ STOCK = "grpo"  # TRL's own update; also the meaning of a checkpoint without an 
 
 def describe(regulator: Regulator) -> str:
     """The text form, or the name of the class or function if there is none; the same in every process."""
-    parts = regulator.parts if isinstance(regulator, Compose) else (regulator,)
-    return " | ".join(_describe_one(part) for part in parts)
+    return " | ".join(_describe_one(part) for part in parts_of(regulator))
 
 
 def _describe_one(part: Regulator) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, beyond, probe
 from poise.regulators import Regulator, parse
+from poise.regulators.scores import STATES, scorers, with_scores
 
 TESTED = "0.9.1"
 LOSS, TRAINER = "poise", "poise_sync"  # our names in verl's registries
@@ -27,8 +28,9 @@ UNFIT = {
 # ratio of a response, its length), so the loss of the remaining tokens would change.
 MASKABLE = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo")
 LENGTH_FREE = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+ENGINES = ("fsdp", "fsdp2")  # strategies in which a hook sees hidden states and the whole output weight
 # The optional fields of TokenBatch that the trainer can fill.
-AVAILABLE = frozenset({"groups", "rewards", "targets", "entropy", "ref_logp", "sampler_logp"})
+AVAILABLE = frozenset({"groups", "rewards", "correct", "targets", "entropy", "ref_logp", "sampler_logp"})
 
 
 def check_verl() -> None:
@@ -40,6 +42,17 @@ def check_verl() -> None:
             f"poise.integrations.verl is tested with verl {TESTED}, this is {verl.__version__}: its internals may "
             f"have changed. Install 'verl=={TESTED}'"
         )
+
+
+def correct_at(config: Any) -> float | None:
+    """The setting beside the regulator: the reward from which on a response is correct."""
+    mode = config.trainer.v1.trainer_mode
+    value = (config.trainer.v1.get(mode) or {}).get("correct_at")
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return None if value is None else float(value)
+    raise CannotRegulateError(
+        f"trainer.v1.{mode}.correct_at is {value!r}: set it to a number, such as 1.0, or leave it out"
+    )
 
 
 @cache
@@ -88,6 +101,7 @@ def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -
     if not wants.plain:
         _check_fit(loss, name)
     _check_needs(config, regulator, name)
+    correct_at(config)
     _check_terms(actor, wants, loss, name)
     if len(wants.phases) > 1:
         _check_phases(config, wants, name)
@@ -136,12 +150,15 @@ def _check_fit(loss: str, name: str) -> None:
 
 
 def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
-    needs = regulator.needs
-    if "hidden" in needs:
+    parts = scorers(regulator)
+    needs = with_scores(regulator, [None] * len(parts)).needs
+    if needs & STATES - {"targets"}:
         raise CannotRegulateError(
-            f"{name} needs hidden states and the output weight, which verl's engines do not return; use poise's own "
-            "trainer, or TRL (docs/verl.md says what is missing)"
+            f"{name} reads hidden states, which only verl's workers have: derive it from poise.regulators.Scorer "
+            "(docs/verl.md), or use poise's own trainer, or TRL"
         )
+    if parts:
+        _check_states(config, name)
     if missing := sorted(needs - AVAILABLE):
         raise CannotRegulateError(f"{name} needs {', '.join(missing)}, which verl's batches do not have")
     rollout = config.actor_rollout_ref.rollout
@@ -155,6 +172,36 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
         raise CannotRegulateError(f"{name} needs actor_rollout_ref.rollout.calculate_log_probs=True")
     if "ref_logp" in needs and not (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
         raise CannotRegulateError(f"{name} needs a reference policy: actor_rollout_ref.actor.use_kl_loss=True")
+
+
+def _check_states(config: Any, name: str) -> None:
+    """Check that a worker's forward pass shows hidden states, the whole output weight, and whole groups."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    why = f"{name} reads hidden states in verl's forward pass, before the update; "
+    if actor.strategy not in ENGINES:
+        known = " or ".join(ENGINES)
+        raise CannotRegulateError(f"{why}poise can do that with actor.strategy {known}, not {actor.strategy!r}")
+    parallel = max(int(part.get("ulysses_sequence_parallel_size") or 1) for part in (actor, actor.fsdp_config))
+    if parallel > 1:
+        raise CannotRegulateError(
+            f"{why}with sequence parallelism no process has them all: set "
+            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1"
+        )
+    if model.get("use_fused_kernels", False):
+        raise CannotRegulateError(
+            f"{why}fused kernels run the output layer without showing them: set "
+            "actor_rollout_ref.model.use_fused_kernels=False"
+        )
+    if (config.algorithm.get("rollout_correction", None) or {}).get("bypass_mode", False):
+        raise CannotRegulateError(
+            f"{why}with bypass_mode there is no such pass: set algorithm.rollout_correction.bypass_mode=False"
+        )
+    workers = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
+    if config.data.train_batch_size % workers:
+        raise CannotRegulateError(
+            f"{name} needs whole groups on each of the {workers} workers: set data.train_batch_size (now "
+            f"{config.data.train_batch_size}) to a multiple of {workers}"
+        )
 
 
 def _check_terms(actor: Any, wants: Demands, loss: str, name: str) -> None:

@@ -5,11 +5,14 @@ trainer.v1:
   poise_sync:
     regulator: ar(alpha=0.3) | lopti(threshold=0.5)
 
+(and ``correct_at``, for methods that need to know which responses are correct.)
+
 verl's controller has the whole batch of a step, with whole groups, in its queue. Before each update of the actor the
 regulator sees this batch once. Then, for each phase, weighted advantages replace the plain ones in the queue, verl
 updates the actor, and the plain ones are put back. Weights are not negative, so weighting the advantage weights the
 clipped policy term. A phase removes KL and entropy terms by ``response_mask``; verl divides by a count that comes from
-``loss_mask``, which stays. ``verl_checks`` refuses what verl cannot express.
+``loss_mask``, which stays. Scores from hidden states come from the workers (``verl_scores``). ``verl_checks`` refuses
+what verl cannot express.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ from verl.workers.utils.padding import response_to_nested
 
 from poise.batch import Phase, TokenBatch
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, demands, probe
-from poise.integrations.verl_checks import TRAINER, check_config, check_linear, check_verl, has_terms
-from poise.regulators import parse, summary
+from poise.integrations.verl_checks import TRAINER, check_config, check_linear, check_verl, correct_at, has_terms
+from poise.integrations.verl_scores import SCORES, is_correct, request, use_scoring_workers
+from poise.regulators import Regulator, parse, summary
+from poise.regulators.scores import scorers, with_scores
 
 ADVANTAGES, MASK = "advantages", "response_mask"  # the fields that a phase replaces in verl's queue
 _FIELDS = {  # fields of TokenBatch, and verl's names for them
@@ -68,6 +73,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
                 f"the regulator is missing: set it with +trainer.v1.{mode}.regulator=\"'lopti(threshold=0.4)'\""
             )
         self.regulator = parse(self._regulator_name)
+        self._correct_at = correct_at(config)
         self._wants: Demands = probe(self.regulator)
         check_config(config, self.regulator, self._wants, self._regulator_name)
         if not self._wants.plain:
@@ -82,10 +88,23 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         super()._init_dataloader()
         self.config.actor_rollout_ref.actor.optim.total_training_steps *= len(self._wants.phases)
 
+    def _init_resource_pool_mgr(self) -> None:
+        """verl's method, which also chooses the class of its workers."""
+        super()._init_resource_pool_mgr()
+        if scorers(self.regulator):
+            use_scoring_workers(self.role_worker_mapping)
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """verl's method. A regulator that reads hidden states gets its scores from the same pass."""
+        if not scorers(self.regulator):
+            return super()._compute_old_log_prob(batch, metrics)
+        asked = request(batch, self._processes(), self._regulator_name, self._correct_at)
+        return super()._compute_old_log_prob(asked, metrics).select_keys(batch.keys)
+
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """verl's method, once for each phase, with advantages multiplied by the phase's weights."""
-        tokens, stored = self._token_batch(batch)
-        phases = self.regulator(tokens)
+        tokens, stored, regulator = self._token_batch(batch)
+        phases = regulator(tokens)
         self._check_phases(phases, tokens)
         metrics.update(summary(phases, tokens))
         for phase in phases:
@@ -103,10 +122,12 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             batch.extra_info.update(piece.extra_info)
         return batch
 
-    def _token_batch(self, batch: Any) -> tuple[TokenBatch, TensorDict]:
-        """The batch of this step from verl's queue, for the regulator; and the fields that phases will replace."""
-        extra = {ours: theirs for ours, theirs in _FIELDS.items() if ours in self.regulator.needs}
-        names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values()]
+    def _token_batch(self, batch: Any) -> tuple[TokenBatch, TensorDict, Regulator]:
+        """The batch of this step from verl's queue; the fields that phases will replace; the regulator for it."""
+        wanted = [f"{SCORES}{number}" for number in range(len(scorers(self.regulator)))]
+        needs = with_scores(self.regulator, [None] * len(wanted)).needs
+        extra = {ours: theirs for ours, theirs in _FIELDS.items() if ours in needs}
+        names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values(), *wanted]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
         numbers: dict[str, int] = {}
         owners = [
@@ -116,15 +137,21 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         groups = [numbers.setdefault(name, len(numbers)) for name in owners]
         stored = data.select(ADVANTAGES, MASK)
         data = data.to_padded_tensor()
+        rewards = data["rm_scores"].float().sum(1)
         found = TokenBatch(
             data["old_log_probs"].float(),
             data[MASK],
             data[ADVANTAGES].float(),
             groups=torch.tensor(groups),
-            rewards=data["rm_scores"].float().sum(1),
+            rewards=rewards,
+            correct=is_correct(rewards, self._correct_at) if "correct" in needs else None,
             **{ours: data[theirs] if ours == "targets" else data[theirs].float() for ours, theirs in extra.items()},
         )
-        return found, stored
+        return found, stored, with_scores(self.regulator, [data[name] for name in wanted])
+
+    def _processes(self) -> int:
+        """How many processes verl deals the batch to. verl fills this when it balances the batch."""
+        return int(max(self.actor_rollout_wg._dispatch_info["actor"])) + 1
 
     def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> None:
         """Raise if the phases need more of verl than those of the trial before training."""
@@ -167,7 +194,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             return list(range(count))
         terms = phase.kl != 0 if has_terms(self.config.actor_rollout_ref.actor) else torch.zeros_like(batch.mask)
         active = ((phase.policy * batch.token_advantages != 0) | terms).any(1)
-        processes = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # verl fills this when it balances the batch
+        processes = self._processes()
         size = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         rows = torch.arange(count).view(processes, -1, size // processes)  # process, mini-batch, row
         live: Tensor = active[rows].any(2).any(0)

@@ -16,6 +16,7 @@ from poise.regulators.lopti import Lopti
 from poise.regulators.names import TABLE, get, parse, text
 from poise.regulators.nthr import NTHR
 from poise.regulators.random_split import RandomSplit
+from poise.regulators.scores import Scorer
 from poise.regulators.stapo import Stapo
 from poise.regulators.stare import Stare
 from poise.regulators.summary import summary
@@ -36,6 +37,7 @@ __all__ = [
     "Lopti",
     "RandomSplit",
     "Regulator",
+    "Scorer",
     "Stapo",
     "Stare",
     "TokenRegulation",

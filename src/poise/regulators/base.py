@@ -99,7 +99,7 @@ class Compose(Regulator):
     parts: tuple[Regulator, ...]
 
     def __post_init__(self) -> None:
-        flat = [p for part in self.parts for p in (part.parts if isinstance(part, Compose) else (part,))]
+        flat = [p for part in self.parts for p in parts_of(part)]
         object.__setattr__(self, "parts", tuple(flat))
         object.__setattr__(self, "needs", frozenset[str]().union(*(part.needs for part in flat)))
         object.__setattr__(self, "scope", max((part.scope for part in flat), key=SCOPES.index, default="token"))
@@ -127,6 +127,11 @@ class Compose(Regulator):
             self._check_count(len(phases) * len(right))
             phases = [_product(a, b) for a in phases for b in right]
         return phases
+
+
+def parts_of(regulator: Regulator) -> tuple[Regulator, ...]:
+    """The parts of a composition; of any other regulator, itself."""
+    return regulator.parts if isinstance(regulator, Compose) else (regulator,)
 
 
 def _product(a: Phase, b: Phase) -> Phase:

@@ -13,7 +13,7 @@ from poise._lib.errors import check_range
 from poise._lib.transfer import send
 from poise.batch import Phase, TokenBatch
 from poise.influence import Scores, group_scores
-from poise.regulators.base import Regulator
+from poise.regulators.scores import Scorer
 
 TOKENS = 1 << 15  # padded tokens per forward pass of hidden states
 BLOCK = 1 << 27  # elements of the largest temporary on a GPU: small beside an update, large enough for few launches
@@ -21,7 +21,7 @@ KEEP_SHARE = 0.1  # of a GPU's free memory, for the logits of one group: the upd
 
 
 @dataclass(frozen=True)
-class NTHR(Regulator):
+class NTHR(Scorer):
     """Negative-token handling by hidden reward: tokens of incorrect responses with ``s⁻ > τ`` get ``A' = η·A``.
 
     ``s⁻(k') = Σ_k ⟨e_{y_k} − π_k, e_{y_k'} − π_k'⟩·⟨h_k, h_k'⟩`` over the tokens k of the group's correct responses,
@@ -56,22 +56,60 @@ class NTHR(Regulator):
         A row that is alone has nothing to be compared with: it keeps its weight, and neither share counts it.
         ``tokens["nthr"]`` of the phase has s⁻ for the tokens of incorrect responses, NaN elsewhere.
         """
+        plan = self._plan(batch)
+        return self._phases(batch, plan, _scores(batch, plan.scored, self.self_inclusive) if plan.scored else None)
+
+    def scores(self, batch: TokenBatch) -> Tensor:
+        """(B, T) s⁻ for the tokens of incorrect responses, s̄⁺ for those of correct ones; NaN in groups left alone."""
+        groups = self._plan(batch).scored
+        if not groups:
+            return torch.full_like(batch.mask, torch.nan, dtype=batch.dtype)
+        found, row, column = _scores(batch, groups, self.self_inclusive)
+        if not torch.cat(found).isfinite().all():
+            raise _not_finite(groups, found)
+        values = torch.full_like(batch.mask, torch.nan, dtype=found.negative.dtype)
+        values[row, column] = found.negative
+        right = send([row for group in groups for row in group.right], values.device)
+        values[right] = torch.where(batch.mask[right], found.positive[:, None], torch.nan)
+        return values
+
+    def weigh(self, batch: TokenBatch, scores: Tensor) -> list[Phase]:
+        """The phase for these scores: groups without them are left alone, and ``scored_share`` does not count them."""
+        plan = self._plan(batch)
+        at_first = scores.gather(1, batch.mask.int().argmax(1, keepdim=True))[:, 0]  # s̄⁺ is the same at each token
+        known = at_first.isfinite().tolist()
+        plan = plan._replace(scored=[group for group in plan.scored if all(known[row] for row in group.right)])
+        if not plan.scored:
+            return self._phases(batch, plan, None)
+        right = send([row for group in plan.scored for row in group.right], scores.device)
+        wrong = send([row for group in plan.scored for row in group.wrong], scores.device)
+        which, column = batch.mask[wrong].nonzero(as_tuple=True)
+        row = wrong[which]
+        return self._phases(batch, plan, (Scores(scores[row, column], at_first[right]), row, column))
+
+    def _plan(self, batch: TokenBatch) -> _Plan:
+        """What can be scored. The host waits for a GPU here and at the end of ``_fill``; never per group."""
         assert batch.correct is not None
-        # The host waits for a GPU here, once per forward pass of hidden states, and at the end; never per group.
         correct, lengths = torch.stack([batch.correct.long(), batch.lengths]).tolist()
         groups = [rows for rows in batch.group_members() if len(rows) > 1]
         scored = [group for rows in groups if (group := self._scorable(rows, correct, lengths))]
+        wrong = sum(lengths[row] for rows in groups for row in rows if not correct[row])
+        return _Plan(scored, len(groups), wrong)
+
+    def _phases(self, batch: TokenBatch, plan: _Plan, found: _Found | None) -> list[Phase]:
         weight = torch.ones_like(batch.mask, dtype=batch.dtype)
         score = torch.full_like(weight, torch.nan)
-        n_flagged = self._fill(batch, scored, weight, score) if scored else 0
-        wrong_tokens = sum(lengths[row] for rows in groups for row in rows if not correct[row])
-        metrics = {"flagged_share": n_flagged / max(wrong_tokens, 1), "scored_share": len(scored) / max(len(groups), 1)}
+        n_flagged = self._fill(plan.scored, found, weight, score) if found else 0
+        metrics = {
+            "flagged_share": n_flagged / max(plan.wrong, 1),
+            "scored_share": len(plan.scored) / max(plan.groups, 1),
+        }
         return [Phase.of(batch, weight, metrics=metrics, tokens={"nthr": score})]
 
-    def _fill(self, batch: TokenBatch, groups: list[_Group], weight: Tensor, score: Tensor) -> int:
+    def _fill(self, groups: list[_Group], found: _Found, weight: Tensor, score: Tensor) -> int:
         """Write weights and scores of the groups' incorrect tokens in place; return the number of flagged tokens."""
         device = weight.device
-        (negative, positive), row, column = _scores(batch, groups, self.self_inclusive)
+        (negative, positive), row, column = found
         right, wrong = [len(group.right) for group in groups], [group.sizes[-1] for group in groups]
         threshold = self.beta * torch.segment_reduce(positive, "min", lengths=send(right, device), unsafe=True)
         eta = [2 * abs(0.5 - group.share) if self.eta is None else self.eta for group in groups]
@@ -82,9 +120,7 @@ class NTHR(Regulator):
         finite = negative.isfinite().all() & positive.isfinite().all()
         n_flagged, all_finite = torch.stack([flagged.sum(), finite]).tolist()
         if not all_finite:
-            parts = zip(groups, negative.split(wrong), positive.split(right), strict=True)
-            rows = next(group.rows for group, *both in parts if not torch.cat(both).isfinite().all())
-            raise ValueError(f"NTHR: the scores of the group of rows {rows} are not finite: look at hidden and head")
+            raise _not_finite(groups, found[0])
         return int(n_flagged)
 
     def _scorable(self, rows: list[int], correct: list[int], lengths: list[int]) -> _Group | None:
@@ -105,7 +141,24 @@ class _Group(NamedTuple):
     share: float  # p̂: share of correct responses
 
 
-def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> tuple[Scores, Tensor, Tensor]:
+class _Plan(NamedTuple):
+    scored: list[_Group]
+    groups: int  # how many there are, rows that are alone left out
+    wrong: int  # tokens of their incorrect responses
+
+
+_Found = tuple[Scores, Tensor, Tensor]  # scores of some groups, and the rows and columns of their incorrect tokens
+
+
+def _not_finite(groups: list[_Group], found: Scores) -> ValueError:
+    negative = found.negative.split([group.sizes[-1] for group in groups])
+    positive = found.positive.split([len(group.right) for group in groups])
+    parts = zip(groups, negative, positive, strict=True)
+    rows = next(group.rows for group, *both in parts if not torch.cat(both).isfinite().all())
+    return ValueError(f"NTHR: the scores of the group of rows {rows} are not finite: look at hidden and head")
+
+
+def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> _Found:
     """The groups' scores, and the rows and columns of their incorrect tokens."""
     assert batch.head is not None
     assert batch.targets is not None
