@@ -94,12 +94,18 @@ def test_the_queue_is_left_as_it_was():
 
 @pytest.mark.parametrize(
     ("method", "terms", "read", "written", "writes"),
-    [("ar", False, 20, 8, 2), ("entropy", False, 24, 8, 2), ("lopti", False, 20, 16, 4), ("lopti", True, 20, 48, 4)],
+    [
+        ("ar", False, 20, 8, 2),
+        ("entropy", False, 24, 8, 2),
+        ("nthr", False, 24, 8, 2),
+        ("lopti", False, 20, 16, 4),
+        ("lopti", True, 20, 48, 4),
+    ],
 )
 def test_what_goes_through_the_queue_is_what_the_page_says(method, terms, read, written, writes, monkeypatch):
     """docs/scale.md: bytes for each response token, and how many messages."""
     built = trainer(method, use_kl_loss=terms)
-    batch = prepare(built, rollouts(), {})
+    batch = prepare(built, rollouts(rewards=[1, 0] * 4), {})
     got, put = [], []
 
     class Queue:

@@ -32,7 +32,7 @@ from poise.regulators.scores import scorers
 SCORES = "poise_scores"  # the fields in verl's queue: poise_scores0 for the first regulator that scores, and so on
 _REGULATOR, _CORRECT_AT, _APART, _ROW = "poise_regulator", "poise_correct_at", "poise_apart", "poise_row"
 _ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
-CHECKED = 64  # tokens whose log-probabilities are compared with verl's, in each micro-batch
+COMPARED = 64  # tokens of a micro-batch whose log-probabilities are compared with verl's
 
 
 def is_correct(rewards: Tensor, correct_at: float | None) -> Tensor:
@@ -109,6 +109,7 @@ class _States:
         self.mask = mask  # (B, T)
         self._places = mask.flatten().cumsum(0).view_as(mask) - 1  # (B, T) where a token's state is kept
         self._config, self._temperature = config, temperature
+        self._gaps: list[Tensor] = []
         self._seen: Tensor | None = None
         self._kept: Tensor | None = None  # (N, d)
         self.head: Head | None = None
@@ -137,16 +138,22 @@ class _States:
             self._kept = found.new_empty(int(self.mask.sum()), found.shape[-1])
         self._kept[self._places[rows[row], column]] = found
         verls = (offsets[:-1] + before)[row] + column
-        self._check(found, model_output["log_probs"].values()[verls], data["input_ids"].values()[verls + 1])
+        self._compare(found, model_output["log_probs"].values()[verls], data["input_ids"].values()[verls + 1])
         return torch.zeros((), device=seen.device), {}
 
-    def _check(self, hidden: Tensor, logp: Tensor, targets: Tensor) -> None:
-        """Raise unless log-probabilities from these states are verl's: the model may do more behind its head."""
+    def _compare(self, hidden: Tensor, logp: Tensor, targets: Tensor) -> None:
+        """Note how far log-probabilities from these states are from verl's, for some tokens."""
         assert self.head is not None
-        places = torch.linspace(0, len(hidden) - 1, min(CHECKED, len(hidden)), device=hidden.device).long()
+        places = torch.linspace(0, len(hidden) - 1, min(COMPARED, len(hidden)), device=hidden.device).long()
         ours = self.head(hidden[places]).log_softmax(-1).gather(-1, targets[places, None])[:, 0]
-        gap = float((ours - logp[places].float()).abs().max()) if len(places) else 0.0
-        if not gap <= (1e-3 if hidden.dtype == torch.float32 else 0.3):
+        self._gaps.append((ours - logp[places].float()).abs())
+
+    def check(self) -> None:
+        """Raise unless our log-probabilities are verl's on average: the model may do more behind its head."""
+        gaps = torch.cat(self._gaps)
+        gap = float(gaps.mean()) if len(gaps) else 0.0
+        assert self._kept is not None
+        if not gap <= (1e-3 if self._kept.dtype == torch.float32 else 0.1):
             raise CannotRegulateError(
                 "the model does something at its output layer that poise does not support: log-probabilities from its "
                 f"hidden states differ by {gap:.2g} from verl's"
@@ -172,6 +179,7 @@ class ScoringWorker(TrainingWorker):  # type: ignore[misc]
         mask = lengths.to_padded_tensor(0).bool().to(self.device_name)
         states = _States(mask, self.model_config.hf_config.get_text_config(), float(tu.get(data, "temperature")))
         output = self._run(data, states)
+        states.check()
         parts = scorers(parse(text))
         rewards = _padded(data["rm_scores"], mask).float().sum(1)
         batch = TokenBatch(
