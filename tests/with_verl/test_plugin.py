@@ -53,8 +53,8 @@ def test_the_doctor_says_what_verl_does_not(tmp_path):
     [
         (["--config-path", "examples/scale", "--config-name", "verl-8gpu"], 0, "by the trainer poise_sync, in 2 phase"),
         ([MICRO], 1, "train without a regulator: trainer_mode is 'sync'"),
-        ([MICRO, "trainer.v1.trainer_mode=poise_sync",
-          "+trainer.v1.poise_sync.regulator=nthr"], 0, "train with nthr, by the trainer poise_sync, in 1 phase"),
+        (["--config-path", "examples/scale", "--config-name", "verl-8gpu", "trainer.v1.poise_sync.regulator=nthr"], 0,
+         "train with nthr, by the trainer poise_sync, in 1 phase"),
         ([MICRO, "trainer.v1.trainer_mode=poise_sync", "actor_rollout_ref.model.use_fused_kernels=true",
           "+trainer.v1.poise_sync.regulator=nthr"], 1, "REFUSED: nthr reads hidden .*use_fused_kernels=False"),
         (["no.such.key=1"], 1, "REFUSED: .*no.such.key"),
