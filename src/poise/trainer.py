@@ -66,7 +66,8 @@ def train(
 
     ``before`` is the accuracy before training, if another run of the same model has measured it in the same way. If
     the folder has a run already, this one goes to the next free folder, such as ``runs/mine-2``; with
-    ``renumber=False`` that is an error.
+    ``renumber=False`` that is an error. On a CPU the C library is told to keep freed memory, from then on
+    (``_lib/heap.py``).
     """
     if renumber and not resume:
         config = in_free_folder(config, quiet=quiet)

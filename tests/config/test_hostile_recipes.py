@@ -69,7 +69,7 @@ def test_inheritance_has_an_end(write):
         ({"regulator": 5}, "regulator = 5: must be text"),
         ({"task": {"name": ["kk"]}}, "task.name = ['kk']: must be text: the name of a task"),
         ({"task": {"name": "kk", 1: 2}}, "unknown key 'task.1'"),
-        ({"task": {"name": "kk"}, True: 2}, "unknown key 'True'. (allowed: advantage"),
+        ({"task": {"name": "kk"}, True: 2}, "unknown key 'True' (allowed: advantage"),
         ({"task": None}, "task = None: must be a group of settings, key: value"),
         ({f"k{i}": 1 for i in range(3000)}, "… and 2981 more problems"),
     ],

@@ -37,8 +37,13 @@ REFUSED = [
     ("lopti", {"actor_rollout_ref.model.mtp.enable": True, "actor_rollout_ref.model.mtp.enable_train": True},
      "mtp.enable_train would act in every phase"),
     ("nthr", {"actor_rollout_ref.actor.strategy": "megatron"}, "strategy fsdp or fsdp2, not 'megatron'"),
-    ("nthr", {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 2}, "sequence_parallel_size=1"),
-    ("nthr", {"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}, "sequence_parallel_size=1"),
+    ("nthr", {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 2},
+     r"actor\.fsdp_config\.ulysses_sequence_parallel_size=1"),
+    ("nthr", {"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}, r"actor\.ulysses_sequence_parallel_size=1"),
+    ("nthr", {"actor_rollout_ref.rollout.n": 1}, "rollout.n to 2 or more"),
+    ("nthr", {"+trainer.v1.poise_sync.corect_at": 0.5}, "did you mean correct_at"),
+    ("nthr", {"+trainer.v1.poise_sync.correct_at": "nan"}, "correct_at is nan: set it to a number"),
+    ("nthr", {"+reward.reward_kwargs.overlong_buffer_cfg.enable": True}, "set trainer.v1.poise_sync.correct_at"),
     ("nthr | lopti", {"actor_rollout_ref.model.use_fused_kernels": True}, "use_fused_kernels=False"),
     ("nthr", {"algorithm.rollout_correction.bypass_mode": True}, "rollout_correction.bypass_mode=False"),
     ("nthr", {"trainer.n_gpus_per_node": 8}, r"each of the 8 workers: set data.train_batch_size \(now 4\)"),
@@ -73,6 +78,7 @@ def test_refused_when_the_trainer_is_made(method, settings, message):
         ("entropy | clip-cov", {"distillation.enabled": True}),
         ("nthr", KL | BONUS | {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.actor.strategy": "fsdp2"}),
         ("nthr | lopti", KL),
+        ("nthr", {"+reward.reward_kwargs.overlong_buffer_cfg.enable": True, "+trainer.v1.poise_sync.correct_at": 0.9}),
     ],
 )
 def test_what_can_be_done_is_not_refused(method, settings):

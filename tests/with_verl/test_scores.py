@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -201,6 +202,14 @@ def test_whole_groups_in_equal_blocks(sizes, processes, cut):
         assert sum(any(mixed[row] == name for row in block) for block in blocks) == 1
 
 
+def test_rows_that_verl_pads_with_push_no_group_out():
+    """They all have one uid, and would be the largest group."""
+    uids = [f"g{row // 4}" for row in range(32)] + ["pad"] * 8
+    tags = [{}] * 32 + [{"is_padding": True}] * 8
+    names = verl_scores.owners(SimpleNamespace(keys=[f"k{row}" for row in range(40)], tags=tags), uids)
+    assert verl_scores.together(names, [1.0] * 40, 4)[1] == []
+
+
 def test_the_load_of_the_blocks_is_even():
     owners = [f"g{row // 2}" for row in range(16)]
     order, _ = verl_scores.together(owners, [float(row // 2) for row in range(16)], 2)
@@ -293,6 +302,31 @@ class Norms(Scorer):
 
     def weigh(self, batch, scores):
         return [Phase.of(batch, scores)]
+
+
+@dataclass(frozen=True)
+class Deviations(Norms):
+    """Another, which looks at a group."""
+
+    scope = "group"
+
+    def scores(self, batch):
+        norms = super().scores(batch)
+        return norms - norms[batch.mask].mean()
+
+    def weigh(self, batch, scores):
+        return [Phase.of(batch, torch.where(scores.isnan(), 1.0, 0.5))]
+
+
+def test_a_scorer_of_ones_own_gets_no_scores_for_a_group_that_was_cut(monkeypatch):
+    built = verl_cpu.assembled(config(f"{__name__}.Deviations"))
+    built.actor_rollout_wg._dispatch_info = {"actor": [0, 1]}
+    monkeypatch.setattr(verl_scores, "together", lambda owners, *_: (list(range(len(owners))), ["a0"]))
+    batch = prepare(built, batch_of(), {})
+    tokens, _, regulator = built._token_batch(batch)
+    (phase,) = regulator(tokens)
+    assert (phase.policy[:4][tokens.mask[:4]] == 1).all()
+    assert (phase.policy[4:][tokens.mask[4:]] == 0.5).all()
 
 
 def test_a_scorer_of_ones_own():

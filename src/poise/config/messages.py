@@ -80,7 +80,7 @@ def unknown_key(path: str, known: Sequence[str]) -> str:
         own = [key for key in nearest if key.rpartition(".")[0] == group]
         return f"unknown key {path!r}; did you mean {' or '.join(map(repr, own or nearest))}?"
     siblings = {key.removeprefix(group + dot).split(".")[0] for key in known if key.startswith(group + dot)}
-    return f"unknown key {path!r}. (allowed{dot and f' in {group}'}: {', '.join(sorted(siblings))})"
+    return f"unknown key {path!r} (allowed{dot and f' in {group}'}: {', '.join(sorted(siblings))})"
 
 
 def _likeness(written: str, key: str) -> float:

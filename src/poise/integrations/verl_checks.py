@@ -5,7 +5,9 @@ verl is imported inside the functions, because importing verl imports its plugin
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cache
+from math import isfinite
 from typing import Any
 
 import torch
@@ -47,9 +49,15 @@ def check_verl() -> None:
 def correct_at(config: Any) -> float | None:
     """The setting beside the regulator: the reward from which on a response is correct."""
     mode = config.trainer.v1.trainer_mode
-    value = (config.trainer.v1.get(mode) or {}).get("correct_at")
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return None if value is None else float(value)
+    given = config.trainer.v1.get(mode) or {}
+    for key in given:
+        if key != "correct_at" and get_close_matches(str(key), ["correct_at"], cutoff=0.8):
+            raise CannotRegulateError(f"trainer.v1.{mode}.{key} is unknown; did you mean correct_at?")
+    value = given.get("correct_at")
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
+        return float(value)
     raise CannotRegulateError(
         f"trainer.v1.{mode}.correct_at is {value!r}: set it to a number, such as 1.0, or leave it out"
     )
@@ -161,6 +169,13 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
         _check_states(config, name)
     if missing := sorted(needs - AVAILABLE):
         raise CannotRegulateError(f"{name} needs {', '.join(missing)}, which verl's batches do not have")
+    longer = (config.get("reward", None) or {}).get("reward_kwargs", None) or {}
+    longer = longer.get("overlong_buffer_cfg", None) or {}
+    if "correct" in needs and longer.get("enable", False) and correct_at(config) is None:
+        raise CannotRegulateError(
+            f"{name} needs to know which responses are correct, and a penalty for long ones (overlong_buffer_cfg) "
+            f"gives rewards that do not say so: set trainer.v1.{config.trainer.v1.trainer_mode}.correct_at"
+        )
     rollout = config.actor_rollout_ref.rollout
     correction = config.algorithm.get("rollout_correction", None) or {}
     if "entropy" in needs and correction.get("bypass_mode", False):
@@ -181,12 +196,12 @@ def _check_states(config: Any, name: str) -> None:
     if actor.strategy not in ENGINES:
         known = " or ".join(ENGINES)
         raise CannotRegulateError(f"{why}poise can do that with actor.strategy {known}, not {actor.strategy!r}")
-    parallel = max(int(part.get("ulysses_sequence_parallel_size") or 1) for part in (actor, actor.fsdp_config))
-    if parallel > 1:
-        raise CannotRegulateError(
-            f"{why}with sequence parallelism no process has them all: set "
-            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1"
-        )
+    for place, part in (("actor", actor), ("actor.fsdp_config", actor.fsdp_config)):
+        if int(part.get("ulysses_sequence_parallel_size") or 1) > 1:
+            raise CannotRegulateError(
+                f"{why}with sequence parallelism no process has them all: set "
+                f"actor_rollout_ref.{place}.ulysses_sequence_parallel_size=1"
+            )
     if model.get("use_fused_kernels", False):
         raise CannotRegulateError(
             f"{why}fused kernels run the output layer without showing them: set "
@@ -195,6 +210,10 @@ def _check_states(config: Any, name: str) -> None:
     if (config.algorithm.get("rollout_correction", None) or {}).get("bypass_mode", False):
         raise CannotRegulateError(
             f"{why}with bypass_mode there is no such pass: set algorithm.rollout_correction.bypass_mode=False"
+        )
+    if config.actor_rollout_ref.rollout.n < 2:
+        raise CannotRegulateError(
+            f"{name} compares the responses of a group: set actor_rollout_ref.rollout.n to 2 or more"
         )
     workers = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
     if config.data.train_batch_size % workers:

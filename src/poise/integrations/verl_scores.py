@@ -54,10 +54,16 @@ def request(batch: Any, processes: int, regulator: str, correct_at: float | None
     if processes > 1:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid"])
         load = calculate_workload(torch.tensor([tag["seq_len"] for tag in batch.tags])).tolist()
-        order, apart = together([str(uid) for uid in data["uid"]], load, processes)
+        order, apart = together(owners(batch, data["uid"].tolist()), load, processes)
         batch = batch.select_keys([batch.keys[row] for row in order])
     batch.extra_info |= {_REGULATOR: regulator, _CORRECT_AT: correct_at, _APART: apart}
     return batch
+
+
+def owners(batch: Any, uids: Sequence[Any]) -> list[str]:
+    """The group of each row. verl pads batches with rows without a token, all of one uid: each is alone."""
+    rows = zip(batch.keys, batch.tags, uids, strict=True)
+    return [key if tag.get("is_padding", False) else str(uid) for key, tag, uid in rows]
 
 
 def together(owners: Sequence[str], load: Sequence[float], processes: int) -> tuple[list[int], list[str]]:
@@ -193,9 +199,12 @@ class ScoringWorker(TrainingWorker):  # type: ignore[misc]
             head=states.head,
             targets=_padded(data["responses"], mask),
         )
+        cut = torch.tensor([str(uid) in apart for uid in data["uid"]], device=mask.device)[:, None]
         with torch.no_grad():
             for number, part in enumerate(parts):
-                output[f"{SCORES}{number}"] = response_to_nested(part.scores(batch).cpu(), lengths)
+                found = part.scores(batch)
+                found = found if part.scope == "token" else found.masked_fill(cut, torch.nan)
+                output[f"{SCORES}{number}"] = response_to_nested(found.cpu(), lengths)
         return output
 
     def _run(self, data: Any, states: _States) -> Any:

@@ -35,7 +35,7 @@ from verl.workers.utils.padding import response_to_nested
 from poise.batch import Phase, TokenBatch
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, demands, probe
 from poise.integrations.verl_checks import TRAINER, check_config, check_linear, check_verl, correct_at, has_terms
-from poise.integrations.verl_scores import SCORES, is_correct, request, use_scoring_workers
+from poise.integrations.verl_scores import SCORES, is_correct, owners, request, use_scoring_workers
 from poise.regulators import Regulator, parse, summary
 from poise.regulators.scores import scorers, with_scores
 
@@ -130,11 +130,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values(), *wanted]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
         numbers: dict[str, int] = {}
-        owners = [
-            key if tag.get("is_padding", False) else str(uid)  # verl pads batches with copies that have no token
-            for key, tag, uid in zip(batch.keys, batch.tags, data.pop("uid").tolist(), strict=True)
-        ]
-        groups = [numbers.setdefault(name, len(numbers)) for name in owners]
+        groups = [numbers.setdefault(name, len(numbers)) for name in owners(batch, data.pop("uid").tolist())]
         stored = data.select(ADVANTAGES, MASK)
         data = data.to_padded_tensor()
         rewards = data["rm_scores"].float().sum(1)

@@ -47,7 +47,7 @@ class Environment:
     """
 
     factory: str | Callable[[], Any]
-    reward: str | Sequence[str] = ()
+    reward: Any = ()  # a name or a function, or several
     reward_weights: Sequence[float] | None = None  # one for each reward; without them, 1 each
     correct_at: float = 1.0
     turns: int = 16
@@ -67,7 +67,7 @@ class Environment:
             factory = _load(factory)
         elif not callable(factory):
             raise TypeError(f"environment: factory must be a class or function, got {short(factory)}")
-        named = [self.reward] if isinstance(self.reward, str) else list(self.reward)
+        named = [self.reward] if isinstance(self.reward, str) or callable(self.reward) else list(self.reward)
         object.__setattr__(self, "_rewards", Rewards(named, self.reward_weights, quick=True) if named else None)
         object.__setattr__(self, "_pool", _Pool(factory, self.timeout))
         if not named and not hasattr(self._pool.kind, "get_reward"):
@@ -171,7 +171,7 @@ def environment(
     file: str | None = None,
     test_file: str | None = None,
     held_out: float = 0.1,
-    reward: str | Sequence[str] = (),
+    reward: Any = (),
     reward_weights: Sequence[float] | None = None,
     correct_at: float = 1.0,
     turns: int = 16,

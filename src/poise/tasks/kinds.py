@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import signature
 from os import PathLike
 from typing import Any
@@ -11,12 +11,18 @@ from poise._lib.errors import short
 
 
 def _texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+    one = isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection)
+    return not one and all(isinstance(each, str) for each in value)
+
+
+def _switch(value: Any) -> bool:
+    """True, false, numpy's, and 1 and 0, which YAML files of old have."""
+    return not hasattr(value, "__len__") and value in (0, 1)
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (lambda value: isinstance(value, str | PathLike), "text"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "bool": (_switch, "true or false"),
     "None": (lambda value: value is None, "null"),
     "Sequence[str]": (_texts, "a list of texts"),
     "Mapping[str, Any]": (lambda value: isinstance(value, Mapping), "a group of settings, key: value"),

@@ -1,0 +1,50 @@
+"""Which values a task's setting takes, by its annotation."""
+
+import numpy as np
+import pytest
+
+from poise import tasks
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("kk", {"open_think": 1}),
+        ("kk", {"open_think": np.True_}),
+        ("kk", {"names": np.array(["Ada", "Bob", "Cleo", "Dan", "Eve", "Flo", "Gil", "Hal"])}),
+        ("kk", {"names": dict.fromkeys(["Ada", "Bob", "Cleo", "Dan", "Eve", "Flo", "Gil", "Hal"]).keys()}),
+        ("frozenlake", {"slippery": 0}),
+    ],
+)
+def test_what_means_the_same_is_taken(name, settings):
+    tasks.get(name, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"open_think": 2}, "open_think must be true or false, got 2"),
+        ({"open_think": [1]}, "open_think must be true or false"),
+        ({"names": "Ada"}, "names must be a list of texts"),
+        ({"names": [1, 2]}, "names must be a list of texts"),
+    ],
+)
+def test_what_means_something_else_is_refused(settings, words):
+    with pytest.raises(TypeError, match=words):
+        tasks.get("kk", **settings)
+
+
+def test_an_environment_takes_functions_as_rewards():
+    class Env:
+        def reset(self):
+            return "go"
+
+        def act(self) -> str:
+            """Do it."""
+            return "done"
+
+    def fair(completions, **_):
+        return [1.0] * len(completions)
+
+    for reward in (fair, [fair]):
+        assert tasks.get("environment", factory=Env, reward=reward)._rewards is not None
