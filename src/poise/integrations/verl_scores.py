@@ -54,7 +54,7 @@ def request(batch: Any, processes: int, regulator: str, correct_at: float | None
     if processes > 1:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid"])
         load = calculate_workload(torch.tensor([tag["seq_len"] for tag in batch.tags])).tolist()
-        order, apart = together(owners(batch, data["uid"].tolist()), load, processes)
+        order, apart = together(owners(batch, list(data["uid"])), load, processes)
         batch = batch.select_keys([batch.keys[row] for row in order])
     batch.extra_info |= {_REGULATOR: regulator, _CORRECT_AT: correct_at, _APART: apart}
     return batch
