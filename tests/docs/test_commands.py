@@ -116,10 +116,9 @@ def run_small(words, page):
         run(*words, *SIZES["other task"])
         if not any("brief" in word for word in words):  # a reward that any reply gets some of
             return  # the embedded model knows K&K alone: without a success there is nothing to learn from
-    elif verb == "compare" and any(word.startswith(OTHER_TASKS) for word in words):
-        run(
-            *words, *(size for size in SIZES[verb] if not size.startswith("task.")), "--dry-run"
-        )  # which tries two steps
+    elif verb in ("compare", "warmstart") and any(word.startswith(OTHER_TASKS) for word in words):
+        trial = ["--dry-run"] if verb == "compare" else []  # which tries two steps
+        run(*words, *(size for size in SIZES[verb] if not size.startswith("task.")), *trial)
     else:
         run(*words, *SIZES.get(verb, []))
     if verb == "train":
