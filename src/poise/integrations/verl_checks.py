@@ -169,9 +169,9 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
         _check_states(config, name)
     if missing := sorted(needs - AVAILABLE):
         raise CannotRegulateError(f"{name} needs {', '.join(missing)}, which verl's batches do not have")
-    longer = (config.get("reward", None) or {}).get("reward_kwargs", None) or {}
-    longer = longer.get("overlong_buffer_cfg", None) or {}
-    if "correct" in needs and longer.get("enable", False) and correct_at(config) is None:
+    given = (config.get("reward", None) or {}).get("reward_kwargs", None) or {}
+    penalty = given.get("overlong_buffer_cfg", None) or {}
+    if "correct" in needs and penalty.get("enable", False) and correct_at(config) is None:
         raise CannotRegulateError(
             f"{name} needs to know which responses are correct, and a penalty for long ones (overlong_buffer_cfg) "
             f"gives rewards that do not say so: set trainer.v1.{config.trainer.v1.trainer_mode}.correct_at"

@@ -67,10 +67,10 @@ class Environment:
             factory = _load(factory)
         elif not callable(factory):
             raise TypeError(f"environment: factory must be a class or function, got {short(factory)}")
-        named = [self.reward] if isinstance(self.reward, str) or callable(self.reward) else list(self.reward)
-        object.__setattr__(self, "_rewards", Rewards(named, self.reward_weights, quick=True) if named else None)
+        rewards = Rewards(self.reward, self.reward_weights, quick=True) if self.reward else None
+        object.__setattr__(self, "_rewards", rewards)
         object.__setattr__(self, "_pool", _Pool(factory, self.timeout))
-        if not named and not hasattr(self._pool.kind, "get_reward"):
+        if rewards is None and not hasattr(self._pool.kind, "get_reward"):
             raise ValueError(
                 f"environment: {self._pool.kind.__name__} has no get_reward, and no reward is given: nothing would "
                 "be learned; write that method, or name a reward function with reward="
