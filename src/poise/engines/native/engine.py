@@ -14,6 +14,7 @@ from torch import Tensor
 from poise.engines.limits import check_lengths
 from poise.engines.native import graphs
 from poise.engines.native.decoder import Decoder, layer_shapes
+from poise.engines.native.fused_step import FusedStep, fused_step
 from poise.engines.native.kept_rows import KeptRows, NativeSession
 from poise.engines.native.scheduler import Scheduler
 from poise.engines.native.shared_cache import SharedPromptCache
@@ -41,6 +42,7 @@ class NativeEngine:
     def __init__(self, policy: Policy, batch: int = 0) -> None:
         self.policy, self.batch = policy, batch
         self.shapes = layer_shapes(policy)
+        self.step = _tried_step(policy, self.shapes)
         self._decoder: Decoder | None = None
         self._decoder_key: tuple[Any, ...] = ()  # what the decoder was made for
 
@@ -119,7 +121,7 @@ class NativeEngine:
         key = (*sizes, like.dtype, like.device)
         if self._decoder is None or key != self._decoder_key:
             self.release()
-            self._decoder = _new_decoder(self.policy, self.shapes, *sizes, like)
+            self._decoder = _new_decoder(self.policy, self.shapes, *sizes, like, self.step)
             self._decoder_key = key
         return self._decoder
 
@@ -143,12 +145,12 @@ def _rounded(length: int) -> int:
 
 def _new_decoder(
     policy: Policy, shapes: Sequence[tuple[int, int, int]], slots: int, prompts: int, longest_prompt: int,
-    max_tokens: int, like: Tensor,
+    max_tokens: int, like: Tensor, step: FusedStep | None = None,
 ) -> Decoder:  # fmt: skip
-    """With CUDA graphs where the device and dtype allow them."""
+    """With CUDA graphs where the device and dtype allow them; only these take a ``step``."""
     width = policy.head().weight.shape[1]
     if graphs.usable(policy, shapes):
-        return graphs.decoder(policy, shapes, slots, longest_prompt + max_tokens, width, like)
+        return graphs.decoder(policy, shapes, slots, longest_prompt + max_tokens, width, like, step)
     return Decoder(policy, SharedPromptCache(shapes, slots, prompts, longest_prompt, max_tokens, width, like))
 
 
@@ -176,18 +178,15 @@ def supports(policy: Policy) -> bool:
     """
     if not policy.packed:
         return False
-    size = policy.head().vocabulary
-    prompts, tokens = [[1 % size, 2 % size, 3 % size], [3 % size, 1 % size]], [2 % size, 4 % size, 5 % size]
-    prompt_of, like = [0, 0, 1], next(policy.trunk.parameters())
+    like = next(policy.trunk.parameters())
+    prompts, prompt_of, tokens = _trial_texts(policy)
     expected = []
     for prompt, token in zip(prompt_of, tokens, strict=True):
         ids = torch.tensor([[*prompts[prompt], token]], device=policy.device)
         expected.append(policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0, -2:])
     try:
         decoder = _new_decoder(policy, layer_shapes(policy), *TRIAL_CACHE, like)
-        decoder.read(prompts, [0, 1], [0, 2])
-        before = decoder.cache.occupy([0, 1, 2], prompt_of)
-        decoder.cache.set_lengths([len(prompts[prompt]) for prompt in prompt_of], [0, 0, 0], [3, 3, 3])
+        before = _begin_trial(decoder, prompts, prompt_of)
         decoder.forward(3, torch.tensor(tokens, device=policy.device))
         after = decoder.hidden[:3].clone()
         decoder.cache.advance()
@@ -197,6 +196,47 @@ def supports(policy: Policy) -> bool:
     except TRIAL_ERRORS:
         return False
     return close(torch.stack([before, after], 1).float(), torch.stack(expected).float(), like.dtype)
+
+
+def _trial_texts(policy: Policy) -> tuple[list[list[int]], list[int], list[int]]:
+    """Two prompts, which of them each of three rows has, and a token for each row."""
+    size = policy.head().vocabulary
+    return [[1 % size, 2 % size, 3 % size], [3 % size, 1 % size]], [0, 0, 1], [2 % size, 4 % size, 5 % size]
+
+
+def _begin_trial(decoder: Decoder, prompts: list[list[int]], prompt_of: list[int]) -> Tensor:
+    """Read the prompts into three rows; (3, W) the states from which their first tokens would be drawn."""
+    decoder.read(prompts, [0, 1], [0, 2])
+    before = decoder.cache.occupy([0, 1, 2], prompt_of)
+    decoder.cache.set_lengths([len(prompts[prompt]) for prompt in prompt_of], [0, 0, 0], [3, 3, 3])
+    return before
+
+
+@torch.no_grad()
+def _tried_step(policy: Policy, shapes: Sequence[tuple[int, int, int]]) -> FusedStep | None:
+    """The fused step of a model, if two of them give the hidden states of the model's own code; else None."""
+    step = fused_step(policy) if graphs.usable(policy, shapes) else None
+    if step is None:
+        return None
+    like = next(policy.trunk.parameters())
+    prompts, prompt_of, tokens = _trial_texts(policy)
+    states: list[list[Tensor]] = [[], []]
+    try:
+        for own, chosen in zip(states, (None, step), strict=True):
+            decoder = _new_decoder(policy, shapes, *TRIAL_CACHE, like, chosen)
+            with short_windows(policy.base):
+                _begin_trial(decoder, prompts, prompt_of)
+                for row in (tokens, tokens[::-1]):  # the second reads the key that the first stored
+                    decoder.forward(3, torch.tensor(row, device=policy.device))
+                    own.append(decoder.hidden[:3].clone())
+                    decoder.cache.advance()
+    except torch.OutOfMemoryError:
+        raise
+    except TRIAL_ERRORS as error:
+        warnings.warn(f"{type(policy.base).__name__}: decoding in few kernels failed: {error}", stacklevel=2)
+        return None
+    theirs, ours = (torch.stack(own).float() for own in states)
+    return step if close(ours, theirs, like.dtype) else None
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from poise._lib import cuda_memory
 from poise.engines.native.decoder import Decoder
+from poise.engines.native.fused_step import FusedStep
 from poise.engines.native.kv_cache import Shape
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.engines.native.slot_cache import SlotCache
@@ -33,12 +34,13 @@ def usable(policy: Policy, shapes: Sequence[Shape]) -> bool:
 
 
 def decoder(
-    policy: Policy, shapes: Sequence[Shape], slots: int, length: int, width: int, like: Tensor
-) -> GraphedDecoder:
+    policy: Policy, shapes: Sequence[Shape], slots: int, length: int, width: int, like: Tensor,
+    step: FusedStep | None = None,
+) -> GraphedDecoder:  # fmt: skip
     """A decoder with ``slots`` slots, or as many as fit into the free memory."""
     per_slot = slot_bytes(shapes, length, like.element_size())
     slots = affordable(slots, per_slot, cuda_memory.free_bytes(like.device), length)
-    return GraphedDecoder(policy, SlotCache(shapes, slots, length, width, like))
+    return GraphedDecoder(policy, SlotCache(shapes, slots, length, width, like), step)
 
 
 def slot_bytes(shapes: Sequence[Shape], length: int, element_size: int) -> int:
@@ -73,11 +75,15 @@ def idle_bytes(device: torch.device) -> float:
 class GraphedDecoder(Decoder):
     """Records one graph for each of a few numbers of rows and each way to sample, and replays it.
 
-    A graph reads the weights where they are, so it sees an update in place.
+    A graph reads the weights where they are, so it sees an update in place. With ``step`` the model runs that, else its
+    own code.
     """
 
-    def __init__(self, policy: Policy, cache: SlotCache) -> None:
+    cache: SlotCache
+
+    def __init__(self, policy: Policy, cache: SlotCache, step: FusedStep | None = None) -> None:
         super().__init__(policy, cache)
+        self.step = step
         self.sizes = sizes(cache.slots)
         self.graphs: dict[tuple[int, Sampling, bool], torch.cuda.CUDAGraph] = {}
 
@@ -91,6 +97,14 @@ class GraphedDecoder(Decoder):
         self.step_number.zero_()
         for _ in range(steps):
             graph.replay()
+
+    def forward(self, n: int, token: Tensor) -> None:
+        """Run the tokens (n,) just drawn through the model."""
+        if self.step is None:
+            super().forward(n, token)
+            return
+        self.cache.begin_step()
+        self.hidden[:n] = self.step.run(token, self.cache)
 
     def _record(self, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
         """Record a step, and undo what its trial runs changed.

@@ -10,6 +10,7 @@ from torch import Tensor
 from poise._lib import triton as _triton
 from poise._lib.transfer import send
 from poise.engines.native.kv_cache import KVCache, SavedRow, Shape, by_block, copy_rows
+from poise.engines.native.turn import Turn
 from poise.models.attention import flash_takes, over_slots, text_over_slots
 from poise.models.packing import Packed
 
@@ -119,15 +120,21 @@ class SlotCache(KVCache):
         self.newest, self.used = self.row_index[: self.n] * self.length + position, (position + 1).to(torch.int32)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
-        """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their slots."""
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None,
+        turn: Turn | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their slots.
+
+        Without ``turn``, queries and keys are normed and rotated already.
+        """
         n, keys, values = len(query), self.keys[layer][: self.n], self.values[layer][: self.n]
         if _triton.suits(query):
             from poise.engines.native import kernels
 
             if kernels.suits(query, keys):
-                return kernels.attend(query, key, value, keys, values, self.used, scale, window)
+                return kernels.attend(query, key, value, keys, values, self.used, scale, window, turn or Turn())
+        if turn is not None:
+            query, key = turn.query(query), turn.key(key)
         for store, new in ((keys, key), (values, value)):
             store.flatten(0, 1).index_copy_(0, self.newest, new)
         starts = self.query_starts[: n + 1], self.slot_starts[: n + 1]

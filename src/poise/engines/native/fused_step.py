@@ -1,0 +1,99 @@
+"""A decoding step of a model like Llama in eight kernels a layer; transformers' own code launches about forty.
+
+Decoding a small model takes as long as launching its kernels, even from a CUDA graph. So for the usual layers the step
+is written out here: queries, keys and values in one product, gate and up in one; residual sums with the norms that
+follow; rotation inside the attention. Its results are those of transformers' code up to rounding, and a trial of every
+model compares the two (``engine.py``). Other models decode through their own code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from poise._lib import triton as _triton
+from poise.engines.native.slot_cache import SlotCache
+from poise.engines.native.turn import Turn
+from poise.models.fused_projections import Joined, join_projections
+from poise.models.policy import Policy
+
+KINDS = {"llama", "mistral", "qwen2", "qwen3", "smollm3"}  # model types whose layers are as written here
+PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+
+
+class FusedStep:
+    """The step of one model. It reads the weights where they are, so it sees an update in place."""
+
+    def __init__(self, trunk: Any) -> None:
+        self.trunk = trunk
+
+    @torch.no_grad()
+    def run(self, token: Tensor, cache: SlotCache) -> Tensor:
+        """(n, W) the last hidden states after the tokens (n,), whose keys and values are stored in the cache."""
+        from poise.engines.native.layer_kernels import add_norm, silu_product
+
+        trunk, n = self.trunk, len(token)
+        x = trunk.embed_tokens(token)
+        cosine, sine = (part[0].contiguous() for part in trunk.rotary_emb(x[None], cache.positions[None, :n]))
+        delta: Tensor | None = None
+        for number, layer in enumerate(trunk.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            x, inner = add_norm(x, delta, *_norm(layer.input_layernorm))
+            products = linear(inner, attention.q_proj.whole, attention.q_proj.whole_bias)
+            query, key, value = _heads(products, attention)
+            turn = _turn(attention, cosine, sine)
+            met = cache.attend(number, query, key, value, attention.scaling, _window(attention), turn)
+            x, inner = add_norm(x, attention.o_proj(met.reshape(n, -1)), *_norm(layer.post_attention_layernorm))
+            gate_up = linear(inner, mlp.gate_proj.whole, mlp.gate_proj.whole_bias)
+            delta = mlp.down_proj(silu_product(gate_up))
+        return add_norm(x, delta, *_norm(trunk.norm))[1]
+
+
+def fused_step(policy: Policy) -> FusedStep | None:
+    """The step of a policy's model; None if the model is of another kind, or has other layers, such as LoRA's."""
+    trunk = policy.trunk
+    config, like = policy.base.config, next(trunk.parameters())
+    if not _triton.suits(like) or config.model_type not in KINDS or config.hidden_act != "silu":
+        return None
+    join_projections(trunk)
+    layers = getattr(trunk, "layers", None)
+    usual = isinstance(layers, nn.ModuleList) and all(_is_usual(layer) for layer in layers)
+    return FusedStep(trunk) if usual and isinstance(getattr(trunk, "embed_tokens", None), nn.Embedding) else None
+
+
+def _is_usual(layer: nn.Module) -> bool:
+    if not all(isinstance(getattr(layer, name, None), nn.Module) for name in PARTS):
+        return False
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    joined = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+    plain = (attention.o_proj, mlp.down_proj)
+    return all(type(part) is Joined for part in joined) and all(type(part) is nn.Linear for part in plain)
+
+
+def _norm(module: Any) -> tuple[Tensor, float]:
+    return module.weight, module.variance_epsilon
+
+
+def _heads(products: Tensor, attention: Any) -> list[Tensor]:
+    """Queries (n, H, D), keys and values (n, G, D) in the joined products: views."""
+    sizes = [part.out_features for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    return [part.unflatten(-1, (-1, attention.head_dim)) for part in products.split(sizes, -1)]
+
+
+def _window(attention: Any) -> int | None:
+    """The sliding window of a layer; Mistral's layers have it in their configuration."""
+    place = attention if hasattr(attention, "sliding_window") else attention.config
+    window: int | None = getattr(place, "sliding_window", None)
+    return window
+
+
+def _turn(attention: Any, cosine: Tensor, sine: Tensor) -> Turn:
+    turn = Turn(cosine, sine) if getattr(attention, "use_rope", True) else Turn()
+    if not hasattr(attention, "q_norm"):
+        return turn
+    (query_weight, epsilon), (key_weight, _) = _norm(attention.q_norm), _norm(attention.k_norm)
+    return turn._replace(query_weight=query_weight, key_weight=key_weight, epsilon=epsilon)

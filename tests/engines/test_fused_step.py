@@ -1,0 +1,47 @@
+"""A decoding step in few kernels: the parts that run on a CPU. tests/gpu/test_fused_step_gpu.py has the rest."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from poise.engines.native.fused_step import fused_step
+from poise.engines.native.turn import Turn
+from support.tiny_models import tiny
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_the_rotation_is_that_of_transformers():
+    g = torch.Generator().manual_seed(0)
+    query, key = torch.randn(5, 4, 8, generator=g), torch.randn(5, 2, 8, generator=g)
+    angles = torch.randn(5, 4, generator=g).repeat(1, 2)
+    turn = Turn(angles.cos(), angles.sin())
+    expected = apply_rotary_pos_emb(query[:, :, None], key[:, :, None], angles.cos()[:, None], angles.sin()[:, None])
+    torch.testing.assert_close((turn.query(query), turn.key(key)), tuple(x[:, :, 0] for x in expected))
+
+
+def test_the_norm_comes_before_the_rotation():
+    policy = tiny("qwen3")
+    attention = policy.trunk.layers[0].self_attn
+    query = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
+    turn = Turn(query_weight=attention.q_norm.weight, key_weight=attention.k_norm.weight, epsilon=1e-6)
+    torch.testing.assert_close(turn.query(query), attention.q_norm(query))
+
+
+def test_no_fused_step_without_triton_and_cuda():
+    assert fused_step(tiny("llama")) is None
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernels_by_the_interpreter():
+    command = [sys.executable, str(Path(__file__).with_name("interpreted_step.py"))]
+    place = os.pathsep.join([str(TESTS), *sys.path])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["llama", "qwen2", "qwen3", "mistral", "smollm3", "biased"]

@@ -1,0 +1,78 @@
+"""A decoding step in few kernels, against transformers' own code."""
+
+import pytest
+import torch
+
+from poise.engines.native import engine as engines
+from poise.engines.native.engine import NativeEngine
+from poise.engines.native.fused_step import fused_step
+from poise.engines.native.turn import Turn
+from support.tiny_models import prompts, sample, tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+USUAL = ["llama", "qwen2", "qwen3", "mistral"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_models_pass_the_trial(name, dtype):
+    engine = NativeEngine(tiny(name, "cuda", dtype))
+    assert engine.step is not None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite"])
+def test_other_models_decode_through_their_own_code(name):
+    assert NativeEngine(tiny(name, "cuda", torch.bfloat16)).step is None
+
+
+def test_layers_of_another_kind_decode_through_their_own_code():
+    policy = tiny("llama", "cuda", torch.bfloat16)
+    policy.trunk.layers[1].mlp.down_proj = torch.nn.Sequential(policy.trunk.layers[1].mlp.down_proj)
+    assert fused_step(policy) is None
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_a_step_errs_no_more_than_twice_as_much_as_the_models_own_code(name):
+    policy, whole = tiny(name, "cuda", torch.bfloat16), tiny(name, "cuda", torch.bfloat16)
+    whole.model.float()
+    fused, own = NativeEngine(policy), NativeEngine(policy)
+    own.step = None
+    errors = []
+    for engine in (fused, own):
+        out = sample(engine, prompts(12), 4, max_tokens=40, temperature=0.8, seed=0)
+        exact = whole.score(out, 0.8)[0]
+        errors.append(float((out.logp - exact)[out.mask].abs().mean()))
+    assert errors[0] <= 2 * errors[1] + 1e-4
+
+
+def test_a_step_sees_an_update_in_place():
+    policy = tiny("llama", "cuda", torch.bfloat16)
+    engine = NativeEngine(policy)
+    before = sample(engine, prompts(4), 2, max_tokens=12, temperature=0.0, seed=0)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(-0.7)
+    after = sample(engine, prompts(4), 2, max_tokens=12, temperature=0.0, seed=0)
+    fresh = sample(NativeEngine(policy), prompts(4), 2, max_tokens=12, temperature=0.0, seed=0)
+    assert not torch.equal(before.tokens, after.tokens)
+    assert torch.equal(after.tokens, fresh.tokens)
+
+
+def test_few_rows_with_many_keys_are_turned_by_plain_torch(monkeypatch):
+    """There the attention is torch's, which takes queries and keys that are rotated already."""
+    policy, calls, query = tiny("qwen3", "cuda", torch.bfloat16), [], Turn.query
+    engine = NativeEngine(policy)
+    monkeypatch.setattr("poise.engines.native.kernels.SHORT", 0)
+    monkeypatch.setattr(Turn, "query", lambda self, x: calls.append(x) or query(self, x))
+    found = sample(engine, prompts(2), 1, max_tokens=20, temperature=0.0, seed=0)
+    engine.release()
+    engine.step = None
+    expected = sample(engine, prompts(2), 1, max_tokens=20, temperature=0.0, seed=0)
+    assert calls
+    torch.testing.assert_close(found.logp[:, :2], expected.logp[:, :2], atol=5e-2, rtol=0)
+
+
+def test_a_step_that_fails_its_trial_is_not_taken(monkeypatch):
+    run = engines.FusedStep.run
+    monkeypatch.setattr(engines.FusedStep, "run", lambda self, *args: run(self, *args) * 1.1)
+    assert NativeEngine(tiny("llama", "cuda", torch.bfloat16)).step is None
