@@ -4,6 +4,7 @@
     python benchmarks/rollout.py --device cuda --shape 135M --json out.json   # 512 responses of 256 tokens
     python benchmarks/rollout.py --device cuda --shape 135M --uneven          # ... of very uneven length, up to 1,024
     python benchmarks/rollout.py --device cuda --growth --json growth.json    # the native engine alone
+    python benchmarks/rollout.py --device cuda --profile --json kernels.json  # which kernels take its time
 
 They take turns, in one process, on the same prompts. With the embedded model, responses to Knights & Knaves end where
 the model ends them. A ``--shape`` has random weights and prompts of 128 random tokens, and lengths are given: all the
@@ -187,6 +188,36 @@ def growth(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         yield rows
 
 
+def profile(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The kernels of one call of the native engine by time, beside the clock."""
+    for shape in args.shapes or ("135M", "1.5B"):
+        engine = NativeEngine(random_policy(shape, args.device))
+        requests = random_requests(shape, args.prompts, args.group, [args.max_tokens] * args.prompts * args.group)
+        seconds = []
+        for seed in range(3):  # the first records graphs
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            engine.sample(requests, Sampling(1.0), seed)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            engine.sample(requests, Sampling(1.0), 3)
+            torch.cuda.synchronize()
+        kernels = [
+            {"kernel": event.key, "calls": event.count, "ms": event.self_device_time_total / 1e3}
+            for event in sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+        ]
+        busy = sum(kernel["ms"] for kernel in kernels) / 1e3
+        print(f"{shape}: {min(seconds[1:]):.3f} s by the clock, kernels {busy:.3f} s")
+        for kernel in kernels[:16]:
+            print(f"  {kernel['ms']:8.1f} ms {kernel['calls']:7d} calls  {kernel['kernel'][:90]}", flush=True)
+        yield {"shape": shape, "seconds": seconds[1:], "kernel_s": busy, "kernels": kernels[:60]}
+        engine.release()
+        del engine
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
@@ -204,14 +235,15 @@ def main() -> None:
     parser.add_argument(
         "--growth", nargs="*", choices=GROWTH, help="the native engine alone, by rows, length and model size (all)"
     )
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="of --growth")
+    parser.add_argument("--profile", action="store_true", help="the native engine alone: its kernels by time")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="of --growth and --profile")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--warm-up", type=int, default=1, help="calls before those that are timed, besides one")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     gpu = args.device == "cuda"
-    args.prompts = args.prompts or (64 if args.shape else 16)
-    args.max_tokens = args.max_tokens or (1024 if args.uneven else 256 if args.shape else 112)
+    args.prompts = args.prompts or (64 if args.shape or args.profile else 16)
+    args.max_tokens = args.max_tokens or (1024 if args.uneven else 256 if args.shape or args.profile else 112)
     args.ways = args.ways or (["native", "generate", "static"] if gpu else ["native", "cached", "generate"])
     args.repeats = args.repeats or (3 if gpu else 7)
     transformers.logging.set_verbosity_error()
@@ -220,6 +252,11 @@ def main() -> None:
         args.growth = args.growth or GROWTH
         for rows in growth(args):  # written after every shape: nothing is lost
             write(args.json, {**head, "rows": rows})
+    elif args.profile:
+        every = []
+        for found in profile(args):
+            every.append(found)
+            write(args.json, {**head, "shapes": every})
     else:
         write(args.json, {**head, **compare(args)})
 
