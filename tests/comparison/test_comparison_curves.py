@@ -1,0 +1,40 @@
+"""benchmarks/comparison_curves.py: what it reads of a comparison, and that it draws it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.comparisons import finish, make
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_curves_of_all_runs_are_read_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    script = importlib.import_module("comparison_curves")
+    plan = make(tmp_path)
+    for number, arm in enumerate(plan.arms):
+        for seed in plan.seeds:
+            steps = 1 if (number, seed) == (1, 2) else None  # it diverged
+            finish(plan.run(arm, arm.variants[0], seed), 0.5 + seed / 10 + number, steps=steps)
+    names = [{"name": arm.name} for arm in plan.arms]
+    (tmp_path / "cmp" / "comparison.json").write_text(json.dumps({"settings": {"steps": 2}, "arms": names}))
+    results, picture = tmp_path / "curves.json", tmp_path / "curves.png"
+    monkeypatch.setattr(sys, "argv", ["curves", str(results), str(picture), f"Small={tmp_path / 'cmp'}"])
+    script.main()
+    (system,) = json.loads(results.read_text())["systems"].values()
+    assert system["settings"] == {"steps": 2}
+    assert [[*runs] for runs in system["arms"].values()] == [["0", "1", "2"]] * 2
+    run = system["arms"]["grpo"]["1"]
+    assert [(step, tokens, scores["accuracy"]) for step, tokens, scores in run["curve"]] == [(0, 0, 0.2), (2, 100, 0.6)]
+    assert run["last"] == {"tokens/sampled": 50, "time/step": 1}
+    assert system["arms"]["ar"]["2"]["state"] == "diverged"
+    drawn = picture.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["curves", str(results), str(picture)])  # the picture alone, from the file
+    script.main()
+    assert picture.read_bytes() == drawn
