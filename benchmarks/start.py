@@ -186,7 +186,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as caches:
         own = {"TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor"}
         environment = {**os.environ, **({} if asked.kept else own)}
-        runs = [run(words, environment) for _ in range(asked.repeats)]
+        runs = []
+        for _ in range(asked.repeats):
+            runs.append(run(words, environment))
+            print(f"until the first step: {runs[-1]['until the first step']:.2f} s", flush=True)
     show(runs)
     packages = imports()
     shown = list(packages.items())[:PACKAGES]
