@@ -89,7 +89,7 @@ class Config(Group):
     stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None  # stop once held-out accuracy reaches this
     device: str = "auto"  # auto (CUDA if there is one), cpu, cuda or cuda:1
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computation; the optimizer keeps float32 weights
-    compile: bool | None = None  # torch.compile for the update; null: on CUDA, if it works there
+    compile: bool | None = None  # torch.compile for the update; null: on CUDA, if a run this long gains time by it
     tracking: tuple[str, ...] = ()  # tensorboard, wandb, trackio: where metrics are sent
     remote_code: bool = False  # let the model's repository run its own Python
 
@@ -100,6 +100,13 @@ class Config(Group):
             return str(expand(value)) if value.startswith("~") else value
         except OSError as error:
             raise ValueError(str(error)) from None
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest number of tokens that the policy samples and trains on."""
+        longest = max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
+        sampled = self.steps * self.prompts * self.group * longest
+        return sampled if self.budget is None else min(sampled, self.budget)
 
     @property
     def test_temperature(self) -> float:

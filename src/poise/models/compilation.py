@@ -6,6 +6,7 @@ layer runs the uncompiled code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,20 @@ from poise.models.fused_projections import compiler, join_projections
 from poise.models.packing import Packed
 
 FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
+COST = 15.0  # seconds of compiling, on a machine that has not done it before
+SAVED = 1.1e-10  # seconds for each token, layer and channel of a training pass on an H200 (docs/measurements.md)
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile pays on this device and can run."""
+    """Whether torch.compile can run on this device, and makes passes faster there."""
     return device.type == "cuda" and _triton.available()
+
+
+def compiling_pays(model: Any, tokens: int | None) -> bool:
+    """Whether compiling saves more time than it takes, in training on so many tokens; None: on many."""
+    config = model.config.get_text_config()
+    saved = math.inf if tokens is None else SAVED * tokens * config.num_hidden_layers * config.hidden_size
+    return can_compile(model.device) and saved > COST
 
 
 def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:
