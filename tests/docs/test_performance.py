@@ -9,6 +9,8 @@ from typing import Any
 from support.pages import ROOT
 
 PAGE = " ".join((ROOT / "docs/performance.md").read_text().split())
+LINES = (ROOT / "docs/measurements.md").read_text().splitlines()
+DETAILS = " ".join(LINES)
 
 
 def raw(name: str) -> Any:
@@ -47,6 +49,41 @@ def test_sampling() -> None:
     together = {row["rows"]: row["seconds"] for row in raw("h200/rollout_growth")["rows"] if row["kind"] == "rows"}
     shown = "1 response {:.2f} s, 128 in {:.2f} s, 512 in {:.2f} s, 2,048 in {:.2f} s"
     assert shown.format(*(together[rows] for rows in (1, 128, 512, 2048))) in PAGE
+
+
+def test_sampling_beside_vllm() -> None:
+    every = []
+    for name, words in (("vllm_rollout", "at 135M"), ("vllm_rollout_1.5B", "at 1.5B")):
+        rows = [row for found in raw(f"h200/{name}")["measurements"].values() for row in found["rows"]]
+        seconds = {(row["engine"], row["case"]): median(row["seconds"]) for row in rows}
+        vllm, native = (seconds[engine, "512 × 256"] for engine in ("vllm", "native"))
+        assert f"{vllm:.2f} / {native:.2f} s {words} (**{vllm / native:.1f}×**)" in PAGE
+        for (engine, case), taken in seconds.items():
+            assert f" {taken:.2f} " in DETAILS
+            if engine == "vllm":
+                every.append(taken / seconds["native", case])
+                assert f" {every[-1]:.1f} |" in DETAILS.replace("**", "")
+    assert len(every) == 10
+    assert f"at least {min(every):.1f}× in all ten cases" in PAGE
+
+
+def test_kernels_of_sampling() -> None:
+    kinds = {"attention": "_attend", "residual": "_add_norm", "SiLU": "silu", "drawing": "_draw"}
+    for found in raw("h200/rollout_kernels")["shapes"]:
+        for label, word in kinds.items():
+            kernels = [kernel for kernel in found["kernels"] if word in kernel["kernel"]]
+            ms, calls = (sum(kernel[key] for kernel in kernels) for key in ("ms", "calls"))
+            (line,) = (line for line in LINES if line.startswith(f"| {label}"))
+            assert f" {ms:,.0f} | {calls:,} |" in line
+        assert f" {1000 * found['kernel_s']:,.0f} |" in next(line for line in LINES if "kernels together" in line)
+
+
+def test_nthr_in_a_step() -> None:
+    steps = raw("h200/step_nthr")["fixed"]
+    nthr, grpo = (median(row["time/step"] for row in steps[name]) for name in ("nthr", "grpo"))
+    assert f"A step with `nthr` takes {nthr:.2f} s, one with `grpo` {grpo:.2f} s ({nthr / grpo - 1:.1%})" in (
+        PAGE.replace(" %)", "%)")
+    )
 
 
 def test_turns_and_runs_side_by_side() -> None:
