@@ -49,6 +49,7 @@ from poise.runs.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from poise.algorithms import Algorithm
+    from poise.models.compilation import Work
     from poise.regulators import Regulator
 
 __all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "resolve", "restore"]
@@ -102,11 +103,13 @@ class Config(Group):
             raise ValueError(str(error)) from None
 
     @property
-    def most_tokens(self) -> int:
-        """The largest number of tokens that the policy samples and trains on."""
-        longest = max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
-        sampled = self.steps * self.prompts * self.group * longest
-        return sampled if self.budget is None else min(sampled, self.budget)
+    def work(self) -> Work:
+        """What the run will do, at most."""
+        from poise.models.compilation import Work
+
+        draws = self.steps * max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
+        tokens = draws * self.prompts * self.group
+        return Work(tokens if self.budget is None else min(tokens, self.budget), draws)
 
     @property
     def test_temperature(self) -> float:

@@ -6,9 +6,8 @@ layer runs the uncompiled code.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +18,9 @@ from poise.models.packing import Packed
 
 FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
 COST = 15.0  # seconds of compiling, on a machine that has not done it before
-SAVED = 1.1e-10  # seconds for each token, layer and channel of a training pass on an H200 (docs/measurements.md)
+# Seconds that it saves on an H200 (docs/measurements.md, docs/log.md): for each token, layer and channel of the update,
+SAVED_TRAINING = 1.1e-10
+SAVED_DECODING = 5.6e-5  # and for each layer of a decoding step (less if the step has few kernels anyway)
 
 
 def can_compile(device: torch.device) -> bool:
@@ -27,11 +28,18 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cuda" and _triton.available()
 
 
-def compiling_pays(model: Any, tokens: int | None) -> bool:
-    """Whether compiling saves more time than it takes, in training on so many tokens; None: on many."""
+class Work(NamedTuple):
+    """What a run will do, at most."""
+
+    tokens: int  # of responses, to train on
+    draws: int  # decoding steps, each of which draws a token of many responses
+
+
+def compiling_pays(model: Any, work: Work) -> bool:
+    """Whether compiling saves more time than it takes."""
     config = model.config.get_text_config()
-    saved = math.inf if tokens is None else SAVED * tokens * config.num_hidden_layers * config.hidden_size
-    return can_compile(model.device) and saved > COST
+    a_layer = SAVED_TRAINING * work.tokens * config.hidden_size + SAVED_DECODING * work.draws
+    return can_compile(model.device) and a_layer * config.num_hidden_layers > COST
 
 
 def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:

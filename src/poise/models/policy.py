@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from poise.head import Head, token_logp
 from poise.models import attention, memory, rope, trials
-from poise.models.compilation import compile_layers, compiling_pays
+from poise.models.compilation import Work, can_compile, compile_layers, compiling_pays
 from poise.models.errors import ModelError, first_line
 from poise.models.loading import EMBEDDED, load_model, progress_bars, resolve_device
 from poise.models.master_weights import MasterWeights
@@ -280,7 +280,7 @@ def load_policy(
     seed: int = 0,
     remote_code: bool = False,
     compiled: bool | None = False,
-    tokens: int | None = None,
+    work: Work | None = None,
     longest: int | None = None,
 ) -> Policy:
     """Load a model by hub id, folder, run, checkpoint or adapter, or the ``"embedded"`` one.
@@ -288,9 +288,10 @@ def load_policy(
     ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha and targets; ``seed``
     initialises its adapter and leaves torch's global generator alone. ``remote_code`` lets the model's repository run
     code. ``compiled`` runs training through torch.compile; None: on CUDA, if that saves more time than it takes in
-    training on at most so many ``tokens`` (None: many). ``longest`` is the largest number of tokens of prompt and
-    response together: rotary embeddings that depend on the length are fixed for it (``poise.models.rope``).
+    so much ``work`` (None: in much of it). ``longest`` is the largest number of tokens of prompt and response together:
+    rotary embeddings that depend on the length are fixed for it (``poise.models.rope``).
     """
     model, tokenizer = load_model(name, device=device, dtype=dtype, lora=lora, seed=seed, remote_code=remote_code)
-    compiled = compiling_pays(model, tokens) if compiled is None else compiled
+    if compiled is None:
+        compiled = can_compile(model.device) if work is None else compiling_pays(model, work)
     return Policy(model, tokenizer, compiled=compiled, longest=longest)

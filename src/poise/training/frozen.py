@@ -156,7 +156,7 @@ class FrozenModels:
             policy = load_policy(
                 self._name(source), device=config.device, dtype=config.dtype,
                 remote_code=config.remote_code, longest=config.rollout.longest,
-                compiled=config.compile if source in self.models.values() else False, tokens=config.most_tokens,
+                compiled=config.compile if source in self.models.values() else False, work=config.work,
             )  # fmt: skip
             check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
         except ModelError as error:
