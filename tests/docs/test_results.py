@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -239,3 +240,50 @@ def test_regimes() -> None:
         cells = [ends, *(against(arm["difference"]) for arm in others)]
         cells += ["not run"] if name == "frozenlake" else []
         assert f"{words} {row(cells)}" in text
+
+
+def test_rltr_and_erl_with_regulators() -> None:
+    """The table of arms; all of a system begin with the same score."""
+    text = words_of("comparison")
+    for name, system in figures("regulated")["systems"].items():
+        starts = set()
+        for arm, runs in system["arms"].items():
+            curves = [held_out(run) for run in runs.values()]
+            starts |= {curve[0][1] for curve in curves}
+            ends = [curve[-1][1] for curve in curves]
+            greedy = [100 * fmean(run["curve"][end][2]["greedy"] for run in runs.values()) for end in (0, -1)]
+            cells = [name, f"`{arm}`", f"{curves[0][0][1]:.1f}", f"{fmean(ends):.1f}"]
+            cells += [", ".join(f"{end:.1f}" for end in ends), f"{fmean(map(height, curves)):.1f}"]
+            cells += [" → ".join(f"{score:.1f}" for score in greedy)]
+            cells += [f"{fmean(run['curve'][-1][1] for run in runs.values()):,.0f}"]
+            assert row([*cells, f"{fmean(run['optimizer_steps'] for run in runs.values()):.0f}"]) in text
+        assert len(starts) == 1
+
+
+def held_out(run: dict[str, Any]) -> list[tuple[int, float]]:
+    """Steps, and held-out accuracy in points."""
+    return [(step, 100 * scores["accuracy"]) for step, _, scores in run["curve"]]
+
+
+def height(curve: list[tuple[int, float]]) -> float:
+    """The mean over the steps of a curve."""
+    parts = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(curve)]
+    return sum(parts) / curve[-1][0]
+
+
+def test_regulators_of_rltr() -> None:
+    """What the page says of RLTR's curves."""
+    text, arms = words_of("comparison"), figures("regulated")["systems"]["RLTR"]["arms"]
+    above = [
+        [mine[1] - own[1] for mine, own in zip(held_out(run), held_out(arms[other][seed]), strict=True)][1:]
+        for other in ("grpo", "ar") for seed, run in arms["lopti"].items()
+    ]  # fmt: skip
+    assert all(difference > 0 for differences in above for difference in differences)
+    ends = [differences[-1] for differences in above[:3]]
+    assert f"by {min(ends):.1f} to {max(ends):.1f} points over `grpo` at the end" in text
+    flop = {arm: fmean(run["flop"] for run in runs.values()) for arm, runs in arms.items()}
+    assert f"{flop['lopti'] / flop['grpo']:.1f} times the FLOP" in text
+    entropy = {arm: fmean(run["last"]["rollout/entropy"] for run in runs.values()) for arm, runs in arms.items()}
+    shown = {arm: f"{value:.3f}" for arm, value in entropy.items()}
+    assert shown["grpo"] == shown["ar"]
+    assert f"{shown['grpo']} nats with `grpo` and `ar`, {shown['lopti']} with `lopti`" in text
