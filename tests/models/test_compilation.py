@@ -39,10 +39,11 @@ def test_on_cuda_if_the_run_is_long_enough(name):
 @pytest.mark.usefixtures("on_cuda")
 def test_what_the_docs_say_of_models_and_steps():
     """docs/performance.md: steps of 512 × 256 tokens."""
-    steps = [next(n for n in range(1, 1000) if compiling_pays(of(*size), Work(n * 512 * 256, n * 256))) for size in (
-        (30, 576), (28, 1536),
-    )]  # fmt: skip
-    assert steps == [23, 15]
+    steps = {
+        width: next(n for n in range(1, 1000) if compiling_pays(of(layers, width), Work(n * 512 * 256, n * 256)))
+        for layers, width in ((30, 576), (28, 1536))
+    }
+    assert steps == {576: 23, 1536: 15}
 
 
 @pytest.mark.usefixtures("on_cuda")

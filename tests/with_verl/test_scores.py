@@ -188,6 +188,7 @@ def test_a_group_that_had_to_be_cut_is_left_alone(monkeypatch):
         ([4, 4, 1, 1, 1, 1], 3, 0),
         ([8], 4, 1),
         ([5, 3, 4, 4], 2, 0),
+        ([6, 4, 4, 3, 3], 2, 0),  # by load alone the last group would find no place
     ],
 )
 def test_whole_groups_in_equal_blocks(sizes, processes, cut):

@@ -75,22 +75,33 @@ def together(owners: Sequence[str], load: Sequence[float], processes: int) -> tu
     for row, owner in enumerate(owners):
         groups.setdefault(owner, []).append(row)
     room = len(owners) // processes
-    blocks: list[list[int]] = [[] for _ in range(processes)]
-    loads = [0.0] * processes
-    cut = []
-    for owner, rows in sorted(groups.items(), key=lambda item: (-len(item[1]), -sum(load[row] for row in item[1]))):
-        fits = [place for place in range(processes) if len(blocks[place]) + len(rows) <= room]
-        if not fits:
-            cut.append(owner)
-            continue
-        lightest = min(fits, key=loads.__getitem__)
-        blocks[lightest] += rows
-        loads[lightest] += sum(load[row] for row in rows)
+    ways = [_blocks(groups, load, processes, room, even=even) for even in (True, False)]
+    blocks, cut = min(ways, key=lambda way: len(way[1]))  # the even one if neither cuts fewer
     rest = [row for owner in cut for row in groups[owner]]
     for block in blocks:
         while len(block) < room:
             block.append(rest.pop())
     return [row for block in blocks for row in block], cut
+
+
+def _blocks(
+    groups: dict[str, list[int]], load: Sequence[float], processes: int, room: int, *, even: bool
+) -> tuple[list[list[int]], list[str]]:
+    """Blocks of whole groups, the largest first, and the groups that found no place.
+
+    A group goes where the load is lightest (``even``), or where it leaves the least room.
+    """
+    blocks: list[list[int]] = [[] for _ in range(processes)]
+    loads, cut = [0.0] * processes, []
+    for owner, rows in sorted(groups.items(), key=lambda item: (-len(item[1]), -sum(load[row] for row in item[1]))):
+        fits = [place for place in range(processes) if len(blocks[place]) + len(rows) <= room]
+        if not fits:
+            cut.append(owner)
+            continue
+        place = min(fits, key=lambda place: loads[place] if even else -len(blocks[place]))
+        blocks[place] += rows
+        loads[place] += sum(load[row] for row in rows)
+    return blocks, cut
 
 
 def use_scoring_workers(workers: dict[Any, Any]) -> None:
