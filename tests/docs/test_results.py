@@ -220,6 +220,23 @@ def test_displacement() -> None:
         assert row(cells) in text
 
 
+def test_update_sizes() -> None:
+    words = words_of("comparison")
+    compared = 0
+    for found in figures("update-size-steps4-w1")["rows"]:
+        if found["arm"] not in {"ar", "tr-grpo", "nthr"}:
+            continue
+        rate = f"{found['rate']:.1e}".replace(".0e", "e").replace("e-0", "e-")
+        sizes = found["beside"]["grad_norm"], found["beside"]["drift"]
+        ends = [
+            f" [{size['interval'][0]:.2f}, {size['interval'][1]:.2f}]" if size["interval"] else "" for size in sizes
+        ]
+        ratios = [f"{size['mean']:.2f}{end}" for size, end in zip(sizes, ends, strict=True)]
+        assert row([f"`{found['arm']}`", rate, str(len(sizes[0]["seeds"])), *ratios]) in words
+        compared += 1
+    assert compared == 9
+
+
 def test_pretrained_model() -> None:
     text, arms = words_of("comparison"), figures("smollm2-sums")["arms"]
     for arm in arms:
