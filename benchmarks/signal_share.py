@@ -29,7 +29,8 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from poise import regulators
 from poise.algorithms.collected import collect
 from poise.batch import Phase, TokenBatch
 from poise.rollout.sampling import derived_seed
+from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.tasks.base import training_problems
 from poise.trainer import Trainer
@@ -183,21 +185,41 @@ def figures(gradients: Gradients, methods: Sequence[str], ways: dict[str, list[s
     return found
 
 
-def measure(
-    trainer: Trainer, methods: Sequence[str], batches: int, say: Callable[[str], None], *, apart: bool = True
-) -> dict[str, Any]:
-    """Sample batches from one policy, and take their gradients apart, by regulator and, with ``apart``, by kind."""
-    config, task, tokenizer = trainer.config, trainer.sampler.task, trainer.policy.tokenizer
-    words = word_kinds([tokenizer.decode([i]) for i in range(len(tokenizer))])
-    chosen = {name: regulators.parse(name) for name in methods}
-    gradients, counts, ways = Gradients(trainer), dict[str, float](), dict[str, list[str]]()
-    for number in range(1, batches + 1):
+def batches_of(trainer: Trainer, count: int) -> Iterator[tuple[Rollouts, TokenBatch]]:
+    """Batches of responses from one policy, to problems of their own."""
+    config, task = trainer.config, trainer.sampler.task
+    for number in range(1, count + 1):
         seed = derived_seed(config.seed, f"signal {number}")
         problems = training_problems(task, seed=config.seed, step=number, step_seed=seed, count=config.prompts)
         samples, _ = collect(
             trainer.algorithm, problems, trainer.sampler, seed, None, name=config.algorithm, advantage=config.advantage
         )
-        rollouts, batch = trainer._batch(samples)
+        yield trainer._batch(samples)
+
+
+def words_of(trainer: Trainer) -> dict[str, Tensor]:
+    """(V,) bool for each kind of word."""
+    tokenizer = trainer.policy.tokenizer
+    return word_kinds([tokenizer.decode([i]) for i in range(len(tokenizer))])
+
+
+@contextmanager
+def trainer_of(model: str, settings: Sequence[str]) -> Iterator[Trainer]:
+    """A trainer whose batches have all that regulators read."""
+    with tempfile.TemporaryDirectory() as place:
+        given = [f"model={model}", "compile=false", f"run={place}/run", "regulator=nthr", *settings]
+        config = configs.load("demo", given)
+        yield Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
+
+
+def measure(
+    trainer: Trainer, methods: Sequence[str], batches: int, say: Callable[[str], None], *, apart: bool = True
+) -> dict[str, Any]:
+    """Sample batches from one policy, and take their gradients apart, by regulator and, with ``apart``, by kind."""
+    words = words_of(trainer)
+    chosen = {name: regulators.parse(name) for name in methods}
+    gradients, counts, ways = Gradients(trainer), dict[str, float](), dict[str, list[str]]()
+    for number, (rollouts, batch) in enumerate(batches_of(trainer, batches), 1):
         for name, regulator in chosen.items():
             gradients.add(name, rollouts, batch, regulator(batch))
         for way, kinds in token_kinds(batch, words, rollouts.tokens).items() if apart else ():
@@ -238,10 +260,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     methods = [name.strip() for name in options.methods.split(";")] if options.methods else list(METHODS)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        given = [f"model={options.model}", "compile=false", f"run={place}/run", "regulator=nthr", *options.settings]
-        config = configs.load("demo", given)
-        trainer = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
+    with trainer_of(options.model, options.settings) as trainer:
         methods = ["grpo", *(name for name in methods if name != "grpo")]
 
         def say(text: str) -> None:

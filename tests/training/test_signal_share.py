@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from poise import regulators
+from poise import TokenBatch, regulators
+from poise.batch import Phase
 from support.batches import random_batch
 
 
@@ -91,3 +92,19 @@ def test_blame_is_the_wrong_side_of_the_trials(study: Any) -> None:
     (phase,) = oracles.sided(batch, right=False)
     assert torch.allclose(phase.policy, regulators.parse("blame")(batch)[0].policy)
     assert study.word_kinds is oracles.word_kinds
+
+
+@pytest.mark.usefixtures("study")
+def test_the_share_of_the_gradient_on_deciding_words() -> None:
+    import deciding_share
+
+    prob = torch.tensor([[0.5, 0.9, 0.2], [0.25, 0.75, 0.5]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    batch = TokenBatch(prob.log(), mask, torch.tensor([2.0, -1.0], dtype=torch.float64))
+    decides = torch.tensor([[True, False, False], [False, True, False]])
+    size = 2 * (0.5 + 0.1 + 0.8) + (0.75 + 0.25)
+    assert deciding_share.share(batch, [Phase.of(batch, 1.0)], decides) == pytest.approx((2 * 0.5 + 0.25) / size)
+    phases = regulators.parse("lopti")(batch)
+    assert deciding_share.share(batch, phases, decides) == pytest.approx((2 * 0.5 + 0.25) / size)
+    half = Phase.of(batch, torch.where(decides, 0.5, 1.0))
+    assert deciding_share.share(batch, [half], decides) == pytest.approx(0.625 / (size - 0.625))

@@ -1,0 +1,73 @@
+"""How much of each method's gradient falls on words that decide? For worked solutions of Knights & Knaves.
+
+    python benchmarks/deciding_share.py runs/models/kk-w1 deciding.json task.people=3 rollout.max_tokens=192
+
+Verdicts ("true", and six other words for it) and roles decide an answer; the rest is wording, names and form. The size
+of a token's gradient is taken at the logits, w·|A|·(1 − p) with w the regulator's weight, all phases together. Batches
+come from one policy, with its weights as they are, and are those of ``signal_share.py``. ``share`` is the mean over
+batches of the deciding words' part, ``error`` its standard error; ``ratio`` is the share divided by GRPO's on the same
+batches, with its standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from signal_share import batches_of, trainer_of, words_of
+from torch import Tensor
+
+from poise import regulators
+from poise.batch import Phase, TokenBatch
+
+METHODS = ("grpo", "ar", "ar(alpha=1.0)", "tr-grpo", "nthr", "blame", "amplify", "stare", "entropy")
+DECIDING = ("verdict", "role")
+
+
+def share(batch: TokenBatch, phases: list[Phase], decides: Tensor) -> float:
+    """The part of a batch's gradient, at the logits, that falls on the tokens ``decides`` (B, T)."""
+    weight = torch.stack([phase.policy for phase in phases]).sum(0)
+    size = torch.where(batch.mask, weight.abs() * batch.token_advantages.abs() * (1 - batch.prob), 0.0).double()
+    return float(size[decides].sum() / size.sum())
+
+
+def summary(values: list[float], plain: list[float]) -> dict[str, Any]:
+    root = len(values) ** 0.5
+    ratios = [value / base for value, base in zip(values, plain, strict=True)]
+    found = {"share": mean(values), "error": stdev(values) / root}
+    return found | {"ratio": mean(ratios), "ratio_error": stdev(ratios) / root}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("settings", nargs="*", help="key=value, as for poise train")
+    parser.add_argument("--batches", type=int, default=64)
+    options = parser.parse_intermixed_args()
+    chosen = {name: regulators.parse(name) for name in METHODS}
+    shares: dict[str, list[float]] = {name: [] for name in chosen}
+    tokens = []
+    with trainer_of(options.model, options.settings) as trainer:
+        words = words_of(trainer)
+        decide = torch.stack([words[kind] for kind in DECIDING]).any(0).to(trainer.policy.device)
+        for number, (rollouts, batch) in enumerate(batches_of(trainer, options.batches), 1):
+            decides = decide[rollouts.tokens.clamp(min=0)] & batch.mask
+            tokens.append(float(decides.sum() / batch.mask.sum()))
+            for name, regulator in chosen.items():
+                shares[name].append(share(batch, regulator(batch), decides))
+            print(f"{number} of {options.batches} batches", end="\r", flush=True)
+    found = {name: summary(values, shares["grpo"]) for name, values in shares.items()}
+    for name, row in found.items():
+        beside = f"{row['ratio']:.3f} ± {row['ratio_error']:.3f} of GRPO's"
+        print(f"{name:14} {row['share']:6.1%} ± {row['error']:.1%}, {beside}")
+    command = {"model": Path(options.model).name, "settings": options.settings, "batches": options.batches}
+    options.out.write_text(json.dumps({"tokens": mean(tokens), "methods": found, "command": command}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
