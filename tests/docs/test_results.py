@@ -220,6 +220,20 @@ def test_displacement() -> None:
         assert row(cells) in text
 
 
+def test_deciding_shares() -> None:
+    words = words_of("comparison")
+    every = [figures(f"deciding-kk-{wording}")["methods"] for wording in ("w0", "w05", "w1")]
+    for method in every[0]:
+        name = "`ar` (α = 0.2)" if method == "ar" else f"`{method}`"
+        cells = [f"{found[method]['share']:.1%} ({found[method]['ratio']:.3f})" for found in every]
+        if method == "grpo":
+            cells = [cell.split(" ")[0] for cell in cells]
+        assert row([name, *cells]).replace("%", " %") in words
+    assert max(found[method]["ratio_error"] for found in every for method in found) <= 0.0075
+    published = [found[method]["ratio"] for found in every for method in ("ar", "tr-grpo", "nthr")]
+    assert max(abs(ratio - 1) for ratio in published) < 0.03
+
+
 def test_update_sizes() -> None:
     words = words_of("comparison")
     compared = 0
