@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from measure import environment, in_turns, spread, write
-from rollout import NEVER, random_policy, random_requests, sampled
+from rollout import NEVER, own_code, random_policy, random_requests, sampled
 
 from poise.engines.native.engine import NativeEngine
 from poise.models import compilation
@@ -39,7 +39,7 @@ def main() -> None:
                 policy = random_policy(shape, "cuda")
             policy.model.generation_config.eos_token_id, policy.tokenizer.eos_token = NEVER, None
             requests = random_requests(shape, responses // 8, 8, [LENGTH] * responses)
-            run = sampled(NativeEngine(policy, 0), requests)
+            run = sampled(own_code(NativeEngine(policy, 0)), requests)
             ways[name] = lambda run=run: run(0)  # type: ignore[misc]
         times = in_turns(ways, "cuda", repeats=9, warmup=2)
         figures["cases"][f"{shape}, {responses} × {LENGTH}"] = times

@@ -12,7 +12,8 @@ same, or (``--uneven``) most of them short and a few long. ``generate`` cannot b
 decodes all of them until the longest has ended, as it does in training. It gets a model of its own, as transformers
 makes it, with "sdpa" attention. "static" is ``generate`` with a static cache, for which transformers compiles the
 model's forward pass. "vllm" is poise's engine on vLLM, its push of the weights and its scoring included
-(``--ways native vllm``); ``beside_vllm.py`` measures vLLM alone, from one response to 2,048.
+(``--ways native vllm``); ``beside_vllm.py`` measures vLLM alone, from one response to 2,048. "own" is the native engine
+through transformers' model code, which shows what its fused step gains (``--ways native own --no-compile``).
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ GROWTH = ("size", "rows", "length")
 BY_SIZE = ("14M", "135M", "360M", "1.1B", "1.7B")
 
 
-def random_policy(shape: str, device: str, dtype: torch.dtype | None = None) -> Policy:
+def random_policy(shape: str, device: str, dtype: torch.dtype | None = None, *, compiled: bool = True) -> Policy:
     tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
-    compiled = device == "cuda" and dtype is None
+    compiled = device == "cuda" and dtype is None and compiled
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     return Policy(model_of(shape, device, dtype).eval(), tokenizer, compiled=compiled)
 
@@ -66,6 +67,12 @@ def real_requests(policy: Policy, prompts: int, group: int, longest: int) -> lis
 
 def sampled(engine: Engine, requests: list[Request]) -> Callable[[int], int]:
     return lambda seed: sum(engine.sample(requests, Sampling(1.0), seed).lengths)
+
+
+def own_code(engine: NativeEngine) -> NativeEngine:
+    """The engine through transformers' model code, without a fused step."""
+    engine.step = None
+    return engine
 
 
 def generate(model: Any, requests: list[Request], **more: Any) -> Callable[[int], int]:
@@ -92,7 +99,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     count = args.prompts * args.group
     if args.shape:
         torch.manual_seed(0)
-        policy = random_policy(args.shape, args.device)
+        policy = random_policy(args.shape, args.device, compiled=args.compile)
         lengths = uneven(count, args.max_tokens) if args.uneven else [args.max_tokens] * count
         requests = random_requests(args.shape, args.prompts, args.group, lengths)
         policy.model.generation_config.eos_token_id, policy.tokenizer.eos_token = NEVER, None
@@ -103,6 +110,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         peer = policy.model
     every: dict[str, Callable[[], Callable[[int], int]]] = {
         "native": lambda: sampled(NativeEngine(policy, args.batch), requests),
+        "own": lambda: sampled(own_code(NativeEngine(policy, args.batch)), requests),
         "cached": lambda: sampled(CachedEngine(policy), requests),
         "vllm": lambda: sampled(VllmEngine(policy), requests),
         "generate": lambda: generate(peer, requests),
@@ -231,9 +239,12 @@ def main() -> None:
         "--uneven", action="store_true", help="lengths of a --shape: most short, a few as long as allowed"
     )
     parser.add_argument("--batch", type=int, default=0, help="rows of the native engine; 0: all")
-    parser.add_argument("--ways", nargs="+", choices=["native", "cached", "vllm", "generate", "static"])
+    parser.add_argument("--ways", nargs="+", choices=["native", "own", "cached", "vllm", "generate", "static"])
     parser.add_argument(
         "--growth", nargs="*", choices=GROWTH, help="the native engine alone, by rows, length and model size (all)"
+    )
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="the layers of a --shape, on CUDA"
     )
     parser.add_argument("--profile", action="store_true", help="the native engine alone: its kernels by time")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="of --growth and --profile")

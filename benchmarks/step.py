@@ -411,6 +411,7 @@ def main() -> None:
                     f"run={folder}/run", f"steps={args.warm_up + args.steps}", f"device={args.device}", *size,
                     f"optim.lr={LR}", "rollouts_every=0", f"rollout.engine={args.engine}",
                     *([f"rollout.max_tokens={length}"] if length else []),
+                    f"compile={args.device == 'cuda'}",  # as a longer run would by itself
                 ],
             )  # fmt: skip
             assert (config.prompts, config.group) == (count, 8)

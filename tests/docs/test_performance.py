@@ -10,7 +10,8 @@ from support.pages import ROOT
 
 PAGE = " ".join((ROOT / "docs/performance.md").read_text().split())
 LINES = (ROOT / "docs/measurements.md").read_text().splitlines()
-DETAILS = " ".join(LINES)
+DETAILS = " ".join(" ".join(LINES).split())
+README = " ".join((ROOT / "README.md").read_text().split())
 
 
 def raw(name: str) -> Any:
@@ -52,30 +53,47 @@ def test_sampling() -> None:
 
 
 def test_sampling_beside_vllm() -> None:
-    every = []
+    shapes, every = [], []
     for name, words in (("vllm_rollout", "at 135M"), ("vllm_rollout_1.5B", "at 1.5B")):
         rows = [row for found in raw(f"h200/{name}")["measurements"].values() for row in found["rows"]]
-        seconds = {(row["engine"], row["case"]): median(row["seconds"]) for row in rows}
-        vllm, native = (seconds[engine, "512 × 256"] for engine in ("vllm", "native"))
+        shapes.append({(row["engine"], row["case"]): median(row["seconds"]) for row in rows})
+        vllm, native = (shapes[-1][engine, "512 × 256"] for engine in ("vllm", "native"))
         assert f"{vllm:.2f} / {native:.2f} s {words} (**{vllm / native:.1f}×**)" in PAGE
-        for (engine, case), taken in seconds.items():
-            assert f" {taken:.2f} " in DETAILS
-            if engine == "vllm":
-                every.append(taken / seconds["native", case])
-                assert f" {every[-1]:.1f} |" in DETAILS.replace("**", "")
+    labels = {"long prompts": "512 × 256, long prompts", "uneven": "512, uneven", "2048 × 256": "2,048 × 256"}
+    for _, case in (key for key in shapes[0] if key[0] == "native"):
+        cells = []
+        for seconds in shapes:
+            native, other = seconds["native", case], seconds.get(("vllm", case))
+            every += [other / native] if other else []
+            cells += [f"{native:.2f}", *([f"{other:.2f}", f"{other / native:.1f}"] if other else ["not reached", ""])]
+        assert " ".join(f"| {labels.get(case, case)} | {' | '.join(cells)} |".split()) in DETAILS.replace("**", "")
     assert len(every) == 10
     assert f"at least {min(every):.1f}× in all ten cases" in PAGE
+    assert f"vLLM {min(every):.1f} to {max(every):.1f} times as long" in README
+
+
+def kernel_kind(name: str) -> str:
+    """The row of the table that a kernel belongs to."""
+    kinds = {"_attend": "attention", "_add_norm": "residual sums and norms", "silu": "SiLU", "_draw": "drawing tokens"}
+    for word, kind in kinds.items():
+        if word in name:
+            return kind
+    product = any(word in name for word in ("nvjet", "gemm", "cutlass")) and "flash" not in name
+    return "matrix products" if product else "all else"
 
 
 def test_kernels_of_sampling() -> None:
-    kinds = {"attention": "_attend", "residual": "_add_norm", "SiLU": "silu", "drawing": "_draw"}
+    table: dict[str, list[str]] = {}
     for found in raw("h200/rollout_kernels")["shapes"]:
-        for label, word in kinds.items():
-            kernels = [kernel for kernel in found["kernels"] if word in kernel["kernel"]]
-            ms, calls = (sum(kernel[key] for kernel in kernels) for key in ("ms", "calls"))
-            (line,) = (line for line in LINES if line.startswith(f"| {label}"))
-            assert f" {ms:,.0f} | {calls:,} |" in line
-        assert f" {1000 * found['kernel_s']:,.0f} |" in next(line for line in LINES if "kernels together" in line)
+        kernels = [kernel for kernel in found["kernels"] if not kernel["kernel"].startswith("cuda")]  # host calls
+        for kind in {kernel_kind(kernel["kernel"]) for kernel in kernels}:
+            own = [kernel for kernel in kernels if kernel_kind(kernel["kernel"]) == kind]
+            table.setdefault(kind, []).append(f"{sum(k['ms'] for k in own):,.0f} | {sum(k['calls'] for k in own):,}")
+        every = f"{1000 * found['kernel_s']:,.0f} | {sum(kernel['calls'] for kernel in kernels):,}"
+        table.setdefault("**kernels together**", []).append(every)
+    assert len(table) == 7
+    for kind, cells in table.items():
+        assert f"| {kind} | {' | '.join(cells)} |" in DETAILS
 
 
 def test_nthr_in_a_step() -> None:

@@ -1,12 +1,14 @@
 """The fused step on a CPU, by Triton's interpreter; started by test_fused_step.py in a process of its own."""
 
 import os
+from itertools import cycle, islice
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import torch
 import transformers
 
+from poise._lib import cuda_memory
 from poise._lib import triton as _triton
 from poise.engines.native import engine, fused_step, graphs, kernels
 from support.tiny_models import ARCHITECTURES, COMMON, tiny
@@ -16,15 +18,15 @@ ARCHITECTURES["biased"] = lambda: transformers.LlamaConfig(**COMMON, attention_b
 
 
 @torch.no_grad()
-def states(policy, step):
-    """The hidden states of five steps, in kernels or, without ``step``, by plain torch and the model's own code."""
+def states(policy, step, count):
+    """The hidden states of some steps, in kernels or, without ``step``, by plain torch and the model's own code."""
     _triton.suits = lambda _: step is not None
     like = next(policy.trunk.parameters())
     decoder = engine._new_decoder(policy, engine.layer_shapes(policy), *engine.TRIAL_CACHE, like, step)
     prompts, prompt_of, tokens = engine._trial_texts(policy)
     engine._begin_trial(decoder, prompts, prompt_of)
     found = []
-    for row in (tokens, tokens[::-1], tokens, tokens, tokens):
+    for row in islice(cycle((tokens, tokens[::-1])), count):
         decoder.forward(3, torch.tensor(row))
         found.append(decoder.hidden[:3].clone())
         decoder.cache.advance()
@@ -32,13 +34,15 @@ def states(policy, step):
 
 
 def main():
-    graphs.usable, graphs.free_bytes, kernels._processors = lambda *_: True, lambda _: 1 << 34, lambda _: 132
+    graphs.usable, kernels._processors = lambda *_: True, lambda _: 132
+    cuda_memory.free_bytes = lambda _: 1 << 34
     for name in ("llama", "qwen2", "qwen3", "mistral", "smollm3", "biased"):
         policy = tiny(name)
         _triton.suits = lambda _: True
         step = fused_step.fused_step(policy)
         assert step is not None, name
-        torch.testing.assert_close(states(policy, step), states(policy, None), atol=2e-5, rtol=1e-5)
+        count = 10 if name == "mistral" else 3  # enough for its window of 8 tokens to leave keys out
+        torch.testing.assert_close(states(policy, step, count), states(policy, None, count), atol=2e-5, rtol=1e-5)
         print(name)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from poise.engines.native.fused_step import fused_step
+from poise.engines.native.fused_step import _window, fused_step
 from poise.engines.native.turn import Turn
 from support.tiny_models import tiny
 
@@ -36,6 +36,36 @@ def test_the_norm_comes_before_the_rotation():
 
 def test_no_fused_step_without_triton_and_cuda():
     assert fused_step(tiny("llama")) is None
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """The fused step of a model, as on CUDA."""
+    monkeypatch.setattr("poise.engines.native.fused_step._triton.suits", lambda _: True)
+    return fused_step
+
+
+def test_other_layers_have_none(step):
+    policy = tiny("llama")
+    assert step(policy).usable
+    assert step(tiny("granite")) is None
+    del policy.trunk.layers[1].self_attn.q_proj  # of code that joins it with others, say
+    assert step(policy) is None
+
+
+def test_a_model_that_was_moved_has_to_be_joined_again(step):
+    policy = tiny("llama")
+    before = step(policy)
+    policy.model.to(torch.float64)
+    assert not before.usable
+    assert step(policy).usable
+
+
+def test_only_mistral_takes_its_window_from_the_configuration():
+    llama, mistral = tiny("llama"), tiny("mistral")
+    llama.base.config.sliding_window = 5
+    assert _window(llama.trunk.layers[0].self_attn) is None
+    assert _window(mistral.trunk.layers[0].self_attn) == mistral.base.config.sliding_window
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -1,5 +1,7 @@
 """Linear layers joined in compiled code: the same values, fewer products, and parameters that are still their own."""
 
+import copy
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -94,6 +96,20 @@ def test_a_model_that_moves_is_taken_apart():
     assert type(policy.trunk.layers[0].mlp.up_proj) is torch.nn.Linear
     policy.trunk(IDS, use_cache=False)
     assert not list(policy.trunk.layers[0].self_attn.named_buffers())
+
+
+def test_a_copy_is_taken_apart():
+    policy = tiny("llama")
+    expected = policy.trunk(IDS, use_cache=False).last_hidden_state
+    join_projections(policy.trunk)
+    copied = copy.deepcopy(policy.trunk)
+    assert not any(isinstance(module, Joined) for module in copied.modules())
+    assert isinstance(policy.trunk.layers[0].self_attn.q_proj, Joined)
+    assert torch.equal(copied(IDS, use_cache=False).last_hidden_state, expected)
+    assert not list(copied.layers[0].self_attn.named_buffers())
+    with torch.no_grad():
+        copied.layers[0].self_attn.q_proj.weight.zero_()
+    assert policy.trunk.layers[0].self_attn.q_proj.weight.any()
 
 
 def test_other_layers_are_left_alone():

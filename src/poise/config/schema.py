@@ -104,12 +104,14 @@ class Config(Group):
 
     @property
     def work(self) -> Work:
-        """What the run will do, at most."""
+        """What the run will do if every response is as long as it may be."""
         from poise.models.compilation import Work
 
+        responses = self.prompts * self.group
         draws = self.steps * max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
-        tokens = draws * self.prompts * self.group
-        return Work(tokens if self.budget is None else min(tokens, self.budget), draws)
+        if self.budget is not None:
+            draws = min(draws, -(-self.budget // responses))
+        return Work(draws * responses, draws)
 
     @property
     def test_temperature(self) -> float:

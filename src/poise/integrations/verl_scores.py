@@ -69,7 +69,8 @@ def owners(batch: Any, uids: Sequence[Any]) -> list[str]:
 def together(owners: Sequence[str], load: Sequence[float], processes: int) -> tuple[list[int], list[str]]:
     """An order of the rows in which each worker's block of rows has whole groups, as even a load as that allows.
 
-    Blocks have the same number of rows. Groups of unequal size may not fit; those that had to be cut are returned.
+    Blocks have the same number of rows. Groups of unequal size may not fit, or no place is found for them; those that
+    are cut are returned.
     """
     groups: dict[str, list[int]] = {}
     for row, owner in enumerate(owners):

@@ -20,7 +20,8 @@ FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
 COST = 15.0  # seconds of compiling, on a machine that has not done it before
 # Seconds that it saves on an H200 (docs/measurements.md, docs/log.md): for each token, layer and channel of the update,
 SAVED_TRAINING = 1.1e-10
-SAVED_DECODING = 5.6e-5  # and for each layer of a decoding step (less if the step has few kernels anyway)
+SAVED_DECODING = 5.6e-5  # and for each layer of a decoding step of the model's own code
+FUSED = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})  # have another one (engines/native/fused_step.py)
 
 
 def can_compile(device: torch.device) -> bool:
@@ -29,17 +30,23 @@ def can_compile(device: torch.device) -> bool:
 
 
 class Work(NamedTuple):
-    """What a run will do, at most."""
+    """What a run will do if every response is as long as it may be."""
 
     tokens: int  # of responses, to train on
     draws: int  # decoding steps, each of which draws a token of many responses
 
 
 def compiling_pays(model: Any, work: Work) -> bool:
-    """Whether compiling saves more time than it takes."""
+    """Whether compiling saves more time than it takes. Of a model whose size its configuration does not tell: yes."""
+    if not can_compile(model.device):
+        return False
     config = model.config.get_text_config()
-    a_layer = SAVED_TRAINING * work.tokens * config.hidden_size + SAVED_DECODING * work.draws
-    return can_compile(model.device) and a_layer * config.num_hidden_layers > COST
+    layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    if layers is None or width is None:
+        return True
+    fused = config.model_type in FUSED and not hasattr(model, "peft_config")
+    a_layer = SAVED_TRAINING * work.tokens * width + (0.0 if fused else SAVED_DECODING * work.draws)
+    return bool(a_layer * layers > COST)
 
 
 def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:

@@ -1,13 +1,15 @@
-"""Linear layers that read the same input, as one product in compiled code: queries, keys, values; gate and up.
+"""Linear layers that read the same input, as one product: queries, keys, values; gate and up.
 
 The cost of a small model's decoding step is the number of its kernels. This module places the weights of such layers
-side by side in memory, each still the module's own parameter, so that one matrix product covers them all. Only code
-that torch.compile traces without gradients uses it: there each layer computes the whole product and takes its slice,
-and ``compiler`` merges the equal products into one. All other code runs unchanged.
+side by side in memory, each still the module's own parameter, so that one matrix product covers them all. The fused
+decoding step uses that (``engines/native/fused_step.py``), and code that torch.compile traces without gradients: there
+each layer computes the whole product and takes its slice, and ``compiler`` merges the equal products into one. All
+other code runs unchanged.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -31,6 +33,15 @@ class Joined(nn.Linear):
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
             return linear(input, self.whole, self.whole_bias)[..., self.first : self.first + self.out_features]
         return super().forward(input)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        """A plain linear layer: a copy of ``whole`` would not follow the copy's weight."""
+        plain = nn.Linear.__new__(nn.Linear)
+        memo[id(self)] = plain
+        own = {key: value for key, value in self.__dict__.items() if key != "first"}
+        own["_buffers"] = {key: value for key, value in self._buffers.items() if key not in {"whole", "whole_bias"}}
+        plain.__dict__.update(copy.deepcopy(own, memo))
+        return plain
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Moving to another device or dtype separates the weights: become a plain linear layer again."""

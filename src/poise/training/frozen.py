@@ -156,7 +156,8 @@ class FrozenModels:
             policy = load_policy(
                 self._name(source), device=config.device, dtype=config.dtype,
                 remote_code=config.remote_code, longest=config.rollout.longest,
-                compiled=config.compile if source in self.models.values() else False, work=config.work,
+                compiled=config.compile if source in self.models.values() else False,
+                work=config.work._replace(tokens=0),
             )  # fmt: skip
             check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
         except ModelError as error:

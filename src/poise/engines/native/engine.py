@@ -18,6 +18,7 @@ from poise.engines.native.fused_step import FusedStep, fused_step
 from poise.engines.native.kept_rows import KeptRows, NativeSession
 from poise.engines.native.scheduler import Scheduler
 from poise.engines.native.shared_cache import SharedPromptCache
+from poise.models.errors import first_line
 from poise.models.policy import Policy
 from poise.models.trials import close, short_windows
 from poise.rollout.sampling import Sampling
@@ -33,7 +34,9 @@ TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, Runti
 
 
 class NativeEngine:
-    """Decodes in the trainer's process, with the trainer's weights, through transformers' own model code.
+    """Decodes in the trainer's process, with the trainer's weights.
+
+    It runs transformers' own model code or, for the usual models on CUDA, a step of few kernels (``fused_step.py``).
 
     ``batch`` bounds how many responses are decoded together; 0: all. A response depends on the seed, its number and its
     prompt, not on what else is decoded or when.
@@ -42,7 +45,7 @@ class NativeEngine:
     def __init__(self, policy: Policy, batch: int = 0) -> None:
         self.policy, self.batch = policy, batch
         self.shapes = layer_shapes(policy)
-        self.step = _tried_step(policy, self.shapes)
+        self.step = _tried_step(policy)
         self._decoder: Decoder | None = None
         self._decoder_key: tuple[Any, ...] = ()  # what the decoder was made for
 
@@ -118,9 +121,12 @@ class NativeEngine:
         sizes = (slots, prompts, longest, max(request.max_tokens for request in requests))
         if self._graphs:
             sizes = self._roomy(max(slots, least[0]), max(length, least[1]), like.device)
-        key = (*sizes, like.dtype, like.device)
+        # Graphs and the step read weights where they were: a model that was moved needs new ones.
+        key = (*sizes, like.dtype, like.device, like.data_ptr() if self._graphs else None)
         if self._decoder is None or key != self._decoder_key:
             self.release()
+            if self.step is not None and not self.step.usable:
+                self.step = _tried_step(self.policy)
             self._decoder = _new_decoder(self.policy, self.shapes, *sizes, like, self.step)
             self._decoder_key = key
         return self._decoder
@@ -178,24 +184,50 @@ def supports(policy: Policy) -> bool:
     """
     if not policy.packed:
         return False
-    like = next(policy.trunk.parameters())
-    prompts, prompt_of, tokens = _trial_texts(policy)
-    expected = []
-    for prompt, token in zip(prompt_of, tokens, strict=True):
-        ids = torch.tensor([[*prompts[prompt], token]], device=policy.device)
-        expected.append(policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0, -2:])
     try:
-        decoder = _new_decoder(policy, layer_shapes(policy), *TRIAL_CACHE, like)
-        before = _begin_trial(decoder, prompts, prompt_of)
-        decoder.forward(3, torch.tensor(tokens, device=policy.device))
-        after = decoder.hidden[:3].clone()
-        decoder.cache.advance()
-        decoder.run(3, 1, Sampling(), last=False)  # as a graph, where there are any
+        return _tried_step(policy) is not None or _decodes(policy)
     except torch.OutOfMemoryError:
         raise
     except TRIAL_ERRORS:
         return False
-    return close(torch.stack([before, after], 1).float(), torch.stack(expected).float(), like.dtype)
+
+
+def _tried_step(policy: Policy) -> FusedStep | None:
+    """The fused step of a model, if it decodes as the model does; else None."""
+    step = fused_step(policy) if graphs.usable(policy, layer_shapes(policy)) else None
+    if step is None:
+        return None
+    failure = "its states are others"
+    try:
+        if _decodes(policy, step):
+            return step
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Triton has errors of its own
+        failure = first_line(error)
+    name = type(policy.base).__name__
+    warnings.warn(f"{name} decodes through its own code, more slowly: the fused step failed ({failure})", stacklevel=2)
+    return None
+
+
+@torch.no_grad()
+def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
+    """Whether decoding gives the states of one pass over prompt and response, in two steps of three rows."""
+    prompts, prompt_of, tokens = _trial_texts(policy)
+    rounds = (tokens, tokens[::-1])  # the second reads the key that the first stored
+    like, expected = next(policy.trunk.parameters()), []
+    with short_windows(policy.base):
+        for row, prompt in enumerate(prompt_of):
+            ids = torch.tensor([[*prompts[prompt], *(drawn[row] for drawn in rounds)]], device=policy.device)
+            expected.append(policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0, -3:])
+        decoder = _new_decoder(policy, layer_shapes(policy), *TRIAL_CACHE, like, step)
+        states = [_begin_trial(decoder, prompts, prompt_of)]
+        for drawn in rounds:
+            decoder.forward(3, torch.tensor(drawn, device=policy.device))
+            states.append(decoder.hidden[:3].clone())
+            decoder.cache.advance()
+        decoder.run(3, 1, Sampling(), last=False)  # as a graph, where there are any
+    return close(torch.stack(states, 1).float(), torch.stack(expected).float(), like.dtype)
 
 
 def _trial_texts(policy: Policy) -> tuple[list[list[int]], list[int], list[int]]:
@@ -208,35 +240,9 @@ def _begin_trial(decoder: Decoder, prompts: list[list[int]], prompt_of: list[int
     """Read the prompts into three rows; (3, W) the states from which their first tokens would be drawn."""
     decoder.read(prompts, [0, 1], [0, 2])
     before = decoder.cache.occupy([0, 1, 2], prompt_of)
-    decoder.cache.set_lengths([len(prompts[prompt]) for prompt in prompt_of], [0, 0, 0], [3, 3, 3])
+    room = TRIAL_CACHE[-1]
+    decoder.cache.set_lengths([len(prompts[prompt]) for prompt in prompt_of], [0, 0, 0], [room] * 3)
     return before
-
-
-@torch.no_grad()
-def _tried_step(policy: Policy, shapes: Sequence[tuple[int, int, int]]) -> FusedStep | None:
-    """The fused step of a model, if two of them give the hidden states of the model's own code; else None."""
-    step = fused_step(policy) if graphs.usable(policy, shapes) else None
-    if step is None:
-        return None
-    like = next(policy.trunk.parameters())
-    prompts, prompt_of, tokens = _trial_texts(policy)
-    states: list[list[Tensor]] = [[], []]
-    try:
-        for own, chosen in zip(states, (None, step), strict=True):
-            decoder = _new_decoder(policy, shapes, *TRIAL_CACHE, like, chosen)
-            with short_windows(policy.base):
-                _begin_trial(decoder, prompts, prompt_of)
-                for row in (tokens, tokens[::-1]):  # the second reads the key that the first stored
-                    decoder.forward(3, torch.tensor(row, device=policy.device))
-                    own.append(decoder.hidden[:3].clone())
-                    decoder.cache.advance()
-    except torch.OutOfMemoryError:
-        raise
-    except TRIAL_ERRORS as error:
-        warnings.warn(f"{type(policy.base).__name__}: decoding in few kernels failed: {error}", stacklevel=2)
-        return None
-    theirs, ours = (torch.stack(own).float() for own in states)
-    return step if close(ours, theirs, like.dtype) else None
 
 
 @torch.no_grad()

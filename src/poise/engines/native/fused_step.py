@@ -17,10 +17,10 @@ from torch.nn.functional import linear
 from poise._lib import triton as _triton
 from poise.engines.native.slot_cache import SlotCache
 from poise.engines.native.turn import Turn
+from poise.models.compilation import FUSED
 from poise.models.fused_projections import Joined, join_projections
 from poise.models.policy import Policy
 
-KINDS = {"llama", "mistral", "qwen2", "qwen3", "smollm3"}  # model types whose layers are as written here
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
@@ -29,6 +29,11 @@ class FusedStep:
 
     def __init__(self, trunk: Any) -> None:
         self.trunk = trunk
+
+    @property
+    def usable(self) -> bool:
+        """Whether the weights still lie side by side: moving a model separates them."""
+        return all(_is_usual(layer) for layer in self.trunk.layers)
 
     @torch.no_grad()
     def run(self, token: Tensor, cache: SlotCache) -> Tensor:
@@ -56,7 +61,7 @@ def fused_step(policy: Policy) -> FusedStep | None:
     """The step of a policy's model; None if the model is of another kind, or has other layers, such as LoRA's."""
     trunk = policy.trunk
     config, like = policy.base.config, next(trunk.parameters())
-    if not _triton.suits(like) or config.model_type not in KINDS or config.hidden_act != "silu":
+    if not _triton.suits(like) or config.model_type not in FUSED or config.hidden_act != "silu":
         return None
     join_projections(trunk)
     layers = getattr(trunk, "layers", None)
@@ -69,9 +74,10 @@ def _is_usual(layer: nn.Module) -> bool:
         return False
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
-    joined = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
-    plain = (attention.o_proj, mlp.down_proj)
-    return all(type(part) is Joined for part in joined) and all(type(part) is nn.Linear for part in plain)
+    places = ((attention, name, Joined) for name in ("q_proj", "k_proj", "v_proj"))
+    more = ((mlp, "gate_proj", Joined), (mlp, "up_proj", Joined), (attention, "o_proj", nn.Linear))
+    every = (*places, *more, (mlp, "down_proj", nn.Linear))
+    return all(type(getattr(owner, name, None)) is kind for owner, name, kind in every)
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:
@@ -85,8 +91,8 @@ def _heads(products: Tensor, attention: Any) -> list[Tensor]:
 
 
 def _window(attention: Any) -> int | None:
-    """The sliding window of a layer; Mistral's layers have it in their configuration."""
-    place = attention if hasattr(attention, "sliding_window") else attention.config
+    """The sliding window of a layer. Mistral's layers have it in their configuration; Llama's ignore it there."""
+    place = attention.config if attention.config.model_type == "mistral" else attention
     window: int | None = getattr(place, "sliding_window", None)
     return window
 

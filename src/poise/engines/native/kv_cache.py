@@ -1,7 +1,8 @@
 """The key-value cache of the native engine: what its two forms share, and the life of a row in it.
 
 The model code is transformers' own. It hands a cache down to poise's attention function (``decoding=``), which calls
-``keep`` with the keys and values of prompts that are being read, and ``attend`` for one new token in every row.
+``keep`` with the keys and values of prompts that are being read, and ``attend`` for one new token in every row; so does
+the fused step.
 
 The life of a row, for four rows and the requests A, B (one group: the same prompt p) and C, D (prompt q):
 
