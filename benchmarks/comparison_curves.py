@@ -3,9 +3,10 @@
     python benchmarks/comparison_curves.py regulated.json regulated.png RLTR=runs/main/rltr ERL=runs/main/erl
     python benchmarks/comparison_curves.py regulated.json regulated.png    # only the picture, from regulated.json
 
-COMPARISON is a folder of `poise compare`. OUT.json gets all evaluations of every run, and metrics of its first and last
-ten steps. In the picture a line is the mean over seeds, as far as all of them go, a thin line one seed, the band from
-the lowest seed to the highest: three seeds have no interval worth drawing.
+COMPARISON is a folder of `poise compare`; with commas, further such folders, or runs, whose results belong to it.
+OUT.json gets all evaluations of every run, with means of metrics over the steps before each. In the picture a line is
+the mean over seeds, as far as all of them go, a thin line one seed, the band from the lowest seed to the highest: three
+seeds have no interval worth drawing.
 """
 
 from __future__ import annotations
@@ -24,27 +25,34 @@ from poise.comparison.results import ACCURACY, RunResult
 from poise.reports.recorded import read_metrics
 from poise.runs.folder import RunFolder
 
-ENDS = 10  # steps at either end of a run
 METRICS = (
     *("reward/accuracy", "reward/no_spread", "rollout/entropy", "optim/grad_norm", "transfer/mean"),
     *("first/success", "second/success", "reflection/readable", "tokens/sampled", "tokens/receiver", "time/step"),
 )
 
 
-def read(comparison: Path) -> dict[str, Any]:
+def read(first: Path, *others: Path) -> dict[str, Any]:
     """Settings of a comparison, and what its runs measured, by arm and seed, in the order of the arms."""
-    known = json.loads((comparison / "comparison.json").read_text())
+    known = json.loads((first / "comparison.json").read_text())
     arms: dict[str, dict[str, Any]] = {arm["name"]: {} for arm in known["arms"]}
-    for folder in sorted((comparison / "arms").glob("*/seed-*")):
-        run, lines = RunResult.read(folder), read_metrics(RunFolder.open(folder, resume=False))
-        arms[json.loads((folder / "config.json").read_text())["regulator"]][str(run.seed)] = {
-            "state": run.state,
-            "optimizer_steps": run.cost.optimizer_steps,
-            "flop": run.cost.flop,
-            "curve": [[point.step, point.cost.tokens, dict(point.scores)] for point in run.curve],
-            **{side: _means(part) for side, part in (("first", lines[:ENDS]), ("last", lines[-ENDS:]))},
-        }
-    return {"settings": known["settings"], "arms": arms}
+    for place in (first, *others):
+        for folder in sorted(place.glob("arms/*/seed-*")) or [place]:
+            regulator = json.loads((folder / "config.json").read_text())["regulator"]
+            run, lines = RunResult.read(folder), read_metrics(RunFolder.open(folder, resume=False))
+            arms[regulator][str(run.seed)] = {
+                "state": run.state, "planned": run.planned, "steps": run.steps, "curve": _curve(run, lines),
+            }  # fmt: skip
+    return {"settings": known["settings"], "arms": {arm: dict(sorted(runs.items())) for arm, runs in arms.items()}}
+
+
+def _curve(run: RunResult, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every evaluation: scores, what the training until then has cost, and its metrics since the one before."""
+    found, before = [], 0
+    for point in run.curve:
+        cost = {"tokens": point.cost.tokens, "optimizer_steps": point.cost.optimizer_steps, "flop": point.cost.flop}
+        found.append({"step": point.step, **cost, **point.scores, "metrics": _means(lines[before : point.step])})
+        before = point.step
+    return found
 
 
 def _means(lines: list[dict[str, Any]]) -> dict[str, float]:
@@ -58,9 +66,9 @@ def picture(path: Path, systems: dict[str, Any]) -> None:
     FigureCanvasAgg(figure)
     for axes, (name, system) in zip(figure.subplots(1, len(systems), squeeze=False)[0], systems.items(), strict=True):
         for (arm, runs), (colour, marker) in zip(system["arms"].items(), STYLES, strict=False):
-            curves = [run["curve"] for run in runs.values() if run["state"] != "unfinished"]
-            tokens = [[point[1] / 1000 for point in curve] for curve in curves]
-            scores = [[100 * point[2][ACCURACY] for point in curve] for curve in curves]
+            curves = [run["curve"] for run in runs.values()]
+            tokens = [[point["tokens"] / 1000 for point in curve] for curve in curves]
+            scores = [[100 * point[ACCURACY] for point in curve] for curve in curves]
             for x, y in zip(tokens, scores, strict=True):
                 axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.6)
             x, y = ([fmean(values) for values in zip(*lines, strict=False)] for lines in (tokens, scores))
@@ -83,7 +91,8 @@ def main() -> None:
     if args.comparisons:
         from measure import environment
 
-        systems = {name: read(Path(folder)) for name, folder in (each.split("=", 1) for each in args.comparisons)}
+        named = (each.split("=", 1) for each in args.comparisons)
+        systems = {name: read(*map(Path, folders.split(","))) for name, folders in named}
         found = {**environment("cpu"), "systems": systems}
         args.results.write_text(json.dumps(found, indent=1) + "\n")
     picture(args.picture, json.loads(args.results.read_text())["systems"])

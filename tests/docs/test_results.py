@@ -273,48 +273,75 @@ def test_regimes() -> None:
         assert f"{words} {row(cells)}" in text
 
 
-def test_rltr_and_erl_with_regulators() -> None:
-    """The table of arms; all of a system begin with the same score."""
+def regulated(name: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The curves of RLTR or ERL by arm and seed, up to the last step that all runs have; the start is the same."""
+    arms = figures("regulated")["systems"][name]["arms"]
+    ends = min(run["curve"][-1]["step"] for runs in arms.values() for run in runs.values())
+    curves = {
+        arm: {seed: [point for point in run["curve"] if point["step"] <= ends] for seed, run in runs.items()}
+        for arm, runs in arms.items()
+    }
+    assert len({curve[0]["accuracy"] for runs in curves.values() for curve in runs.values()}) == 1
+    return curves
+
+
+def height(curve: list[dict[str, Any]]) -> float:
+    """The mean accuracy over the steps of a curve."""
+    parts = [(b["step"] - a["step"]) * (a["accuracy"] + b["accuracy"]) / 2 for a, b in pairwise(curve)]
+    return sum(parts) / curve[-1]["step"]
+
+
+@pytest.mark.parametrize("name", ["RLTR", "ERL"])
+def test_rltr_and_erl_with_regulators(name: str) -> None:
     text = words_of("comparison")
-    for name, system in figures("regulated")["systems"].items():
-        starts = set()
-        for arm, runs in system["arms"].items():
-            curves = [held_out(run) for run in runs.values()]
-            starts |= {curve[0][1] for curve in curves}
-            ends = [curve[-1][1] for curve in curves]
-            greedy = [100 * fmean(run["curve"][end][2]["greedy"] for run in runs.values()) for end in (0, -1)]
-            cells = [name, f"`{arm}`", f"{curves[0][0][1]:.1f}", f"{fmean(ends):.1f}"]
-            cells += [", ".join(f"{end:.1f}" for end in ends), f"{fmean(map(height, curves)):.1f}"]
-            cells += [" → ".join(f"{score:.1f}" for score in greedy)]
-            cells += [f"{fmean(run['curve'][-1][1] for run in runs.values()):,.0f}"]
-            assert row([*cells, f"{fmean(run['optimizer_steps'] for run in runs.values()):.0f}"]) in text
-        assert len(starts) == 1
-
-
-def held_out(run: dict[str, Any]) -> list[tuple[int, float]]:
-    """Steps, and held-out accuracy in points."""
-    return [(step, 100 * scores["accuracy"]) for step, _, scores in run["curve"]]
-
-
-def height(curve: list[tuple[int, float]]) -> float:
-    """The mean over the steps of a curve."""
-    parts = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(curve)]
-    return sum(parts) / curve[-1][0]
+    for arm, runs in regulated(name).items():
+        ends = [curve[-1] for curve in runs.values()]
+        greedy = [100 * fmean(curve[end]["greedy"] for curve in runs.values()) for end in (0, -1)]
+        cells = [name, f"`{arm}`", f"{ends[0]['step']}", f"{100 * runs['0'][0]['accuracy']:.1f}"]
+        cells += [f"{100 * fmean(end['accuracy'] for end in ends):.1f}"]
+        cells += [", ".join(f"{100 * end['accuracy']:.1f}" for end in ends)]
+        cells += [f"{100 * fmean(map(height, runs.values())):.1f}", " → ".join(f"{score:.1f}" for score in greedy)]
+        cells += [f"{fmean(end['tokens'] for end in ends):,.0f}"]
+        assert row([*cells, f"{fmean(end['optimizer_steps'] for end in ends):.0f}"]) in text
 
 
 def test_regulators_of_rltr() -> None:
     """What the page says of RLTR's curves."""
-    text, arms = words_of("comparison"), figures("regulated")["systems"]["RLTR"]["arms"]
+    text, arms = words_of("comparison"), regulated("RLTR")
     above = [
-        [mine[1] - own[1] for mine, own in zip(held_out(run), held_out(arms[other][seed]), strict=True)][1:]
-        for other in ("grpo", "ar") for seed, run in arms["lopti"].items()
+        [mine["accuracy"] - own["accuracy"] for mine, own in zip(curve, arms[other][seed], strict=True)][1:]
+        for other in ("grpo", "ar") for seed, curve in arms["lopti"].items()
     ]  # fmt: skip
     assert all(difference > 0 for differences in above for difference in differences)
-    ends = [differences[-1] for differences in above[:3]]
+    ends = [100 * differences[-1] for differences in above[:3]]
     assert f"by {min(ends):.1f} to {max(ends):.1f} points over `grpo` at the end" in text
-    flop = {arm: fmean(run["flop"] for run in runs.values()) for arm, runs in arms.items()}
-    assert f"{flop['lopti'] / flop['grpo']:.1f} times the FLOP" in text
-    entropy = {arm: fmean(run["last"]["rollout/entropy"] for run in runs.values()) for arm, runs in arms.items()}
-    shown = {arm: f"{value:.3f}" for arm, value in entropy.items()}
+    shown = {
+        arm: f"{fmean(curve[-1]['metrics']['rollout/entropy'] for curve in runs.values()):.3f}"
+        for arm, runs in arms.items()
+    }
     assert shown["grpo"] == shown["ar"]
     assert f"{shown['grpo']} nats with `grpo` and `ar`, {shown['lopti']} with `lopti`" in text
+
+
+def test_regulators_of_erl() -> None:
+    """What the page says of ERL's curves: differences to `grpo` with the same seed, FLOP, readable reflections."""
+    text, arms = words_of("comparison"), regulated("ERL")
+    above = {
+        arm: [[curve[at]["accuracy"] - arms["grpo"][seed][at]["accuracy"] for seed, curve in arms[arm].items()]
+              for at in (1, 2)] for arm in ("ar", "lopti")
+    }  # fmt: skip
+    for arm, (_, ends) in above.items():
+        first, second, third = map(points, ends)
+        assert f"{first}, {second} and {third} points for `{arm}`" in text
+    assert f"ten steps before it was {points(min(above['lopti'][0]))} to {points(max(above['lopti'][0]))}" in text
+    rltr, erl = (
+        fmean(curve[-1]["flop"] for curve in each["lopti"].values())
+        / fmean(curve[-1]["flop"] for curve in each["grpo"].values())
+        for each in (regulated("RLTR"), arms)
+    )
+    assert f"{rltr:.1f} or {erl:.1f} times the FLOP" in text
+    readable = [
+        point["metrics"]["reflection/readable"]
+        for runs in arms.values() for curve in runs.values() for point in curve[1:]
+    ]  # fmt: skip
+    assert f"At least {int(100 * min(readable))} % of ERL's reflections" in text
