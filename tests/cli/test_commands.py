@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -455,3 +456,12 @@ def test_a_mistyped_run_is_not_asked_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "runs" / "demo" / "metrics.jsonl").touch()
     assert "runs/dmo: there is no such folder; runs there: demo" in fails("eval", "runs/dmo")
+
+
+def test_a_folder_that_is_taken_is_refused_before_the_trainer_is_imported(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    program = f"import sys; from poise.__main__ import main; sys.argv = ['poise', 'train', 'demo', 'run={tmp_path}']\n"
+    program += "try: main()\nfinally: print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr == f"poise: run folder {tmp_path} is not empty; choose another run=DIR\n"
+    assert done.stdout == "False\n"

@@ -83,6 +83,18 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
+@contextmanager
+def loading(*, quiet: bool = False) -> Iterator[None]:
+    """Say on a terminal that torch and transformers are being imported, which takes seconds; the line goes away."""
+    from rich.console import Console
+
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True, markup=False, highlight=False).status("loading torch and transformers"):
+        yield
+
+
 def check_folder_is_free(place: Path, remedy: str) -> None:
     """Stop with a message unless ``place`` is a new or an empty folder, or can be one."""
     if file := next((path for path in place.parents if path.is_file()), None):

@@ -8,7 +8,7 @@ import typer
 
 from poise._lib.cuda_start import cuda_starts
 from poise._lib.imports import quick_imports
-from poise.cli.common import Trust, explained, fail
+from poise.cli.common import Trust, explained, fail, loading
 
 if TYPE_CHECKING:
     from poise.config.schema import Config
@@ -43,7 +43,9 @@ def train(
     """
     with quick_imports():
         from poise import config as configs
+        from poise._lib.files import expand
         from poise.runs.console import Console, visible
+        from poise.runs.free import check_free
 
     recipe, overrides = split_arguments(args or [])
     with explained():
@@ -53,7 +55,9 @@ def train(
             settings = configs.dump(config)
             print(visible(settings) if resume else settings)  # a run folder's may be anybody's
             return
-        with cuda_starts(config.device), quick_imports():
+        if not resume:
+            check_free(expand(config.run))
+        with loading(quiet=quiet), cuda_starts(config.device), quick_imports():
             from poise import trainer
             from poise.training.results import show
 

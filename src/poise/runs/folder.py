@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -51,9 +50,8 @@ from poise._lib.files import (
     sync_folder,
     verify,
 )
-from poise._lib.user_code import asks_for_code
 from poise.runs.console import complain
-from poise.runs.lock import OWNER
+from poise.runs.free import check_free, resume_command
 from poise.runs.metrics_file import COPY, DamagedError, MetricsFile
 
 __all__ = ["CheckpointError", "DamagedError", "RunFolder", "step_of", "verify_model"]
@@ -90,12 +88,7 @@ class RunFolder:
     def create(cls, path: str | Path, config: Mapping[str, Any], *, keep: int = 2) -> RunFolder:
         """Create a run in a folder that is missing or empty."""
         run = cls(path, keep=keep)
-        if run.path.exists() and not run.path.is_dir():
-            raise FileExistsError(f"run folder {run.path} is a file; choose another run=DIR")
-        entries = run.path.iterdir() if run.path.exists() else []
-        if any(not entry.name.startswith(TEMPORARY) and entry.name != OWNER for entry in entries):
-            way = f", or go on with the run in it: {run.resume_command}" if run._config.exists() else ""
-            raise FileExistsError(f"run folder {run.path} is not empty; choose another run=DIR{way}")
+        check_free(run.path)
         run.path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(run.path)
         run.write_config(config)
@@ -336,10 +329,7 @@ class RunFolder:
     @property
     def resume_command(self) -> str:
         """The command that resumes this run."""
-        trust = False
-        with suppress(DamagedError, OSError):
-            trust = asks_for_code(self.config)
-        return f"poise train --resume run={shlex.quote(str(self.path))}" + (" --trust" if trust else "")
+        return resume_command(self.path)
 
 
 def verify_model(folder: Path) -> None:
