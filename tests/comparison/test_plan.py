@@ -135,6 +135,10 @@ def test_mistakes_are_answered():
     assert problem(regulator="grpo; ; ar") == "regulator=grpo; ; ar: part 2 of 3 is empty"
     assert problem(regulator="ar; ar(alpha=0.2)") == "arms 'ar' and 'ar(alpha=0.2)' are the same: leave one of them out"
     assert "nothing to compare it with" in problem(regulator="grpo")
+    assert problem(regulator="grpo,ar(alpha=0.2, )") == (
+        'regulator=grpo,ar(alpha=0.2, ): to compare, separate with ";": regulator="grpo; ar(alpha=0.2, )"'
+    )
+    assert problem("algorithm=grpo; erl, rltr").endswith('separate with ";": algorithm="grpo; erl; rltr"')
     assert problem("baseline=lopti") == "baseline = 'lopti' is not among the arms; they are: grpo; ar"
     assert problem("seed=3").startswith("seed: a comparison has several seeds; write seeds=10")
     assert problem("sedes=3") == "unknown key 'sedes'; did you mean 'seeds'?"

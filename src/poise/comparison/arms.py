@@ -97,6 +97,7 @@ def build(document: Document, overrides: Sequence[str], *, tuned: bool) -> list[
     for override in overrides:
         key, equals, value = override.partition("=")
         parts = alternatives(key.strip(), value) if equals else [value]
+        _check_commas(key.strip(), value)
         axes.pop(key.strip(), None)
         if len(parts) > 1:
             axes[key.strip()] = [(part, part) for part in parts]
@@ -116,6 +117,14 @@ def build(document: Document, overrides: Sequence[str], *, tuned: bool) -> list[
             arms.append(_arm(named, document, fixed, values, inner))
     _check_distinct(arms)
     return arms
+
+
+def _check_commas(key: str, value: str) -> None:
+    """A comma between two methods is a mistake: composing them, as its message would say, is not what was meant."""
+    parts = [part.strip() for group in split_outside(value, ";") for part in split_outside(group, ",")]
+    if key in TEXTS and len(parts) > len(split_outside(value, ";")):
+        meant = "; ".join(filter(None, parts))
+        raise ConfigError([f'{key}={short(value)[1:-1]}: to compare, separate with ";": {key}="{meant}"'])
 
 
 Value = tuple[str, str, str]  # a key, its value as it is shown, and as it is typed

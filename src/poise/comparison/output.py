@@ -25,6 +25,7 @@ from poise.reports.html.page import data_element, frame
 from poise.runs.console import Console
 
 Row = dict[str, Any]
+OPTIONAL = ("tokens", "≈ FLOP", "seconds", "greedy", "steps", "seeds")  # left out of a narrow terminal, in this order
 SCRIPTS = ("draw.js", "comparison.js")
 
 
@@ -48,7 +49,7 @@ def write_page(path: str | Path, document: Document) -> None:
 
 def show(document: Document, console: Console) -> None:
     """Print the results as a table, and the verdict."""
-    console.table([_shown(arm) for arm in document["arms"]])
+    console.table([_shown(arm) for arm in document["arms"]], optional=OPTIONAL)
     for sentence in document["verdict"]:
         console.note(sentence)
 

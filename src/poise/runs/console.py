@@ -39,6 +39,7 @@ SHOWN = (  # metric, format
     ("time/tokens_per_s", "{:,.0f} tok/s"),
     ("memory", "{:.1f} GiB at most"),
 )
+NARROWEST = 16  # longer names wrap rather than cost a table another column
 WINDOW = 20  # the last steps, which predict the remaining time
 
 
@@ -176,29 +177,46 @@ class Console:
         if self._notebook:
             self._notebook.picture(path)
 
-    def table(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print dicts as a table: one column per key, numbers right-aligned."""
+    def table(self, rows: Sequence[Mapping[str, Any]], *, optional: Sequence[str] | None = None) -> None:
+        """Print dicts as a table: one column per key, numbers right-aligned.
+
+        With ``optional``, nothing but the first column is ever cut or wrapped on a terminal: if the table is too wide,
+        these columns are left out, one after the other, as far as need be.
+        """
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        cells = [[self._clean(visible(_cell(row.get(key)))) for key in columns] for row in rows]
-        right = [all(isinstance(row.get(key, 0.0), int | float) for row in rows) for key in columns]
         if not rows or self.quiet:
             return
-        if self._rich:
+        if self._rich and optional is not None:
+            columns = self._fitting(rows, columns, optional)
+        cells = [[self._clean(visible(_cell(row.get(key)))) for key in columns] for row in rows]
+        right = [all(isinstance(row.get(key, 0.0), int | float) for row in rows) for key in columns]
+        lines = [[part.replace("\n", " ") for part in line] for line in [[visible(c) for c in columns], *cells]]
+        widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
+        if self._rich and (optional is None or _framed([min(widths[0], NARROWEST), *widths[1:]]) <= self._rich.width):
             table = Table(box=box.SIMPLE_HEAD)
-            for column, number in zip(columns, right, strict=True):
-                table.add_column(Text(self._clean(visible(column))), justify="right" if number else "left")
+            for i, (column, number) in enumerate(zip(columns, right, strict=True)):
+                title, whole = Text(self._clean(visible(column))), optional is not None and i > 0
+                table.add_column(title, justify="right" if number else "left", no_wrap=whole)
             for line in cells:
                 table.add_row(*map(Text, line))
             self._rich.print(table)
             return
-        lines = [[part.replace("\n", " ") for part in line] for line in [[visible(c) for c in columns], *cells]]
-        widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
         for line in lines:
             padded = [
                 " " * (width - cell_len(part)) + part if number else part + " " * (width - cell_len(part))
                 for part, width, number in zip(line, widths, right, strict=True)
             ]
-            self._print("  ".join(padded).rstrip())
+            self._print("  ".join(padded).rstrip(), wrap=False)
+
+    def _fitting(self, rows: Sequence[Mapping[str, Any]], columns: list[str], optional: Sequence[str]) -> list[str]:
+        """The columns without as many of the optional ones as the terminal has no room for."""
+        assert self._rich
+        widths = {key: max(cell_len(key), *(cell_len(visible(_cell(row.get(key)))) for row in rows)) for key in columns}
+        widths[columns[0]] = min(widths[columns[0]], NARROWEST)
+        for key in optional:
+            if _framed(list(widths.values())) > self._rich.width:
+                widths.pop(key, None)
+        return list(widths)
 
     def before_after_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print results before and after training. Rows have name, before, before_ci, after, after_ci and change.
@@ -346,6 +364,11 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _framed(widths: Sequence[int]) -> int:
+    """The width of a table with these columns, each with its margin."""
+    return sum(width + 3 for width in widths) + 1
 
 
 def _cell(value: object) -> str:
