@@ -196,7 +196,7 @@ class Console:
             table = Table(box=box.SIMPLE_HEAD)
             for i, (column, number) in enumerate(zip(columns, right, strict=True)):
                 title, whole = Text(self._clean(visible(column))), optional is not None and i > 0
-                table.add_column(title, justify="right" if number else "left", no_wrap=whole)
+                table.add_column(title, justify="right" if number else "left", no_wrap=whole, overflow="fold")
             for line in cells:
                 table.add_row(*map(Text, line))
             self._rich.print(table)
