@@ -220,6 +220,16 @@ def test_displacement() -> None:
         assert row(cells) in text
 
 
+def test_gains_with_errors() -> None:
+    words = words_of("comparison")
+    every = [figures(f"signal-kk-{wording}-errors")["methods"] for wording in ("w0", "w1")]
+    for method in ("ar", "ar(alpha=1.0)", "tr-grpo", "nthr", "blame"):
+        gains = [found[method]["efficiency"] / found["grpo"]["efficiency"] for found in every]
+        errors = [found[method]["gain_error"] for found in every]
+        cells = [f"{gain:.2f} ± {error:.2f}" for gain, error in zip(gains, errors, strict=True)]
+        assert row(["`ar` (α = 0.2)" if method == "ar" else f"`{method}`", *cells]) in words
+
+
 def test_deciding_shares() -> None:
     words = words_of("comparison")
     every = [figures(f"deciding-kk-{wording}")["methods"] for wording in ("w0", "w05", "w1")]
