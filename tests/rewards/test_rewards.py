@@ -114,7 +114,7 @@ WRONG = [
     (raises, r"reward 'raises' raised ValueError: no idea \(.*test_rewards.py, line \d+\) \(row q2\)"),
     (nan, r"reward 'nan' returned nan; a finite number.*\(row q2\)"),
     (returns([float("inf")] * 4), r"returned inf.*\(row q0\)"),
-    (returns([0.0]), r"returned 1 values for 4 completions"),
+    (returns([0.0]), r"returned 1 value for 4 completions"),
     (returns(0.0), r"returned float; a list with one number"),
     (returns("0000"), r"returned str; a list"),
     (returns({1: 0, 2: 0, 3: 0, 4: 0}), r"returned dict; a list"),
@@ -123,7 +123,7 @@ WRONG = [
     (returns([0, 0, 0, [1]]), r"returned \[1\]; .*\(row q3\)"),
     (lambda gold, **_: gold, r"needs gold, and is called with prompts, completions, completion_ids, answer"),
     (lambda completions: completions, r"takes no argument prompts.*add \*\*kwargs"),
-    (lambda log_extra, **_: log_extra("a", [1] * 7), r"log_extra\('a'\) got 7 values for 1 completions"),
+    (lambda log_extra, **_: log_extra("a", [1] * 7), r"log_extra\('a'\) got 7 values for 1 completion"),
 ]
 
 
@@ -148,7 +148,7 @@ def test_numbers_of_other_libraries():
     ("arguments", "message"),
     [
         ({"specs": []}, "at least one"),
-        ({"specs": ["exact"], "weights": [1, 2]}, "1 rewards and 2 weights"),
+        ({"specs": ["exact"], "weights": [1, 2]}, "there is 1 reward and 2 weights"),
         ({"specs": ["exact"], "weights": [float("nan")]}, "a weight must be between"),
         ({"specs": ["exact"], "weights": ["1"]}, "must be a number"),
         ({"specs": ["exact"], "timeout": 0}, "timeout must be between"),

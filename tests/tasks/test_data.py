@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from poise import tasks
-from poise.tasks import Attempt, draw, training_problems
+from poise.tasks import Attempt, TaskError, draw, training_problems
 from poise.tasks.data import Data, Math
 from poise.tasks.data.rows import DataError
 
@@ -77,8 +77,8 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path):
     told = "\n".join(task.notes)
     assert "3 rows cannot be read and are left out: lines 2, 4, 9 (line 2: not JSON" in told
     assert "2 rows have no question and are left out: lines 3, 6" in told
-    assert "1 rows cannot be used (a message must have a role" in told
-    assert "1 rows repeat an earlier question, and are kept: line 7" in told
+    assert "1 row cannot be used (a message must have a role" in told
+    assert "1 row repeats an earlier question, and is kept: line 7" in told
     assert len(task.epoch("train", 0, 0)) == 2
 
 
@@ -86,7 +86,7 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path):
     ("content", "message"),
     [
         ("", "has no row"),
-        ("{oops\n", r"has no row; 1 rows cannot be read.*line 1 \(line 1: not JSON"),
+        ("{oops\n", r"has no row; 1 row cannot be read and is left out: line 1 \(not JSON: .* at column 2\)"),
         (
             '{"text": "x", "label": 1}\n',
             r"none of its columns is called prompt, question.*has: text, label.*task.question=",
@@ -104,17 +104,40 @@ def test_mistakes_are_answered(tmp_path):
     file = jsonl(tmp_path / "rows.jsonl")
     for settings, message in [
         ({"file": str(tmp_path / "no.jsonl")}, "there is no such file or folder"),
+        ({"file": "sums.txt"}, "there is no such file or folder; files that can be read end in .jsonl"),
+        ({"file": "owner/sums.csv.GZ"}, "there is no such file or folder"),
         ({"file": str(tmp_path)}, "is a folder, and not one that datasets"),
         ({"file": __file__}, "must end in .jsonl"),
         ({"question": "quest"}, "has no column 'quest'.*task.question=COLUMN"),
         ({"answer": "gold"}, "has no column 'gold'.*task.answer=COLUMN"),
+        ({"reward": "exact(column='gold')"}, r"has no column 'gold', which a reward names \(it has: question, answer"),
         ({"reward": ()}, "needs a reward: reward=math"),
         ({"reward": "mth"}, "did you mean 'math'"),
-        ({"reward": ["exact", "number"], "reward_weights": [1.0]}, "2 rewards and 1 weights"),
+        ({"reward": ["exact", "number"], "reward_weights": [1.0]}, "there are 2 rewards and 1 weight;"),
         ({"held_out": 1.5}, "held_out must be between"),
     ]:
         with pytest.raises(ValueError, match=message):
             Data(**{"file": file, "reward": "exact"} | settings)
+
+
+@pytest.mark.parametrize("reward", ["exact", ["format", "math"]])
+def test_a_missing_answer_column_is_found_before_a_model_is_loaded(reward, tmp_path):
+    file = jsonl(tmp_path / "rows.jsonl", [{"question": row["question"], "result": row["answer"]} for row in ROWS])
+    with pytest.raises(DataError, match=r"called answer, .*\(it has: question, result\).*answer: task\.answer=COLUMN"):
+        Data(file, reward=reward)
+    assert Data(file, reward=reward, answer="result")
+    assert Data(file, reward="exact(column='result')")
+    assert Data(file, reward="format")
+
+
+def test_too_few_questions_to_hold_some_out_say_so(tmp_path):
+    task = Data(jsonl(tmp_path / "rows.jsonl", ROWS[:1] * 30), reward="exact")
+    with pytest.raises(
+        TaskError, match=r"has only 1 different question, and none fell .* raise task.held_out above 0.1"
+    ):
+        draw(task, "test", 0, 4)
+    with pytest.raises(TaskError, match=r"split test; set task\.held_out=0\.1, "):
+        draw(replace(task, held_out=0.0), "test", 0, 4)
 
 
 def test_a_hub_id_without_a_network_says_so(monkeypatch):
@@ -268,8 +291,8 @@ def test_problems_that_do_not_fit_are_left_out_and_named(tmp_path):
     task.leave_out(lambda problem: problem.id.endswith((":3", ":7")), "since they are long")
     assert len(task.epoch("train", 0, 0)) == len(before) - 2
     assert task.notes[-1] == "2 train problems are left out, since they are long: lines 3, 7"
-    with pytest.raises(DataError, match="all 198 train problems are left out"):
-        task.leave_out(lambda _: True, "since they are long")
+    with pytest.raises(DataError, match="all 198 train problems are left out, since they are long: shorten them"):
+        task.leave_out(lambda _: True, "since they are long", "shorten them")
 
 
 def test_another_file_has_another_fingerprint(tmp_path):

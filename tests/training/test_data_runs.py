@@ -15,7 +15,7 @@ from poise.tasks import RewardError, TaskError
 from poise.tasks.data import Data
 from poise.tasks.knights_knaves import generate
 from poise.training.setup import check_data, steps_taken
-from support.command_line import poise
+from support.command_line import fails, poise
 from support.small_runs import command, parameters
 
 SMALL = [
@@ -212,3 +212,10 @@ def test_prompts_that_a_template_makes_too_long_are_left_out(tmp_path):
     check_data(task, policy, lengths[9], notes.append)
     assert len(task.epoch("train", 0, 0)) == sum(length <= lengths[9] for length in lengths) < 20
     assert "10 train problems are left out" in notes[0]
+
+
+def test_data_whose_prompts_are_all_too_long_end_in_a_sentence(tmp_path):
+    data = questions(tmp_path / "questions.jsonl", 20)
+    settings = [*SMALL, f"data={data}", "reward=exact", "rollout.max_prompt=2", f"run={tmp_path / 'run'}"]
+    said = fails("train", *settings)
+    assert "left out, since their prompts are longer than rollout.max_prompt=2 tokens: raise rollout.max_prompt" in said

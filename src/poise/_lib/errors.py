@@ -39,6 +39,11 @@ def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
     return f"unknown {what} {short(name)}{guess} (allowed: {listed})"
 
 
+def counted(count: int, one: str, several: str | None = None) -> str:
+    """A number with what it counts: "1 row", "1,200 rows". ``several`` is ``one`` with an s, unless given."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
 def how_to_install(extra: str) -> str:
     """The command that installs an extra. Not from the package index, where poise is another package."""
     return f"in your clone of poise run: pip install -e '.[{extra}]' -c constraints.txt"

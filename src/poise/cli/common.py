@@ -65,9 +65,11 @@ def _kinds_that_explain() -> tuple[type[Exception], ...]:
         from poise.runs.folder import CheckpointError, DamagedError
         from poise.runs.trackers import TrackerError
         from poise.tasks import RewardError, TaskError
+        from poise.tasks.data import DataError
         from poise.training.resume import TrainError
     return (
-        ModelError, CheckpointError, DamagedError, TaskError, RewardError, TrainError, TrackerError, UserCodeError,
+        ModelError, CheckpointError, DamagedError, DataError, TaskError, RewardError, TrainError, TrackerError,
+        UserCodeError,
     )  # fmt: skip
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from poise._lib.errors import check_range, short
+from poise._lib.errors import check_range, counted, short
 from poise._lib.quotes import quote
 from poise.rewards import answers
 from poise.rewards.base import TrainerState, Verdict, text_of
 from poise.rewards.calling import Batch, InProcess, InWorker, Outcome
-from poise.rewards.names import Spec, find
+from poise.rewards.names import TABLE, Spec, find
 
 LONGEST_ANSWER = 1000  # characters that are kept, to count equal answers
 Named = str | Callable[..., Any]
@@ -37,9 +37,8 @@ class Rewards:
         check_range("rewards", "timeout", timeout, 0.01)
         self.weights = [1.0] * len(listed) if weights is None else [_weight(weight) for weight in weights]
         if len(self.weights) != len(listed):
-            raise ValueError(
-                f"there are {len(listed)} rewards and {len(self.weights)} weights; give one weight per reward"
-            )
+            given = f"{counted(len(listed), 'reward')} and {counted(len(self.weights), 'weight')}"
+            raise ValueError(f"there {'is' if len(listed) == 1 else 'are'} {given}; give one weight per reward")
         self.timeout, self.quick = timeout, quick
         self.specs = [find(each) for each in listed]
         self.names = _unique([_name(spec) for spec in self.specs])
@@ -95,6 +94,11 @@ class Rewards:
             elif parts[name] < getattr(spec.reward, "correct_at", 1.0):
                 said.append(f"The reward {quote(name)} is {parts[name]:.2f}.")
         return " ".join(filter(None, said))
+
+    def answer_columns(self) -> list[str | None]:
+        """The columns in which poise's own rewards look for the right answer; None: in those with a usual name."""
+        own = [spec.reward for spec in self.specs if type(spec.reward) in TABLE.values()]
+        return [reward.column for reward in own if hasattr(reward, "column")]
 
     def take_metrics(self) -> dict[str, float]:
         """What rewards have reported with ``log_metric`` since the last call: the mean per name."""

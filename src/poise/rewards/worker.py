@@ -52,8 +52,14 @@ def call(reward: Callable[..., Any], arguments: Mapping[str, Any], count: int) -
         )
     values = list(values)
     if len(values) != count:
-        raise WrongError(f"returned {len(values)} values for {count} completions; one per completion is expected")
+        raise WrongError(f"returned {_for(values, count)}; one per completion is expected")
     return [_number(row, value) for row, value in enumerate(values)]
+
+
+def _for(values: list[Any], count: int) -> str:
+    """How many values for how many completions."""
+    numbers = {"value": len(values), "completion": count}
+    return " for ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in numbers.items())
 
 
 def _number(row: int, value: Any) -> float | None:
@@ -170,7 +176,7 @@ class Log:
         """Record a column with one value per completion."""
         values = list(values)
         if len(values) != self.count:
-            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.count} completions")
+            raise ValueError(f"log_extra({column!r}) got {_for(values, self.count)}")
         self.extra[str(column)] = values
 
     def log_metric(self, name: str, value: float) -> None:

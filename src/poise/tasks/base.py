@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from poise._lib.errors import check_choice, short
+from poise._lib.errors import check_choice, counted, short
 from poise.rewards.base import RewardError, TrainerState
 
 Split = Literal["train", "test"]
@@ -137,8 +137,8 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
     if isinstance(task, Finite):
         found = list(task.epoch(split, seed, 0)[:count])
         if not found:
-            remedy = "; set task.held_out=0.1, task.test_file=FILE or evaluation=off" if split == "test" else ""
-            raise TaskError(f"task {task.name!r} has no problem of split {split}{remedy}")
+            why = _why_none_held_out(task, seed) if split == "test" else ""
+            raise TaskError(f"task {task.name!r} has no problem of split {split}{why}")
     else:
         found = list(islice(task.problems(split, seed), count))
     if len(found) < count and not isinstance(task, Finite):
@@ -148,6 +148,19 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
         )
     _check_texts(task, found)
     return found
+
+
+def _why_none_held_out(task: Finite, seed: int) -> str:
+    """The end of a message: a share of few questions, chosen by a hash, may be none."""
+    held_out = getattr(task, "held_out", None)
+    if not held_out:
+        share = "" if held_out is None else "task.held_out=0.1, task.test_file=FILE or "
+        return f"; set {share}evaluation=off"
+    questions = len({problem.prompt for problem in task.epoch("train", seed, 0)})
+    return (
+        f": it has only {counted(questions, 'different question')}, and none fell into the held-out share; raise "
+        f"task.held_out above {held_out:g}, give task.test_file=FILE, or set evaluation=off"
+    )
 
 
 def data_fingerprint(task: Task) -> str | None:

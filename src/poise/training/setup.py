@@ -82,7 +82,8 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
             return False
         return len(policy.encode(messages)) > max_prompt
 
-    task.leave_out(too_long, f"since their prompts are longer than rollout.max_prompt={max_prompt} tokens")
+    why = f"since their prompts are longer than rollout.max_prompt={max_prompt} tokens"
+    task.leave_out(too_long, why, "raise rollout.max_prompt")
     for line in task.notes:
         note(line)
     note(task.sizes())

@@ -15,7 +15,13 @@ from poise._lib.errors import how_to_install, short
 from poise._lib.files import expand
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+# What names of other files end in. Names on the hub have dots too (owner/words-v1.5), so this is a list.
+OTHER_SUFFIXES = (
+    ".txt", ".tsv", ".xls", ".xlsx", ".yaml", ".yml", ".ndjson", ".jsonlines", ".arrow", ".feather", ".pkl", ".py",
+    ".md", ".xml", ".html", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".db", ".sqlite", ".npy", ".npz", ".pt",
+)  # fmt: skip
 Row = dict[str, Any]
+_ENDINGS = ", ".join(SUFFIXES)
 
 
 class DataError(ValueError):
@@ -53,7 +59,7 @@ def read(source: str, split: str = "train") -> Rows:
         return _from_file(source, path)
     if _may_be_hub_id(source, path):
         return _from_datasets(source, split)
-    raise DataError(f"data {source}: there is no such file or folder")
+    raise DataError(f"data {source}: there is no such file or folder; files that can be read end in {_ENDINGS}")
 
 
 def splits_of(source: str) -> list[str]:
@@ -65,7 +71,8 @@ def splits_of(source: str) -> list[str]:
 
 
 def _may_be_hub_id(source: str, path: Path) -> bool:
-    return source.count("/") <= 1 and not source.startswith((".", "~", "/")) and not path.name.endswith(SUFFIXES)
+    is_file = path.name.lower().endswith(SUFFIXES + OTHER_SUFFIXES)
+    return source.count("/") <= 1 and not source.startswith((".", "~", "/")) and not is_file
 
 
 def _from_file(source: str, path: Path) -> Rows:
@@ -84,7 +91,7 @@ def _from_file(source: str, path: Path) -> Rows:
                 for number, line in enumerate(lines, 1):
                     _read_line(found, number, line)
         else:
-            raise DataError(f"data {source}: the name of a file must end in {', '.join(SUFFIXES)}")
+            raise DataError(f"data {source}: the name of a file must end in {_ENDINGS}")
     except DataError:
         raise
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
@@ -101,6 +108,8 @@ def _read_line(found: Rows, number: int, line: bytes) -> None:
         found.add(number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
     except UnicodeDecodeError:
         found.unreadable.append((number, "not UTF-8"))
+    except json.JSONDecodeError as error:  # whose own text says "line 1", which is the line in question
+        found.unreadable.append((number, f"not JSON: {error.msg} at column {error.colno}"))
     except (ValueError, RecursionError) as error:
         found.unreadable.append((number, f"not JSON: {error}"))
 

@@ -11,7 +11,7 @@ from itertools import count
 from random import Random
 from typing import Any, ClassVar
 
-from poise._lib.errors import check_range, short
+from poise._lib.errors import check_range, counted, short
 from poise.rewards import GOLD_COLUMNS, Rewards, text_of
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, check_split
 from poise.tasks.data.rows import DataError, Row, Rows, read, some, splits_of
@@ -91,9 +91,10 @@ class Data:
             object.__setattr__(self, "reward_weights", [self.reward_weights])
         specs = list(self.reward) if isinstance(self.reward, list | tuple) else self.reward
         notes: list[str] = []
+        rewards = Rewards(specs, self.reward_weights, self.reward_timeout, self.reward_quick)
+        object.__setattr__(self, "rewards", rewards)  # they say which columns the data must have
         problems = self._load(notes)
         made = {
-            "rewards": Rewards(specs, self.reward_weights, self.reward_timeout, self.reward_quick),
             "notes": notes,
             "fingerprint": fingerprint(problems),
             "_problems": problems,
@@ -123,25 +124,26 @@ class Data:
         Random(f"epoch {seed} {number} {split}").shuffle(order)
         return order
 
-    def leave_out(self, unfit: Callable[[Problem], bool], why: str) -> None:
-        """Leave out the problems that do not fit the model, and note it."""
+    def leave_out(self, unfit: Callable[[Problem], bool], why: str, remedy: str = "") -> None:
+        """Leave out the problems that do not fit the model, and note it. ``remedy`` is for where none is left."""
         for split, problems in self._problems.items():
             out = [problem for problem in problems if unfit(problem)]
             if len(out) == len(problems) and out:
-                raise DataError(f"data {self.file}: all {len(out)} {split} problems are left out: {why}")
+                everything = counted(len(out), f"{split} problem is", f"{split} problems are")
+                raise DataError(f"data {self.file}: all {everything} left out, {why}{remedy and f': {remedy}'}")
             if out:
                 gone = {problem.id for problem in out}
                 problems[:] = [problem for problem in problems if problem.id not in gone]
                 lines = some([int(problem.id.rpartition(":")[2]) for problem in out])
-                self.notes.append(f"{len(out)} {split} problems are left out, {why}: {lines}")
+                number = counted(len(out), f"{split} problem is", f"{split} problems are")
+                self.notes.append(f"{number} left out, {why}: {lines}")
         self._order.cache_clear()  # type: ignore[attr-defined]
 
     def sizes(self) -> str:
         """How many problems there are, for a person."""
         where = self.test_file or f"chosen by a hash of the question, task.held_out={self.held_out:g}"
-        return (
-            f"{len(self._problems['train']):,} problems to train on, {len(self._problems['test']):,} held out ({where})"
-        )
+        train, test = (len(self._problems[split]) for split in ("train", "test"))
+        return f"{counted(train, 'problem')} to train on, {test:,} held out ({where})"
 
     # Scores
 
@@ -191,8 +193,8 @@ class Data:
         if both:
             lines = some([int(problem.id.rpartition(":")[2]) for problem in both])
             notes.append(
-                f"{len(both)} of {len(first)} questions in {self.file} are also among the held-out ones; they are left "
-                f"out of training: {lines}"
+                f"{len(both)} of {counted(len(first), 'question')} in {self.file} {'is' if len(both) == 1 else 'are'} "
+                f"also among the held-out ones, and left out of training: {lines}"
             )
         return {"train": [problem for problem in first if _key(problem) not in known], "test": held_out}
 
@@ -227,16 +229,31 @@ class Data:
             notes.append(f"{source}: {_lines(found)}")
         if wrong:
             why = wrong[0][1]
-            notes.append(f"{source}: {len(wrong)} rows cannot be used ({why}): {some([number for number, _ in wrong])}")
+            lines = some([number for number, _ in wrong])
+            notes.append(f"{source}: {counted(len(wrong), 'row')} cannot be used ({why}): {lines}")
         if empty:
-            notes.append(f"{source}: {len(empty)} rows have no question and are left out: {some(empty)}")
+            said = counted(len(empty), "row has no question and is", "rows have no question and are")
+            notes.append(f"{source}: {said} left out: {some(empty)}")
         if not problems:
-            raise DataError(f"data {source}: none of its {len(rows)} rows has a question in column {question!r}")
+            asked = counted(len(rows), "row")
+            raise DataError(f"data {source}: none of its {asked} has a question in column {question!r}")
+        self._check_answers([*columns, *([renamed] if answer else [])], source)
         copies = [p for p, first in zip(problems, _first(problems), strict=True) if not first]
         if copies:
             lines = some([int(problem.id.rpartition(":")[2]) for problem in copies])
-            notes.append(f"{source}: {len(copies)} rows repeat an earlier question, and are kept: {lines}")
+            said = counted(len(copies), "row repeats", "rows repeat")
+            kept = "is kept" if len(copies) == 1 else "are kept"
+            notes.append(f"{source}: {said} an earlier question, and {kept}: {lines}")
         return problems
+
+    def _check_answers(self, columns: Sequence[str], source: str) -> None:
+        """Raise where a reward would find no right answer to compare with: it is called long after."""
+        for name in self.rewards.answer_columns():
+            if name is None:
+                _column("answer", None, GOLD_COLUMNS, columns, source)
+            elif name not in columns:
+                known = ", ".join(columns)
+                raise DataError(f"data {source} has no column {name!r}, which a reward names (it has: {known})")
 
     def _messages(self, row: Row, question: str) -> tuple[list[Message] | None, bool]:
         """What the model is shown first, and whether the row holds messages itself; None: there is no question."""
@@ -316,4 +333,5 @@ def _first(problems: Sequence[Problem]) -> list[bool]:
 def _lines(found: Rows) -> str:
     number, why = found.unreadable[0]
     listed = some([number for number, _ in found.unreadable])
-    return f"{len(found.unreadable)} rows cannot be read and are left out: {listed} (line {number}: {why})"
+    said = counted(len(found.unreadable), "row cannot be read and is", "rows cannot be read and are")
+    return f"{said} left out: {listed} ({f'line {number}: ' if len(found.unreadable) > 1 else ''}{why})"
