@@ -40,7 +40,7 @@ def runs_of(comparison: Path) -> dict[str, dict[int, Path]]:
     found: dict[str, dict[int, Path]] = {}
     with (comparison / "runs.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["state"] == "finished":
+            if row["state"] == "finished" and row.get("part", "compared") == "compared":
                 place = Path(*Path(row["folder"]).parts[-3:])  # arms/VARIANT/seed-N, wherever the comparison was made
                 found.setdefault(row["arm"], {})[int(row["seed"])] = comparison / place
     return found

@@ -1,17 +1,31 @@
 """What is said of a comparison before it runs."""
 
+import pytest
+
 from poise.comparison import description
+from poise.comparison.arms import shown_rate
 from poise.comparison.forecast import Forecast
 from poise.comparison.trial import whole
-from support.comparisons import make
+from support.comparisons import finish, make
 
 
 def test_the_plan_in_words(tmp_path):
     lines = description.heading(make(tmp_path, "optim.lr=1e-4,2e-4", "tune=2"))
     assert lines[:3] == [f"2 arms × 3 seeds (0 to 2) in {tmp_path / 'cmp'}:", "  grpo (baseline)", "  ar"]
-    assert "among 0.0001, 0.0002 with seeds 10000 to 10001 on other held-out problems: 8 runs more" in lines[3]
+    assert "among 1e-4, 2e-4 with seeds 10000 to 10001 on other held-out problems: 8 runs more" in lines[3]
     assert lines[4].startswith("2 held-out problems × 1 samples, and greedily, fewer than the 1,000")
     assert description.heading(make(tmp_path, "evaluation.problems=1000"))[-1].endswith("greedily")
+
+
+def test_tuning_runs_that_are_done_are_told_apart(tmp_path):
+    plan = make(tmp_path, "optim.lr=1e-4,2e-4", "tune=2")
+    finish(plan.tuning_runs()[0])
+    assert description.heading(plan)[3].endswith("problems: 8 runs, 1 of them done")
+
+
+@pytest.mark.parametrize(("rate", "text"), [(5e-5, "5e-5"), (1e-4, "1e-4"), (2.5e-6, "2.5e-6"), (0.05, "0.05")])
+def test_a_rate_is_shown_as_it_is_typed(rate, text):
+    assert shown_rate(rate) == text
 
 
 def test_the_cost_of_a_run_from_two_steps(tmp_path):
@@ -33,8 +47,18 @@ def test_what_fits_into_a_budget(tmp_path):
     assert (
         description.cost(plan, forecast, 2, 0)[1] == "the budget hours=0.5 has room for about 60 runs, 30 of 100 seeds"
     )
+    assert (
+        "4 runs beside the 1 that are done, 2 of 3"
+        in description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 1)[1]
+    )
     assert "5 runs, 2 of 3 seeds" in description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 0)[1]
     assert "too few to compare anything" in description.cost(make(tmp_path, "tokens=2500"), forecast, 2, 0)[1]
+
+
+def test_a_forecast_says_which_arm_it_measured(tmp_path):
+    plan = make(tmp_path, "algorithm=grpo; erl", regulator="grpo")
+    lines = description.cost(plan, Forecast((60.0, 1000.0)), 2, 0)
+    assert lines[1] == "measured for algorithm=grpo; others may sample more and take longer"
 
 
 def test_the_smallest_difference_that_can_be_found(tmp_path):
@@ -51,7 +75,7 @@ def test_a_rate_at_the_end_of_the_range_is_pointed_out():
         rates = [{"rate": rate, "mean": mean, "scores": [mean], "diverged": 0} for rate, mean in means.items()]
         return description.tuned([{"arm": "ar", "chosen": chosen, "rates": rates}])[0]
 
-    assert told(2e-4) == "ar: learning rate 0.0002 (points by rate: 0.0001: 40.0, 0.0002: 50.0, 0.0004: 50.0)"
+    assert told(2e-4) == "ar: learning rate 2e-4 (points by rate: 1e-4: 40.0, 2e-4: 50.0, 4e-4: 50.0)"
     assert "another one may be better" in told(4e-4)
     assert told(1e-4, first=0.5).endswith("; all rates did equally well, so this says nothing")
     assert told(None) == "ar: no learning rate is chosen yet"

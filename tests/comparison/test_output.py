@@ -25,7 +25,7 @@ def written(tmp_path_factory):
     del runs[5]
     arms = [made_arm("grpo", 0.0), made_arm("ar", 0.06), Arm(hostile.name, hostile.settings, runs)]
     document = analyse(arms, "grpo", range(10))
-    output.write(folder, document, arms)
+    output.write(folder, document, arms, [("tuning", replace(arms[0], runs={10_000: made_run(10_000, 0.5)}))])
     return folder, document
 
 
@@ -47,7 +47,8 @@ def test_the_tables(written):
     assert arms[0]["difference"] == ""
     with (folder / "runs.csv").open(newline="") as file:
         runs = list(csv.DictReader(file))
-    assert len(runs) == 29
+    assert [run["part"] for run in runs] == ["compared"] * 29 + ["tuning"]
+    runs = runs[:29]
     assert [run["state"] for run in runs].count("diverged") == 1
     assert runs[-1]["settings.steps"] == "100"  # beside the steps that the run has taken
 
@@ -134,6 +135,6 @@ def test_the_page_says_how_the_comparison_was_made(page, tmp_path):
     page.goto((tmp_path / "comparison.html").as_uri())
     see(page, "ul.verdict", "ten seeds")
     shown = page.locator("#main").inner_text()
-    for text in ("+1.0 [−2.0, +4.0]", "none: add one", "1.00e-4: 42.0 (1 diverged), 2.00e-4: –", "logs/x.log"):
+    for text in ("+1.0 [−2.0, +4.0]", "none: add one", "1e-4: 42.0 (1 diverged), 2e-4: –", "logs/x.log"):
         assert text in shown
     assert page.evaluate("() => window.hacked") is None

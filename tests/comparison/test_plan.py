@@ -213,6 +213,14 @@ def test_another_comparison_is_refused(tmp_path):
     assert "also has seed 2" in refused(make(tmp_path, "seeds=2"))
 
 
+def test_rates_for_a_comparison_that_was_begun_without(tmp_path):
+    record.write(make(tmp_path))  # the recipe has 2e-4
+    said = refused(make(tmp_path, "optim.lr=1e-4,4e-4", "tune=1"))
+    assert "was begun without learning rates to choose from: its arm 'grpo' has optim.lr=2e-4" in said
+    assert said.endswith("add this rate to optim.lr, or begin another comparison with run=DIR")
+    record.check(make(tmp_path, "optim.lr=1e-4,2e-4,4e-4", "tune=1"))
+
+
 def edit(path, **settings):
     folder = RunFolder(path)
     folder.write_config(folder.config | settings)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from poise.comparison import tuning
 from poise.comparison.forecast import Forecast
 from poise.comparison.nursery import FAILED, STOPPED
 from poise.comparison.plan import read_plan
@@ -152,6 +153,27 @@ def test_each_arm_gets_the_rate_that_its_tuning_seeds_choose(tmp_path):
     told = report(plan, runner.result)
     assert [each["chosen"] for each in told] == [2e-4, 1e-4]
     assert told[0]["rates"][2] == {"rate": 4e-4, "scores": [0.9, 0.0], "mean": pytest.approx(0.45), "diverged": 1}
+
+
+def test_runs_at_a_rate_that_was_given_up_are_told(tmp_path):
+    def behave(run):
+        finish(run, 0.9 if run.variant.rate == 4e-4 else 0.414 if run.variant.rate == 1e-4 else 0.3)
+        return 0
+
+    carry_out(make(tmp_path, "optim.lr=1e-4,2e-4", "tune=1", "seeds=2"), behave)
+    plan = make(tmp_path, "optim.lr=1e-4,2e-4,4e-4", "tune=1", "seeds=2")
+    runner, started = carry_out(plan, behave)
+    assert len(started) == 6
+    others = tuning.not_compared(plan, runner.result)
+    assert [(part, arm.name, arm.settings["optim.lr"], sorted(arm.runs)) for part, arm in others[:4]] == [
+        ("tuning", "grpo", 1e-4, [10_000]), ("earlier rate", "grpo", 1e-4, [0, 1]),
+        ("tuning", "grpo", 2e-4, [10_000]), ("tuning", "grpo", 4e-4, [10_000]),
+    ]  # fmt: skip
+    said = tuning.sentences(others)
+    assert len(said) == 2
+    assert said[0].startswith(
+        "grpo: the rate is chosen anew after 2 comparison runs at 1e-4 had finished (accuracy 41.4)"
+    )
 
 
 def test_a_diverged_run_is_a_result(tmp_path):

@@ -32,6 +32,14 @@ SAME = {  # what all arms share
 }
 
 
+def shown_rate(rate: float) -> str:
+    """A learning rate as it is typed: 1e-4, 2.5e-5, 0.05."""
+    if rate >= 0.01:
+        return f"{rate:g}"
+    digits, _, power = f"{rate:.5e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+
+
 @dataclass(frozen=True)
 class Variant:
     """One setting of everything but the seed: its learning rate, and its whole configuration."""

@@ -14,7 +14,7 @@ from poise.comparison.arms import RATE
 from poise.comparison.forecast import Forecast
 from poise.comparison.plan import Plan, read_plan
 from poise.comparison.processes import Nursery
-from poise.comparison.results import Arm, result_of
+from poise.comparison.results import Arm
 from poise.comparison.runner import Runner
 from poise.comparison.view import Progress
 from poise.runs.console import Console, visible
@@ -65,11 +65,12 @@ def _foretell(plan: Plan) -> None:
     """Print what the plan does, and what it costs by a trial run. Nothing is written."""
     for line in description.heading(plan):
         print(visible(line))
-    done = sum(result_of(folder) is not None for folder in {run.folder for run in plan.all_runs()})
     print("measuring two steps of a run …", flush=True)
+    jobs = _side_by_side(plan)[0]
     with closing(Nursery(plan.limits.threads)) as nursery:
+        done = Runner(plan, nursery, Progress(quiet=True), jobs).status().done
         forecast = trial.measure(plan.baseline.variants[0].config, nursery)
-    for line in description.cost(plan, Forecast(forecast), _side_by_side(plan)[0], done):
+    for line in description.cost(plan, Forecast(forecast), jobs, done):
         print(visible(line))
     for line in description.power(plan):
         print(line)
@@ -90,8 +91,10 @@ def _finish(plan: Plan, runner: Runner) -> int:
     document = analyse(arms, plan.baseline.name, plan.seeds)
     pairs = matched.compare(arms, plan.baseline.name, (RATE,) if plan.tuning_seeds else ())
     document["verdict"] += matched.sentences(pairs, arms, plan.baseline.name)
+    others = tuning.not_compared(plan, runner.result)
+    document["verdict"] += tuning.sentences(others)
     document |= _conditions(plan, runner) | {"matched": pairs}
-    output.write(plan.folder, document, arms)
+    output.write(plan.folder, document, arms, others)
     with Console(0) as console:
         output.show(document, console)
     for line in description.tuned(document["tuning"]):

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any
 
+from poise.comparison.arms import shown_rate
 from poise.comparison.forecast import Forecast
 from poise.comparison.plan import Plan
+from poise.comparison.results import result_of
 from poise.comparison.statistics import LEVEL, POWER, detectable, seeds_needed
 from poise.config.groups import HELD_OUT
 from poise.runs.console import duration
 
+AS_DEAR = ("regulator", "objective.", "optim.")  # settings that do not change what a step samples
 SPREAD = 0.05  # of differences over seeds, where none is measured: five points are usual
 
 
@@ -22,10 +25,13 @@ def heading(plan: Plan) -> list[str]:
     lines += [f"  {arm.name}" + (" (baseline)" if arm is plan.baseline else "") for arm in plan.arms]
     tuned = [arm for arm in plan.arms if len(arm.variants) > 1]
     if tuned:
-        rates = ", ".join(f"{variant.rate:g}" for variant in tuned[0].variants)
+        rates = ", ".join(shown_rate(variant.rate) for variant in tuned[0].variants)
+        runs = plan.tuning_runs()
+        done = sum(result_of(run.folder) is not None for run in runs)
+        count = f"{len(runs)} runs, {done} of them done" if done else f"{len(runs)} runs more"
         lines.append(
             f"each arm's learning rate is chosen among {rates} with seeds {_span(plan.tuning_seeds)} on other held-out "
-            f"problems: {len(plan.tuning_runs())} runs more"
+            f"problems: {count}"
         )
     few = "" if evaluation.problems >= HELD_OUT else f", fewer than the {HELD_OUT:,} that a fair comparison needs"
     lines.append(f"{evaluation.problems:,} held-out problems × {evaluation.samples} samples, and greedily{few}")
@@ -42,6 +48,8 @@ def cost(plan: Plan, forecast: Forecast, jobs: int, done: int) -> list[str]:
         f"{plan.size} runs{begun}, {jobs} side by side: about {duration(time)}, {left * tokens:,.0f} tokens sampled "
         f"for training (a run: {duration(seconds)} if it has the device for itself, {tokens:,.0f} tokens)"
     ]
+    if any(not key.startswith(AS_DEAR) for arm in plan.arms for key in arm.settings):
+        lines.append(f"measured for {plan.baseline.name}; others may sample more and take longer")
     if budget := plan.limits.budget():
         lines.append(f"the budget {budget} {_room(plan, seconds, tokens, jobs, done)}")
     return lines
@@ -52,13 +60,14 @@ def _room(plan: Plan, seconds: float, tokens: float, jobs: int, done: int) -> st
     limits = plan.limits
     by_time = limits.hours * 3600 * jobs / seconds if seconds else inf
     by_tokens = limits.tokens / tokens - done if tokens else inf
-    fits = min(by_time, by_tokens)
+    fits = max(0.0, min(by_time, by_tokens))
     if fits >= plan.size - done:
         return "has room for all of them"
     tuning = len(plan.tuning_runs())
     seeds = max(0, int((fits + done - tuning) // len(plan.arms)))
     few = "" if seeds >= 2 else ": too few to compare anything; raise it, or take fewer arms or steps"
-    return f"has room for about {int(fits + done)} runs, {seeds} of {len(plan.seeds)} seeds{few}"
+    beside = f" beside the {done} that are done" if done else ""
+    return f"has room for about {int(fits)} runs{beside}, {seeds} of {len(plan.seeds)} seeds{few}"
 
 
 def power(plan: Plan) -> list[str]:
@@ -84,12 +93,12 @@ def tuned(report: Sequence[dict[str, Any]]) -> list[str]:
         if arm["chosen"] is None:
             lines.append(f"{arm['arm']}: no learning rate is chosen yet")
             continue
-        scores = ", ".join(f"{rate['rate']:g}: {100 * rate['mean']:.1f}" for rate in arm["rates"])
+        scores = ", ".join(f"{shown_rate(rate['rate'])}: {100 * rate['mean']:.1f}" for rate in arm["rates"])
         edge = arm["chosen"] in (arm["rates"][0]["rate"], arm["rates"][-1]["rate"]) and len(arm["rates"]) > 2
         equal = len({rate["mean"] for rate in arm["rates"]}) == 1
         hint = "; it is at the end of the rates, so another one may be better" if edge else ""
         hint = "; all rates did equally well, so this says nothing" if equal else hint
-        lines.append(f"{arm['arm']}: learning rate {arm['chosen']:g} (points by rate: {scores}){hint}")
+        lines.append(f"{arm['arm']}: learning rate {shown_rate(arm['chosen'])} (points by rate: {scores}){hint}")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 comparison.json  everything
 comparison.csv   one row for each arm
-runs.csv         one row for each run
+runs.csv         one row for each run; its part tells compared runs from those of tuning and of an earlier rate
 comparison.html  the page; it opens from disk and needs no network
 comparison.png   the forest plot and the curves
 """
@@ -29,13 +29,17 @@ OPTIONAL = ("tokens", "≈ FLOP", "seconds", "greedy", "steps", "seeds")  # left
 SCRIPTS = ("draw.js", "comparison.js")
 
 
-def write(folder: str | Path, document: Document, arms: Sequence[Arm]) -> None:
-    """Write all files of the results into the comparison's folder. ``document`` is that of ``analyse(arms, …)``."""
+def write(folder: str | Path, document: Document, arms: Sequence[Arm], others: Sequence[tuple[str, Arm]] = ()) -> None:
+    """Write all files of the results into the comparison's folder. ``document`` is that of ``analyse(arms, …)``.
+
+    ``others`` are runs that are not compared, with what they are: tuning, earlier rate.
+    """
     folder = Path(folder)
     with replacing(folder / "comparison.json") as file:
         file.write(dumps(document, indent=1))
     _write_csv(folder / "comparison.csv", [_arm_row(arm, document["baseline"]) for arm in document["arms"]])
-    _write_csv(folder / "runs.csv", [row for arm in arms for row in _run_rows(arm)])
+    parts = [*(("compared", arm) for arm in arms), *others]
+    _write_csv(folder / "runs.csv", [row for part, arm in parts for row in _run_rows(arm, part)])
     write_page(folder / "comparison.html", document)
     picture(folder / "comparison.png", document)
 
@@ -116,10 +120,11 @@ def _settings(settings: Mapping[str, Any]) -> Row:
     return {f"settings.{key}": value for key, value in settings.items()}
 
 
-def _run_rows(arm: Arm) -> list[Row]:
+def _run_rows(arm: Arm, part: str) -> list[Row]:
     return [
         {
             "arm": arm.name,
+            "part": part,
             **_settings(arm.settings),
             "seed": seed,
             "state": run.state,

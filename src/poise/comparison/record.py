@@ -9,12 +9,13 @@ comparison.json    the results
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from poise._lib.errors import short
 from poise._lib.files import dumps, read_json, replacing
-from poise.comparison.arms import Variant
+from poise.comparison.arms import RATE, Variant, shown_rate
 from poise.comparison.plan import Plan, PlannedRun
 from poise.config.differences import differences
 from poise.config.documents import ConfigError, Document
@@ -51,6 +52,14 @@ def check(plan: Plan) -> Plan:
                 ]
             )
         same = [other for other, identity in now.items() if not [*differences(saved, identity)]]
+        if not same and RATE not in name and (rate := _rate_alone(saved, now.values())):
+            raise ConfigError(
+                [
+                    f"the comparison in {plan.folder} was begun without learning rates to choose from: its arm "
+                    f"{name!r} has {RATE}={shown_rate(rate)}, and a result is never dropped; add this rate to "
+                    f"{RATE}, {ANOTHER}"
+                ]
+            )
         if not same:
             raise ConfigError(
                 [
@@ -69,6 +78,15 @@ def check(plan: Plan) -> Plan:
     plan = replace(plan, former=former)
     _check_runs(plan)
     return plan
+
+
+def _rate_alone(saved: Document, now: Iterable[Document]) -> float | None:
+    """The learning rate of a saved variant, if one of today's differs from it in nothing else."""
+    for identity in now:
+        for key, before, _ in (found := [*differences(saved, identity)]):
+            if key == RATE and len(found) == 1:
+                return float(before)
+    return None
 
 
 def _check_runs(plan: Plan) -> None:

@@ -9,6 +9,7 @@ const signed = (value) => (known(value) ? `${value >= 0.0005 ? "+" : ""}${(Math.
 const range = (ends, show) => (ends ? ` [${show(ends[0])}, ${show(ends[1])}]` : "");
 const chance = (p) => (p < 0.001 ? "< 0.001" : String(Number(p.toPrecision(2))));
 const power = (value) => (known(value) ? value.toExponential(2) : "–");
+const rate = (value) => (value < 0.01 ? Number(value.toPrecision(6)).toExponential() : String(value)); // as it is typed: 1e-4
 const shade = (arm) => colour(comparison.arms.indexOf(arm));
 
 // One row for each arm: its difference to the baseline with the interval. Dashes mark the smallest detectable difference.
@@ -108,14 +109,14 @@ function tables() {
     el("p", { class: "muted" }, "Steps and tokens to reach the baseline's final accuracy with the same seed; asymptote and rate of a fitted curve; runs that diverged or ended far below their best; gradient spikes in all runs; entropy at start and end."),
     table(["arm", "reach it: steps", "reach it: tokens", "asymptote", "rate per step", "fitted", "diverged", "collapsed", "spikes", "entropy"], comparison.arms.map(course)),
     el("h2", {}, "Every seed"), table(["arm", ...comparison.seeds.map((seed) => `seed ${seed}`)], comparison.arms.map(seeds)),
-    el("h2", {}, "Settings"), table(["arm", ...differing], comparison.arms.map((arm) => [arm.name, ...differing.map((key) => (key in arm.settings ? String(arm.settings[key]) : "–"))])),
+    el("h2", {}, "Settings"), table(["arm", ...differing], comparison.arms.map((arm) => [arm.name, ...differing.map((key) => (!(key in arm.settings) ? "–" : typeof arm.settings[key] === "number" ? rate(arm.settings[key]) : String(arm.settings[key])))])),
   ];
 }
 
 // How the comparison was made: controls with as many optimizer steps, learning rates, runs without a result.
 function conditions() {
   const { matched = [], tuning = [], failures = [] } = comparison;
-  const rates = (tuned) => tuned.rates.map((each) => `${number(each.rate)}: ${points(each.mean)}${each.diverged ? ` (${each.diverged} diverged)` : ""}`).join(", ");
+  const rates = (tuned) => tuned.rates.map((each) => `${rate(each.rate)}: ${points(each.mean)}${each.diverged ? ` (${each.diverged} diverged)` : ""}`).join(", ");
   return [
     matched.length && [el("h2", {}, "Beside as many optimizer steps"),
       el("p", { class: "muted" }, "Arms that take more optimizer steps than the baseline, against plain GRPO with as many; p is corrected over these pairs."),
@@ -123,7 +124,7 @@ function conditions() {
         `${signed(pair.mean)}${range(pair.interval, signed)}`, known(pair.p_adjusted) ? chance(pair.p_adjusted) : "–"]))],
     tuning.length && [el("h2", {}, "Learning rates"),
       el("p", { class: "muted" }, "Mean accuracy of each on the tuning seeds, which the comparison does not use again."),
-      table(["arm", "chosen", "all"], tuning.map((tuned) => [tuned.arm, known(tuned.chosen) ? number(tuned.chosen) : "not yet", rates(tuned)]))],
+      table(["arm", "chosen", "all"], tuning.map((tuned) => [tuned.arm, known(tuned.chosen) ? rate(tuned.chosen) : "not yet", rates(tuned)]))],
     failures.length && [el("h2", {}, "Runs that failed"),
       table(["arm", "seed", "ended", "log"], failures.map((failure) => [failure.arm, String(failure.seed), failure.ended, failure.log]))],
   ].flat().filter(Boolean);
