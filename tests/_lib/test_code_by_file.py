@@ -1,6 +1,7 @@
 """The user's own code as ``file.py:Name``: tasks, regulators, algorithms; and the short forms of a task."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -219,6 +220,51 @@ def test_an_error_in_the_file_names_its_line():
         tasks.get("bad.py:Sums")
     with pytest.raises(ConfigError, match=r"unknown key 'task\.larges'"):
         load("demo", ["task.name=flat.py:Sums", "task.larges=3"])
+
+
+RAISES = """
+from poise.tasks import Problem
+
+class NoFields:
+    def __init__(self): self.first = Problem("a")
+    def problems(self, split, seed): yield self.first
+    def score(self, problem, text): return True
+
+class HalfAProblem:
+    def problems(self, split, seed): yield Problem("a", "b")
+    def score(self, problem, text): return True
+
+class Whole:
+    def problems(self, split, seed):
+        while True: yield Problem("a", "b", "all", {})
+
+class NoScore(Whole):
+    def score(self, problem, text): raise ValueError("oh no")
+
+class NoEpisode(Whole):
+    def episode(self, problem): raise ValueError("oh no")
+
+class NoStart(Whole):
+    def episode(self, problem): return self
+    def start(self): raise ValueError("oh no")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoFields", r"TypeError: .*'difficulty', and 'data' \(.*raises\.py, line 5\)"),
+        ("HalfAProblem", r"problems\(\) of task 'HalfAProblem' raised TypeError: .* \(.*raises\.py, line 10\)"),
+        ("NoScore", r"score\(\) of task 'NoScore' raised ValueError: oh no \(.*raises\.py, line 18\) \(problem a\)"),
+        ("NoEpisode", r"episode\(\) of task 'NoEpisode' raised ValueError: oh no \(.*raises\.py, line 21\)"),
+        ("NoStart", r"start\(\) of task 'NoStart' raised ValueError: oh no \(.*raises\.py, line 25\)"),
+    ],
+)
+def test_a_task_that_raises_names_its_line(name, message):
+    Path("raises.py").write_text(RAISES)
+    said = fails("train", f"task.name=raises.py:{name}", "model=embedded", "steps=1", "prompts=2", "group=2",
+                 "evaluation.problems=2", "rollout.max_tokens=4", "device=cpu", f"run={name}")  # fmt: skip
+    assert re.search(message, said.splitlines()[-1])
 
 
 def test_regulators_and_algorithms_come_from_files_too():

@@ -13,6 +13,7 @@ import torch
 
 from poise import TokenBatch, regulators, surrogates
 from poise.config.schema import Config
+from poise.tasks import SingleTurn, draw, judge
 from support.pages import ROOT, files, snippets
 
 
@@ -43,6 +44,17 @@ def test_the_regulator_of_contributing_learns():
     history = train(mine, steps=40)
     assert history[0] < 0.3
     assert min(history[-3:]) > 0.6
+
+
+def test_the_task_of_the_tasks_page():
+    task = run_snippets(ROOT / "docs/tasks.md")["Mine"](largest=30)
+    train, test = (draw(task, split, 0, 200) for split in ("train", "test"))
+    assert draw(task, "train", 0, 200) == train
+    assert not {problem.id for problem in train} & {problem.id for problem in test}
+    replies = {"It is {}": 1.0, "It is 1{}": 0.0, "": 0.0}
+    for reply, reward in replies.items():
+        said = reply.format(train[0].data["answer"])
+        assert judge(task, train[0], SingleTurn(task, train[0], said)).reward == reward
 
 
 def test_the_diagnosis_of_the_dominance_page():

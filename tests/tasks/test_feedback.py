@@ -55,7 +55,10 @@ def test_a_task_says_it_in_its_own_words_up_to_a_limit():
 
 
 def test_mistakes_name_the_task_and_the_problem():
-    with pytest.raises(RewardError, match=r"the feedback of task 'mine' raised ValueError: oh \(problem p1\)"):
+    with pytest.raises(
+        RewardError,
+        match=r"the feedback of task 'mine' raised ValueError: oh \(.*test_feedback\.py, line \d+\) \(problem p1\)",
+    ):
         on(Talks(ValueError("oh")))
 
     class Numbers(SingleTurn):

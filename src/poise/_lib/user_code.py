@@ -55,12 +55,15 @@ def blamed(kind: str, text: str, passing: tuple[type[Exception], ...] = ()) -> I
     except Exception as error:
         if not asks_for_code({kind: text}):
             raise
-        import torch
+        raise UserCodeError(f"{kind} {text!r} failed: {type(error).__name__}: {error}{place_of(error)}") from error
 
-        libraries = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-        at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        raise UserCodeError(f"{kind} {text!r} failed: {type(error).__name__}: {error}{at}") from error
+
+def place_of(error: BaseException) -> str:
+    """The end of a message: where in the user's own code an exception arose, if it did."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None) or "<frozen"
+    libraries = (str(Path(__file__).parents[1]), str(Path(torch).parent), "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 # Consent

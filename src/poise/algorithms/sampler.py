@@ -162,7 +162,8 @@ class Sampler:
         games = []
         for place, problem in enumerate(problems):
             episode = begin(self.task, problem)
-            messages = episode.start()
+            with explained(self.task, problem, "start()"):
+                messages = episode.start()
             if opening is not None:
                 messages = opening(place, messages)
             if not problem.prompt:  # the environment wrote it: records show it
@@ -361,7 +362,7 @@ class _Replies:
         game = self.games[i]
         given = game.turns[0].tokens.tolist() if game.begun and len(game.turns) == 1 else []
         text = self.policy.decode([*given, *tokens])
-        with explained(game.task, game.problem):
+        with explained(game.task, game.problem, "step()"):
             said = heard(game.task, game.problem, game.episode.step(text))
         together = isinstance(game.task, ScoresTogether)  # then all that have ended are scored in one call
         return text, said, None if said or together else judge(game.task, game.problem, game.episode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,11 +45,9 @@ def show(
     with explained():
         task, seed, split = task_to_show(args or [])
         try:
-            problem = next(islice(task.problems(split, seed), 1), None)  # type: ignore[arg-type]
+            (problem,) = tasks.draw(task, split, seed, 1)  # type: ignore[arg-type]
         except ValueError as error:
             fail(error)
-        if problem is None:
-            fail(f"the task has no problems of split {split}")
         print(f"{problem.id} (difficulty {problem.difficulty}, {split})")
         for message in tasks.begin(task, problem).start():
             print(

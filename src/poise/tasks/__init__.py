@@ -136,12 +136,12 @@ def get(name: str, **settings: Any) -> Task:
         check_kinds(name, maker, settings)
     try:
         built: Task = maker(**settings)
-    except (TypeError, ValueError, OSError):
+    except (ValueError, OSError):  # most likely a check of settings, which says enough
         raise
     except Exception as error:  # a user's class may raise anything
-        if not _user_code.is_foreign(name):
+        if not _user_code.is_foreign(name) or not (place := _user_code.place_of(error)):
             raise
-        raise ValueError(f"task {name!r}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"task {name!r}: {type(error).__name__}: {error}{place}") from error
     if _user_code.is_foreign(name) and not _is_task(built):
         raise TypeError(f"task {name!r} is not a task: it lacks {_EXPECTED}")
     return built

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from poise._lib.errors import check_choice, counted, short
+from poise._lib.user_code import place_of
 from poise.rewards.base import RewardError, TrainerState
 
 Split = Literal["train", "test"]
@@ -135,12 +136,14 @@ def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
     A finite task may have fewer: then all it has.
     """
     if isinstance(task, Finite):
-        found = list(task.epoch(split, seed, 0)[:count])
+        with _blamed(task, "epoch()"):
+            found = list(task.epoch(split, seed, 0)[:count])
         if not found:
             why = _why_none_held_out(task, seed) if split == "test" else ""
             raise TaskError(f"task {task.name!r} has no problem of split {split}{why}")
     else:
-        found = list(islice(task.problems(split, seed), count))
+        with _blamed(task, "problems()"):
+            found = list(islice(task.problems(split, seed), count))
     if len(found) < count and not isinstance(task, Finite):
         raise TaskError(
             f"task {task.name!r} has {len(found)} problems of split {split}, and {count} are asked for: problems must "
@@ -231,7 +234,8 @@ class SingleTurn:
 
 def begin(task: Task, problem: Problem) -> Episode:
     """An episode of the task."""
-    episode: Episode = task.episode(problem) if hasattr(task, "episode") else SingleTurn(task, problem)
+    with _blamed(task, "episode()"):
+        episode: Episode = task.episode(problem) if hasattr(task, "episode") else SingleTurn(task, problem)
     return episode
 
 
@@ -241,16 +245,26 @@ def several_turns(task: Task) -> bool:
 
 
 @contextmanager
-def explained(task: Task, problem: Problem, what: str = "reward") -> Iterator[None]:
-    """Errors of the task's own code become one that names the task and the problem."""
+def explained(task: Task, problem: Problem, what: str = "score()") -> Iterator[None]:
+    """Errors of the task's own code become one that names the task, the problem, and the user's file and line."""
     try:
         yield
     except RewardError:  # says it all already
         raise
     except Exception as error:
-        raise RewardError(
-            f"the {what} of task {task.name!r} raised {type(error).__name__}: {error} (problem {problem.id})"
-        ) from error
+        raised = f"raised {type(error).__name__}: {error}{place_of(error)}"
+        raise RewardError(f"{what} of task {task.name!r} {raised} (problem {problem.id})") from error
+
+
+@contextmanager
+def _blamed(task: Task, what: str) -> Iterator[None]:
+    """Errors of the user's own code, where there is no problem yet, become one with file and line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, TaskError | RewardError) or not (place := place_of(error)):
+            raise
+        raise TaskError(f"{what} of task {task.name!r} raised {type(error).__name__}: {error}{place}") from error
 
 
 def heard(task: Task, problem: Problem, said: Any) -> list[Message]:
@@ -283,7 +297,7 @@ def judge(task: Task, problem: Problem, episode: Episode) -> Score:
 
 def judge_all(task: Any, attempts: Sequence[Attempt]) -> list[Score]:
     """``task.score_all`` with the checks of ``judge``."""
-    with explained(task, attempts[0].problem):
+    with explained(task, attempts[0].problem, "score_all()"):
         scores = list(task.score_all(attempts))
     if len(scores) != len(attempts):
         raise RewardError(f"task {task.name!r} gave {len(scores)} scores for {len(attempts)} attempts")

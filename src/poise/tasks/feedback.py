@@ -16,7 +16,7 @@ def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, tu
     """
     said = ""
     if hasattr(episode, "feedback"):
-        with explained(task, problem, "feedback"):
+        with explained(task, problem, "the feedback"):
             said = episode.feedback()
         if not isinstance(said, str):
             raise RewardError(

@@ -18,7 +18,7 @@ def gold_answer(task: Task, problem: Problem) -> str | None:
     ground_truth in the problem's data, or in the row of a file that the data hold.
     """
     if callable(own := getattr(task, "gold", None)):  # it may be a setting of the task, such as a column's name
-        with explained(task, problem, "gold answer"):
+        with explained(task, problem, "the gold answer"):
             found = own(problem)
     else:
         data: Any = problem.data
