@@ -6,8 +6,10 @@ import types
 import pytest
 
 from poise import Phase, regulators, tasks
+from poise.config import messages
 from poise.config.documents import split_overrides
-from poise.config.schema import load
+from poise.config.messages import unknown_key
+from poise.config.schema import keys, load
 from support.batches import random_batch
 from support.configs import problem, problems
 
@@ -69,6 +71,9 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
     ("override", "message"),
     [
         ("lr=1e-6", "unknown key 'lr'; did you mean 'optim.lr'?"),
+        ("learning_rate=1e-4", "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
+        ("num_generations=4", "unknown key 'num_generations'; did you mean 'group'?"),
+        ("beta=0.1", "unknown key 'beta'; did you mean 'objective.kl_coef'?"),
         ("stpes=3", "unknown key 'stpes'; did you mean 'steps'?"),
         ("optm.lr=3", "unknown key 'optm'; did you mean 'optim'?"),
         ("optim.clip_low=0.1", "unknown key 'optim.clip_low'; did you mean 'objective.clip_low'?"),
@@ -222,3 +227,10 @@ def test_settings_of_an_algorithm_by_name(written, text):
 def test_a_setting_that_an_algorithm_lacks_is_named():
     assert "unknown setting of grpo 'grup'; did you mean 'group'?" in problem("algorithm.grup=4")
     assert "cannot read" in problem("algorithm=grpo(", "algorithm.group=4")
+
+
+def test_names_of_other_trainers_lead_to_settings_that_exist():
+    known = keys({})
+    assert set(messages._ELSEWHERE.values()) <= set(known)
+    assert not set(messages._ELSEWHERE) & set(known)
+    assert all(unknown_key(theirs, known).endswith(f"{ours!r}?") for theirs, ours in messages._ELSEWHERE.items())

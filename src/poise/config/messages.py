@@ -33,6 +33,36 @@ _TEXTS = {
     "model": "a folder, or a name on the hub; a number goes in quotes: model='\"3\"'",
     "run": "a folder; a number goes in quotes: run='\"3\"'",
 }
+# What TRL and verl call a setting, where no likeness of the names leads to ours.
+_ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.grad_clip",
+    "ppo_mini_batch_size": "optim.mini_batch",
+    "gradient_accumulation_steps": "optim.micro_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_completion_length": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "max_prompt_length": "rollout.max_prompt",
+    "use_vllm": "rollout.engine",
+    "num_generations": "group",
+    "per_device_train_batch_size": "prompts",
+    "train_batch_size": "prompts",
+    "batch_size": "prompts",
+    "max_steps": "steps",
+    "output_dir": "run",
+    "model_name_or_path": "model",
+    "save_steps": "checkpoint_every",
+    "save_total_limit": "keep_checkpoints",
+    "eval_steps": "evaluation.every",
+    "report_to": "tracking",
+    "bf16": "dtype",
+    "beta": "objective.kl_coef",
+    "kl_loss_coef": "objective.kl_coef",
+    "epsilon": "objective.clip_low",
+    "epsilon_high": "objective.clip_high",
+    "loss_type": "objective.aggregation",
+    "lora_r": "lora.rank",
+}
 _WORDS = {
     "Input should": "must",
     "Tuple should": "must",
@@ -72,6 +102,8 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 def unknown_key(path: str, known: Sequence[str]) -> str:
     """The message for a key that does not exist. The user may have meant a key of another group."""
+    if (ours := _ELSEWHERE.get(path.lower())) in known:
+        return f"unknown key {path!r}; did you mean {ours!r}?"
     group, dot, _ = path.rpartition(".")
     near = {key: _likeness(path, key) for key in known}
     best = max(near.values())

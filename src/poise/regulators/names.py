@@ -115,7 +115,8 @@ def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any
 def _load(name: str) -> Any:
     if not any(sign in name for sign in ".:"):
         raise ValueError(
-            unknown("regulator", name, TABLE) + "; for your own, write its dotted path, package.module.Name"
+            unknown("regulator", name, TABLE)
+            + "; for one of your own write file.py:Name, or its dotted path, package.module.Name"
         )
     return _user_code.load("regulator", name, Regulator)
 
