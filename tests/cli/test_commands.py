@@ -465,3 +465,9 @@ def test_a_folder_that_is_taken_is_refused_before_the_trainer_is_imported(tmp_pa
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == f"poise: run folder {tmp_path} is not empty; choose another run=DIR\n"
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("command", ["diagnose", "eval", "chat"])
+def test_the_folder_of_a_comparison_is_no_model(command, tmp_path):
+    (tmp_path / "comparison.html").touch()
+    assert f"is the folder of a comparison: open {tmp_path / 'comparison.html'}" in fails(command, tmp_path)

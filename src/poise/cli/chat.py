@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from poise._lib.imports import quick_imports
-from poise.cli.common import Settings, Trust, explained, fail, home
+from poise.cli.common import Model, Settings, Trust, explained, fail
 
 if TYPE_CHECKING:
     from poise.config.schema import Config
 
 
 def chat(
-    model: Annotated[str, typer.Argument(callback=home, help="A hub id, a model folder, a run folder, or 'embedded'.")],
+    model: Model,
     args: Settings = None,
     instruction: Annotated[
         bool, typer.Option("--instruction", help="Put the instruction of the model's task before the first message.")

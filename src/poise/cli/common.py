@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,20 @@ def home(path: Any) -> Any:
         return type(path)(expand(path)) if str(path).startswith("~") else path
     except OSError as error:
         fail(error)
+
+
+def _no_comparison(model: str) -> str:
+    """``home``; and the folder of a comparison is refused before anything is loaded."""
+    found = str(home(model))
+    page = os.path.join(found, "comparison.html")
+    if os.path.isfile(page) and not os.path.exists(os.path.join(found, "config.json")):
+        fail(f"{found} is the folder of a comparison: open {page}, or name a run in it")
+    return found
+
+
+Model = Annotated[
+    str, typer.Argument(callback=_no_comparison, help="A hub id, a model folder, a run folder, or 'embedded'.")
+]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from poise._lib.imports import quick_imports
-from poise.cli.common import Settings, Trust, check_folder_is_free, explained, fail, home, progress
+from poise.cli.common import Model, Settings, Trust, check_folder_is_free, explained, fail, home, progress
 
 if TYPE_CHECKING:
     from poise.config.schema import Config
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def diagnose(
-    model: Annotated[str, typer.Argument(callback=home, help="A hub id, a model folder, a run folder, or 'embedded'.")],
+    model: Model,
     args: Settings = None,
     regulator: Annotated[
         list[str] | None,

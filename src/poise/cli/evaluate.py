@@ -12,14 +12,14 @@ import typer
 
 from poise._lib.cuda_start import cuda_starts
 from poise._lib.imports import quick_imports
-from poise.cli.common import Settings, Trust, explained, home
+from poise.cli.common import Model, Settings, Trust, explained, home
 
 if TYPE_CHECKING:
     from poise.config.schema import Config
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(callback=home, help="A hub id, a model folder, a run folder, or 'embedded'.")],
+    model: Model,
     args: Settings = None,
     json_to: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", callback=home, help="Write the figures to a file too.")
