@@ -92,6 +92,8 @@ def test_the_page(page, written):
     see(page, "ul.verdict", document["verdict"][0])
     assert page.locator("svg").count() == 4
     assert page.locator(".forest-row").count() == 2
+    assert page.locator(".forest-row").first.locator(".seed").count() == 10
+    assert "dashed uprights" in page.locator("#main").inner_text()
     see(page, "table", "lopti <script>")  # as text
     assert page.evaluate("() => window.hacked") is None
     page.locator(".forest-row").first.hover()
@@ -99,6 +101,17 @@ def test_the_page(page, written):
     before = page.evaluate("() => document.documentElement.dataset.theme")
     page.locator("#theme").click()
     assert page.evaluate("() => document.documentElement.dataset.theme") != before
+
+
+@pytest.mark.parametrize("seeds", [2, 4])
+def test_the_page_explains_what_is_drawn(page, tmp_path, seeds):
+    arms = [made_arm("grpo", 0.0, seeds=seeds), made_arm("ar", 0.0, seeds=seeds)]
+    output.write_page(tmp_path / "comparison.html", analyse(arms, "grpo"))
+    page.goto((tmp_path / "comparison.html").as_uri())
+    see(page, "#main", "every seed (small, below)")
+    shown = page.locator("#main").inner_text()
+    assert "dashed uprights" not in shown
+    assert ("A dashed interval" in shown) == (page.locator(".forest-row line").count() > 0) == (seeds > 2)
 
 
 @pytest.mark.parametrize("seeds", [0, 1])

@@ -89,6 +89,16 @@ def test_cautions():
     assert "lopti takes 1.8 times the optimizer steps and 1.8 times the FLOP (estimated) of grpo." in found
 
 
+def test_missing_runs_are_told_in_one_line():
+    def said(*counts):
+        arms = [made_arm(name, 0.0, seeds=n) for name, n in zip(("grpo", "ar", "lopti"), counts, strict=True)]
+        return [line for line in analyse(arms, "grpo", range(6))["verdict"] if "finished yet" in line]
+
+    assert said(4, 4, 4) == ["Of every arm, two of six runs are not finished yet."]
+    assert said(6, 5, 4) == ["Runs that are not finished yet: one of six of ar and two of six of lopti."]
+    assert said(6, 6, 6) == []
+
+
 def test_runs_that_diverged_before_any_evaluation_count_as_zero():
     def said(*steps):
         runs = [made_run(seed, 0.5, steps=each, state="diverged") for seed, each in enumerate(steps)]

@@ -30,6 +30,23 @@ def test_a_line_for_every_run_that_ends(tmp_path):
     ]
 
 
+def test_no_terminal_is_left_without_a_line_for_long(tmp_path):
+    run, said, now = first_run(tmp_path), io.StringIO(), [0.0]
+    with view.Progress(file=said, clock=lambda: now[0]) as progress:
+        progress.note("begun")
+        for now[0] in (10.0, 29.0, 31.0, 40.0):
+            progress.update(Status(0, 6, [(run, now[0])], 0, None))
+        finish(run, steps=1)
+        now[0] = 62.0
+        progress.update(Status(0, 6, [(run, 62.0)] * 6, 0, 90.0))
+    step = "grpo, seed 0 (step 1/2)"
+    assert said.getvalue().splitlines() == [
+        "begun",
+        "[0 done, 1 running, 5 left] grpo, seed 0 (accuracy before training)",
+        f"[0 done, 6 running, 0 left, 1:30 to the end] {step}; {step}; {step}; {step} and 2 others",
+    ]
+
+
 def test_a_diverged_run_says_where(tmp_path):
     run, said = first_run(tmp_path), io.StringIO()
     finish(run, steps=1)

@@ -40,6 +40,8 @@ def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = Fal
             jobs, parallel = _side_by_side(plan)
             runner = Runner(plan, Nursery(plan.limits.threads), view, jobs)
             with mps.served(plan.folder, view.note) if parallel else nullcontext(), closing(runner.processes):
+                if runner.status().done < plan.size:
+                    view.note("loading the model, and measuring its accuracy before training …")
                 if plan.limits.budget():
                     _announce_budget(plan, runner, stopper)
                 runner.run(lambda: stopper.requested)

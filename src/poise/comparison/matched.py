@@ -13,7 +13,7 @@ from typing import Any
 from poise.comparison.results import ACCURACY, Arm
 from poise.comparison.sign_flip import holm
 from poise.comparison.statistics import LEVEL, difference
-from poise.comparison.verdict import signed
+from poise.comparison.verdict import listed, signed
 
 Document = dict[str, Any]
 ALIKE = 0.05  # steps that differ by a smaller share are as many: a step without an active token is left out
@@ -73,13 +73,10 @@ def sentences(pairs: Sequence[Document], arms: Sequence[Arm], baseline: str) -> 
     """What the pairs show; for an arm without a control, the control to add."""
     steps = {arm.name: _steps(arm) or 0.0 for arm in arms}
     said = []
+    alone: dict[int, list[str]] = {}  # by how many times the steps of the baseline
     for pair in pairs:
-        times = round(steps[pair["arm"]] / steps[baseline])
         if pair["control"] is None:
-            said.append(
-                f"{pair['arm']} takes {times} times the optimizer steps of {baseline}, and no arm takes as many "
-                f"without the method: add the arm grpo(passes={times}) to tell the method from the steps."
-            )
+            alone.setdefault(round(steps[pair["arm"]] / steps[baseline]), []).append(pair["arm"])
         elif pair["mean"] is not None:
             interval = f" [{', '.join(map(signed, pair['interval']))}]" if pair["interval"] else ""
             said.append(
@@ -87,6 +84,11 @@ def sentences(pairs: Sequence[Document], arms: Sequence[Arm], baseline: str) -> 
                 f"{signed(pair['mean'])} points{interval} "
                 f"(p = {pair['p_adjusted']:.2g}, corrected over such pairs)."
             )
+    for times, names in alone.items():  # the verdict says already how many they take
+        said.append(
+            f"Without the method, no arm takes as many optimizer steps as {listed(names)}: add the arm "
+            f"grpo(passes={times}) to tell the method from the steps."
+        )
     return said
 
 

@@ -13,6 +13,7 @@ from poise._lib.files import replacing
 from poise.runs.plots import COLOURS, MARKERS
 
 STYLES = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(len(COLOURS) * len(MARKERS))]  # 30
+BELOW = 0.25  # of a row, where the dots of the seeds are
 LONGEST = 40  # characters of a name
 
 
@@ -41,7 +42,8 @@ def _forest(axes: Any, document: Mapping[str, Any], rows: Sequence[tuple[int, Ma
         found, (colour, marker) = arm["difference"], STYLES[i % len(STYLES)]
         if found["mean"] is None:
             continue
-        axes.plot([100 * value for value in found["values"]], [height] * len(found["values"]), ".", color="0.7", ms=4)
+        seeds = [100 * value for value in found["values"]]
+        axes.plot(seeds, [height + BELOW] * len(seeds), ".", color="0.45", ms=6)
         if found["interval"]:
             dashes = "--" if found["method"] == "student" else "-"
             axes.plot([100 * end for end in found["interval"]], [height, height], dashes, color=colour, linewidth=2)

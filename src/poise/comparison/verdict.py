@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from poise.comparison.statistics import seeds_needed
@@ -21,7 +21,20 @@ def verdict(document: Mapping[str, Any]) -> list[str]:
         sentences.append(against(arm, document["baseline"], document["level"]))
         sentences += _cautions(arm)
         sentences += _costs(arm, base)
-    return [*sentences, *_cautions(base), *_problems(document)]
+    return [*sentences, *_cautions(base), *_unfinished([*arms.values(), base]), *_problems(document)]
+
+
+def _unfinished(arms: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One sentence on the runs that are missing, whichever arms they are of."""
+    counts = {arm["name"]: (len(arm["missing"]), len(arm["missing"]) + len(arm["seeds"])) for arm in arms}
+    found = {name: f"{_number(missing)} of {_number(runs)}" for name, (missing, runs) in counts.items() if missing}
+    if len(found) == 1:
+        ((name, share),) = found.items()
+        yield f"{name}: {share} runs {_is(counts[name][0])} not finished yet."
+    elif len(found) == len(arms) and len(set(found.values())) == 1:
+        yield f"Of every arm, {next(iter(found.values()))} runs {_is(next(iter(counts.values()))[0])} not finished yet."
+    elif found:
+        yield f"Runs that are not finished yet: {listed([f'{share} of {name}' for name, share in found.items()])}."
 
 
 def _power(document: Mapping[str, Any], comparisons: int) -> str:
@@ -71,8 +84,6 @@ def against(arm: Mapping[str, Any], baseline: str, level: float = 0.95) -> str:
 
 def _cautions(arm: Mapping[str, Any]) -> Iterator[str]:
     name, done = arm["name"], len(arm["seeds"])
-    if missing := len(arm["missing"]):
-        yield f"{name}: {_number(missing)} of {_number(done + missing)} runs {_is(missing)} not finished yet."
     if diverged := len(arm["diverged"]):
         yield f"{name}: {_number(diverged)} of {_number(done)} runs diverged{_counted(arm)}."
     if collapsed := arm["stability"]["collapsed"]:
@@ -100,7 +111,7 @@ def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
         if arm["cost"][key] is not None and base["cost"][key]
     }
     if dearer := [f"{ratio:.2g} times the {words}" for words, ratio in ratios.items() if ratio >= DEARER]:
-        yield f"{arm['name']} takes {_listed(dearer)} of {base['name']}."
+        yield f"{arm['name']} takes {listed(dearer)} of {base['name']}."
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
@@ -144,5 +155,6 @@ def _its(count: int) -> str:
     return "its" if count == 1 else "their"
 
 
-def _listed(texts: list[str]) -> str:
+def listed(texts: Sequence[str]) -> str:
+    """Texts in a sentence: a, b and c."""
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1]

@@ -1,9 +1,11 @@
-"""The progress of a comparison: one view that changes on a terminal, a line for every finished run elsewhere."""
+"""The progress of a comparison: one view that changes on a terminal, a line for every finished run, and at least
+every 30 seconds, elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Self, TextIO
 
 from rich.console import Console, Group
@@ -12,18 +14,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from poise.comparison import shared_start
 from poise.comparison.plan import PlannedRun
 from poise.comparison.results import ACCURACY, RunResult
 from poise.comparison.runner import Status
 from poise.runs.console import duration, shorten, visible
 
 MOST_SHOWN = 16  # runs under way
+SHOWN_IN_LINE = 4
+SILENCE = 30.0  # seconds without a line, where there is no view that changes
 
 
 class Progress:
     """Shows what is done, running and left, and the time to the end."""
 
-    def __init__(self, *, quiet: bool = False, file: TextIO | None = None) -> None:
+    def __init__(
+        self, *, quiet: bool = False, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._file = file or sys.stderr
         self._quiet = quiet
         self._live: Live | None = None
@@ -32,7 +40,7 @@ class Progress:
             if not console.is_dumb_terminal:
                 self._live = Live(console=console, refresh_per_second=2, transient=True)
         self._status: Status | None = None
-        self._shown = 0.0
+        self._shown = 0.0 if self._live else self._clock()  # the view, or the last line
 
     def __enter__(self) -> Self:
         if self._live:
@@ -51,6 +59,7 @@ class Progress:
         if self._live:
             self._live.console.print(Text(visible(text)))
         else:
+            self._shown = self._clock()
             print(visible(text), file=self._file, flush=True)
 
     def ended(self, run: PlannedRun, result: RunResult | None, why: str) -> None:
@@ -60,9 +69,14 @@ class Progress:
     def update(self, status: Status) -> None:
         """Show how far the comparison is."""
         self._status = status
-        if self._live and time.monotonic() - self._shown > 0.5:
-            self._shown = time.monotonic()
+        now = self._clock()
+        if self._live and now - self._shown > 0.5:
+            self._shown = now
             self._live.update(_panel(status))
+        elif not self._live and not self._quiet and status.running and now - self._shown >= SILENCE:
+            runs = [f"{run.name} ({_stage(run)})" for run, _ in status.running[:SHOWN_IN_LINE]]
+            others = len(status.running) - len(runs)
+            self.note(self._numbers() + "; ".join(runs) + (f" and {others} others" if others else ""))
 
     def _numbers(self) -> str:
         if self._live or self._status is None:
@@ -89,9 +103,15 @@ def _panel(status: Status) -> Group:
     parts += [f"{duration(status.left)} to the end"] if status.left is not None else []
     table = Table.grid(padding=(0, 2))
     for run, seconds in status.running[:MOST_SHOWN]:
-        step, steps = _steps(run), run.config.steps
-        table.add_row(Text(f"  {shorten(visible(run.name), 60, 1)}"), Text(f"step {step}/{steps}"), duration(seconds))
+        table.add_row(Text(f"  {shorten(visible(run.name), 60, 1)}"), Text(_stage(run)), duration(seconds))
     return Group(ProgressBar(max(status.total, 1), status.done), Text(", ".join(parts)), table)
+
+
+def _stage(run: PlannedRun) -> str:
+    """What a run is doing."""
+    if shared_start.is_measuring(run):
+        return "accuracy before training"
+    return f"step {_steps(run)}/{run.config.steps}"
 
 
 def _steps(run: PlannedRun) -> int:

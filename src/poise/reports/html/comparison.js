@@ -31,7 +31,7 @@ function forest() {
       svg("text", { class: "value", x: 214, y: y + 4, "text-anchor": "end" }, arm.name.length > 32 ? `${arm.name.slice(0, 31)}…` : arm.name),
       d.interval && svg("line", { x1: x(d.interval[0]), x2: x(d.interval[1]), y1: y, y2: y, stroke: shade(arm), "stroke-width": 2,
         "stroke-dasharray": d.method === "student" ? "4 3" : null }),
-      d.values.map((value) => svg("circle", { cx: x(value), cy: y, r: 1.6, fill: "var(--muted)", opacity: 0.6 })),
+      d.values.map((value) => svg("circle", { class: "seed", cx: x(value), cy: y + 9, r: 2.5, fill: "var(--muted)", opacity: 0.8 })),
       svg("circle", { cx: x(d.mean), cy: y, r: 4.5, fill: shade(arm) }),
       svg("text", { class: "value", x: 622, y: y + 4 }, `${signed(d.mean)}${range(d.interval, signed)}`));
   };
@@ -42,6 +42,15 @@ function forest() {
     known(comparison.detectable) && [comparison.detectable, -comparison.detectable].map((t) => upright(t, { class: "cross" })),
     shown.map(row),
     svg("text", { x: 400, y: bottom + 31, "text-anchor": "middle" }, `points against ${baseline.name}`));
+}
+
+// What the forest plot draws, and nothing else.
+function caption() {
+  const drawn = rivals.map((arm) => arm.difference).filter((d) => known(d.mean));
+  const intervals = drawn.filter((d) => d.interval);
+  return [`Points paired by seed: the mean (large)${intervals.length ? ", its interval," : ""} and every seed (small, below).`,
+    intervals.some((d) => d.method === "student") && "A dashed interval is Student's, where there are too few seeds for an exact one.",
+    known(comparison.detectable) && "The dashed uprights are the smallest difference that would be found."].filter(Boolean).join(" ");
 }
 
 // Mean curves over steps, tokens or seconds, with the interval of the mean at every evaluation.
@@ -136,8 +145,7 @@ document.title = visible(`poise: comparison with ${baseline.name}`);
 document.getElementById("main").replaceChildren(
   el("h2", {}, "Verdict"), el("ul", { class: "verdict" }, comparison.verdict.map((sentence) => el("li", {}, sentence))),
   el("h2", {}, "Differences"),
-  card(`Held-out accuracy against ${baseline.name}`, "Points paired by seed: the mean (large), every seed (small), and the interval. A dashed interval is Student's, "
-    + "where there are too few seeds for an exact one. The dashed uprights are the smallest difference that would be found.", forest()),
+  card(`Held-out accuracy against ${baseline.name}`, caption(), forest()),
   el("h2", {}, "Curves"),
   el("div", { class: "grid" }, ["steps", "tokens", "seconds"].map((by) => card(`Held-out accuracy over ${by}`, "in points; the band is the interval of the mean over seeds", bands(by)))),
   ...tables(), ...conditions());
