@@ -56,6 +56,11 @@ def test_a_missing_control_is_suggested():
     (pair,) = matched.compare(arms, "grpo")
     assert pair["control"] is None
     assert "add the arm grpo(passes=2)" in matched.sentences([pair], arms, "grpo")[0]
+    split = [GRPO, LOPTI, arm("random-split", 20, [0.6, 0.6, 0.6])]
+    assert matched.sentences(matched.compare(split, "grpo"), split, "grpo") == [
+        "Without the method, no arm takes as many optimizer steps as lopti and random-split: add the arm "
+        "grpo(passes=2) to tell the method from the steps."
+    ]
     other = arm("grpo(passes=2)", 20, [0.6, 0.6, 0.6], **{"objective.clip_high": "0.3"})
     assert matched.controls([GRPO, LOPTI, other], "grpo") == {"lopti": None}  # it differs in something else too
     tuned = [GRPO, arm("lopti", 20, [0.6] * 3, **{"optim.lr": 1e-4})]

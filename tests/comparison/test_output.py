@@ -25,7 +25,7 @@ def written(tmp_path_factory):
     del runs[5]
     arms = [made_arm("grpo", 0.0), made_arm("ar", 0.06), Arm(hostile.name, hostile.settings, runs)]
     document = analyse(arms, "grpo", range(10))
-    output.write(folder, document, arms, [("tuning", replace(arms[0], runs={10_000: made_run(10_000, 0.5)}))])
+    output.write(folder, document, arms, [("tuning", Arm("grpo", {"optim.lr": 5e-5}, {10_000: made_run(10_000, 0.5)}))])
     return folder, document
 
 
@@ -48,7 +48,7 @@ def test_the_tables(written):
     with (folder / "runs.csv").open(newline="") as file:
         runs = list(csv.DictReader(file))
     assert [run["part"] for run in runs] == ["compared"] * 29 + ["tuning"]
-    runs = runs[:29]
+    assert runs.pop()["settings.optim.lr"] == "5e-5"
     assert [run["state"] for run in runs].count("diverged") == 1
     assert runs[-1]["settings.steps"] == "100"  # beside the steps that the run has taken
 

@@ -30,8 +30,8 @@ def heading(plan: Plan) -> list[str]:
         done = sum(result_of(run.folder) is not None for run in runs)
         count = f"{len(runs)} runs, {done} of them done" if done else f"{len(runs)} runs more"
         lines.append(
-            f"each arm's learning rate is chosen among {rates} with seeds {_span(plan.tuning_seeds)} on other held-out "
-            f"problems: {count}"
+            f"each arm's learning rate is chosen among {rates} with seed{'s' * (len(plan.tuning_seeds) > 1)} "
+            f"{_span(plan.tuning_seeds)} on other held-out problems: {count}"
         )
     few = "" if evaluation.problems >= HELD_OUT else f", fewer than the {HELD_OUT:,} that a fair comparison needs"
     lines.append(f"{evaluation.problems:,} held-out problems × {evaluation.samples} samples, and greedily{few}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from poise._lib.files import dumps, replacing
 from poise.comparison.analysis import Document
+from poise.comparison.arms import shown_rate
 from poise.comparison.plots import picture
 from poise.comparison.results import Arm
 from poise.comparison.verdict import points, signed
@@ -116,8 +117,9 @@ def _arm_row(arm: Mapping[str, Any], baseline: str) -> Row:
 
 
 def _settings(settings: Mapping[str, Any]) -> Row:
-    """With a prefix, since a setting such as ``steps`` has the name of a result."""
-    return {f"settings.{key}": value for key, value in settings.items()}
+    """With a prefix, since a setting such as ``steps`` has the name of a result. A chosen rate is as it was typed."""
+    shown = {key: shown_rate(value) if isinstance(value, float) else value for key, value in settings.items()}
+    return {f"settings.{key}": value for key, value in shown.items()}
 
 
 def _run_rows(arm: Arm, part: str) -> list[Row]:
