@@ -249,7 +249,7 @@ def explained(task: Task, problem: Problem, what: str = "score()") -> Iterator[N
     """Errors of the task's own code become one that names the task, the problem, and the user's file and line."""
     try:
         yield
-    except RewardError:  # says it all already
+    except (RewardError, TaskError):  # says it all already
         raise
     except Exception as error:
         raised = f"raised {type(error).__name__}: {error}{place_of(error)}"
