@@ -46,6 +46,7 @@ def train(
         from poise._lib.files import expand
         from poise.runs.console import Console, visible
         from poise.runs.free import check_free
+        from poise.runs.lock import owned
 
     recipe, overrides = split_arguments(args or [])
     with explained():
@@ -56,7 +57,8 @@ def train(
             print(visible(settings) if resume else settings)  # a run folder's may be anybody's
             return
         if not resume:
-            check_free(expand(config.run))
+            with owned(expand(config.run), make=False):  # else it is in use
+                check_free(expand(config.run))
         with loading(quiet=quiet), cuda_starts(config.device), quick_imports():
             from poise import trainer
             from poise.training.results import show
