@@ -330,7 +330,16 @@ def test_regulators_of_rltr() -> None:
         for arm, runs in arms.items()
     }
     assert shown["grpo"] == shown["ar"]
-    assert f"{shown['grpo']} nats with `grpo` and `ar`, {shown['lopti']} with `lopti`" in text
+    surer = f"{shown['lopti']} with `lopti`, {shown['grpo(passes=2)']} with `grpo(passes=2)`"
+    assert f"{shown['grpo']} nats with `grpo` and `ar`, {surer}" in text
+    control = [
+        [100 * (plain["accuracy"] - mine["accuracy"]) for plain, mine in zip(curve, arms["lopti"][seed], strict=True)]
+        for seed, curve in arms["grpo(passes=2)"].items()
+    ]
+    early = [difference for differences in control for difference in differences[1:-1]]
+    assert f"by {min(early):.1f} to {max(early):.1f} points; after 30" in text
+    below, first, second = sorted(differences[-1] for differences in control)
+    assert f"with two seeds ({first:+.1f} and {second:+.1f}) and below with one ({below:+.1f})" in text
 
 
 def test_regulators_of_erl() -> None:
