@@ -9,7 +9,7 @@ import pytest
 
 from poise.models.tool_prompts import schemas_of
 from poise.rewards import TrainerState
-from poise.tasks import Attempt, RewardError, TaskError, judge_all
+from poise.tasks import Attempt, TaskError, judge_all
 from poise.tasks.environment import Environment, environment
 from poise.tasks.time_limit import HungError, Worker
 
@@ -328,5 +328,5 @@ def test_feedback_that_raises_or_hangs_costs_the_environment_and_not_the_episode
 
 def test_feedback_that_is_no_text_is_an_error_that_says_so():
     wrong = type("Wrong", (Counter,), {"feedback": lambda _: 3})
-    with pytest.raises(RewardError, match=r"Wrong\.feedback must return text, got 3"):
+    with pytest.raises(TaskError, match=r"^Wrong\.feedback must return text, got 3$"):
         play(Environment(wrong), ["Done."])
