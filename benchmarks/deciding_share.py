@@ -11,14 +11,13 @@ batches, with its standard error.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
-from signal_share import batches_of, trainer_of, words_of
+from signal_share import arguments, batches_of, trainer_of, words_of
 from torch import Tensor
 
 from poise import regulators
@@ -43,12 +42,7 @@ def summary(values: list[float], plain: list[float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("settings", nargs="*", help="key=value, as for poise train")
-    parser.add_argument("--batches", type=int, default=64)
-    options = parser.parse_intermixed_args()
+    options = arguments(__doc__).parse_intermixed_args()
     chosen = {name: regulators.parse(name) for name in METHODS}
     shares: dict[str, list[float]] = {name: [] for name in chosen}
     tokens = []

@@ -249,12 +249,18 @@ def show(found: dict[str, Any]) -> None:
         print(f"  best weights by {way}: gain {row['gain']:.2f} ({row['halves'][0]:.2f}, {row['halves'][1]:.2f})")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(text: str | None) -> argparse.ArgumentParser:
+    """What such a study is told: a model, a file, and settings."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
     parser.add_argument("settings", nargs="*", help="key=value, as for poise train")
     parser.add_argument("--batches", type=int, default=64)
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--methods", help="regulators, with ; between them")
     parser.add_argument("--methods-only", action="store_true", help="do not take gradients apart by kind of token")
     options = parser.parse_intermixed_args()

@@ -20,6 +20,7 @@ from statistics import mean
 from typing import Any
 
 from poise.comparison.statistics import student_interval
+from poise.runs.folder import RunFolder
 
 SIZES = {"grad_norm": "optim/grad_norm", "drift": "optim/drift"}
 Rows = dict[int, dict[str, float]]  # by seed
@@ -30,7 +31,7 @@ def run_of(folder: Path) -> dict[str, float] | None:
     summary = folder / "summary.json"
     if not summary.exists():
         return None
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = RunFolder.open(folder, resume=False).metrics()
     found = {name: mean(row[key] for row in metrics if key in row) for name, key in SIZES.items()}
     return found | {"accuracy": json.loads(summary.read_text())["after"]["accuracy"]}
 

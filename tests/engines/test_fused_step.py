@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from poise.engines.native.fused_step import _window, fused_step
+from poise.engines.native import engine
+from poise.engines.native.engine import NativeEngine
+from poise.engines.native.fused_step import FusedStep, _window, fused_step
 from poise.engines.native.turn import Turn
 from support.tiny_models import tiny
 
@@ -59,6 +61,22 @@ def test_a_model_that_was_moved_has_to_be_joined_again(step):
     policy.model.to(torch.float64)
     assert not before.usable
     assert step(policy).usable
+
+
+@pytest.mark.usefixtures("step")
+def test_a_step_that_has_passed_its_trial_is_not_tried_again(monkeypatch):
+    tried = []
+    monkeypatch.setattr(engine.graphs, "usable", lambda *_: True)
+    monkeypatch.setattr(engine, "_decodes", lambda *given: tried.append(given) or True)
+    policy = tiny("llama")
+    found = engine._tried_step(policy)
+    assert isinstance(found, FusedStep)
+    assert engine.supports(policy)
+    assert NativeEngine(policy).step is found
+    assert len(tried) == 1
+    policy.model.to(torch.float64)  # takes the weights apart
+    assert engine._tried_step(policy) is not found
+    assert len(tried) == 2
 
 
 def test_only_mistral_takes_its_window_from_the_configuration():

@@ -60,8 +60,8 @@ def blamed(kind: str, text: str, passing: tuple[type[Exception], ...] = ()) -> I
 
 def place_of(error: BaseException) -> str:
     """The end of a message: where in the user's own code an exception arose, if it did."""
-    torch = getattr(sys.modules.get("torch"), "__file__", None) or "<frozen"
-    libraries = (str(Path(__file__).parents[1]), str(Path(torch).parent), "<")
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    libraries = (str(Path(__file__).parents[1]), str(Path(torch).parent) if torch else "<", "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 

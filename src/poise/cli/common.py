@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from poise._lib.imports import quick_imports
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings.")]
 Trust = Annotated[
@@ -39,18 +42,21 @@ def home(path: Any) -> Any:
         fail(error)
 
 
-def _no_comparison(model: str) -> str:
+def check_no_comparison(folder: str | Path) -> None:
+    """Stop with a message if this is the folder of a comparison, where one of its runs is meant."""
+    page = os.path.join(folder, "comparison.html")
+    if os.path.isfile(page) and not os.path.exists(os.path.join(folder, "config.json")):
+        fail(f"{folder} is the folder of a comparison: open {page}, or name runs in it")
+
+
+def _model(name: str) -> str:
     """``home``; and the folder of a comparison is refused before anything is loaded."""
-    found = str(home(model))
-    page = os.path.join(found, "comparison.html")
-    if os.path.isfile(page) and not os.path.exists(os.path.join(found, "config.json")):
-        fail(f"{found} is the folder of a comparison: open {page}, or name a run in it")
+    found = str(home(name))
+    check_no_comparison(found)
     return found
 
 
-Model = Annotated[
-    str, typer.Argument(callback=_no_comparison, help="A hub id, a model folder, a run folder, or 'embedded'.")
-]
+Model = Annotated[str, typer.Argument(callback=_model, help="A hub id, a model folder, a run folder, or 'embedded'.")]
 
 
 @contextmanager
@@ -91,25 +97,22 @@ def _kinds_that_explain() -> tuple[type[Exception], ...]:
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """A function that shows progress: one changing line on a terminal, plain lines elsewhere."""
-    from rich.console import Console
-
     if not sys.stderr.isatty():
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
-    with Console(stderr=True, markup=False, highlight=False).status("starting") as status:
+    with _status("starting") as status:
         yield status.update
 
 
-@contextmanager
-def loading(*, quiet: bool = False) -> Iterator[None]:
+def loading(*, quiet: bool = False) -> AbstractContextManager[object]:
     """Say on a terminal that torch and transformers are being imported, which takes seconds; the line goes away."""
+    return nullcontext() if quiet or not sys.stderr.isatty() else _status("loading torch and transformers")
+
+
+def _status(text: str) -> Status:
     from rich.console import Console
 
-    if quiet or not sys.stderr.isatty():
-        yield
-        return
-    with Console(stderr=True, markup=False, highlight=False).status("loading torch and transformers"):
-        yield
+    return Console(stderr=True, markup=False, highlight=False).status(text)
 
 
 def check_folder_is_free(place: Path, remedy: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from poise.cli.common import explained, fail, home, progress
+from poise.cli.common import check_no_comparison, explained, fail, home, progress
 
 
 @contextmanager
@@ -54,8 +54,7 @@ def report(
         if x not in AXES:
             fail(unknown("--x", x, AXES))
         for run in map(Path, runs):
-            if (run / "comparison.html").is_file() and not (run / "config.json").exists():
-                fail(f"{run} is the folder of a comparison: open {run / 'comparison.html'}, or name runs in it")
+            check_no_comparison(run)
         if watch:
             server = serve(runs, port, x=x)
             print(f"http://127.0.0.1:{server.server_port}  (stop with Ctrl-C)", flush=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ SMALL_MODEL = 10_000_000  # parameters in the layers: below this, waking a secon
 TRIAL_CACHE = (16, 2, 3, 13)
 # What a model's code may raise when it does not take what the engine hands it.
 TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+_STEPS: WeakKeyDictionary[Policy, FusedStep] = WeakKeyDictionary()  # that have passed their trial
 
 
 class NativeEngine:
@@ -194,12 +197,16 @@ def supports(policy: Policy) -> bool:
 
 def _tried_step(policy: Policy) -> FusedStep | None:
     """The fused step of a model, if it decodes as the model does; else None."""
+    known = _STEPS.get(policy)
+    if known is not None and known.usable:
+        return known
     step = fused_step(policy) if graphs.usable(policy, layer_shapes(policy)) else None
     if step is None:
         return None
     failure = "its states are others"
     try:
         if _decodes(policy, step):
+            _STEPS[policy] = step
             return step
     except torch.OutOfMemoryError:
         raise

@@ -74,10 +74,10 @@ def _is_usual(layer: nn.Module) -> bool:
         return False
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
-    places = ((attention, name, Joined) for name in ("q_proj", "k_proj", "v_proj"))
-    more = ((mlp, "gate_proj", Joined), (mlp, "up_proj", Joined), (attention, "o_proj", nn.Linear))
-    every = (*places, *more, (mlp, "down_proj", nn.Linear))
-    return all(type(getattr(owner, name, None)) is kind for owner, name, kind in every)
+    joined = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    joined += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj")]
+    plain = getattr(attention, "o_proj", None), getattr(mlp, "down_proj", None)
+    return all(type(part) is Joined for part in joined) and all(type(part) is nn.Linear for part in plain)
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:

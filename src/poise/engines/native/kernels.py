@@ -92,7 +92,7 @@ def _attend_kernel(
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float | None,
-    window: int | None, turn: Turn = Turn(),  # noqa: B008 (a tuple)
+    window: int | None, turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
     """Store a new key and value (n, G, D) in each slot, and attend with the queries (n, H, D) to all of its keys.
 
@@ -100,7 +100,7 @@ def attend(
     becomes of queries and keys first.
     """
     rows, heads, width = query.shape
-    shared = keys.shape[2]
+    shared, turn = keys.shape[2], turn or Turn()
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
     none = used  # where a kernel without norm or rotation reads nothing

@@ -132,7 +132,7 @@ class SlotCache(KVCache):
             from poise.engines.native import kernels
 
             if kernels.suits(query, keys):
-                return kernels.attend(query, key, value, keys, values, self.used, scale, window, turn or Turn())
+                return kernels.attend(query, key, value, keys, values, self.used, scale, window, turn)
         if turn is not None:
             query, key = turn.query(query), turn.key(key)
         for store, new in ((keys, key), (values, value)):
