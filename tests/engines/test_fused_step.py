@@ -79,6 +79,26 @@ def test_a_step_that_has_passed_its_trial_is_not_tried_again(monkeypatch):
     assert len(tried) == 2
 
 
+@pytest.mark.usefixtures("step")
+@pytest.mark.parametrize("failure", [RuntimeError("no graph"), None])
+def test_a_step_that_has_failed_its_trial_is_warned_of_once(monkeypatch, failure):
+    def decodes(_, step=None):
+        tried.append(step)
+        if step is not None and failure:
+            raise failure
+        return step is None
+
+    tried = []
+    monkeypatch.setattr(engine.graphs, "usable", lambda *_: True)
+    monkeypatch.setattr(engine, "_decodes", decodes)
+    policy = tiny("llama")
+    with pytest.warns(UserWarning, match="no graph" if failure else "its states are others") as warned:
+        assert engine.supports(policy)
+        assert NativeEngine(policy).step is None
+    assert len(warned) == 1
+    assert [step is not None for step in tried] == [True, False]
+
+
 def test_only_mistral_takes_its_window_from_the_configuration():
     llama, mistral = tiny("llama"), tiny("mistral")
     llama.base.config.sliding_window = 5

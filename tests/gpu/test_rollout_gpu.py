@@ -169,17 +169,18 @@ def test_graphs_stay_when_other_numbers_of_responses_are_asked_for():
 
 
 def test_a_model_that_no_graph_can_hold_gets_the_other_engine():
+    assert supports(tiny("llama", "cuda", torch.bfloat16))
     policy = tiny("llama", "cuda", torch.bfloat16)
-    assert supports(policy)
     plain = policy.trunk.rotary_emb.forward
 
     def waits(x, position_ids):
         return plain(x, position_ids.clamp(max=int(position_ids.max())))
 
     policy.trunk.rotary_emb.forward = waits
-    assert not supports(policy)
+    with pytest.warns(UserWarning, match="the fused step failed"):
+        assert not supports(policy)
     notes = []
-    assert isinstance(choose(policy, "auto", note=notes.append), CachedEngine)
+    assert isinstance(choose(policy, "auto", note=notes.append), CachedEngine)  # which warns of the step no more
     assert len(notes) == 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ TRIAL_CACHE = (16, 2, 3, 13)
 TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 _STEPS: WeakKeyDictionary[Policy, FusedStep] = WeakKeyDictionary()  # that have passed their trial
+_WITHOUT_STEP: WeakSet[Policy] = WeakSet()  # whose step has failed it
 
 
 class NativeEngine:
@@ -200,7 +201,9 @@ def _tried_step(policy: Policy) -> FusedStep | None:
     known = _STEPS.get(policy)
     if known is not None and known.usable:
         return known
-    step = fused_step(policy) if graphs.usable(policy, layer_shapes(policy)) else None
+    if policy in _WITHOUT_STEP or not graphs.usable(policy, layer_shapes(policy)):
+        return None
+    step = fused_step(policy)
     if step is None:
         return None
     failure = "its states are others"
@@ -212,6 +215,7 @@ def _tried_step(policy: Policy) -> FusedStep | None:
         raise
     except Exception as error:  # Triton has errors of its own
         failure = first_line(error)
+    _WITHOUT_STEP.add(policy)
     name = type(policy.base).__name__
     warnings.warn(f"{name} decodes through its own code, more slowly: the fused step failed ({failure})", stacklevel=2)
     return None
