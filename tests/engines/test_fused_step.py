@@ -92,10 +92,9 @@ def test_a_step_that_has_failed_its_trial_is_warned_of_once(monkeypatch, failure
     monkeypatch.setattr(engine.graphs, "usable", lambda *_: True)
     monkeypatch.setattr(engine, "_decodes", decodes)
     policy = tiny("llama")
-    with pytest.warns(UserWarning, match="no graph" if failure else "its states are others") as warned:
+    with pytest.warns(UserWarning, match="no graph" if failure else "its states are others"):
         assert engine.supports(policy)
-        assert NativeEngine(policy).step is None
-    assert len(warned) == 1
+    assert NativeEngine(policy).step is None  # without another warning, which would be an error here
     assert [step is not None for step in tried] == [True, False]
 
 
