@@ -9,6 +9,8 @@ from poise.config.schema import load
 from poise.models import compilation, policy
 from poise.models.compilation import FUSED, Work, compiling_pays
 from poise.models.policy import load_policy
+from poise.runs.folder import RunFolder
+from poise.trainer import Trainer
 from support.pages import ROOT
 from support.tiny_models import tiny
 
@@ -80,11 +82,25 @@ def test_what_the_docs_say_of_models_and_steps():
         for size in ((30, 576), (28, 1536))
     )
     assert f"135M earns that back in {first} steps of 512 × 256 tokens, 1.5B in {second}" in PAGE
-    assert not compiling_pays(load_policy("embedded", device="cpu").model, load("demo", ["steps=10000"]).work)
+    assert not compiling_pays(load_policy("embedded", device="cpu").model, load("demo", ["steps=10000"]).work())
 
 
 def test_the_work_of_a_run():
     given = ["prompts=4", "group=8", "steps=10", "rollout.max_tokens=100"]
-    assert load("demo", given).work == (32_000, 1000)
-    assert load("demo", [*given, "budget=20000"]).work == (20_000, 625)
-    assert load("demo", [*given, "rollout.max_episode_tokens=200"]).work == (64_000, 2000)
+    assert load("demo", given).work() == (32_000, 1000)
+    assert load("demo", [*given, "budget=20000"]).work() == (20_000, 625)
+    assert load("demo", [*given, "rollout.max_episode_tokens=200"]).work() == (64_000, 2000)
+    assert load("demo", given).work(9, 20_000) == (3200, 100)
+    assert load("demo", [*given, "budget=20000"]).work(5, 19_990) == (32, 1)
+
+
+def test_a_resumed_run_counts_the_steps_that_are_left(monkeypatch, tmp_path):
+    small = ["steps=100", "prompts=2", "group=2", "rollout.max_tokens=50", "device=cpu", f"run={tmp_path / 'run'}"]
+    config = load("demo", [*small, "algorithm=rltr"])  # its second model decodes, and is not trained
+    folder = RunFolder.create(config.run, config.model_dump(mode="json"))
+    work = []
+    monkeypatch.setattr(policy, "compiling_pays", lambda _, given: work.append(given))
+    Trainer(config, folder)
+    folder.save_checkpoint(95, lambda _: None)
+    Trainer(config, folder)
+    assert work == [(20_000, 5000), (0, 5000), (1000, 250), (0, 250)]

@@ -90,7 +90,7 @@ class Config(Group):
     stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None  # stop once held-out accuracy reaches this
     device: str = "auto"  # auto (CUDA if there is one), cpu, cuda or cuda:1
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computation; the optimizer keeps float32 weights
-    compile: bool | None = None  # torch.compile for the update; null: on CUDA, if a run this long gains time by it
+    compile: bool | None = None  # torch.compile for the update; null: on CUDA, if the steps left gain time by it
     tracking: tuple[str, ...] = ()  # tensorboard, wandb, trackio: where metrics are sent
     remote_code: bool = False  # let the model's repository run its own Python
 
@@ -102,15 +102,14 @@ class Config(Group):
         except OSError as error:
             raise ValueError(str(error)) from None
 
-    @property
-    def work(self) -> Work:
-        """What the run will do if every response is as long as it may be."""
+    def work(self, steps: int = 0, tokens: int = 0) -> Work:
+        """What is left of the run after so many steps and sampled tokens, if responses are as long as they may be."""
         from poise.models.compilation import Work
 
         responses = self.prompts * self.group
-        draws = self.steps * max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
+        draws = (self.steps - steps) * max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
         if self.budget is not None:
-            draws = min(draws, -(-self.budget // responses))
+            draws = min(draws, -((tokens - self.budget) // responses))
         return Work(draws * responses, draws)
 
     @property

@@ -30,7 +30,7 @@ def can_compile(device: torch.device) -> bool:
 
 
 class Work(NamedTuple):
-    """What a run will do if every response is as long as it may be."""
+    """What a run has left to do if every response is as long as it may be."""
 
     tokens: int  # of responses, to train on
     draws: int  # decoding steps, each of which draws a token of many responses

@@ -290,6 +290,11 @@ class RunFolder:
         """The steps that have a checkpoint, oldest first."""
         return _steps(self._checkpoints, "")
 
+    def progress(self) -> tuple[int, int]:
+        """The step of the newest checkpoint, 0 if there is none, and the tokens sampled until then."""
+        step = max(self.checkpoints(), default=0)
+        return step, max((line.get("tokens/total") or 0 for line in self.metrics() if line["step"] <= step), default=0)
+
     def rewind(self, step: int, *, say: Callable[[str], None] = complain) -> None:
         """Remove everything after ``step``, so that a run resumed there ends as if it was never interrupted.
 

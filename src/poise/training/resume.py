@@ -51,7 +51,8 @@ def run_folder(config: Config, *, resume: bool) -> Iterator[RunFolder]:
 def open_to_resume(config: Config) -> RunFolder:
     """Open the run's folder, and refuse a config that changes more than it may (``CHANGEABLE``)."""
     folder = RunFolder.open(config.run, keep=config.keep_checkpoints)
-    saved, done = folder.config, max(folder.checkpoints(), default=0)
+    saved = folder.config
+    done, tokens = folder.progress()
     requested = config.model_dump(mode="json")
     updated = {**saved, **{key: requested[key] for key in CHANGEABLE}}
     for key, before, now in differences(updated, requested):
@@ -64,7 +65,6 @@ def open_to_resume(config: Config) -> RunFolder:
             f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
             "raise steps to go on, or begin a shorter run in another run=DIR"
         )
-    tokens = max((line.get("tokens/total") or 0 for line in folder.metrics() if line["step"] <= done), default=0)
     if config.budget is not None and config.budget != saved.get("budget") and config.budget < tokens:
         raise TrainError(
             f"budget={config.budget}: the run in {folder.path} has sampled {tokens} tokens already, and nothing was "
