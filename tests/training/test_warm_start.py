@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from poise import tasks
 from poise.algorithms.sampler import Sampler
 from poise.engines.native.engine import NativeEngine
+from poise.models import compilation
 from poise.models.policy import Policy, load_policy
 from poise.models.prompts import plain
 from poise.training import warm_start
@@ -219,6 +220,25 @@ class Mute:
 
     def score(self, problem: tasks.Problem, text: str) -> tasks.Score:  # noqa: ARG002
         return tasks.Score(0.0, False)
+
+
+def test_layers_are_compiled_if_the_work_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Warmstart("kk", {"people": 2}, **{**SMALL, "steps": 100})
+    assert small.work == (100 * 6 * 256, 0)
+    assert replace(small, stop_at=0.5).work == (100 * 6 * 256, 2 * 256)
+    compiled: list[object] = []
+    monkeypatch.setattr(compilation, "can_compile", lambda _: True)
+    monkeypatch.setattr("poise.models.policy.compile_layers", compiled.append)
+    train(replace(small, steps=1), tmp_path / "new", device="cpu")
+    started = Warmstart("kk", {"people": 2}, model=str(tmp_path / "new"), steps=1, batch=2)
+    train(started, tmp_path / "other", device="cpu")
+    assert not compiled
+    monkeypatch.setattr(compilation, "COST", 0.0)
+    trained = [
+        train(replace(small, steps=1), tmp_path / "new-2", device="cpu"),
+        train(started, tmp_path / "other-2", device="cpu"),
+    ]
+    assert compiled == [policy.trunk for policy in trained]
 
 
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
