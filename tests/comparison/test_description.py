@@ -79,3 +79,19 @@ def test_a_rate_at_the_end_of_the_range_is_pointed_out():
     assert "another one may be better" in told(4e-4)
     assert told(1e-4, first=0.5).endswith("; all rates did equally well, so this says nothing")
     assert told(None) == "ar: no learning rate is chosen yet"
+
+
+@pytest.mark.parametrize(
+    ("other", "diverged", "close"),
+    [
+        ([0.69, 0.695], 0, False),  # 0.5 points behind with each seed
+        ([0.67, 0.72], 0, True),  # behind with one seed, ahead with the other
+        ([0.67, 0.72], 1, False),  # it would not be chosen, however good
+        ([0.70], 0, False),  # one seed has no spread
+    ],
+)
+def test_a_rate_that_may_be_as_good_is_pointed_out(other, diverged, close):
+    chosen = {"rate": 1e-4, "mean": 0.705, "scores": [0.695, 0.70][: len(other)], "diverged": 0}
+    rates = [chosen, {"rate": 2e-4, "mean": 0.7, "scores": other, "diverged": diverged}]
+    (line,) = description.tuned([{"arm": "ar", "chosen": 1e-4, "rates": rates}])
+    assert line.endswith("; 2e-4 may be as good, within a standard error: more tuning seeds would tell") == close

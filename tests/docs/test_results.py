@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from itertools import pairwise
 from statistics import fmean, median
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -195,12 +197,13 @@ def rates(found: list[dict[str, Any]]) -> dict[str, str]:
     return {arm["name"]: f"{arm['settings']['optim.lr']:.1e}".replace(".0e", "e").replace("e-0", "e-") for arm in found}
 
 
-@pytest.mark.parametrize("regime", ["steps4-w1", "frozenlake"])
+@pytest.mark.parametrize("regime", ["steps4-w1", "main-w05", "main-w0", "frozenlake", "smollm2-sums"])
 def test_a_regime(regime: str) -> None:
     text, arms = words_of("comparison"), figures(regime)["arms"]
     for arm in arms:
         difference, scores, cost = arm["difference"], arm["scores"], arm["cost"]
-        cells = [f"`{arm['name']}`", rates(arms)[arm["name"]], f"{100 * arm['accuracy']:.1f}"]
+        seeds = [str(len(arm["seeds"]))] if regime == "smollm2-sums" else []  # where arms have not all of them
+        cells = [f"`{arm['name']}`", rates(arms)[arm["name"]], *seeds, f"{100 * arm['accuracy']:.1f}"]
         cells += [against(difference), f"{difference['p_adjusted']:.2g}"] if difference else ["", ""]
         cells += [f"{100 * scores[name]['mean']:.1f}" for name in ("pass@4", "greedy")]
         cells += [f"{cost['optimizer_steps']:.0f}", f"{cost['flop']:.1e}".replace("e+", "e")]
@@ -261,26 +264,58 @@ def test_update_sizes() -> None:
     assert compared == 9
 
 
-def test_pretrained_model() -> None:
-    text, arms = words_of("comparison"), figures("smollm2-sums")["arms"]
-    for arm in arms:
-        cells = [f"`{arm['name']}`", rates(arms)[arm["name"]], str(len(arm["seeds"])), f"{100 * arm['accuracy']:.1f}"]
-        cells += [against(arm["difference"]) if arm["difference"] else ""]
-        assert row([*cells, f"{100 * arm['scores']['greedy']['mean']:.1f}"]) in text
+@pytest.fixture
+def regimes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("regimes")
 
 
-def test_regimes() -> None:
+def test_regimes(regimes: ModuleType) -> None:
     """The table of all regimes; its first row is as printed (see the page)."""
     text = words_of("comparison")
     for name, words in (
-        ("steps4-w1", "the same, four steps a batch | 10"), ("frozenlake", "FrozenLake, one step a batch | 8"),
-        ("smollm2-sums", "5–6 of 8"),
+        ("steps4-w1", "the same, four steps a batch | 10"), ("main-w05", "`wording` ½ | 10"),
+        ("main-w0", "`wording` 0 | 10"), ("frozenlake", "FrozenLake | 8"), ("smollm2-sums", "SmolLM2 on sums | 7–8"),
     ):  # fmt: skip
         base, *others = figures(name)["arms"]
         ends = f"{100 * base['before']:.1f} → {100 * base['accuracy']:.1f}"
         cells = [ends, *(against(arm["difference"]) for arm in others)]
         cells += ["not run"] if name == "frozenlake" else []
         assert f"{words} {row(cells)}" in text
+    found = [regimes.together(regimes.differences(*pair)) for pair in regimes.PAIRS]
+    means = [against({"mean": each["mean"] / 100, "interval": np.array(each["interval"]) / 100}) for each in found]
+    assert row(["**mean over regimes**", "", "", *means[:-1]]) in text
+    last, first = found[-1], found[0]
+    low, high = (points(end / 100) for end in last["interval"])
+    below = f"{-last['mean']:.1f} points below two plain ones ([{low}, {high}], p = {last['p']:.2g})"
+    assert below in text
+    low, high = (points(end / 100) for end in first["interval"])
+    assert f"end {first['mean']:.1f} points above GRPO ([{low}, {high}], p = {first['p']:.2g})" in text
+    recipes = {"ar": 2, "lopti": 1, "tr-grpo": 3, "nthr": 4}
+    for name, place in recipes.items():
+        words = " ".join((ROOT / f"recipes/{name}.yaml").read_text().replace("#", " ").split())
+        mean, ends = means[place].split(" ", 1)
+        assert f"{mean} points {ends} against GRPO" in words
+
+
+def test_a_mean_over_regimes(regimes: ModuleType) -> None:
+    """Each regime counts once, whatever its number of seeds."""
+    found = regimes.together({"a": np.array([1.0, 2.0, 3.0]), "b": np.array([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0])})
+    assert found["mean"] == pytest.approx(1.0)
+    variances = [1.0 / 3, 0.4 / 6]
+    assert found["error"] == pytest.approx(sum(variances) ** 0.5 / 2)
+    assert sum(found["interval"]) == pytest.approx(2.0)
+
+
+def test_effective_rates() -> None:
+    text = words_of("comparison")
+    runs = [figures(f"effective-{name}") for name in ("w0", "w05", "smollm2")]
+    for arm in ("grpo(passes=2)", "lopti", "ar", "tr-grpo", "nthr"):
+        cells = [f"`{arm}`"]
+        for found in runs:
+            (measured,) = (each for each in found["rows"] if each["arm"] == arm and each["rate"] == min(found["rates"]))
+            cells.append(f"{measured['factor']:.2f} ({', '.join(f'{value:.2f}' for value in measured['by_seed'])})")
+        assert row(cells) in text
 
 
 def regulated(name: str) -> dict[str, dict[str, list[dict[str, Any]]]]:

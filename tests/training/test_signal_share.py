@@ -108,3 +108,33 @@ def test_the_share_of_the_gradient_on_deciding_words() -> None:
     assert deciding_share.share(batch, phases, decides) == pytest.approx((2 * 0.5 + 0.25) / size)
     half = Phase.of(batch, torch.where(decides, 0.5, 1.0))
     assert deciding_share.share(batch, [half], decides) == pytest.approx(0.625 / (size - 0.625))
+
+
+@pytest.mark.usefixtures("study")
+def test_the_rate_that_a_score_is_worth() -> None:
+    import effective_rate
+
+    rates, scores = [1e-5, 2e-5, 4e-5], [0.1, 0.3, 0.4]
+    found = [effective_rate.rate_at(rates, scores, score) for score in (0.0, 0.1, 0.2, 0.3, 0.35, 0.4, 0.5)]
+    half = 2**0.5
+    assert found == pytest.approx([1e-5 / half, 1e-5, 1e-5 * half, 2e-5, 2e-5 * half, 4e-5, 8e-5])
+    falls = [effective_rate.rate_at(rates, [-score for score in scores], -score) for score in (0.0, 0.2, 0.5)]
+    assert falls == pytest.approx([found[0], found[2], found[6]])  # entropy, say
+
+
+@pytest.mark.usefixtures("study")
+def test_two_phases_that_share_no_noise_are_worth_the_root_of_two() -> None:
+    import effective_rate
+
+    generator = torch.Generator().manual_seed(0)
+    low, high = (size * torch.randn(400, 500, generator=generator) + 0.2 for size in (3.0, 1.0))
+    whole = low + high
+
+    def factor(*phases: torch.Tensor) -> float:
+        return float(effective_rate.factor_of(phases, whole)["factor"])
+
+    assert factor(whole) == pytest.approx(1.0)
+    assert factor(0.1 * whole) == pytest.approx(1.0)  # Adam divides it away
+    assert factor(whole, whole) == pytest.approx(2.0)
+    assert factor(low, high) == pytest.approx(2**0.5, rel=0.02)
+    assert factor(0.5 * whole, 0.5 * whole) == pytest.approx(2.0)  # halves that are alike

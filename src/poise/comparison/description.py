@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, isfinite
+from statistics import fmean, stdev
 from typing import Any
 
 from poise.comparison.arms import shown_rate
@@ -97,9 +98,20 @@ def tuned(report: Sequence[dict[str, Any]]) -> list[str]:
         edge = arm["chosen"] in (arm["rates"][0]["rate"], arm["rates"][-1]["rate"]) and len(arm["rates"]) > 2
         equal = len({rate["mean"] for rate in arm["rates"]}) == 1
         hint = "; it is at the end of the rates, so another one may be better" if edge else ""
+        if close := [shown_rate(rate["rate"]) for rate in arm["rates"] if _close(arm, rate)]:
+            hint += f"; {' and '.join(close)} may be as good, within a standard error: more tuning seeds would tell"
         hint = "; all rates did equally well, so this says nothing" if equal else hint
         lines.append(f"{arm['arm']}: learning rate {shown_rate(arm['chosen'])} (points by rate: {scores}){hint}")
     return lines
+
+
+def _close(arm: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a rate that was not chosen is behind by less than the standard error of that difference."""
+    (chosen,) = (rate for rate in arm["rates"] if rate["rate"] == arm["chosen"])
+    if other is chosen or len(chosen["scores"]) < 2 or other["diverged"] > chosen["diverged"]:
+        return False
+    ahead = [own - its for own, its in zip(chosen["scores"], other["scores"], strict=True)]
+    return bool(fmean(ahead) < stdev(ahead) / len(ahead) ** 0.5)
 
 
 def _span(seeds: Sequence[int]) -> str:

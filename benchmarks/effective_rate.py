@@ -1,0 +1,135 @@
+"""Which learning rate of plain GRPO is a method worth? From finished runs, and from gradients before any run.
+
+    python benchmarks/effective_rate.py runs runs/main/kk-w0 effective.json
+    python benchmarks/effective_rate.py gradients runs/models/kk-w0 steps.json task.people=3 rollout.max_tokens=192
+
+``runs`` reads a comparison with several learning rates: the seeds that every arm has at every rate, which are those for
+tuning. An arm's mean accuracy while it trains, over the first half of the batches, is laid between GRPO's at its rates
+(straight lines over the logarithm of the rate, the outer ones prolonged): ``factor`` is the rate at which GRPO would
+have it, divided by the arm's own; ``by_seed`` has it for every seed alone. Beyond GRPO's rates it is a guess.
+
+``gradients`` predicts it at fixed weights. Adam divides by v, the mean square of past gradients, and its momentum
+averages the gradients themselves. So in one batch a method with phases r₁, r₂, … moves along Σ r / √v, where v is the
+mean of r² over phases and batches, and GRPO along g / √v with v the mean of g². ``factor`` is the first one's inner
+product with GRPO's mean gradient divided by the second one's, between different batches; ``error`` is a jackknife's.
+Two plain passes have 2. Two phases whose gradients add up to g and have nothing to do with each other have √2, however
+large each is. A weight that is the same for all tokens has 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from signal_share import Gradients, arguments, batches_of, between, jackknife, left_out, trainer_of
+from torch import Tensor
+
+from poise import regulators
+from poise.runs.folder import RunFolder
+
+METHODS = ("grpo", "lopti", "random-split", "ar", "tr-grpo", "nthr")
+Curves = dict[tuple[str, float], dict[int, list[float]]]  # by arm and rate, then by seed
+
+
+def curves_of(comparison: Path) -> Curves:
+    """Accuracy on the problems of every batch, before it was trained on, of all finished runs."""
+    found: Curves = {}
+    for folder in sorted(comparison.glob("arms/*/seed-*")):
+        if (folder / "summary.json").exists():
+            config = json.loads((folder / "config.json").read_text())
+            rows = RunFolder.open(folder, resume=False).metrics()
+            accuracy = [row["reward/accuracy"] for row in rows if "reward/accuracy" in row]
+            found.setdefault((config["regulator"], config["optim"]["lr"]), {})[config["seed"]] = accuracy
+    return found
+
+
+def rate_at(rates: Sequence[float], scores: Sequence[float], score: float) -> float:
+    """The rate at which a line through points (log rate, score) has the score; the outer pieces go on."""
+    x = [math.log(rate) for rate in rates]
+    beyond = [(score - after) * (after - before) <= 0 for before, after in pairwise(scores)]  # it comes no later
+    piece = next((i for i, found in enumerate(beyond) if found), len(x) - 2)
+    slope = (scores[piece + 1] - scores[piece]) / (x[piece + 1] - x[piece])
+    return math.exp(x[piece] + (score - scores[piece]) / slope)
+
+
+def from_runs(curves: Curves, baseline: str) -> dict[str, Any]:
+    """The factor of each arm at each of its rates."""
+    rates = sorted(rate for arm, rate in curves if arm == baseline)
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in curves.values())))
+    batches = min(len(curve) for by_seed in curves.values() for curve in by_seed.values()) // 2
+    score = {key: {seed: mean(by_seed[seed][:batches]) for seed in seeds} for key, by_seed in curves.items()}
+
+    def factor(arm: str, rate: float, chosen: Sequence[int]) -> float:
+        plain = [mean(score[baseline, each][seed] for seed in chosen) for each in rates]
+        return rate_at(rates, plain, mean(score[arm, rate][seed] for seed in chosen)) / rate
+
+    rows = [
+        {
+            "arm": arm, "rate": rate, "score": mean(score[arm, rate].values()), "factor": factor(arm, rate, seeds),
+            "by_seed": [factor(arm, rate, [seed]) for seed in seeds],
+        }
+        for arm, rate in sorted(curves)
+    ]  # fmt: skip
+    return {"seeds": seeds, "batches": batches, "rates": rates, "rows": rows}
+
+
+def adam_steps(phases: Sequence[Tensor]) -> Tensor:
+    """(M, P): what Adam makes of every batch's phases (each (M, P)), once its averages have settled."""
+    square = sum((phase.square().mean(0) for phase in phases), torch.zeros(())) / len(phases)
+    return sum(phases, torch.zeros(())) / (square.sqrt() + 1e-12)
+
+
+def factor_of(phases: Sequence[Tensor], plain: Tensor) -> dict[str, float]:
+    """How far a method steps along GRPO's mean gradient, divided by how far GRPO does."""
+    own, base = adam_steps(phases), adam_steps([plain])
+    error = jackknife(left_out(own, plain) / left_out(base, plain))
+    return {"factor": between(own, plain) / between(base, plain), "error": error}
+
+
+def from_gradients(options: argparse.Namespace) -> dict[str, Any]:
+    """The predicted factor of each method, with the model as it is."""
+    with trainer_of(options.model, options.settings) as trainer:
+        gradients, names = Gradients(trainer), dict[str, list[str]]()
+        for number, (rollouts, batch) in enumerate(batches_of(trainer, options.batches), 1):
+            for method in METHODS:
+                phases = regulators.parse(method)(batch)
+                names[method] = [f"{method} {phase.name}" for phase in phases]
+                for name, phase in zip(names[method], phases, strict=True):
+                    gradients.add(name, rollouts, batch, [phase])
+            print(f"{number} of {options.batches} batches", end="\r", flush=True)
+        (plain,) = (gradients.rows(name) for name in names["grpo"])
+        found = {method: factor_of([gradients.rows(name) for name in names[method]], plain) for method in METHODS}
+    command = {"model": options.model, "settings": options.settings, "batches": options.batches}
+    return {"command": command, "methods": found}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["gradients"]:
+        options = arguments(__doc__).parse_intermixed_args(sys.argv[2:])
+        found = from_gradients(options)
+        for method, row in found["methods"].items():
+            print(f"{method:16} {row['factor']:5.2f} ± {row['error']:.2f}")
+    else:
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("what", choices=["runs", "gradients"])
+        parser.add_argument("comparison", type=Path)
+        parser.add_argument("out", type=Path)
+        parser.add_argument("--baseline", default="grpo")
+        options = parser.parse_args()
+        found = from_runs(curves_of(options.comparison), options.baseline)
+        for row in found["rows"]:
+            seeds = ", ".join(f"{value:.2f}" for value in row["by_seed"])
+            print(f"{row['arm']:16} {row['rate']:8.1e} {row['score']:.4f}  {row['factor']:5.2f} ({seeds})")
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
