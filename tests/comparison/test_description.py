@@ -49,8 +49,10 @@ def test_what_fits_into_a_budget(tmp_path):
     )
     assert (
         "4 runs beside the 1 that are done, 2 of 3"
-        in description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 1)[1]
+        in description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 1, 1000.0)[1]
     )
+    former = description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 1, 2000.0)  # one more, at a former rate
+    assert "3 runs beside the 1 that are done, 2 of 3" in former[1]
     assert "5 runs, 2 of 3 seeds" in description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 0)[1]
     assert "too few to compare anything" in description.cost(make(tmp_path, "tokens=2500"), forecast, 2, 0)[1]
 

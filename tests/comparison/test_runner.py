@@ -261,6 +261,26 @@ def test_a_budget_of_tokens_ends_with_whole_seeds(tmp_path):
     assert len(carry_out(make(tmp_path, "seeds=5", "tokens=1000"), jobs=1)[1]) == 4
 
 
+def test_a_budget_of_tokens_counts_all_runs_in_the_folder(tmp_path):
+    def behave(run):
+        finish(run, {1e-4: 0.4, 2e-4: 0.3, 4e-4: 0.9}[run.variant.rate])
+        return 0
+
+    def plan(tokens):
+        return make(tmp_path, "optim.lr=1e-4,2e-4,4e-4", "tune=1", "seeds=2", f"tokens={tokens}")
+
+    carry_out(make(tmp_path, "optim.lr=1e-4,2e-4", "tune=1", "seeds=2"), behave)  # 4 runs to tune and 4 to compare
+    grpo = plan(1).arms[0]
+    for variant in grpo.variants[1:]:  # stopped after the first of two steps, one at a rate that will not be chosen
+        run = plan(1).run(grpo, variant, 1)
+        RunFolder.create(run.folder, run.config.model_dump(mode="json")).log(1, {"tokens/sampled": 50.0})
+    runner, started = carry_out(plan(1449), behave, jobs=1)  # 2 runs more to tune, and 2 for each seed
+    assert len(started) == 4
+    assert runner.tokens() == 12 * 100 + 2 * 50
+    assert runner.spent
+    assert len(carry_out(plan(1450), behave, jobs=1)[1]) == 2
+
+
 def test_a_budget_of_time_is_kept_by_forecast(tmp_path):
     now = [0.0]
 

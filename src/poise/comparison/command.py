@@ -70,9 +70,10 @@ def _foretell(plan: Plan) -> None:
     print("measuring two steps of a run …", flush=True)
     jobs = _side_by_side(plan)[0]
     with closing(Nursery(plan.limits.threads)) as nursery:
-        done = Runner(plan, nursery, Progress(quiet=True), jobs).status().done
+        runner = Runner(plan, nursery, Progress(quiet=True), jobs)
+        done, spent = runner.status().done, runner.tokens()
         forecast = trial.measure(plan.baseline.variants[0].config, nursery)
-    for line in description.cost(plan, Forecast(forecast), jobs, done):
+    for line in description.cost(plan, Forecast(forecast), jobs, done, spent):
         print(visible(line))
     for line in description.power(plan):
         print(line)
@@ -82,8 +83,8 @@ def _announce_budget(plan: Plan, runner: Runner, stopper: Stopper) -> None:
     """Say how many runs fit, before the first begins."""
     config = plan.baseline.variants[0].config
     runner.forecast.trial = trial.measure(config, runner.processes, lambda: stopper.requested)
-    done = runner.status().done
-    for line in description.cost(plan, runner.forecast, runner.jobs, done):
+    done, spent = runner.status().done, runner.tokens()
+    for line in description.cost(plan, runner.forecast, runner.jobs, done, spent):
         runner.view.note(line)
 
 

@@ -39,8 +39,11 @@ def heading(plan: Plan) -> list[str]:
     return lines
 
 
-def cost(plan: Plan, forecast: Forecast, jobs: int, done: int) -> list[str]:
-    """Runs, tokens and time, and how many seeds fit into the budget."""
+def cost(plan: Plan, forecast: Forecast, jobs: int, done: int, spent: float = 0.0) -> list[str]:
+    """Runs, tokens and time, and how many seeds fit into the budget.
+
+    ``done`` runs of the plan have results; ``spent`` tokens were sampled by all runs in the folder.
+    """
     seconds, tokens = forecast.seconds or 0.0, forecast.tokens or 0.0
     left = plan.size - done
     time = left * seconds / jobs if left >= jobs else seconds * (left > 0)
@@ -52,15 +55,15 @@ def cost(plan: Plan, forecast: Forecast, jobs: int, done: int) -> list[str]:
     if any(not key.startswith(AS_DEAR) for arm in plan.arms for key in arm.settings):
         lines.append(f"measured for {plan.baseline.name}; others may sample more and take longer")
     if budget := plan.limits.budget():
-        lines.append(f"the budget {budget} {_room(plan, seconds, tokens, jobs, done)}")
+        lines.append(f"the budget {budget} {_room(plan, seconds, tokens, jobs, done, spent)}")
     return lines
 
 
-def _room(plan: Plan, seconds: float, tokens: float, jobs: int, done: int) -> str:
+def _room(plan: Plan, seconds: float, tokens: float, jobs: int, done: int, spent: float) -> str:
     """How much of the plan fits into its budget."""
     limits = plan.limits
     by_time = limits.hours * 3600 * jobs / seconds if seconds else inf
-    by_tokens = limits.tokens / tokens - done if tokens else inf
+    by_tokens = (limits.tokens - spent) / tokens if tokens else inf
     fits = max(0.0, min(by_time, by_tokens))
     if fits >= plan.size - done:
         return "has room for all of them"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -96,6 +96,11 @@ class Runner:
             self._results[folder] = result_of(folder)
         return self._results[folder]
 
+    def tokens(self, apart: Collection[Path] = ()) -> float:
+        """Sampled by all runs in the comparison's folder, finished or not, at any rate; without those in ``apart``."""
+        folders = (path.parent for path in self.plan.folder.glob("arms/*/seed-*/config.json"))
+        return sum((self.result(each) or RunResult.read(each)).cost.tokens for each in folders if each not in apart)
+
     def chosen(self, arm: PlannedArm) -> Variant | None:
         """The variant of an arm that is compared; None while it is tuned."""
         return tuning.choose(self.plan, arm, self.result)
@@ -148,7 +153,7 @@ class Runner:
             if not runs:
                 continue
             begun = len(runs) < len(ready)  # then all its arms are trained, if there is time
-            if not begun and not self._fits(len(self.plan.arms)):
+            if not begun and not self._fits(runs):
                 self._stop_at_budget()
                 return None
             return self._first_ready(runs)
@@ -215,17 +220,19 @@ class Runner:
 
     # Budget and time
 
-    def _fits(self, runs: int) -> bool:
-        """Whether the budget still has room for so many more runs."""
+    def _fits(self, runs: Sequence[PlannedRun]) -> bool:
+        """Whether the budget still has room for these runs."""
         limits, forecast = self.plan.limits, self.forecast
         if forecast.seconds is not None:
             elapsed = self.clock() - self._begin
-            work = self._left_of_running() + runs * forecast.seconds
+            work = self._left_of_running() + len(runs) * forecast.seconds
             if elapsed + max(work / self.jobs, forecast.seconds) > limits.hours * 3600:
                 return False
-        spent = [result.cost.tokens for result in self._results.values() if result]
-        each = fmean(spent) if spent else forecast.tokens
-        return each is None or sum(spent) + (len(self._running) + runs) * each <= limits.tokens
+        ahead = {run.folder for run in (*runs, *(each.run for each in self._running.values()))}
+        spent = self.tokens(apart=ahead)
+        whole = [result.cost.tokens for result in self._results.values() if result]
+        each = fmean(whole) if whole else forecast.tokens
+        return each is None or spent + len(ahead) * each <= limits.tokens
 
     def _stop_at_budget(self) -> None:
         self.spent = True
