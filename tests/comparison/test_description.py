@@ -2,10 +2,13 @@
 
 import pytest
 
+from poise import regulators
 from poise.comparison import description
 from poise.comparison.arms import shown_rate
-from poise.comparison.forecast import Forecast
-from poise.comparison.trial import whole
+from poise.comparison.forecast import Forecast, update_lengths
+from poise.comparison.processes import Ended
+from poise.comparison.trial import measure, whole
+from poise.runs.folder import RunFolder
 from support.comparisons import finish, make
 
 
@@ -30,12 +33,14 @@ def test_a_rate_is_shown_as_it_is_typed(rate, text):
 
 def test_the_cost_of_a_run_from_two_steps(tmp_path):
     config = make(tmp_path, "steps=10", "evaluation.problems=8", "evaluation.every=4").arms[0].variants[0].config
-    seconds, tokens = whole(config, {"time/step": 3.0, "time/rollout": 2.0, "tokens/sampled": 50.0}, start=5.0)
+    step = {"time/step": 3.0, "time/rollout": 2.0, "time/update": 0.5, "tokens/sampled": 50.0}
+    seconds, tokens = whole(config, step, start=5.0)
     # Four evaluations (before, after, steps 4 and 8) of 8 × 2 responses; a step has 4.
     assert seconds == 5 + 10 * 3 + 4 * 4 * 2
     assert tokens == 500
     shorter = config.model_copy(update={"budget": 120})  # reached in the third step
-    assert whole(shorter, {"time/step": 3.0, "time/rollout": 2.0, "tokens/sampled": 50.0}, 5.0) == (5 + 9 + 16, 150)
+    assert whole(shorter, step, 5.0) == (5 + 9 + 16, 150)
+    assert whole(shorter, step, 5.0, update=3.0) == (5 + 9 + 3 * 2 * 0.5 + 16, 150)
 
 
 def test_what_fits_into_a_budget(tmp_path):
@@ -61,6 +66,39 @@ def test_a_forecast_says_which_arm_it_measured(tmp_path):
     plan = make(tmp_path, "algorithm=grpo; erl", regulator="grpo")
     lines = description.cost(plan, Forecast((60.0, 1000.0)), 2, 0)
     assert lines[1] == "measured for algorithm=grpo; others may sample more and take longer"
+
+
+def test_a_forecast_multiplies_updates_by_phases(tmp_path, monkeypatch):
+    plan = make(tmp_path, regulator="grpo; grpo(passes=2); ar; nthr; lopti; ar | lopti; grpo(passes=3)")
+    lengths = update_lengths(plan)
+    assert list(lengths.values()) == [1, 2, 1, 1, 2, 2, 3]
+    (line,) = description.cost(plan, Forecast((60.0, 1000.0)), 2, 0)[1:]
+    assert line == (
+        "measured for grpo; updates of grpo(passes=2), lopti and ar | lopti are taken to last 2 times as long, by "
+        "their phases; updates of grpo(passes=3) are taken to last 3 times as long, by their phases"
+    )
+    assert update_lengths(make(tmp_path, regulator="lopti; grpo")) == {"lopti": 1, "grpo": 0.5}
+    monkeypatch.setattr(regulators.Lopti, "phases", lambda *_: 1 / 0)  # such as a user's own, on a made-up batch
+    assert update_lengths(make(tmp_path, regulator="grpo; lopti")) == {"grpo": 1, "lopti": 1}
+
+
+class Trial:
+    """Processes that take two steps at once, of which an update takes 100 seconds."""
+
+    def start(self, _, config, log):
+        del log
+        folder = RunFolder.create(config.run, {})
+        for step in (1, 2):
+            folder.log(step, {"time/step": 0.0, "time/update": 100.0, "time/rollout": 0.0, "tokens/sampled": 7.0})
+
+    def wait(self, _):
+        return [Ended(0, 0)]
+
+
+def test_a_trial_tells_what_a_run_takes_on_average(tmp_path):
+    one, two = (measure(make(tmp_path, "steps=10", regulator=arms), Trial()) for arms in ("grpo; ar", "grpo; lopti"))
+    assert one == (pytest.approx(0, abs=50), 70)
+    assert two == (pytest.approx(10 * 50, abs=50), 70)
 
 
 def test_the_smallest_difference_that_can_be_found(tmp_path):

@@ -72,7 +72,7 @@ def _foretell(plan: Plan) -> None:
     with closing(Nursery(plan.limits.threads)) as nursery:
         runner = Runner(plan, nursery, Progress(quiet=True), jobs)
         done, spent = runner.status().done, runner.tokens()
-        forecast = trial.measure(plan.baseline.variants[0].config, nursery)
+        forecast = trial.measure(plan, nursery)
     for line in description.cost(plan, Forecast(forecast), jobs, done, spent):
         print(visible(line))
     for line in description.power(plan):
@@ -81,8 +81,7 @@ def _foretell(plan: Plan) -> None:
 
 def _announce_budget(plan: Plan, runner: Runner, stopper: Stopper) -> None:
     """Say how many runs fit, before the first begins."""
-    config = plan.baseline.variants[0].config
-    runner.forecast.trial = trial.measure(config, runner.processes, lambda: stopper.requested)
+    runner.forecast.trial = trial.measure(plan, runner.processes, lambda: stopper.requested)
     done, spent = runner.status().done, runner.tokens()
     for line in description.cost(plan, runner.forecast, runner.jobs, done, spent):
         runner.view.note(line)

@@ -8,10 +8,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from poise.comparison.arms import shown_rate
-from poise.comparison.forecast import Forecast
+from poise.comparison.forecast import Forecast, update_lengths
 from poise.comparison.plan import Plan
 from poise.comparison.results import result_of
 from poise.comparison.statistics import LEVEL, POWER, detectable, seeds_needed
+from poise.comparison.verdict import listed
 from poise.config.groups import HELD_OUT
 from poise.runs.console import duration
 
@@ -50,13 +51,27 @@ def cost(plan: Plan, forecast: Forecast, jobs: int, done: int, spent: float = 0.
     begun = f" ({done} done)" if done else ""
     lines = [
         f"{plan.size} runs{begun}, {jobs} side by side: about {duration(time)}, {left * tokens:,.0f} tokens sampled "
-        f"for training (a run: {duration(seconds)} if it has the device for itself, {tokens:,.0f} tokens)"
+        f"for training (a run, on average: {duration(seconds)} if it has the device for itself, {tokens:,.0f} tokens)"
     ]
-    if any(not key.startswith(AS_DEAR) for arm in plan.arms for key in arm.settings):
-        lines.append(f"measured for {plan.baseline.name}; others may sample more and take longer")
+    lines += _measured(plan)
     if budget := plan.limits.budget():
         lines.append(f"the budget {budget} {_room(plan, seconds, tokens, jobs, done, spent)}")
     return lines
+
+
+def _measured(plan: Plan) -> list[str]:
+    """What the forecast takes from the baseline, where other arms differ from it."""
+    by_length: dict[float, list[str]] = {}
+    for name, length in update_lengths(plan).items():
+        by_length.setdefault(length, []).append(name)
+    parts = [
+        f"updates of {listed(names)} are taken to last {length:g} times as long, by their phases"
+        for length, names in by_length.items()
+        if length != 1
+    ]
+    if any(not key.startswith(AS_DEAR) for arm in plan.arms for key in arm.settings):
+        parts.append("others may sample more and take longer")
+    return [f"measured for {plan.baseline.name}; {'; '.join(parts)}"] if parts else []
 
 
 def _room(plan: Plan, seconds: float, tokens: float, jobs: int, done: int, spent: float) -> str:

@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
+from statistics import fmean
 
+from poise.comparison.forecast import update_lengths
+from poise.comparison.plan import Plan
 from poise.comparison.processes import Processes, last_lines
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
@@ -20,13 +23,13 @@ class TrialError(TrainError):
     """The trial run failed."""
 
 
-def measure(
-    config: Config, processes: Processes, interrupted: Callable[[], bool] = lambda: False
-) -> tuple[float, float]:
-    """Seconds and sampled tokens of a whole run with these settings, from a trial in a temporary folder.
+def measure(plan: Plan, processes: Processes, interrupted: Callable[[], bool] = lambda: False) -> tuple[float, float]:
+    """Seconds and sampled tokens of a whole run, on average over the arms, from a trial in a temporary folder.
 
-    The trial has the device for itself: with many runs side by side each takes longer.
+    The trial is of the baseline; the time of its update is multiplied by the phases of the others. It has the device
+    for itself: with many runs side by side each takes longer.
     """
+    config = plan.baseline.variants[0].config
     with tempfile.TemporaryDirectory() as place:
         evaluation = config.evaluation.model_copy(update={"problems": 1, "samples": 1, "every": 0})
         changes = {"steps": STEPS, "evaluation": evaluation, "stop_at": None, "tracking": (), "rollouts_every": 0}
@@ -40,16 +43,21 @@ def measure(
         if ended[0].status:
             raise TrialError("\n".join(["the trial run failed:", *last_lines(log)]))
         lines = RunFolder.open(folder, resume=False).metrics()
-    return whole(config, lines[-1], total - sum(line["time/step"] for line in lines))
+    start = total - sum(line["time/step"] for line in lines)
+    return whole(config, lines[-1], start, fmean(update_lengths(plan).values()))
 
 
-def whole(config: Config, step: dict[str, float], start: float) -> tuple[float, float]:
-    """Seconds and tokens of a whole run, from the metrics of one step and the time that a run takes to start."""
+def whole(config: Config, step: dict[str, float], start: float, update: float = 1.0) -> tuple[float, float]:
+    """Seconds and tokens of a whole run, from the metrics of one step and the time that a run takes to start.
+
+    Its updates take ``update`` times as long as that of the step.
+    """
     responses = config.prompts * config.group
     evaluation = config.evaluation
     share = evaluation.problems * (evaluation.samples + 1) / responses  # and once greedily
     tokens = step["tokens/sampled"]
     steps = min(config.steps, ceil(config.budget / tokens)) if config.budget and tokens else config.steps
     evaluations = 2 + (steps - 1) // evaluation.every if evaluation.every else 2
-    seconds = start + steps * step["time/step"] + evaluations * share * step["time/rollout"]
+    a_step = step["time/step"] + (update - 1) * step["time/update"]
+    seconds = start + steps * a_step + evaluations * share * step["time/rollout"]
     return seconds, steps * tokens
