@@ -47,8 +47,19 @@ def test_a_method_of_two_phases_is_shown_beside_two_passes():
     assert (pair["arm"], pair["control"]) == ("lopti", "grpo(passes=2)")
     assert pair["mean"] == pytest.approx(-0.02)
     assert pair["p_adjusted"] == pair["p"] == 0.25
-    (said,) = matched.sentences([pair], arms, "grpo")
+    said, rate = matched.sentences([pair], arms, "grpo")
     assert said.startswith("lopti, against grpo(passes=2), which takes as many optimizer steps: −2.0 points [")
+    assert rate == (
+        "All arms have one learning rate, and the steps that lopti and grpo(passes=2) take more act as a higher one: "
+        "optim.lr=A,B,C tune=3, with rates around yours, tells the method from the rate."
+    )
+
+
+def test_several_rates_need_no_advice():
+    arms = [arm("grpo", 10, [0.5] * 3, **{"optim.lr": 1e-4}), arm("lopti", 20, [0.6] * 3, **{"optim.lr": 5e-5})]
+    assert len(matched.sentences(matched.compare(arms, "grpo", ["optim.lr"]), arms, "grpo")) == 1
+    plain = [GRPO, arm("ar", 10, [0.5] * 3)]
+    assert matched.sentences(matched.compare(plain, "grpo"), plain, "grpo") == []
 
 
 def test_a_missing_control_is_suggested():
@@ -57,10 +68,10 @@ def test_a_missing_control_is_suggested():
     assert pair["control"] is None
     assert "add the arm grpo(passes=2)" in matched.sentences([pair], arms, "grpo")[0]
     split = [GRPO, LOPTI, arm("random-split", 20, [0.6, 0.6, 0.6])]
-    assert matched.sentences(matched.compare(split, "grpo"), split, "grpo") == [
+    assert matched.sentences(matched.compare(split, "grpo"), split, "grpo")[0] == (
         "Without the method, no arm takes as many optimizer steps as lopti and random-split: add the arm "
         "grpo(passes=2) to tell the method from the steps."
-    ]
+    )
     other = arm("grpo(passes=2)", 20, [0.6, 0.6, 0.6], **{"objective.clip_high": "0.3"})
     assert matched.controls([GRPO, LOPTI, other], "grpo") == {"lopti": None}  # it differs in something else too
     tuned = [GRPO, arm("lopti", 20, [0.6] * 3, **{"optim.lr": 1e-4})]

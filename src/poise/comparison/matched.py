@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from poise.comparison.arms import RATE
 from poise.comparison.results import ACCURACY, Arm
 from poise.comparison.sign_flip import holm
 from poise.comparison.statistics import LEVEL, difference
@@ -88,6 +89,13 @@ def sentences(pairs: Sequence[Document], arms: Sequence[Arm], baseline: str) -> 
         said.append(
             f"Without the method, no arm takes as many optimizer steps as {listed(names)}: add the arm "
             f"grpo(passes={times}) to tell the method from the steps."
+        )
+    busy = [arm.name for arm in arms if steps[arm.name] >= (2 - ALIKE) * steps[baseline] > 0]
+    if busy and all(arm.settings.get(RATE) is None for arm in arms):
+        takes = "take" if len(busy) > 1 else "takes"
+        said.append(
+            f"All arms have one learning rate, and the steps that {listed(busy)} {takes} more act as a higher one: "
+            "optim.lr=A,B,C tune=3, with rates around yours, tells the method from the rate."
         )
     return said
 
