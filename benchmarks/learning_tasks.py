@@ -33,6 +33,7 @@ THINGS = tuple(
     boat bridge tower guitar drum
     """.split()  # noqa: SIM905
 )
+FILLERS = ("well", "so", "now", "then", "good", "right", "fine", "yes")
 
 
 class Questions(ABC):
@@ -123,11 +124,16 @@ class Animal(Questions):
 
 @dataclass(frozen=True)
 class Sums(Questions):
-    """Two numbers are added. ``digits`` writes them digit by digit, for small models that know nothing else."""
+    """Two numbers are added. ``digits`` writes them digit by digit, for small models that know nothing else.
+
+    ``words`` puts so many words before the sum of a demonstration, each any of eight: a model that has learned them is
+    unsure of every one, and none matters.
+    """
 
     low: int = 1
     high: int = 40
     digits: bool = False
+    words: int = 0
 
     name: ClassVar[str] = "sums"
 
@@ -142,9 +148,10 @@ class Sums(Questions):
         return super().score(problem, re.sub(r"(?<=\d) (?=\d)", "", text) if self.digits else text)
 
     def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
-        """The sum."""
+        """Words, then the sum."""
         answer = super().demonstration(problem, seed, noise)
-        return _apart(answer) if self.digits else answer
+        words = Random(f"{problem.id} {seed}").choices(FILLERS, k=self.words)
+        return " ".join([*words, _apart(answer) if self.digits else answer])
 
 
 def _apart(number: int | str) -> str:

@@ -71,3 +71,24 @@ def sided(
 
 sided.needs = ("entropy",)  # type: ignore[attr-defined]
 sided.scope = "token"  # type: ignore[attr-defined]
+
+
+@cache
+def has_digit(model: str) -> Tensor:
+    """(V,) bool: which of a model's tokens have a digit."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(Path(model)))
+    return torch.tensor([any(map(str.isdigit, tokenizer.decode([i]))) for i in range(len(tokenizer))])
+
+
+@poise.regulator
+def digits(batch: TokenBatch, model: str = "", rest: float = 0.0) -> list[Phase]:
+    """Weight 1 for digits and ``rest`` for all other tokens: for sums with words that do not matter."""
+    assert batch.targets is not None
+    decides = has_digit(model).to(batch.mask.device)[batch.targets.clamp(min=0)]
+    return [Phase.of(batch, torch.where(decides, 1.0, rest))]
+
+
+digits.needs = ("targets",)  # type: ignore[attr-defined]
+digits.scope = "token"  # type: ignore[attr-defined]

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from poise import tasks
+from poise import regulators, tasks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -51,6 +52,35 @@ def test_held_out_questions_are_different_ones_and_none_is_trained_on() -> None:
 )
 def test_the_last_answer_counts(name: str, data: dict[str, Any], reply: str, right: bool) -> None:
     assert own_task(name).score(tasks.Problem("1", "?", "all", data), reply).correct is right
+
+
+def test_words_before_a_sum_vary_and_do_not_count() -> None:
+    task = tasks.get(f"{BENCHMARKS}/learning_tasks.py:Sums", low=10, high=99, digits=True, words=16)
+    (problem,) = tasks.draw(task, "train", 0, 1)
+    shown = [task.demonstration(problem, seed) for seed in range(200)]
+    assert all(len([word for word in text.split() if word.isalpha()]) == 16 for text in shown)
+    assert all(task.score(problem, text).correct for text in shown)
+    assert {len({text.split()[place] for text in shown}) for place in range(16)} == {8}
+    assert not task.score(problem, shown[0] + " 1").correct
+
+
+def test_an_oracle_of_digits_leaves_words_alone() -> None:
+    from transformers import AutoTokenizer
+
+    from poise import TokenBatch
+    from poise.models.policy import EMBEDDED
+
+    oracle = regulators.get(f"{BENCHMARKS}/oracles.py:digits", model=str(EMBEDDED))
+    tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED))
+    targets = torch.tensor([tokenizer.encode("(1) Zoey is a knight (2)", add_special_tokens=False)])
+    old = torch.full(targets.shape, -1.0)
+    batch = TokenBatch(
+        old_logp=old, advantages=torch.ones(1), mask=torch.ones_like(old, dtype=torch.bool), targets=targets
+    )
+    (phase,) = oracle(batch)
+    decides = [any(map(str.isdigit, tokenizer.decode([i]))) for i in targets[0].tolist()]
+    assert 0 < sum(decides) < len(decides)
+    assert phase.policy.tolist() == [[float(each) for each in decides]]
 
 
 def test_constant_answers_by_hand() -> None:
