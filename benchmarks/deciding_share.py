@@ -1,12 +1,14 @@
-"""How much of each method's gradient falls on words that decide? For worked solutions of Knights & Knaves.
+"""How much of each method's gradient falls on words that decide? For Knights & Knaves and for sums.
 
     python benchmarks/deciding_share.py runs/models/kk-w1 deciding.json task.people=3 rollout.max_tokens=192
+    python benchmarks/deciding_share.py runs/models/sums-w16 deciding.json task.words=16 task.digits=true \\
+      task.name=benchmarks/learning_tasks.py:Sums task.low=10 task.high=99 rollout.max_tokens=22
 
-Verdicts ("true", and six other words for it) and roles decide an answer; the rest is wording, names and form. The size
-of a token's gradient is taken at the logits, w·|A|·(1 − p) with w the regulator's weight, all phases together. Batches
-come from one policy, with its weights as they are, and are those of ``signal_share.py``. ``share`` is the mean over
-batches of the deciding words' part, ``error`` its standard error; ``ratio`` is the share divided by GRPO's on the same
-batches, with its standard error.
+Verdicts ("true", and six other words for it) and roles decide who is who; the rest is wording, names and form. Sums are
+decided by their digits. The size of a token's gradient is taken at the logits, w·|A|·(1 − p) with w the regulator's
+weight, all phases together. Batches come from one policy, with its weights as they are, and are those of
+``signal_share.py``. ``share`` is the mean over batches of the deciding words' part, ``error`` its standard error;
+``ratio`` is the share divided by GRPO's on the same batches, with its standard error.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from signal_share import arguments, batches_of, trainer_of, words_of
+from oracles import has_digit, word_kinds
+from signal_share import arguments, batches_of, texts_of, trainer_of
 from torch import Tensor
 
 from poise import regulators
@@ -34,6 +37,12 @@ def share(batch: TokenBatch, phases: list[Phase], decides: Tensor) -> float:
     return float(size[decides].sum() / size.sum())
 
 
+def deciding(task: str, texts: list[str]) -> Tensor:
+    """(V,) bool: the tokens that decide an answer."""
+    kinds = word_kinds(texts)
+    return torch.stack([kinds[kind] for kind in DECIDING]).any(0) if task == "kk" else has_digit(texts)
+
+
 def summary(values: list[float], plain: list[float]) -> dict[str, Any]:
     root = len(values) ** 0.5
     ratios = [value / base for value, base in zip(values, plain, strict=True)]
@@ -47,8 +56,7 @@ def main() -> None:
     shares: dict[str, list[float]] = {name: [] for name in chosen}
     tokens = []
     with trainer_of(options.model, options.settings) as trainer:
-        words = words_of(trainer)
-        decide = torch.stack([words[kind] for kind in DECIDING]).any(0).to(trainer.policy.device)
+        decide = deciding(trainer.config.task.name, texts_of(trainer)).to(trainer.policy.device)
         for number, (rollouts, batch) in enumerate(batches_of(trainer, options.batches), 1):
             decides = decide[rollouts.tokens.clamp(min=0)] & batch.mask
             tokens.append(float(decides.sum() / batch.mask.sum()))

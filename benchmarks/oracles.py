@@ -1,7 +1,8 @@
 """A regulator that knows which words of a worked solution decide, as no real one can: the most that weighting tokens by
-what they are for can bring. For Knights & Knaves in the compact style.
+what they are for can bring. For Knights & Knaves in the compact style, and for sums of digits.
 
     poise train demo regulator="benchmarks.oracles.words(model='runs/models/kk-w1', wording=0.0)" …
+    poise train demo regulator="benchmarks.oracles.digits(model='runs/models/sums-w16')" …
 """
 
 from __future__ import annotations
@@ -31,13 +32,18 @@ def word_kinds(texts: list[str]) -> dict[str, Tensor]:
     return {**found, "other": ~torch.stack(list(found.values())).any(0)}
 
 
+def has_digit(texts: list[str]) -> Tensor:
+    """(V,) bool: which tokens have a digit."""
+    return torch.tensor([any(map(str.isdigit, text)) for text in texts])
+
+
 @cache
-def kinds_of(model: str) -> dict[str, Tensor]:
-    """The kinds of a model's tokens, from its folder."""
+def texts_of(model: str) -> list[str]:
+    """The text of each of a model's tokens, from its folder."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(Path(model)))
-    return word_kinds([tokenizer.decode([i]) for i in range(len(tokenizer))])
+    return [tokenizer.decode([i]) for i in range(len(tokenizer))]
 
 
 @poise.regulator
@@ -46,7 +52,7 @@ def words(
 ) -> list[Phase]:
     """Weight ``wording`` for words that have synonyms and decide nothing, ``verdict`` for those that decide."""
     assert batch.targets is not None
-    of = kinds_of(model)
+    of = word_kinds(texts_of(model))
     weight = torch.full((len(of["try"]),), rest)
     weight[of["try"] | of["fits"]] = wording
     weight[of["verdict"]] = verdict
@@ -73,20 +79,11 @@ sided.needs = ("entropy",)  # type: ignore[attr-defined]
 sided.scope = "token"  # type: ignore[attr-defined]
 
 
-@cache
-def has_digit(model: str) -> Tensor:
-    """(V,) bool: which of a model's tokens have a digit."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(Path(model)))
-    return torch.tensor([any(map(str.isdigit, tokenizer.decode([i]))) for i in range(len(tokenizer))])
-
-
 @poise.regulator
 def digits(batch: TokenBatch, model: str = "", rest: float = 0.0) -> list[Phase]:
     """Weight 1 for digits and ``rest`` for all other tokens: for sums with words that do not matter."""
     assert batch.targets is not None
-    decides = has_digit(model).to(batch.mask.device)[batch.targets.clamp(min=0)]
+    decides = has_digit(texts_of(model)).to(batch.mask.device)[batch.targets.clamp(min=0)]
     return [Phase.of(batch, torch.where(decides, 1.0, rest))]
 
 

@@ -197,10 +197,10 @@ def batches_of(trainer: Trainer, count: int) -> Iterator[tuple[Rollouts, TokenBa
         yield trainer._batch(samples)
 
 
-def words_of(trainer: Trainer) -> dict[str, Tensor]:
-    """(V,) bool for each kind of word."""
+def texts_of(trainer: Trainer) -> list[str]:
+    """The text of each token."""
     tokenizer = trainer.policy.tokenizer
-    return word_kinds([tokenizer.decode([i]) for i in range(len(tokenizer))])
+    return [tokenizer.decode([i]) for i in range(len(tokenizer))]
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def measure(
     trainer: Trainer, methods: Sequence[str], batches: int, say: Callable[[str], None], *, apart: bool = True
 ) -> dict[str, Any]:
     """Sample batches from one policy, and take their gradients apart, by regulator and, with ``apart``, by kind."""
-    words = words_of(trainer)
+    words = word_kinds(texts_of(trainer))
     chosen = {name: regulators.parse(name) for name in methods}
     gradients, counts, ways = Gradients(trainer), dict[str, float](), dict[str, list[str]]()
     for number, (rollouts, batch) in enumerate(batches_of(trainer, batches), 1):
