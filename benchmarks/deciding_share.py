@@ -19,8 +19,8 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from oracles import has_digit, word_kinds
-from signal_share import arguments, batches_of, texts_of, trainer_of
+from oracles import has_digit, texts_of, word_kinds
+from signal_share import arguments, batches_of, trainer_of
 from torch import Tensor
 
 from poise import regulators
@@ -39,8 +39,12 @@ def share(batch: TokenBatch, phases: list[Phase], decides: Tensor) -> float:
 
 def deciding(task: str, texts: list[str]) -> Tensor:
     """(V,) bool: the tokens that decide an answer."""
+    if task.endswith(":Sums"):
+        return has_digit(texts)
+    if task != "kk":
+        raise SystemExit(f"which tokens decide is known for kk and Sums, not for {task}")
     kinds = word_kinds(texts)
-    return torch.stack([kinds[kind] for kind in DECIDING]).any(0) if task == "kk" else has_digit(texts)
+    return torch.stack([kinds[kind] for kind in DECIDING]).any(0)
 
 
 def summary(values: list[float], plain: list[float]) -> dict[str, Any]:
@@ -56,7 +60,7 @@ def main() -> None:
     shares: dict[str, list[float]] = {name: [] for name in chosen}
     tokens = []
     with trainer_of(options.model, options.settings) as trainer:
-        decide = deciding(trainer.config.task.name, texts_of(trainer)).to(trainer.policy.device)
+        decide = deciding(trainer.config.task.name, texts_of(trainer.policy.tokenizer)).to(trainer.policy.device)
         for number, (rollouts, batch) in enumerate(batches_of(trainer, options.batches), 1):
             decides = decide[rollouts.tokens.clamp(min=0)] & batch.mask
             tokens.append(float(decides.sum() / batch.mask.sum()))

@@ -52,10 +52,16 @@ def curves_of(comparison: Path) -> Curves:
 
 
 def rate_at(rates: Sequence[float], scores: Sequence[float], score: float) -> float:
-    """The rate at which a line through points (log rate, score) has the score; the outer pieces go on."""
+    """The rate at which a line through points (log rate, score) has the score; the outer pieces go on.
+
+    Pieces where the score stays the same tell nothing; NaN if there are no others.
+    """
     x = [math.log(rate) for rate in rates]
-    beyond = [(score - after) * (after - before) <= 0 for before, after in pairwise(scores)]  # it comes no later
-    piece = next((i for i, found in enumerate(beyond) if found), len(x) - 2)
+    pieces = [i for i, (before, after) in enumerate(pairwise(scores)) if before != after]
+    if not pieces:
+        return math.nan
+    reached = (i for i in pieces if (score - scores[i + 1]) * (scores[i + 1] - scores[i]) <= 0)
+    piece = next(reached, pieces[-1])
     slope = (scores[piece + 1] - scores[piece]) / (x[piece + 1] - x[piece])
     return math.exp(x[piece] + (score - scores[piece]) / slope)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +38,18 @@ def has_digit(texts: list[str]) -> Tensor:
     return torch.tensor([any(map(str.isdigit, text)) for text in texts])
 
 
+def texts_of(tokenizer: Any) -> list[str]:
+    """The text of each token."""
+    return [tokenizer.decode([i]) for i in range(len(tokenizer))]
+
+
 @cache
-def texts_of(model: str) -> list[str]:
-    """The text of each of a model's tokens, from its folder."""
+def kinds_of(model: str) -> dict[str, Tensor]:
+    """(V,) bool for each kind of token that a model has, from its folder."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(Path(model)))
-    return [tokenizer.decode([i]) for i in range(len(tokenizer))]
+    texts = texts_of(AutoTokenizer.from_pretrained(str(Path(model))))
+    return word_kinds(texts) | {"digit": has_digit(texts)}
 
 
 @poise.regulator
@@ -52,7 +58,7 @@ def words(
 ) -> list[Phase]:
     """Weight ``wording`` for words that have synonyms and decide nothing, ``verdict`` for those that decide."""
     assert batch.targets is not None
-    of = word_kinds(texts_of(model))
+    of = kinds_of(model)
     weight = torch.full((len(of["try"]),), rest)
     weight[of["try"] | of["fits"]] = wording
     weight[of["verdict"]] = verdict
@@ -83,7 +89,7 @@ sided.scope = "token"  # type: ignore[attr-defined]
 def digits(batch: TokenBatch, model: str = "", rest: float = 0.0) -> list[Phase]:
     """Weight 1 for digits and ``rest`` for all other tokens: for sums with words that do not matter."""
     assert batch.targets is not None
-    decides = has_digit(texts_of(model)).to(batch.mask.device)[batch.targets.clamp(min=0)]
+    decides = kinds_of(model)["digit"].to(batch.mask.device)[batch.targets.clamp(min=0)]
     return [Phase.of(batch, torch.where(decides, 1.0, rest))]
 
 

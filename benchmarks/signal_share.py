@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from oracles import word_kinds
+from oracles import texts_of, word_kinds
 from torch import Tensor
 
 from poise import config as configs
@@ -197,12 +197,6 @@ def batches_of(trainer: Trainer, count: int) -> Iterator[tuple[Rollouts, TokenBa
         yield trainer._batch(samples)
 
 
-def texts_of(trainer: Trainer) -> list[str]:
-    """The text of each token."""
-    tokenizer = trainer.policy.tokenizer
-    return [tokenizer.decode([i]) for i in range(len(tokenizer))]
-
-
 @contextmanager
 def trainer_of(model: str, settings: Sequence[str]) -> Iterator[Trainer]:
     """A trainer whose batches have all that regulators read."""
@@ -216,7 +210,7 @@ def measure(
     trainer: Trainer, methods: Sequence[str], batches: int, say: Callable[[str], None], *, apart: bool = True
 ) -> dict[str, Any]:
     """Sample batches from one policy, and take their gradients apart, by regulator and, with ``apart``, by kind."""
-    words = word_kinds(texts_of(trainer))
+    words = word_kinds(texts_of(trainer.policy.tokenizer))
     chosen = {name: regulators.parse(name) for name in methods}
     gradients, counts, ways = Gradients(trainer), dict[str, float](), dict[str, list[str]]()
     for number, (rollouts, batch) in enumerate(batches_of(trainer, batches), 1):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from poise import regulators
-from poise.comparison import description
+from poise.comparison import command, description
 from poise.comparison.arms import shown_rate
 from poise.comparison.forecast import Forecast, update_lengths
 from poise.comparison.processes import Ended
@@ -34,23 +33,26 @@ def test_a_rate_is_shown_as_it_is_typed(rate, text):
 def test_the_cost_of_a_run_from_two_steps(tmp_path):
     config = make(tmp_path, "steps=10", "evaluation.problems=8", "evaluation.every=4").arms[0].variants[0].config
     step = {"time/step": 3.0, "time/rollout": 2.0, "time/update": 0.5, "tokens/sampled": 50.0}
-    seconds, tokens = whole(config, step, start=5.0)
+    seconds, tokens = whole(config, step, 4, start=5.0)
     # Four evaluations (before, after, steps 4 and 8) of 8 × 2 responses; a step has 4.
     assert seconds == 5 + 10 * 3 + 4 * 4 * 2
     assert tokens == 500
     shorter = config.model_copy(update={"budget": 120})  # reached in the third step
-    assert whole(shorter, step, 5.0) == (5 + 9 + 16, 150)
-    assert whole(shorter, step, 5.0, update=3.0) == (5 + 9 + 3 * 2 * 0.5 + 16, 150)
+    assert whole(shorter, step, 4, 5.0) == (5 + 9 + 16, 150)
+    assert whole(shorter, step, 4, 5.0, update=3.0) == (5 + 9 + 3 * 2 * 0.5 + 16, 150)
+    larger = config.model_copy(update={"prompts": 6})  # three times the responses; evaluations are the same
+    assert whole(larger, step, 4, 5.0) == (5 + 10 * 9 + 4 * 4 * 2, 1500)
 
 
 def test_what_fits_into_a_budget(tmp_path):
     forecast = Forecast((60.0, 1000.0))
-    (line,) = description.cost(make(tmp_path), forecast, jobs=2, done=2)
+    (line,) = description.cost(make(tmp_path), forecast, jobs=2, done=2, spent=2000.0)
     assert line.startswith("6 runs (2 done), 2 side by side: about 2:00, 4,000 tokens sampled for training")
-    assert "room for all" in description.cost(make(tmp_path, "hours=1"), forecast, 2, 0)[1]
+    assert "room for all" in description.cost(make(tmp_path, "hours=1"), forecast, 2, 0, 0.0)[1]
     plan = make(tmp_path, "seeds=100", "hours=0.5")  # 30 minutes of two runs a minute
     assert (
-        description.cost(plan, forecast, 2, 0)[1] == "the budget hours=0.5 has room for about 60 runs, 30 of 100 seeds"
+        description.cost(plan, forecast, 2, 0, 0.0)[1]
+        == "the budget hours=0.5 has room for about 60 runs, 30 of 100 seeds"
     )
     assert (
         "4 runs beside the 1 that are done, 2 of 3"
@@ -58,28 +60,28 @@ def test_what_fits_into_a_budget(tmp_path):
     )
     former = description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 1, 2000.0)  # one more, at a former rate
     assert "3 runs beside the 1 that are done, 2 of 3" in former[1]
-    assert "5 runs, 2 of 3 seeds" in description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 0)[1]
-    assert "too few to compare anything" in description.cost(make(tmp_path, "tokens=2500"), forecast, 2, 0)[1]
+    assert "5 runs, 2 of 3 seeds" in description.cost(make(tmp_path, "tokens=5500"), forecast, 2, 0, 0.0)[1]
+    assert "too few to compare anything" in description.cost(make(tmp_path, "tokens=2500"), forecast, 2, 0, 0.0)[1]
 
 
 def test_a_forecast_says_which_arm_it_measured(tmp_path):
     plan = make(tmp_path, "algorithm=grpo; erl", regulator="grpo")
-    lines = description.cost(plan, Forecast((60.0, 1000.0)), 2, 0)
-    assert lines[1] == "measured for algorithm=grpo; others may sample more and take longer"
+    lines = description.cost(plan, Forecast((60.0, 1000.0)), 2, 0, 0.0)
+    assert lines[1] == "measured for algorithm=grpo; others may sample more or less"
+    sizes = make(tmp_path, "steps=10,20", regulator="grpo")
+    assert len(description.cost(sizes, Forecast((60.0, 1000.0)), 2, 0, 0.0)) == 1  # counted, so nothing to say
 
 
-def test_a_forecast_multiplies_updates_by_phases(tmp_path, monkeypatch):
+def test_a_forecast_multiplies_updates_by_phases(tmp_path):
     plan = make(tmp_path, regulator="grpo; grpo(passes=2); ar; nthr; lopti; ar | lopti; grpo(passes=3)")
     lengths = update_lengths(plan)
     assert list(lengths.values()) == [1, 2, 1, 1, 2, 2, 3]
-    (line,) = description.cost(plan, Forecast((60.0, 1000.0)), 2, 0)[1:]
+    (line,) = description.cost(plan, Forecast((60.0, 1000.0)), 2, 0, 0.0)[1:]
     assert line == (
         "measured for grpo; updates of grpo(passes=2), lopti and ar | lopti are taken to last 2 times as long, by "
         "their phases; updates of grpo(passes=3) are taken to last 3 times as long, by their phases"
     )
     assert update_lengths(make(tmp_path, regulator="lopti; grpo")) == {"lopti": 1, "grpo": 0.5}
-    monkeypatch.setattr(regulators.Lopti, "phases", lambda *_: 1 / 0)  # such as a user's own, on a made-up batch
-    assert update_lengths(make(tmp_path, regulator="grpo; lopti")) == {"grpo": 1, "lopti": 1}
 
 
 class Trial:
@@ -99,6 +101,22 @@ def test_a_trial_tells_what_a_run_takes_on_average(tmp_path):
     one, two = (measure(make(tmp_path, "steps=10", regulator=arms), Trial()) for arms in ("grpo; ar", "grpo; lopti"))
     assert one == (pytest.approx(0, abs=50), 70)
     assert two == (pytest.approx(10 * 50, abs=50), 70)
+    sizes = make(tmp_path, "steps=10,30", regulator="grpo")
+    assert measure(sizes, Trial())[1] == 20 * 7
+    sizes = make(tmp_path, "steps=10", "prompts=2,8", regulator="grpo")
+    assert measure(sizes, Trial())[1] == 10 * 2.5 * 7
+
+
+def test_a_dry_run_counts_what_is_spent(tmp_path, monkeypatch, capsys):
+    plan = make(tmp_path, regulator="grpo; ar")
+    monkeypatch.setattr(command.trial, "measure", lambda *_: (60.0, 100.0))
+    for run in plan.seed_runs(0, lambda arm: arm.variants[0]):
+        finish(run)
+    half = plan.run(plan.arms[0], plan.arms[0].variants[0], 1)  # goes on, so that only its whole counts
+    RunFolder.create(half.folder, half.config.model_dump(mode="json")).log(1, {"tokens/sampled": 50.0})
+    for budget, room in ((600, "all of them"), (550, "about 3 runs beside the 2 that are done, 2 of 3 seeds")):
+        command._foretell(make(tmp_path, f"tokens={budget}"))
+        assert f"the budget tokens={budget} has room for {room}" in capsys.readouterr().out
 
 
 def test_the_smallest_difference_that_can_be_found(tmp_path):
@@ -128,6 +146,7 @@ def test_a_rate_at_the_end_of_the_range_is_pointed_out():
         ([0.67, 0.72], 0, True),  # behind with one seed, ahead with the other
         ([0.67, 0.72], 1, False),  # it would not be chosen, however good
         ([0.70], 0, False),  # one seed has no spread
+        ([0.695, 0.70], 0, True),  # the same
     ],
 )
 def test_a_rate_that_may_be_as_good_is_pointed_out(other, diverged, close):

@@ -24,7 +24,7 @@ def test_all_arms_of_a_seed_see_the_same_problems(tmp_path):
     assert problems(run(tmp_path, *settings, "seed=1", name="other")[0]) != expected
 
 
-def arm(name, steps, results, **settings):
+def arm(name, steps, results, /, **settings):
     """An arm of finished runs that took so many optimizer steps."""
     runs = {
         seed: RunResult(
@@ -38,28 +38,35 @@ def arm(name, steps, results, **settings):
 
 GRPO = arm("grpo", 10, [0.50, 0.52, 0.51])
 LOPTI = arm("lopti", 20, [0.60, 0.61, 0.62])
+CONTROL = arm("grpo(passes=2)", 19.8, [0.62, 0.64, 0.63])  # a step without an active token was left out
 
 
 def test_a_method_of_two_phases_is_shown_beside_two_passes():
-    control = arm("grpo(passes=2)", 19.8, [0.62, 0.64, 0.63])  # a step without an active token was left out
-    arms = [GRPO, LOPTI, control, arm("ar", 10, [0.5, 0.5, 0.5])]
+    arms = [GRPO, LOPTI, CONTROL, arm("ar", 10, [0.5, 0.5, 0.5])]
     (pair,) = matched.compare(arms, "grpo")
     assert (pair["arm"], pair["control"]) == ("lopti", "grpo(passes=2)")
     assert pair["mean"] == pytest.approx(-0.02)
     assert pair["p_adjusted"] == pair["p"] == 0.25
-    said, rate = matched.sentences([pair], arms, "grpo")
+    said, rate = matched.sentences([pair], arms, "grpo", one_rate=True)
     assert said.startswith("lopti, against grpo(passes=2), which takes as many optimizer steps: −2.0 points [")
     assert rate == (
-        "All arms have one learning rate, and the steps that lopti and grpo(passes=2) take more act as a higher one: "
+        "All arms have one learning rate. lopti and grpo(passes=2) take more steps, which act as a higher rate: "
         "optim.lr=A,B,C tune=3, with rates around yours, tells the method from the rate."
     )
 
 
 def test_several_rates_need_no_advice():
-    arms = [arm("grpo", 10, [0.5] * 3, **{"optim.lr": 1e-4}), arm("lopti", 20, [0.6] * 3, **{"optim.lr": 5e-5})]
-    assert len(matched.sentences(matched.compare(arms, "grpo", ["optim.lr"]), arms, "grpo")) == 1
+    arms = [GRPO, LOPTI, CONTROL]
+    assert len(matched.sentences(matched.compare(arms, "grpo"), arms, "grpo")) == 1
     plain = [GRPO, arm("ar", 10, [0.5] * 3)]
-    assert matched.sentences(matched.compare(plain, "grpo"), plain, "grpo") == []
+    assert matched.sentences(matched.compare(plain, "grpo"), plain, "grpo", one_rate=True) == []
+
+
+@pytest.mark.parametrize("key", ["steps", "prompts", "optim.mini_batch"])
+def test_steps_that_settings_bring_are_no_methods(key):
+    arms = [arm("grpo", 10, [0.5] * 3), arm("grpo, longer", 20, [0.6] * 3, **{key: "20"})]
+    assert matched.compare(arms, "grpo") == []
+    assert matched.sentences([], arms, "grpo", one_rate=True) == []
 
 
 def test_a_missing_control_is_suggested():

@@ -133,6 +133,7 @@ def test_mistakes_are_answered():
     assert "from 2 to 1000" in problem("seeds=0")
     assert "such as 20-29" in problem("seeds=5-3")
     assert problem(regulator="grpo; ; ar") == "regulator=grpo; ; ar: part 2 of 3 is empty"
+    assert problem("optim.lr=1e-4,0.0001,2e-4", "tune=1") == "optim.lr has 1e-4 twice: leave one of them out"
     assert problem(regulator="ar; ar(alpha=0.2)") == "arms 'ar' and 'ar(alpha=0.2)' are the same: leave one of them out"
     assert "nothing to compare it with" in problem(regulator="grpo")
     assert problem(regulator="grpo,ar(alpha=0.2, )") == (

@@ -276,9 +276,23 @@ def test_a_budget_of_tokens_counts_all_runs_in_the_folder(tmp_path):
         RunFolder.create(run.folder, run.config.model_dump(mode="json")).log(1, {"tokens/sampled": 50.0})
     runner, started = carry_out(plan(1449), behave, jobs=1)  # 2 runs more to tune, and 2 for each seed
     assert len(started) == 4
-    assert runner.tokens() == 12 * 100 + 2 * 50
+    assert runner.tokens(apart=()) == 12 * 100 + 2 * 50
+    assert runner.tokens(apart={run.folder for run in runner.left()}) == 12 * 100 + 50  # one of them goes on
     assert runner.spent
     assert len(carry_out(plan(1450), behave, jobs=1)[1]) == 2
+
+
+def test_folders_that_are_no_runs_of_the_plan_are_left_alone(tmp_path):
+    plan = make(tmp_path)
+    carry_out(plan)
+    for name in ("grpo/seed-1.bad", "grpo/seed-1.old", "other/seed-0"):  # moved away, as a message says
+        folder = RunFolder.create(plan.folder / "arms" / name, plan.arms[0].variants[0].config.model_dump(mode="json"))
+        folder.log(1, {"tokens/sampled": 50.0})
+    (plan.folder / "arms/grpo/seed-1.bad/summary.json").write_text("{")
+    for budget in ([], ["tokens=10000"]):
+        runner, started = carry_out(make(tmp_path, f"seeds={4 + len(budget)}", *budget))
+        assert len(started) == 2
+    assert runner.tokens(apart=()) == 10 * 100
 
 
 def test_a_budget_of_time_is_kept_by_forecast(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,9 @@ def test_the_rate_that_a_score_is_worth() -> None:
     assert found == pytest.approx([1e-5 / half, 1e-5, 1e-5 * half, 2e-5, 2e-5 * half, 4e-5, 8e-5])
     falls = [effective_rate.rate_at(rates, [-score for score in scores], -score) for score in (0.0, 0.2, 0.5)]
     assert falls == pytest.approx([found[0], found[2], found[6]])  # entropy, say
+    assert effective_rate.rate_at(rates, [0.3, 0.3, 0.4], 0.35) == pytest.approx(2e-5 * half)  # a flat piece
+    assert effective_rate.rate_at(rates, [0.2, 0.3, 0.3], 0.25) == pytest.approx(1e-5 * half)
+    assert math.isnan(effective_rate.rate_at(rates, [0.3] * 3, 0.3))
 
 
 @pytest.mark.usefixtures("study")

@@ -218,6 +218,9 @@ def _check_distinct(arms: Sequence[PlannedArm]) -> None:
         )
     seen: list[tuple[Document, str]] = []
     for arm in arms:
+        rates = [variant.rate for variant in arm.variants]
+        if twice := next((rate for i, rate in enumerate(rates) if rate in rates[:i]), None):
+            raise ConfigError([f"{RATE} has {shown_rate(twice)} twice: leave one of them out"])
         for identity, name in seen:
             if identity == arm.variants[0].identity:
                 raise ConfigError([f"arms {name!r} and {arm.name!r} are the same: leave one of them out"])

@@ -11,7 +11,6 @@ import torch
 from poise.comparison import description, matched, mps, output, record, trial, tuning
 from poise.comparison.analysis import Document, analyse
 from poise.comparison.arms import RATE
-from poise.comparison.forecast import Forecast
 from poise.comparison.plan import Plan, read_plan
 from poise.comparison.processes import Nursery
 from poise.comparison.results import Arm
@@ -71,9 +70,8 @@ def _foretell(plan: Plan) -> None:
     jobs = _side_by_side(plan)[0]
     with closing(Nursery(plan.limits.threads)) as nursery:
         runner = Runner(plan, nursery, Progress(quiet=True), jobs)
-        done, spent = runner.status().done, runner.tokens()
-        forecast = trial.measure(plan, nursery)
-    for line in description.cost(plan, Forecast(forecast), jobs, done, spent):
+        runner.forecast.trial = trial.measure(plan, nursery)
+    for line in _cost(runner):
         print(visible(line))
     for line in description.power(plan):
         print(line)
@@ -82,9 +80,13 @@ def _foretell(plan: Plan) -> None:
 def _announce_budget(plan: Plan, runner: Runner, stopper: Stopper) -> None:
     """Say how many runs fit, before the first begins."""
     runner.forecast.trial = trial.measure(plan, runner.processes, lambda: stopper.requested)
-    done, spent = runner.status().done, runner.tokens()
-    for line in description.cost(plan, runner.forecast, runner.jobs, done, spent):
+    for line in _cost(runner):
         runner.view.note(line)
+
+
+def _cost(runner: Runner) -> list[str]:
+    spent = runner.tokens(apart={run.folder for run in runner.left()})
+    return description.cost(runner.plan, runner.forecast, runner.jobs, runner.status().done, spent)
 
 
 def _finish(plan: Plan, runner: Runner) -> int:
@@ -92,7 +94,8 @@ def _finish(plan: Plan, runner: Runner) -> int:
     arms = _collect(plan, runner)
     document = analyse(arms, plan.baseline.name, plan.seeds)
     pairs = matched.compare(arms, plan.baseline.name, (RATE,) if plan.tuning_seeds else ())
-    document["verdict"] += matched.sentences(pairs, arms, plan.baseline.name)
+    one_rate = len({variant.rate for arm in plan.arms for variant in arm.variants}) == 1
+    document["verdict"] += matched.sentences(pairs, arms, plan.baseline.name, one_rate=one_rate)
     others = tuning.not_compared(plan, runner.result)
     document["verdict"] += tuning.sentences(others)
     document |= _conditions(plan, runner) | {"matched": pairs}

@@ -16,7 +16,8 @@ from poise.comparison.verdict import listed
 from poise.config.groups import HELD_OUT
 from poise.runs.console import duration
 
-AS_DEAR = ("regulator", "objective.", "optim.")  # settings that do not change what a step samples
+# Settings that do not change what a response costs, or whose cost is counted.
+AS_DEAR = ("regulator", "objective.", "optim.", "steps", "prompts", "group", "budget")
 SPREAD = 0.05  # of differences over seeds, where none is measured: five points are usual
 
 
@@ -40,10 +41,10 @@ def heading(plan: Plan) -> list[str]:
     return lines
 
 
-def cost(plan: Plan, forecast: Forecast, jobs: int, done: int, spent: float = 0.0) -> list[str]:
+def cost(plan: Plan, forecast: Forecast, jobs: int, done: int, spent: float) -> list[str]:
     """Runs, tokens and time, and how many seeds fit into the budget.
 
-    ``done`` runs of the plan have results; ``spent`` tokens were sampled by all runs in the folder.
+    ``done`` runs of the plan have results; ``spent`` tokens were sampled, but for those of runs that go on.
     """
     seconds, tokens = forecast.seconds or 0.0, forecast.tokens or 0.0
     left = plan.size - done
@@ -70,7 +71,7 @@ def _measured(plan: Plan) -> list[str]:
         if length != 1
     ]
     if any(not key.startswith(AS_DEAR) for arm in plan.arms for key in arm.settings):
-        parts.append("others may sample more and take longer")
+        parts.append("others may sample more or less")
     return [f"measured for {plan.baseline.name}; {'; '.join(parts)}"] if parts else []
 
 
@@ -117,7 +118,7 @@ def tuned(report: Sequence[dict[str, Any]]) -> list[str]:
         equal = len({rate["mean"] for rate in arm["rates"]}) == 1
         hint = "; it is at the end of the rates, so another one may be better" if edge else ""
         if close := [shown_rate(rate["rate"]) for rate in arm["rates"] if _close(arm, rate)]:
-            hint += f"; {' and '.join(close)} may be as good, within a standard error: more tuning seeds would tell"
+            hint += f"; {listed(close)} may be as good, within a standard error: more tuning seeds would tell"
         hint = "; all rates did equally well, so this says nothing" if equal else hint
         lines.append(f"{arm['arm']}: learning rate {shown_rate(arm['chosen'])} (points by rate: {scores}){hint}")
     return lines
@@ -125,11 +126,11 @@ def tuned(report: Sequence[dict[str, Any]]) -> list[str]:
 
 def _close(arm: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether a rate that was not chosen is behind by less than the standard error of that difference."""
-    (chosen,) = (rate for rate in arm["rates"] if rate["rate"] == arm["chosen"])
+    chosen = next(rate for rate in arm["rates"] if rate["rate"] == arm["chosen"])
     if other is chosen or len(chosen["scores"]) < 2 or other["diverged"] > chosen["diverged"]:
         return False
     ahead = [own - its for own, its in zip(chosen["scores"], other["scores"], strict=True)]
-    return bool(fmean(ahead) < stdev(ahead) / len(ahead) ** 0.5)
+    return bool(fmean(ahead) <= stdev(ahead) / len(ahead) ** 0.5)
 
 
 def _span(seeds: Sequence[int]) -> str:

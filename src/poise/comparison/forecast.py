@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from poise.comparison.plan import Plan
-from poise.config.schema import Config
-from poise.regulators.example import example_batch
 
 
 @dataclass
@@ -32,13 +30,5 @@ class Forecast:
 
 def update_lengths(plan: Plan) -> dict[str, float]:
     """How long each arm's update takes, in units of the baseline's: each phase is a pass over the batch."""
-    phases = {arm.name: _phases(arm.variants[0].config) for arm in plan.arms}
+    phases = {arm.name: arm.variants[0].config.build_regulator().phase_count for arm in plan.arms}
     return {name: count / phases[plan.baseline.name] for name, count in phases.items()}
-
-
-def _phases(config: Config) -> int:
-    """The phases of a config's regulator; 1 for one of the user's own that fails on a made-up batch."""
-    try:
-        return len(config.build_regulator()(example_batch()))
-    except Exception:
-        return 1

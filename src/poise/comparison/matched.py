@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from poise.comparison.arms import RATE
 from poise.comparison.results import ACCURACY, Arm
 from poise.comparison.sign_flip import holm
 from poise.comparison.statistics import LEVEL, difference
@@ -18,6 +17,7 @@ from poise.comparison.verdict import listed, signed
 
 Document = dict[str, Any]
 ALIKE = 0.05  # steps that differ by a smaller share are as many: a step without an active token is left out
+COUNTS = ("steps", "prompts", "group", "budget", "optim.mini_batch")  # settings that change the number of steps
 
 
 def controls(arms: Sequence[Arm], baseline: str, tuned: Sequence[str] = ()) -> dict[str, str | None]:
@@ -26,21 +26,16 @@ def controls(arms: Sequence[Arm], baseline: str, tuned: Sequence[str] = ()) -> d
     A control is the baseline with several passes, and all other settings as the arm has them, but for those that were
     ``tuned`` for each arm.
     """
-    steps = {arm.name: _steps(arm) for arm in arms}
-    base = steps.get(baseline)
-    if not base:
-        return {}
     found: dict[str, str | None] = {}
-    for arm in arms:
-        own = steps[arm.name]
-        if arm.name == baseline or own is None or own < (2 - ALIKE) * base or _passes(arm):
+    for arm, own in _busy(arms, baseline):
+        if _passes(arm):
             continue
         alike = [
             other.name
             for other in arms
             if _passes(other)
             and _others(other, tuned) == _others(arm, tuned)
-            and (theirs := steps[other.name])
+            and (theirs := _steps(other))
             and abs(theirs - own) <= ALIKE * own
         ]
         found[arm.name] = alike[0] if alike else None
@@ -70,8 +65,8 @@ def compare(arms: Sequence[Arm], baseline: str, tuned: Sequence[str] = (), level
     ]
 
 
-def sentences(pairs: Sequence[Document], arms: Sequence[Arm], baseline: str) -> list[str]:
-    """What the pairs show; for an arm without a control, the control to add."""
+def sentences(pairs: Sequence[Document], arms: Sequence[Arm], baseline: str, *, one_rate: bool = False) -> list[str]:
+    """What the pairs show; for an arm without a control, the control to add; with ``one_rate`` for all, its flaw."""
     steps = {arm.name: _steps(arm) or 0.0 for arm in arms}
     said = []
     alone: dict[int, list[str]] = {}  # by how many times the steps of the baseline
@@ -90,14 +85,26 @@ def sentences(pairs: Sequence[Document], arms: Sequence[Arm], baseline: str) -> 
             f"Without the method, no arm takes as many optimizer steps as {listed(names)}: add the arm "
             f"grpo(passes={times}) to tell the method from the steps."
         )
-    busy = [arm.name for arm in arms if steps[arm.name] >= (2 - ALIKE) * steps[baseline] > 0]
-    if busy and all(arm.settings.get(RATE) is None for arm in arms):
-        takes = "take" if len(busy) > 1 else "takes"
+    busy = [arm.name for arm, _ in _busy(arms, baseline)]
+    if busy and one_rate:
+        take = "take" if len(busy) > 1 else "takes"
         said.append(
-            f"All arms have one learning rate, and the steps that {listed(busy)} {takes} more act as a higher one: "
+            f"All arms have one learning rate. {listed(busy)} {take} more steps, which act as a higher rate: "
             "optim.lr=A,B,C tune=3, with rates around yours, tells the method from the rate."
         )
     return said
+
+
+def _busy(arms: Sequence[Arm], baseline: str) -> list[tuple[Arm, float]]:
+    """Arms that take about twice the baseline's optimizer steps or more by their method alone, with these steps."""
+    (base,) = (arm for arm in arms if arm.name == baseline)
+    counts, steps = _counts(base), _steps(base)
+    own = [(arm, _steps(arm) or 0.0) for arm in arms if _counts(arm) == counts]
+    return [(arm, taken) for arm, taken in own if steps and taken >= (2 - ALIKE) * steps]
+
+
+def _counts(arm: Arm) -> Document:
+    return {key: value for key, value in arm.settings.items() if key in COUNTS}
 
 
 def _steps(arm: Arm) -> float | None:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -96,10 +97,20 @@ class Runner:
             self._results[folder] = result_of(folder)
         return self._results[folder]
 
-    def tokens(self, apart: Collection[Path] = ()) -> float:
-        """Sampled by all runs in the comparison's folder, finished or not, at any rate; without those in ``apart``."""
-        folders = (path.parent for path in self.plan.folder.glob("arms/*/seed-*/config.json"))
-        return sum((self.result(each) or RunResult.read(each)).cost.tokens for each in folders if each not in apart)
+    def left(self) -> list[PlannedRun]:
+        """The runs of the plan that have no result yet and a learning rate already."""
+        return [run for run in self.runs() if run and self.result(run.folder) is None]
+
+    def tokens(self, apart: Collection[Path]) -> float:
+        """Sampled by all runs of the plan's arms, finished or not, at any rate; without those in ``apart``."""
+        places = {self.plan.folder / "arms" / self.plan.place(each) for arm in self.plan.arms for each in arm.variants}
+        folders = [
+            path.parent
+            for place in places
+            for path in place.glob("seed-*/config.json")
+            if path.parent.name[5:].isdecimal() and path.parent not in apart
+        ]
+        return sum((self.result(each) or RunResult.read(each)).cost.tokens for each in folders)
 
     def chosen(self, arm: PlannedArm) -> Variant | None:
         """The variant of an arm that is compared; None while it is tuned."""
@@ -228,6 +239,8 @@ class Runner:
             work = self._left_of_running() + len(runs) * forecast.seconds
             if elapsed + max(work / self.jobs, forecast.seconds) > limits.hours * 3600:
                 return False
+        if limits.tokens == inf:
+            return True
         ahead = {run.folder for run in (*runs, *(each.run for each in self._running.values()))}
         spent = self.tokens(apart=ahead)
         whole = [result.cost.tokens for result in self._results.values() if result]

@@ -26,8 +26,8 @@ class TrialError(TrainError):
 def measure(plan: Plan, processes: Processes, interrupted: Callable[[], bool] = lambda: False) -> tuple[float, float]:
     """Seconds and sampled tokens of a whole run, on average over the arms, from a trial in a temporary folder.
 
-    The trial is of the baseline; the time of its update is multiplied by the phases of the others. It has the device
-    for itself: with many runs side by side each takes longer.
+    The trial is of the baseline. Other arms are taken to need as much time for a response and, in an update, for each
+    phase. The trial has the device for itself: with many runs side by side each takes longer.
     """
     config = plan.baseline.variants[0].config
     with tempfile.TemporaryDirectory() as place:
@@ -44,20 +44,24 @@ def measure(plan: Plan, processes: Processes, interrupted: Callable[[], bool] = 
             raise TrialError("\n".join(["the trial run failed:", *last_lines(log)]))
         lines = RunFolder.open(folder, resume=False).metrics()
     start = total - sum(line["time/step"] for line in lines)
-    return whole(config, lines[-1], start, fmean(update_lengths(plan).values()))
+    lengths, responses = update_lengths(plan), config.prompts * config.group
+    runs = [whole(arm.variants[0].config, lines[-1], responses, start, lengths[arm.name]) for arm in plan.arms]
+    return fmean(seconds for seconds, _ in runs), fmean(tokens for _, tokens in runs)
 
 
-def whole(config: Config, step: dict[str, float], start: float, update: float = 1.0) -> tuple[float, float]:
-    """Seconds and tokens of a whole run, from the metrics of one step and the time that a run takes to start.
+def whole(
+    config: Config, step: dict[str, float], responses: int, start: float, update: float = 1.0
+) -> tuple[float, float]:
+    """Seconds and tokens of a whole run, from the metrics of a step with so many responses and the time of a start.
 
-    Its updates take ``update`` times as long as that of the step.
+    Its updates take ``update`` times as long for a response as that of the step.
     """
-    responses = config.prompts * config.group
     evaluation = config.evaluation
     share = evaluation.problems * (evaluation.samples + 1) / responses  # and once greedily
-    tokens = step["tokens/sampled"]
+    size = config.prompts * config.group / responses
+    tokens = size * step["tokens/sampled"]
     steps = min(config.steps, ceil(config.budget / tokens)) if config.budget and tokens else config.steps
     evaluations = 2 + (steps - 1) // evaluation.every if evaluation.every else 2
-    a_step = step["time/step"] + (update - 1) * step["time/update"]
+    a_step = size * (step["time/step"] + (update - 1) * step["time/update"])
     seconds = start + steps * a_step + evaluations * share * step["time/rollout"]
     return seconds, steps * tokens

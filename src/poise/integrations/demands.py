@@ -10,7 +10,6 @@ import torch
 from poise.batch import Phase, TokenBatch
 from poise.regulators import Regulator
 from poise.regulators.base import SCOPES, parts_of
-from poise.regulators.example import example_batch
 
 ALL, PART, WEIGHTED = "all", "part", "weighted"
 
@@ -45,7 +44,7 @@ def demands(phases: Sequence[Phase], batch: TokenBatch) -> Demands:
 def probe(regulator: Regulator) -> Demands:
     """What the regulator needs on an example batch that has every field, many probabilities, and advantages ±1."""
     try:
-        batch = example_batch()
+        batch = _example_batch()
         return demands(regulator(batch), batch)
     except Exception as error:
         error.add_note("This happened when poise tried the regulator on a small made-up batch, before training.")
@@ -63,3 +62,27 @@ def _kl_kind(policy: torch.Tensor, kl: torch.Tensor) -> str:
     # A mask on the loss removes the policy term too, so a mask is possible only where the policy weight is 0 anyway.
     is_mask = bool(((kl == 1) | (kl == 0)).all()) and bool((policy[kl == 0] == 0).all())
     return PART if is_mask else WEIGHTED
+
+
+def _example_batch(
+    groups: int = 2, group: int = 4, length: int = 16, width: int = 4, vocabulary: int = 11
+) -> TokenBatch:
+    rows = groups * group
+    generator = torch.Generator().manual_seed(0)
+    prob = torch.linspace(1e-4, 1.0, rows * length)[torch.randperm(rows * length, generator=generator)]
+    correct = torch.arange(rows) % 2 == 0
+    logp = prob.view(rows, length).log()
+    return TokenBatch(
+        old_logp=logp,
+        mask=torch.ones(rows, length, dtype=torch.bool),
+        advantages=torch.where(correct, 1.0, -1.0),
+        groups=torch.arange(rows) // group,
+        rewards=correct.float(),
+        correct=correct,
+        ref_logp=logp,
+        sampler_logp=logp,
+        entropy=0.02 * torch.rand(rows, length, generator=generator),  # low: STARE is idle where entropy is high
+        hidden=torch.randn(rows, length, width, generator=generator),
+        head=torch.randn(vocabulary, width, generator=generator),
+        targets=torch.randint(vocabulary, (rows, length), generator=generator),
+    )
