@@ -3,10 +3,12 @@
     python benchmarks/effective_rate.py runs runs/main/kk-w0 effective.json
     python benchmarks/effective_rate.py gradients runs/models/kk-w0 steps.json task.people=3 rollout.max_tokens=192
 
-``runs`` reads a comparison with several learning rates: the seeds that every arm has at every rate, which are those for
-tuning. An arm's mean accuracy while it trains, over the first half of the batches, is laid between GRPO's at its rates
-(straight lines over the logarithm of the rate, the outer ones prolonged): ``factor`` is the rate at which GRPO would
-have it, divided by the arm's own; ``by_seed`` has it for every seed alone. Beyond GRPO's rates it is a guess.
+``runs`` reads one comparison or several, in which GRPO has several learning rates: the seeds that every arm has at
+every rate (where rates are tuned, those for tuning). An arm's mean accuracy while it trains, over the first ``--share``
+of the batches, is interpolated between GRPO's at its rates (straight lines over the logarithm of the rate, the outer
+ones prolonged): ``factor`` is the rate at which GRPO would have it, divided by the arm's own; ``by_seed`` has it for
+every seed alone, ``error`` is a jackknife's over seeds. ``beyond`` says that the arm has less, or more, than GRPO at
+any of its rates: then the factor is a guess.
 
 ``gradients`` predicts it at fixed weights. Adam divides by v, the mean square of past gradients, and its momentum
 averages the gradients themselves. So in one batch a method with phases r₁, r₂, … moves along Σ r / √v, where v is the
@@ -39,10 +41,10 @@ METHODS = ("grpo", "lopti", "random-split", "ar", "tr-grpo", "nthr")
 Curves = dict[tuple[str, float], dict[int, list[float]]]  # by arm and rate, then by seed
 
 
-def curves_of(comparison: Path) -> Curves:
+def curves_of(comparisons: Sequence[Path]) -> Curves:
     """Accuracy on the problems of every batch, before it was trained on, of all finished runs."""
     found: Curves = {}
-    for folder in sorted(comparison.glob("arms/*/seed-*")):
+    for folder in sorted(folder for each in comparisons for folder in each.glob("arms/*/seed-*")):
         if (folder / "summary.json").exists():
             config = json.loads((folder / "config.json").read_text())
             rows = RunFolder.open(folder, resume=False).metrics()
@@ -66,24 +68,31 @@ def rate_at(rates: Sequence[float], scores: Sequence[float], score: float) -> fl
     return math.exp(x[piece] + (score - scores[piece]) / slope)
 
 
-def from_runs(curves: Curves, baseline: str) -> dict[str, Any]:
+def from_runs(curves: Curves, baseline: str, share: float = 0.5) -> dict[str, Any]:
     """The factor of each arm at each of its rates."""
     rates = sorted(rate for arm, rate in curves if arm == baseline)
     seeds = sorted(set.intersection(*(set(by_seed) for by_seed in curves.values())))
-    batches = min(len(curve) for by_seed in curves.values() for curve in by_seed.values()) // 2
+    batches = min(len(curve) for by_seed in curves.values() for curve in by_seed.values())
+    batches = max(1, int(share * batches))
     score = {key: {seed: mean(by_seed[seed][:batches]) for seed in seeds} for key, by_seed in curves.items()}
 
     def factor(arm: str, rate: float, chosen: Sequence[int]) -> float:
         plain = [mean(score[baseline, each][seed] for seed in chosen) for each in rates]
         return rate_at(rates, plain, mean(score[arm, rate][seed] for seed in chosen)) / rate
 
-    rows = [
-        {
-            "arm": arm, "rate": rate, "score": mean(score[arm, rate].values()), "factor": factor(arm, rate, seeds),
-            "by_seed": [factor(arm, rate, [seed]) for seed in seeds],
-        }
-        for arm, rate in sorted(curves)
-    ]  # fmt: skip
+    ends = sorted(mean(score[baseline, rate].values()) for rate in rates)
+    rows = []
+    for arm, rate in sorted(curves):
+        scores = [score[arm, rate][seed] for seed in seeds]
+        without = [factor(arm, rate, [other for other in seeds if other != seed]) for seed in seeds if len(seeds) > 1]
+        rows.append(
+            {
+                "arm": arm, "rate": rate, "score": mean(scores), "scores": scores,
+                "factor": factor(arm, rate, seeds), "error": jackknife(torch.tensor(without)) if without else None,
+                "by_seed": [factor(arm, rate, [seed]) for seed in seeds],
+                "beyond": not ends[0] <= mean(scores) <= ends[-1],
+            }
+        )  # fmt: skip
     return {"seeds": seeds, "batches": batches, "rates": rates, "rows": rows}
 
 
@@ -126,14 +135,16 @@ def main() -> None:
     else:
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("what", choices=["runs", "gradients"])
-        parser.add_argument("comparison", type=Path)
+        parser.add_argument("comparisons", type=Path, nargs="+")
         parser.add_argument("out", type=Path)
         parser.add_argument("--baseline", default="grpo")
+        parser.add_argument("--share", type=float, default=0.5, help="of the batches, from the first on")
         options = parser.parse_args()
-        found = from_runs(curves_of(options.comparison), options.baseline)
+        found = from_runs(curves_of(options.comparisons), options.baseline, options.share)
         for row in found["rows"]:
             seeds = ", ".join(f"{value:.2f}" for value in row["by_seed"])
-            print(f"{row['arm']:16} {row['rate']:8.1e} {row['score']:.4f}  {row['factor']:5.2f} ({seeds})")
+            guess = " a guess" * row["beyond"]
+            print(f"{row['arm']:16} {row['rate']:8.1e} {row['score']:.4f}  {row['factor']:5.2f} ({seeds}){guess}")
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

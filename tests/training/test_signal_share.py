@@ -142,3 +142,26 @@ def test_two_phases_that_share_no_noise_are_worth_the_root_of_two() -> None:
     assert factor(whole, whole) == pytest.approx(2.0)
     assert factor(low, high) == pytest.approx(2**0.5, rel=0.02)
     assert factor(0.5 * whole, 0.5 * whole) == pytest.approx(2.0)  # halves that are alike
+
+
+@pytest.mark.usefixtures("study")
+def test_rates_that_arms_are_worth_from_their_curves() -> None:
+    import effective_rate
+
+    plain = {1e-4: 0.2, 2e-4: 0.4}
+    curves = {("grpo", rate): {seed: [end, end, 0.9, 0.9] for seed in range(4)} for rate, end in plain.items()}
+    curves["twice", 1e-4] = {seed: [0.4, 0.4] for seed in range(3)}  # the seeds and batches that all have
+    curves["faster", 1e-4] = {seed: [value, 0.0] for seed, value in enumerate((0.4, 0.6, 0.8))}
+    found = effective_rate.from_runs(curves, "grpo")
+    assert (found["seeds"], found["batches"], found["rates"]) == ([0, 1, 2], 1, [1e-4, 2e-4])
+    rows = {(row["arm"], row["rate"]): row for row in found["rows"]}
+    assert [rows["grpo", rate]["factor"] for rate in plain] == pytest.approx([1.0, 1.0])
+    assert rows["twice", 1e-4]["factor"] == pytest.approx(2.0)
+    assert (rows["twice", 1e-4]["error"], rows["twice", 1e-4]["beyond"]) == (pytest.approx(0.0, abs=1e-6), False)
+    faster = rows["faster", 1e-4]
+    assert faster["by_seed"] == pytest.approx([2.0, 4.0, 8.0])
+    assert (faster["factor"], faster["beyond"], faster["scores"]) == (pytest.approx(4.0), True, [0.4, 0.6, 0.8])
+    without = [2**2.5, 4.0, 2**1.5]  # each seed left out in turn
+    spread = sum((value - sum(without) / 3) ** 2 for value in without)
+    assert faster["error"] == pytest.approx((spread * 2 / 3) ** 0.5, rel=1e-5)
+    assert effective_rate.from_runs(curves, "grpo", share=1.0)["batches"] == 2
