@@ -86,11 +86,11 @@ sided.scope = "token"  # type: ignore[attr-defined]
 
 
 @poise.regulator
-def digits(batch: TokenBatch, model: str = "", rest: float = 0.0) -> list[Phase]:
-    """Weight 1 for digits and ``rest`` for all other tokens: for sums with words that do not matter."""
+def digits(batch: TokenBatch, model: str = "", rest: float = 0.0, digit: float = 1.0) -> list[Phase]:
+    """Weight ``digit`` for digits and ``rest`` for all other tokens: for sums with words that do not matter."""
     assert batch.targets is not None
     decides = kinds_of(model)["digit"].to(batch.mask.device)[batch.targets.clamp(min=0)]
-    return [Phase.of(batch, torch.where(decides, 1.0, rest))]
+    return [Phase.of(batch, torch.where(decides, digit, rest))]
 
 
 digits.needs = ("targets",)  # type: ignore[attr-defined]

@@ -15,12 +15,14 @@ from poise.runs.plots import COLOURS, MARKERS
 STYLES = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(len(COLOURS) * len(MARKERS))]  # 30
 BELOW = 0.25  # of a row, where the dots of the seeds are
 LONGEST = 40  # characters of a name
+COLUMNS = 3  # of the legend
 
 
 def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
     """Draw the differences to the baseline with their intervals, and the mean curves with bands, both in points."""
     arms: Sequence[Mapping[str, Any]] = document["arms"]
-    figure = Figure(figsize=(11, 1.6 + 0.34 * max(6, len(arms))), layout="constrained")
+    lines = -(-len(arms) // COLUMNS)  # of the legend, which would cover the curves if it was beside them
+    figure = Figure(figsize=(11, 1.6 + 0.34 * max(6, len(arms)) + 0.22 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _forest(left, document, [(i, arm) for i, arm in enumerate(arms) if arm["difference"]])
@@ -31,8 +33,11 @@ def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    for text in right.legend(frameon=False, fontsize="small").get_texts() if arms else ():
-        text.set_parse_math(False)
+    if arms:
+        shown = right.get_legend_handles_labels()
+        legend = figure.legend(*shown, loc="outside lower center", ncols=COLUMNS, frameon=False, fontsize="small")
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     with replacing(Path(path_png)) as file:
         figure.savefig(file, format="png", dpi=150)
 
