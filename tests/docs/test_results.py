@@ -197,18 +197,25 @@ def rates(found: list[dict[str, Any]]) -> dict[str, str]:
     return {arm["name"]: f"{arm['settings']['optim.lr']:.1e}".replace(".0e", "e").replace("e-0", "e-") for arm in found}
 
 
-@pytest.mark.parametrize("regime", ["steps4-w1", "main-w05", "main-w0", "frozenlake", "smollm2-sums"])
+SHOWN = {  # names that a table cannot hold
+    "ar(alpha=0.3) | lopti(threshold=0.5)": "`ar` and `lopti`",
+    "benchmarks.oracles.digits(model='runs/models/sums-w16')": "oracle: digits alone",
+}
+
+
+@pytest.mark.parametrize("regime", ["steps4-w1", "main-w05", "main-w0", "frozenlake", "smollm2-sums", "sums-w16"])
 def test_a_regime(regime: str) -> None:
     text, arms = words_of("comparison"), figures(regime)["arms"]
     for arm in arms:
         difference, scores, cost = arm["difference"], arm["scores"], arm["cost"]
         seeds = [str(len(arm["seeds"]))] if regime == "smollm2-sums" else []  # where arms have not all of them
-        cells = [f"`{arm['name']}`", rates(arms)[arm["name"]], *seeds, f"{100 * arm['accuracy']:.1f}"]
+        shown = SHOWN.get(arm["name"], f"`{arm['name']}`")
+        cells = [shown, rates(arms)[arm["name"]], *seeds, f"{100 * arm['accuracy']:.1f}"]
         cells += [against(difference), f"{difference['p_adjusted']:.2g}"] if difference else ["", ""]
         cells += [f"{100 * scores[name]['mean']:.1f}" for name in ("pass@4", "greedy")]
         cells += [f"{cost['optimizer_steps']:.0f}", f"{cost['flop']:.1e}".replace("e+", "e")]
         assert row(cells) in text
-    (pair,) = figures(regime)["matched"]
+    pair, *_ = figures(regime)["matched"]
     digits = 2 if pair["p"] > 0.1 else 3
     assert f"{against(pair).replace(' [', ' points [')}, p = {pair['p']:.{digits}f}" in text
 
@@ -247,6 +254,27 @@ def test_deciding_shares() -> None:
     assert max(abs(ratio - 1) for ratio in published) < 0.03
 
 
+def test_words_and_digits() -> None:
+    """Shares of the gradient on sums: of the tokens' sizes, and of what is left after the batch is summed."""
+    words, shares = words_of("comparison"), figures("deciding-sums")
+    methods = shares["methods"]
+    digits = methods["grpo"]["share"]
+    tokens = shares["tokens"]
+    assert row(["share of tokens", f"{1 - tokens:.0%}", f"{tokens:.0%}"]).replace("%", " %") in words
+    cells = [f"{1 - digits:.1%}", f"{digits:.1%}"]
+    assert row(["sum of the sizes of their gradients, at the logits", *cells]).replace("%", " %") in words
+    assert (
+        f"from {digits:.1%} to {methods['ar(alpha=1.0)']['share']:.1%}".replace("%", "", 1).replace("%", " %") in words
+    )
+    assert f"TR-GRPO raises it to {methods['tr-grpo']['share']:.1%}".replace("%", " %") in words
+    sizes = figures("signal-sums")["methods"]
+    oracle = "oracles.digits(model='runs/models/sums-w16'"
+    alone, without = sizes[f"{oracle})"], sizes[f"{oracle}, rest=1.0, digit=0.0)"]
+    cells = [f"{without['norm']:.2f}", f"{alone['norm']:.2f}"]
+    assert row(["size of their summed gradient, beside that of all tokens", *cells]) in words
+    assert f"points only {alone['efficiency'] / sizes['grpo']['efficiency']:.2f} times as well" in words
+
+
 def test_update_sizes() -> None:
     words = words_of("comparison")
     compared = 0
@@ -276,12 +304,14 @@ def test_regimes(regimes: ModuleType) -> None:
     for name, words in (
         ("steps4-w1", "the same, four steps a batch | 10"), ("main-w05", "`wording` ½ | 10"),
         ("main-w0", "`wording` 0 | 10"), ("frozenlake", "FrozenLake | 8"), ("smollm2-sums", "SmolLM2 on sums | 7–8"),
+        ("sums-w16", "sums, 16 words | 10"),
     ):  # fmt: skip
-        base, *others = figures(name)["arms"]
-        ends = f"{100 * base['before']:.1f} → {100 * base['accuracy']:.1f}"
-        cells = [ends, *(against(arm["difference"]) for arm in others)]
-        cells += ["not run"] if name == "frozenlake" else []
-        assert f"{words} {row(cells)}" in text
+        arms = {arm["name"]: arm for arm in figures(name)["arms"]}
+        shown = [f"{100 * arms['grpo']['before']:.1f} → {100 * arms['grpo']['accuracy']:.1f}"]
+        for arm, control in regimes.PAIRS:
+            if control == "grpo":
+                shown.append(against(arms[arm]["difference"]) if arm in arms else "not run")
+        assert f"{words} {row(shown)}" in text
     found = [regimes.together(regimes.differences(*pair)) for pair in regimes.PAIRS]
     means = [against({"mean": each["mean"] / 100, "interval": np.array(each["interval"]) / 100}) for each in found]
     assert row(["**mean over regimes**", "", "", *means[:-1]]) in text
@@ -308,14 +338,34 @@ def test_a_mean_over_regimes(regimes: ModuleType) -> None:
 
 
 def test_effective_rates() -> None:
+    """Factors at the two lower rates; a star where an arm is slower or faster than GRPO at any rate."""
     text = words_of("comparison")
     runs = [figures(f"effective-{name}") for name in ("w0", "w05", "smollm2")]
     for arm in ("grpo(passes=2)", "lopti", "ar", "tr-grpo", "nthr"):
         cells = [f"`{arm}`"]
         for found in runs:
-            (measured,) = (each for each in found["rows"] if each["arm"] == arm and each["rate"] == min(found["rates"]))
-            cells.append(f"{measured['factor']:.2f} ({', '.join(f'{value:.2f}' for value in measured['by_seed'])})")
+            plain = [each["score"] for each in found["rows"] if each["arm"] == "grpo"]
+            rows = {each["rate"]: each for each in found["rows"] if each["arm"] == arm}
+            for rate in sorted(found["rates"])[:2]:
+                inside = min(plain) <= rows[rate]["score"] <= max(plain)
+                cells.append(f"{rows[rate]['factor']:.2f}" + "*" * (not inside))
         assert row(cells) in text
+
+
+def test_lopti_in_tuning() -> None:
+    """At equal rates, with the tuning seeds: Lopti against GRPO, and against two plain steps."""
+    text = words_of("comparison")
+    ahead, behind = [], []
+    for name in ("main-w1", "steps4-w1", "main-w05", "main-w0", "frozenlake", "smollm2-sums", "sums-w16"):
+        arms = {arm["arm"]: [rate["mean"] for rate in arm["rates"]] for arm in figures(name)["tuning"]}
+        ahead.append([own > plain for own, plain in zip(arms["lopti"], arms["grpo"], strict=True)])
+        behind += [own < two for own, two in zip(arms["lopti"], arms["grpo(passes=2)"], strict=True)]
+    assert all(first for first, *_ in ahead)
+    assert "at the lowest rate Lopti was ahead of GRPO in all seven regimes" in text
+    others = [each for _, *rest in ahead for each in rest]
+    assert (sum(others), len(others)) == (8, 14)
+    assert "at higher ones in eight cases of fourteen" in text
+    assert f"`lopti` was lower in {sum(behind)} of {len(behind)} cases" in text
 
 
 def regulated(name: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
