@@ -35,6 +35,7 @@ from signal_share import Gradients, arguments, batches_of, between, jackknife, l
 from torch import Tensor
 
 from poise import regulators
+from poise.config.groups import OptimConfig
 from poise.runs.folder import RunFolder
 
 METHODS = ("grpo", "lopti", "random-split", "ar", "tr-grpo", "nthr")
@@ -49,7 +50,9 @@ def curves_of(comparisons: Sequence[Path]) -> Curves:
             config = json.loads((folder / "config.json").read_text())
             rows = RunFolder.open(folder, resume=False).metrics()
             accuracy = [row["reward/accuracy"] for row in rows if "reward/accuracy" in row]
-            found.setdefault((config["regulator"], config["optim"]["lr"]), {})[config["seed"]] = accuracy
+            betas = tuple(config["optim"]["betas"])
+            arm = config["regulator"] + (f", betas={betas}" if betas != OptimConfig().betas else "")
+            found.setdefault((arm, config["optim"]["lr"]), {})[config["seed"]] = accuracy
     return found
 
 

@@ -352,6 +352,38 @@ def test_effective_rates() -> None:
         assert row(cells) in text
 
 
+def test_two_steps_or_one() -> None:
+    """Mean accuracies in training on sums, and differences that the page names, paired by seed."""
+    text, found = words_of("comparison"), figures("effective-sums")
+    assert len(found["seeds"]) == 6
+    rows = {(each["arm"], each["rate"]): each for each in found["rows"]}
+    imitation = "grpo, betas=(0.81, 0.998)"
+    shown = {imitation: "`grpo`, β = (0.81, 0.998)"}
+    for (arm, rate), each in rows.items():
+        typed = f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
+        assert row([shown.get(arm, f"`{arm}`"), typed, f"{100 * each['score']:.1f}"]) in text
+
+    def ahead(arm: str, rate: float, other: str, its: float) -> tuple[str, str]:
+        pairs = zip(rows[arm, rate]["scores"], rows[other, its]["scores"], strict=True)
+        differences = [own - beside for own, beside in pairs]
+        low, high = interval(differences)
+        return f"{100 * fmean(differences):.1f}", f"[{points(low)}, {points(high)}]"
+
+    two = "grpo(passes=2)"
+    for mean, ends, words in (
+        (*ahead("lopti", 2.5e-5, "grpo", 3.5e-5), "it is {} points ahead {}"),
+        (*ahead("random-split", 2.5e-5, "grpo", 3.5e-5), "a split at random {} {}"),
+        (*ahead(two, 2.5e-5, "grpo", 5e-5), "`grpo(passes=2)` is {} points {} ahead of `grpo` at twice the rate"),
+        (*ahead("lopti", 2.5e-5, "random-split", 2.5e-5), "`lopti` against `random-split`: {} points {}"),
+        (*ahead(imitation, 5e-5, "grpo", 5e-5), "at 5e-5 is {} points {} ahead of GRPO at that rate"),
+        (*ahead(two, 2.5e-5, imitation, 5e-5), "{} {} behind `grpo(passes=2)` at 2.5e-5"),
+        (*ahead(two, 5e-5, imitation, 1e-4), "`grpo(passes=2)` is {} points {} ahead of the one step"),
+    ):
+        assert words.format(mean, ends) in text
+    predicted = figures("steps-sums")["methods"]
+    assert f"{predicted['lopti']['factor']:.2f} for Lopti and {predicted['random-split']['factor']:.2f} for" in text
+
+
 def test_lopti_in_tuning() -> None:
     """At equal rates, with the tuning seeds: Lopti against GRPO, and against two plain steps."""
     text = words_of("comparison")
