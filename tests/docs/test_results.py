@@ -384,6 +384,26 @@ def test_two_steps_or_one() -> None:
     assert f"{predicted['lopti']['factor']:.2f} for Lopti and {predicted['random-split']['factor']:.2f} for" in text
 
 
+def test_settings_of_the_methods() -> None:
+    """Accuracies and differences with Student's intervals, over the four seeds that all arms have."""
+    text = words_of("comparison")
+    arms = {arm["name"]: arm["results"] for arm in figures("sums-settings")["arms"]}
+    seeds = sorted(set.intersection(*map(set, arms.values())))
+    assert seeds == ["0", "1", "2", "3"]
+
+    def beside(arm: str, other: str) -> str:
+        found = [arms[arm][seed] - arms[other][seed] for seed in seeds]
+        return against({"mean": fmean(found), "interval": student_interval(found)})
+
+    steep = "tr-grpo(alpha=4, mu=0.5, low=0, high=1.52)"
+    for arm in arms:
+        shown = "`tr-grpo` from 0 to 1.52 (α = 4, μ = 0.5)" if arm == steep else f"`{arm}`"
+        default, _, more = arm.partition("(")
+        cells = [shown, f"{100 * fmean(arms[arm][seed] for seed in seeds):.1f}"]
+        cells += [beside(arm, "grpo") if arm != "grpo" else "", beside(arm, default) if more else ""]
+        assert row(cells) in text
+
+
 def test_lopti_in_tuning() -> None:
     """At equal rates, with the tuning seeds: Lopti against GRPO, and against two plain steps."""
     text = words_of("comparison")
