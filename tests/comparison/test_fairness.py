@@ -50,7 +50,7 @@ def test_a_method_of_two_phases_is_shown_beside_two_passes():
     said, rate = matched.sentences([pair], arms, "grpo", one_rate=True)
     assert said.startswith("lopti, against grpo(passes=2), which takes as many optimizer steps: −2.0 points [")
     assert rate == (
-        "All arms have one learning rate. lopti and grpo(passes=2) take more steps, which act as a higher rate: "
+        "All arms have one learning rate. lopti and grpo(passes=2) take more steps, which can act as a higher rate: "
         "optim.lr=A,B,C tune=3, with rates around yours, tells the method from the rate."
     )
 

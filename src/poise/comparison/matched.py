@@ -89,7 +89,7 @@ def sentences(pairs: Sequence[Document], arms: Sequence[Arm], baseline: str, *, 
     if busy and one_rate:
         take = "take" if len(busy) > 1 else "takes"
         said.append(
-            f"All arms have one learning rate. {listed(busy)} {take} more steps, which act as a higher rate: "
+            f"All arms have one learning rate. {listed(busy)} {take} more steps, which can act as a higher rate: "
             "optim.lr=A,B,C tune=3, with rates around yours, tells the method from the rate."
         )
     return said

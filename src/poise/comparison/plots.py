@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ COLUMNS = 3  # of the legend
 def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
     """Draw the differences to the baseline with their intervals, and the mean curves with bands, both in points."""
     arms: Sequence[Mapping[str, Any]] = document["arms"]
-    lines = -(-len(arms) // COLUMNS)  # of the legend, which would cover the curves if it was beside them
+    lines = ceil(len(arms) / COLUMNS)  # of the legend, which would cover the curves if it was beside them
     figure = Figure(figsize=(11, 1.6 + 0.34 * max(6, len(arms)) + 0.22 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -102,15 +102,10 @@ class Runner:
         return [run for run in self.runs() if run and self.result(run.folder) is None]
 
     def tokens(self, apart: Collection[Path]) -> float:
-        """Sampled by all runs of the plan's arms, finished or not, at any rate; without those in ``apart``."""
-        places = {self.plan.folder / "arms" / self.plan.place(each) for arm in self.plan.arms for each in arm.variants}
-        folders = [
-            path.parent
-            for place in places
-            for path in place.glob("seed-*/config.json")
-            if path.parent.name[5:].isdecimal() and path.parent not in apart
-        ]
-        return sum((self.result(each) or RunResult.read(each)).cost.tokens for each in folders)
+        """Sampled by all runs of the plan, finished or not, at any rate; without those in ``apart``."""
+        folders = [run.folder for run in self.plan.all_runs() if run.folder not in apart]
+        begun = [folder for folder in folders if (folder / "config.json").exists()]
+        return sum((self.result(each) or RunResult.read(each)).cost.tokens for each in begun)
 
     def chosen(self, arm: PlannedArm) -> Variant | None:
         """The variant of an arm that is compared; None while it is tuned."""
