@@ -22,15 +22,15 @@ from pathlib import Path
 
 KK = ["task.name=kk", "task.style=compact", "device=auto"]
 LEARNED = ["task.noise=0.0", "batch=128", "steps=6000", "max_tokens=256"]  # no planted misreadings; stop_at ends it
-WIDER = ["width=320", "layers=6", "heads=8"]  # 8 million parameters
+WIDER = ["width=320", "layers=6", "heads=8", "lr=1e-3"]  # 8 million parameters
 
 MODELS: dict[str, list[str]] = {
     "embedded": [*KK, "task.people=2-3", "task.noise=0.2", "task.wording=1.0", "steps=2500", "batch=256", "workers=5"],
     "kk-w0": [*KK, *LEARNED, "task.people=3", "task.wording=0.0", "stop_at=0.35"],
     "kk-w05": [*KK, *LEARNED, "task.people=3", "task.wording=0.5", "stop_at=0.35"],
     "kk-w1": [*KK, *LEARNED, "task.people=3", "task.wording=1.0", "stop_at=0.35"],
-    "kk-wide-w0": [*KK, *LEARNED, *WIDER, "task.people=3-4", "task.wording=0.0", "stop_at=0.3", "lr=1e-3"],
-    "kk-wide-w1": [*KK, *LEARNED, *WIDER, "task.people=3-4", "task.wording=1.0", "stop_at=0.3", "lr=1e-3"],
+    "kk-wide-w0": [*KK, *LEARNED, *WIDER, "task.people=3", "task.wording=0.0", "stop_at=0.35"],
+    "kk-wide-w1": [*KK, *LEARNED, *WIDER, "task.people=3", "task.wording=1.0", "stop_at=0.35"],
 }
 TINY = ["width=32", "layers=1", "heads=2", "steps=2", "batch=4", "workers=0"]
 
