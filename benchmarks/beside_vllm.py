@@ -60,6 +60,7 @@ CASES = {  # responses, tokens of a prompt, longest response, uneven
 }
 THROUGH_POISE = ("512 × 256", "uneven")
 LIMITS = {"rollout": 210, "step": 180, "extra": 150}  # seconds of a process
+TRL_MICRO = {"135M": 128}  # responses per pass of TRL's update, the fastest that fits; for larger shapes 32
 
 
 def requests_of(case: str, shape: str, tiny: bool) -> list[Request]:
@@ -194,18 +195,22 @@ def jobs(args: argparse.Namespace) -> dict[str, list[str]]:
     rollout += ["--repeats", str(args.repeats), "--cases", *args.cases, *(["--tiny"] if args.tiny else [])]
     step = [str(HERE / "step.py"), "--device", args.device, "--only-fixed", "--steps", "2" if args.tiny else "3"]
     step += ["--warm-up", "1" if args.tiny else "2", "--trl-memory", str(args.trl_memory)]
-    step += ["--prompts", "2", "--trl-micro", "8", "--fixed-length", "8"] if args.tiny else []
+    step += ["--prompts", "2", "--fixed-length", "8"] if args.tiny else []
     for shape in args.shapes:
         for engine in ("native", "vllm"):
             found[f"rollout-{shape}-{engine}"] = [*rollout, "--child", engine, "--shape", shape]
-    trl = ["--which", "trl", "--trl-engine", "vllm"]
+
+    def trl(shape: str) -> list[str]:
+        micro = 8 if args.tiny else TRL_MICRO.get(shape, 32)
+        return [*step, "--shape", shape, "--which", "trl", "--trl-engine", "vllm", "--trl-micro", str(micro)]
+
     for shape in args.shapes:
         found[f"step-{shape}-poise"] = [*step, "--shape", shape, "--which", "poise"]
-        found[f"step-{shape}-trl-vllm"] = [*step, "--shape", shape, *trl]
+        found[f"step-{shape}-trl-vllm"] = trl(shape)
     first = args.shapes[0]
     found[f"extra-{first}-vllm-process"] = [*rollout, "--child", "vllm-process", "--shape", first]
     found[f"extra-{first}-poise-vllm"] = [*step, "--shape", first, "--which", "poise", "--engine", "vllm"]
-    found[f"extra-{first}-trl-vllm-default"] = [*step, "--shape", first, *trl, "--trl-correction"]
+    found[f"extra-{first}-trl-vllm-default"] = [*trl(first), "--trl-correction"]
     return {name: words for name, words in found.items() if any(name.startswith(only) for only in args.only)}
 
 
