@@ -4,7 +4,7 @@
 
 The mean over regimes counts each of them once. Its standard error comes from the spread over seeds within regimes, its
 interval is Student's with Welch's degrees of freedom, and p flips the sign of every seed's difference (at random, since
-there are some sixty). It speaks of these regimes, not of others: how much regimes differ is not in the error.
+there are some seventy). It speaks of these regimes, not of others: how much regimes differ is not in the error.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ REGIMES = {  # the file of a comparison, and what a picture calls it
     "h200/steps4-w1": "K&K, wording 1, 4 steps a batch",
     "h200/main-w05": "K&K, wording ½",
     "h200/main-w0": "K&K, wording 0",
+    "h200/main-wide-w1": "K&K, wording 1, 8 M parameters",
     "cpu/frozenlake": "FrozenLake",
     "h200/smollm2-sums": "SmolLM2, sums",
     "cpu/sums-w16": "sums, 16 words",
@@ -68,7 +69,7 @@ def draw(path: Path) -> None:
         for place, (file, label) in enumerate(REGIMES.items()):
             if file in found:
                 colour, marker = STYLES[place]
-                height = row + 0.1 * (place - 3.5)
+                height = row + 0.09 * (place - 4)
                 axes.plot(interval(found[file].tolist()), [height] * 2, color=colour, linewidth=1.5)
                 style = {"color": colour, "ms": 5, "label": label if row == 0 else None}
                 axes.plot([found[file].mean()], [height], marker, **style)

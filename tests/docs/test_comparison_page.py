@@ -86,13 +86,14 @@ def rates(found: list[dict[str, Any]]) -> dict[str, str]:
     return {arm["name"]: shown_rate(arm["settings"]["optim.lr"]) for arm in found}
 
 
+REGIMES = ["steps4-w1", "main-w05", "main-w0", "main-wide-w1", "frozenlake", "smollm2-sums", "sums-w16"]
 SHOWN = {  # names that a table cannot hold
     "ar(alpha=0.3) | lopti(threshold=0.5)": "`ar` and `lopti`",
     "benchmarks.oracles.digits(model='runs/models/sums-w16')": "oracle: digits alone",
 }
 
 
-@pytest.mark.parametrize("regime", ["steps4-w1", "main-w05", "main-w0", "frozenlake", "smollm2-sums", "sums-w16"])
+@pytest.mark.parametrize("regime", REGIMES)
 def test_a_regime(regime: str) -> None:
     text, arms = words_of("comparison"), figures(regime)["arms"]
     for arm in arms:
@@ -193,7 +194,8 @@ def test_regimes(regimes: ModuleType) -> None:
     text = words_of("comparison")
     for name, words in (
         ("steps4-w1", "the same, four steps a batch | 10"), ("main-w05", "`wording` ½ | 10"),
-        ("main-w0", "`wording` 0 | 10"), ("frozenlake", "FrozenLake | 8"), ("smollm2-sums", "SmolLM2 on sums | 7–8"),
+        ("main-w0", "`wording` 0 | 10"), ("main-wide-w1", "`wording` 1, 8 M parameters | 10"),
+        ("frozenlake", "FrozenLake | 8"), ("smollm2-sums", "SmolLM2 on sums | 7–8"),
         ("sums-w16", "sums, 16 words | 10"),
     ):  # fmt: skip
         arms = {arm["name"]: arm for arm in figures(name)["arms"]}
@@ -297,15 +299,15 @@ def test_lopti_in_tuning() -> None:
     """At equal rates, with the tuning seeds: Lopti against GRPO, and against two plain steps."""
     text = words_of("comparison")
     ahead, behind = [], []
-    for name in ("main-w1", "steps4-w1", "main-w05", "main-w0", "frozenlake", "smollm2-sums", "sums-w16"):
+    for name in ("main-w1", *REGIMES):
         arms = {arm["arm"]: [rate["mean"] for rate in arm["rates"]] for arm in figures(name)["tuning"]}
         ahead.append([own > plain for own, plain in zip(arms["lopti"], arms["grpo"], strict=True)])
         behind += [own < two for own, two in zip(arms["lopti"], arms["grpo(passes=2)"], strict=True)]
     assert all(first for first, *_ in ahead)
-    assert "at the lowest rate Lopti was ahead of GRPO in all seven regimes" in text
+    assert "at the lowest rate Lopti was ahead of GRPO in all eight regimes" in text
     others = [each for _, *rest in ahead for each in rest]
-    assert (sum(others), len(others)) == (8, 14)
-    assert "at higher ones in eight cases of fourteen" in text
+    assert (sum(others), len(others)) == (9, 16)
+    assert "at higher ones in nine cases of sixteen" in text
     assert f"`lopti` was lower in {sum(behind)} of {len(behind)} cases" in text
 
 

@@ -27,9 +27,9 @@ def engine():
     expected = random.random(), float(torch.rand((), device="cuda"))
     random.seed(5), torch.manual_seed(5)
     STARTED.append(VllmEngine(policy, memory=MEMORY))
-    free, _ = torch.cuda.mem_get_info()
+    before = torch.cuda.memory_reserved()  # of this process alone: others may use the device, too
     sample(STARTED[-1], prompts(2), 1, max_tokens=4, temperature=1.0, seed=0)  # starts it
-    STARTED[-1].taken = free - torch.cuda.mem_get_info()[0]
+    STARTED[-1].taken = torch.cuda.memory_reserved() - before
     assert (random.random(), float(torch.rand((), device="cuda"))) == expected  # vLLM draws none of the process's own
     return STARTED[-1]
 
