@@ -33,11 +33,47 @@ def test_whole_steps() -> None:
         found = raw(name)[kind]
         seconds = [found[side]["step_s"]["median"] for side in ("trl", "poise")]
         assert words.format(*seconds, found["ratio"]["step_s"]["median"]) in PAGE
-    for name in ("step", "step_1.5B"):
-        found = raw(f"h200/{name}")["fixed"]
-        memory = [f"{found[side]['extra_gib']['median']:.1f}" for side in ("poise", "trl")]
-        assert " / ".join(memory) in PAGE
     assert f"{raw('cpu/step_fixed')['fixed']['ratio']['step_s']['median']:.1f}× if all responses" in PAGE
+
+
+def test_whole_steps_beside_trl_with_vllm() -> None:
+    measured, alone = raw("h200/step_vllm")["measurements"], {}
+    for shape, file in (("135M", "vllm_rollout"), ("1.5B", "vllm_rollout_1.5B")):
+        sides = [measured[f"step-{shape}-{name}"]["fixed"] for name in ("trl-vllm", "poise")]
+        trl, poise = (found[side] for found, side in zip(sides, ("trl", "poise"), strict=True))
+        for label, found in (("**poise**", poise), ("TRL with vLLM", trl)):
+            times = [found[key] for key in ("step_s", "generation_s", "rest_s")]
+            cells = [f"{time['median']:.2f} ({time['low']:.2f}–{time['high']:.2f})" for time in times]
+            cells += [f"{found[key]['median']:.1f} GiB" for key in ("extra_gib", "peak_gib")]
+            assert f"| {shape}: {label} | {' | '.join(cells)} |" in DETAILS
+        ratios = [trl[key]["median"] / poise[key]["median"] for key in ("step_s", "generation_s", "rest_s")]
+        cells = [f"**{ratios[0]:.1f}**", *(f"{ratio:.1f}" for ratio in ratios[1:])]
+        assert f"| {shape}: **TRL / poise** | {' | '.join(cells)} | | |" in DETAILS
+        seconds = trl["step_s"]["median"], poise["step_s"]["median"]
+        assert f"{seconds[0]:.1f} / {seconds[1]:.2f} s at {shape} (**{ratios[0]:.1f}×**)" in PAGE
+        assert f"{poise['extra_gib']['median']:.1f} / {trl['extra_gib']['median']:.1f}" in PAGE
+        assert f"{seconds[1]:.2f} s" in README
+        rows = raw(f"h200/{file}")["measurements"][f"rollout-{shape}-vllm"]["rows"]
+        bare = next(median(row["seconds"]) for row in rows if row["case"] == "512 × 256")
+        assert f"{trl['rest_s']['median']:.2f} + {bare:.2f}" in DETAILS
+        alone[shape] = (trl["rest_s"]["median"] + bare) / seconds[1]
+    assert f"at least {alone['135M']:.1f}× and {alone['1.5B']:.1f}×" in PAGE
+    assert f"{alone['135M']:.1f} and {alone['1.5B']:.1f} times poise's" in DETAILS
+
+
+def test_the_start_on_a_gpu() -> None:
+    first, *later = raw("h200/start")["runs"]
+    until = [run["until the first step"] for run in (first, *later)]
+    assert f"| **until the first step** | {until[0]:.1f} s | {median(until[1:]):.1f} s |" in DETAILS
+    assert f"{median(until[1:]):.1f} s to the first step, {until[0]:.1f} s with empty caches" in PAGE
+    known: dict[str, tuple[str, ...]] = {
+        "the interpreter, checking the settings": ("interpreter", "settings"),
+        "imports, while CUDA starts": ("imports",), "loading the model, with two trials": ("load_policy",),
+        "the engine, with its trial": ("build_sampler",), "all else": ("preflight", "rest"),
+    }  # fmt: skip
+    for words, parts in known.items():
+        begun, *kept = (sum(run["parts"][part][0] for part in parts) for run in (first, *later))
+        assert f"| {words} | {begun:.1f} s | {median(kept):.1f} s |" in DETAILS
 
 
 def test_sampling() -> None:
