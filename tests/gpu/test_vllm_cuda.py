@@ -1,14 +1,18 @@
 """vLLM as an engine on CUDA: compiled, with CUDA graphs, in the trainer's process, with the policy's weights."""
 
 import random
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from poise.engines.vllm import VllmEngine
+from poise.runs.folder import RunFolder
+from support.pages import ROOT
 from support.tiny_models import sample
-from support.vllm_engines import STARTED, small, train_on_vowels
+from support.vllm_engines import STARTED, small
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: pip install '.[vllm]'"),
@@ -17,6 +21,11 @@ pytestmark = [
 
 MEMORY = 0.1
 ROUNDING = 0.1  # mean distance of log-probabilities, in bfloat16
+A_RUN = """
+import pathlib, sys
+from support.vllm_engines import train_on_vowels
+train_on_vowels(pathlib.Path(sys.argv[1]), *sys.argv[2:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +111,10 @@ def test_more_responses_than_graphs_were_recorded_for(engine):
 
 
 def test_a_run_with_vllm_reports_a_small_mismatch_at_every_step(tmp_path):
-    lines = train_on_vowels(tmp_path, "steps=5", "device=cuda", f"rollout.vllm_memory={MEMORY}")
+    """In a process of its own: a second vLLM in a process gets other log-probabilities on CUDA, and is refused."""
+    settings = ["steps=5", "device=cuda", f"rollout.vllm_memory={MEMORY}"]
+    subprocess.run([sys.executable, "-c", A_RUN, str(tmp_path), *settings], cwd=ROOT / "tests", check=True)
+    lines = RunFolder.open(tmp_path / "run", resume=False).metrics()
     assert len(lines) == 5
     for line in lines:  # the weights have moved before every step but the first
         assert line["rollout/mismatch"] < ROUNDING

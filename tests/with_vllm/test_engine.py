@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from poise.engines.hf import CachedEngine
-from poise.engines.vllm import weights
+from poise.engines.vllm import VllmEngine, weights
 from poise.models.policy import ModelError, Policy, load_policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Request
@@ -215,8 +215,10 @@ def test_another_model_in_vllm_is_noticed(monkeypatch):
     policy = small()
     other = small(seed=1)
     monkeypatch.setattr("poise.engines.vllm.weights", lambda _: weights(other))
-    with pytest.raises(ModelError, match="does not run the same model"):
-        sample(start(policy), [[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
+    for before, advice in ((0, "use engine auto"), (1, "vLLM was started in this process before: begin a new process")):
+        monkeypatch.setattr(VllmEngine, "started", before)
+        with pytest.raises(ModelError, match=f"does not run the same model; {advice}"):
+            sample(start(policy), [[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)
 
 
 def test_a_vllm_that_raised_is_not_asked_again(monkeypatch):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class VllmEngine:
     and no dirty-tracking is needed. ``batch`` bounds how many responses are decoded together; 0 leaves that to vLLM.
     ``memory`` is the share of the device's memory that it may take.
     """
+
+    started: ClassVar[int] = 0  # in this process
 
     def __init__(self, policy: Policy, batch: int = 0, memory: float = MEMORY) -> None:
         spec = find_spec("vllm")
@@ -131,6 +133,7 @@ class VllmEngine:
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         self._failed = True  # until the trial has passed
+        VllmEngine.started += 1
         more: dict[str, Any] = {"max_num_seqs": self.batch} if self.batch else {}
         if device.type == "cpu":
             # On a CPU vLLM packs the head's weights, and does not pack them again if they are tied to the embedding.
@@ -159,9 +162,10 @@ class VllmEngine:
             raise ModelError(f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); {advice}") from error
         half = next(self.policy.trunk.parameters()).dtype in (torch.float16, torch.bfloat16)
         if not gap <= (0.2 if half else 1e-2):
+            second = "vLLM was started in this process before: begin a new process, or " * (VllmEngine.started > 1)
             raise ModelError(
                 f"rollout.engine=vllm: the log-probabilities of {name} in vLLM are {gap:.3g} off on average, so it "
-                "does not run the same model; use engine auto or transformers"
+                f"does not run the same model; {second}use engine auto or transformers"
             )
         self._failed = False
 
