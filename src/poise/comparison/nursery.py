@@ -50,6 +50,8 @@ def _preload() -> None:
     """Import what every run needs. Nothing here may start a thread or touch CUDA: a child could not use it."""
     # NumPy and SciPy bring an OpenBLAS each, which starts a thread per core when it is imported.
     os.environ.update(dict.fromkeys(THREADS, "1"))
+    # So does the memory allocator of pyarrow, which transformers imports by way of scikit-learn, if it is installed.
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking CUDA whether there is a GPU would touch it
     with quick_imports():
         import torch
