@@ -4,7 +4,8 @@
 
 The mean over regimes counts each of them once. Its standard error comes from the spread over seeds within regimes, its
 interval is Student's with Welch's degrees of freedom, and p flips the sign of every seed's difference (at random, since
-there are some seventy). It speaks of these regimes, not of others: how much regimes differ is not in the error.
+there are some seventy). It speaks of these regimes, not of others: how much regimes differ is not in the error, but in
+the interval over regimes, whose sample they are.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from scipy import stats
 
 from poise.comparison.plots import STYLES
 from poise.comparison.sign_flip import interval, p_value
+from poise.comparison.statistics import student_interval
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
 REGIMES = {  # the file of a comparison, and what a picture calls it
@@ -50,13 +52,17 @@ def differences(arm: str, control: str) -> dict[str, np.ndarray]:
 
 
 def together(found: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The mean over regimes, its standard error, interval and p."""
+    """The mean over regimes, its standard error, interval and p; their median, and the interval over regimes."""
     variances = np.array([values.var(ddof=1) / len(values) for values in found.values()]) / len(found) ** 2
     freedom = variances.sum() ** 2 / sum(v**2 / (len(d) - 1) for v, d in zip(variances, found.values(), strict=True))
     mean, error = float(np.mean([values.mean() for values in found.values()])), float(variances.sum() ** 0.5)
     reach = float(stats.t.ppf(0.975, freedom)) * error
     weighted = np.concatenate([values / len(values) for values in found.values()])  # so that their sum is that mean
-    return {"mean": mean, "error": error, "interval": [mean - reach, mean + reach], "p": p_value(weighted.tolist())}
+    regimes = [float(values.mean()) for values in found.values()]
+    return {
+        "mean": mean, "error": error, "interval": [mean - reach, mean + reach], "p": p_value(weighted.tolist()),
+        "median": float(np.median(regimes)), "over_regimes": student_interval(regimes),
+    }  # fmt: skip
 
 
 def draw(path: Path) -> None:
@@ -68,7 +74,7 @@ def draw(path: Path) -> None:
         names.append(arm if control == "grpo" else f"{arm},\nagainst {control}")
         for place, (file, label) in enumerate(REGIMES.items()):
             if file in found:
-                colour, marker = STYLES[place]
+                colour, marker = plt.get_cmap("tab10")(place), STYLES[place][1]
                 height = row + 0.09 * (place - 4)
                 axes.plot(interval(found[file].tolist()), [height] * 2, color=colour, linewidth=1.5)
                 style = {"color": colour, "ms": 5, "label": label if row == 0 else None}
@@ -98,6 +104,8 @@ def main() -> None:
         ends = " to ".join(f"{end:+.1f}" for end in whole["interval"])
         print(f"{arm} against {control}: {whole['mean']:+.2f} ± {whole['error']:.2f} ({ends}), p = {whole['p']:.2g}")
         print("  by regime: " + ", ".join(f"{values.mean():+.1f}" for values in found.values()))
+        ends = " to ".join(f"{end:+.1f}" for end in whole["over_regimes"])
+        print(f"  median {whole['median']:+.1f}; with regimes as the sample {ends}")
     draw(Path(sys.argv[1]))
 
 

@@ -208,11 +208,15 @@ def test_regimes(regimes: ModuleType) -> None:
     means = [against({"mean": each["mean"] / 100, "interval": np.array(each["interval"]) / 100}) for each in found]
     assert row(["**mean over regimes**", "", "", *means[:-1]]) in text
     last, first = found[-1], found[0]
+    assert max(last["p"], first["p"]) < 0.001
     low, high = (points(end / 100) for end in last["interval"])
-    below = f"{-last['mean']:.1f} points below two plain ones ([{low}, {high}], p = {last['p']:.2g})"
-    assert below in text
+    assert f"{-last['mean']:.1f} points below two plain ones ([{low}, {high}], p < 0.001)" in text
     low, high = (points(end / 100) for end in first["interval"])
-    assert f"end {first['mean']:.1f} points above GRPO ([{low}, {high}], p = {first['p']:.2g})" in text
+    assert f"end {first['mean']:.1f} points above GRPO ([{low}, {high}], p < 0.001)" in text
+    over = ["[{}, {}]".format(*(points(end / 100) for end in each["over_regimes"])) for each in (first, last)]
+    assert f"the intervals are {over[0]} for the second pass, and {over[1]} for `lopti` against it" in text
+    assert f"half of the regimes gain {first['median']:.1f} points or less" in text
+    assert f"for other regimes than these the interval is {over[0]}" in text
     recipes = {"ar": 2, "lopti": 1, "tr-grpo": 3, "nthr": 4}
     for name, place in recipes.items():
         words = " ".join((ROOT / f"recipes/{name}.yaml").read_text().replace("#", " ").split())
