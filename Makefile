@@ -10,12 +10,14 @@ export OMP_WAIT_POLICY ?= passive
 demo: .venv/installed
 	@if [ -e runs/demo ]; then old=runs/demo-$$(date +%Y%m%d-%H%M%S); mv runs/demo $$old; echo "the earlier demo is now $$old"; fi
 	$(BIN)/poise train demo run=runs/demo
+	@echo 'to have the command poise: . .venv/bin/activate'
 
 test: lint types unit
 
 # Reinstalls only when what is to be installed has changed.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "poise needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@echo 'installing poise and what it needs into .venv: 2 to 6 GB, some minutes; pip says nothing until it is done'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

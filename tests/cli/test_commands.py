@@ -437,7 +437,11 @@ def test_a_warm_start_needs_worked_solutions(tmp_path, monkeypatch):
 def test_folders_and_files_that_are_something_else(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(trained.parent)
     (tmp_path / "file").touch()
+    (tmp_path / "cmp").mkdir()
+    (tmp_path / "cmp" / "plan.json").touch()
     for args, message in (
+        (["train", "--resume", tmp_path / "cmp"], "is the folder of a comparison, which the command that began it"),
+        (["compare", tmp_path / "cmp"], "this one is a comparison's; the command that began it goes on with it"),
         (["eval", "."], ".: this folder has no config.json, so it is not a transformers model; runs in it: trained"),
         (["eval", "trained/checkpoints"], "this folder has no config.json"),
         (["eval", "trained/checkpoints/step-000009"], "there is no such folder"),

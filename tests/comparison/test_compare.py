@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from importlib.util import find_spec
 
 import pytest
 
@@ -69,6 +70,19 @@ def test_two_arms_and_three_seeds(whole):
 def test_a_setting_written_as_an_option_is_answered():
     assert "--seeds is now seeds=3" in fails("compare", "demo", "--seeds", "3")
     assert "there is one arm only" in fails("compare")
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_model_or_an_engine_that_is_not_there_is_refused_before_anything_is_written(tmp_path, dry):
+    for mistake, said in (
+        ("model=./nowhere", "poise: ./nowhere: there is no such folder"),
+        ("rollout.engine=vllm", "vLLM"),
+    ):
+        if mistake.endswith("vllm") and find_spec("vllm"):
+            continue
+        (line,) = fails(*arguments(tmp_path / "cmp", mistake, *dry)).splitlines()
+        assert said in line
+        assert not (tmp_path / "cmp").exists()
 
 
 def test_killed_and_extended_it_ends_with_the_same_table(whole, tmp_path):

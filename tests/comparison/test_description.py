@@ -6,7 +6,7 @@ from poise.comparison import command, description
 from poise.comparison.arms import shown_rate
 from poise.comparison.forecast import Forecast, update_lengths
 from poise.comparison.processes import Ended
-from poise.comparison.trial import measure, whole
+from poise.comparison.trial import TrialError, measure, whole
 from poise.runs.folder import RunFolder
 from support.comparisons import finish, make
 
@@ -95,6 +95,31 @@ class Trial:
 
     def wait(self, _):
         return [Ended(0, 0)]
+
+
+class Failing(Trial):
+    """A run that ends with these words."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def start(self, _, config, log):
+        del config
+        log.write_text("".join(f"{line}\n" for line in self.words))
+
+    def wait(self, _):
+        return [Ended(0, 1)]
+
+
+def test_a_trial_that_fails_says_why(tmp_path):
+    plan, trace = make(tmp_path), ["Traceback (most recent call last):", "poise.models.errors.ModelError: no head"]
+    for words, said in (
+        ([*trace, "poise: no head"], "the trial run failed: no head"),
+        (trace, "the trial run failed:\n" + "\n".join(trace)),
+    ):
+        with pytest.raises(TrialError) as caught:
+            measure(plan, Failing(*words))
+        assert str(caught.value) == said
 
 
 def test_a_trial_tells_what_a_run_takes_on_average(tmp_path):

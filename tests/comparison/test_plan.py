@@ -177,16 +177,31 @@ def test_mistakes_in_a_file_are_answered(write):
 # A folder that was used before
 
 
+def begin(plan):
+    """What a comparison leaves that was stopped after its first run."""
+    record.write(plan)
+    finish(plan.run(plan.arms[0], plan.arms[0].variants[0], plan.seeds[0]))
+
+
 def refused(plan):
     with pytest.raises(ConfigError) as caught:
         record.check(plan)
     return str(caught.value)
 
 
+def test_a_mistake_that_no_run_survived_may_be_mended(tmp_path):
+    record.write(make(tmp_path, "model=nowhere", "steps=9"))
+    plan = make(tmp_path)
+    record.check(plan)
+    begin(plan)
+    record.check(plan)
+    assert "model = 'nowhere', but the comparison in" in refused(make(tmp_path, "model=nowhere"))
+
+
 def test_the_same_comparison_goes_on_and_may_grow(tmp_path):
     plan = make(tmp_path)
     record.check(plan)
-    record.write(plan)
+    begin(plan)
     record.check(plan)
     grown = make(tmp_path, "seeds=4", "jobs=2", regulator="grpo; lopti; ar")
     record.check(grown)
@@ -196,7 +211,7 @@ def test_the_same_comparison_goes_on_and_may_grow(tmp_path):
 
 
 def test_runs_stay_those_of_an_arm_that_is_written_otherwise(tmp_path):
-    record.write(make(tmp_path))
+    begin(make(tmp_path))
     plan = record.check(make(tmp_path, "optim.lr=1e-4,2e-4", regulator="grpo; ar(alpha=0.2)"))  # the recipe has 2e-4
     assert {arm.name: plan.place(arm.variants[0]) for arm in plan.arms if arm.name.endswith("2e-4")} == {
         "grpo, optim.lr=2e-4": "grpo",
@@ -207,7 +222,7 @@ def test_runs_stay_those_of_an_arm_that_is_written_otherwise(tmp_path):
 
 
 def test_another_comparison_is_refused(tmp_path):
-    record.write(make(tmp_path))
+    begin(make(tmp_path))
     assert "optim.weight_decay = 0.5, but the comparison in" in refused(make(tmp_path, "optim.weight_decay=0.5"))
     assert "steps = 9" in refused(make(tmp_path, "steps=9"))
     assert "also has the arm 'ar'" in refused(make(tmp_path, regulator="grpo; lopti"))
@@ -215,7 +230,7 @@ def test_another_comparison_is_refused(tmp_path):
 
 
 def test_rates_for_a_comparison_that_was_begun_without(tmp_path):
-    record.write(make(tmp_path))  # the recipe has 2e-4
+    begin(make(tmp_path))  # the recipe has 2e-4
     said = refused(make(tmp_path, "optim.lr=1e-4,4e-4", "tune=1"))
     assert "was begun without learning rates to choose from: its arm 'grpo' has optim.lr=2e-4" in said
     assert said.endswith("add this rate to optim.lr, or begin another comparison with run=DIR")

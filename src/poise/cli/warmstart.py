@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from poise._lib.errors import short
-from poise.cli.common import Settings, check_folder_is_free, explained, fail, home
+from poise.cli.common import Settings, check_folder_is_free, explained, fail, home, loading
 
 if TYPE_CHECKING:
     from poise.training.warm_start import Warmstart
@@ -32,16 +32,17 @@ def warmstart(
     - `poise warmstart my-model task.noise=0.1 task.people=2-4 layers=6 workers=8`
     - `poise warmstart my-model model=Qwen/Qwen2.5-0.5B-Instruct task.name=countdown steps=500 batch=32 lr=1e-5`
     """
-    from poise.config.documents import split_overrides
-    from poise.runs.console import Console
-    from poise.training.warm_start import embedded
-    from poise.training.warm_start import train as run
+    check_folder_is_free(out, "choose another folder; poise warmstart OTHER model=FOLDER goes on from the model in one")
+    with loading():
+        from poise.config.documents import split_overrides
+        from poise.runs.console import Console
+        from poise.training.warm_start import embedded
+        from poise.training.warm_start import train as run
 
     with explained():
         changes, _ = split_overrides(args or [])
         device = str(changes.pop("device", "auto"))
         settings = _changed(embedded(), changes)
-    check_folder_is_free(out, "choose another folder")
     with explained(), Console(settings.steps) as console:
         run(settings, out, device=device, say=console.step, note=console.note)
     print(f"saved to {out}; measure it on its task with: poise eval {shlex.quote(str(out))}")

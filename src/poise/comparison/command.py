@@ -16,6 +16,7 @@ from poise.comparison.processes import Nursery
 from poise.comparison.results import Arm
 from poise.comparison.runner import Runner
 from poise.comparison.view import Progress
+from poise.models.places import locate
 from poise.runs.console import Console, visible
 from poise.runs.lock import owned
 from poise.training.interrupts import Stopper
@@ -27,6 +28,7 @@ INTERRUPTED = 130
 def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = False, quiet: bool = False) -> int:
     """Carry out a comparison, or what is left of it; the exit code: 0, 1 if a run failed, 130 if it was interrupted."""
     plan = record.check(read_plan(recipe, overrides))
+    _check_models(plan)
     if dry_run:
         _foretell(plan)
         return 0
@@ -40,11 +42,23 @@ def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = Fal
             runner = Runner(plan, Nursery(plan.limits.threads), view, jobs)
             with mps.served(plan.folder, view.note) if parallel else nullcontext(), closing(runner.processes):
                 if runner.status().done < plan.size:
-                    view.note("loading the model, and measuring its accuracy before training …")
+                    first = ", and measuring its accuracy before training" if runner.unmeasured() else ""
+                    view.note(f"loading the model{first} …")
                 if plan.limits.budget():
                     _announce_budget(plan, runner, stopper)
                 runner.run(lambda: stopper.requested)
         return _finish(plan, runner)
+
+
+def _check_models(plan: Plan) -> None:
+    """Refuse a model or an engine that is not there before anything is written, and not once for every run."""
+    configs = [variant.config for arm in plan.arms for variant in arm.variants]
+    for model in {config.model: None for config in configs}:
+        locate(model)
+    if any(config.rollout.engine == "vllm" for config in configs):
+        from poise.engines.vllm import check_installed
+
+        check_installed()
 
 
 def default_jobs(gpu: bool) -> int:

@@ -132,7 +132,9 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     seeds, tuning = _seeds(own), _count(own, "tune", 0, MOST_SEEDS)
     arms = tuple(build(document, settings, tuned=tuning > 0))
     if not arms[0].variants[0].config.evaluation.problems:
-        raise ConfigError(["evaluation = off: a comparison compares held-out accuracy; leave it out"])
+        raise ConfigError(
+            ["evaluation = off, or evaluation.problems = 0: a comparison compares held-out accuracy; leave it out"]
+        )
     limits = Limits(
         jobs=_count(own, "jobs", 1, 1024) if own.get("jobs") is not None else None,
         threads=_count(own, "threads", 1, 1024) if "threads" in own else 1,

@@ -143,5 +143,6 @@ def _read(folder: Path) -> Document | None:
         data = None
     match data:
         case {"variants": dict(variants), "seeds": list()} if all(isinstance(v, dict) for v in variants.values()):
-            return dict(data)
+            begun = any(folder.glob("arms/*/seed-*/config.json"))  # else there is nothing to be compared with
+            return dict(data) if begun else {"variants": {}, "seeds": []}
     raise ConfigError([f"{path} does not hold a plan as poise writes it: put the file back from a copy, {ANOTHER}"])

@@ -101,6 +101,10 @@ class Runner:
         """The runs of the plan that have no result yet and a learning rate already."""
         return [run for run in self.runs() if run and self.result(run.folder) is None]
 
+    def unmeasured(self) -> bool:
+        """Whether a run that is left has to measure its accuracy before training: no other has, nor it itself."""
+        return any(self._before(run) is None for run in self.left())
+
     def tokens(self, apart: Collection[Path]) -> float:
         """Sampled by all runs of the plan, finished or not, at any rate; without those in ``apart``."""
         folders = [run.folder for run in self.plan.all_runs() if run.folder not in apart]

@@ -41,11 +41,14 @@ def measure(plan: Plan, processes: Processes, interrupted: Callable[[], bool] = 
                 raise KeyboardInterrupt
         total = time.monotonic() - begin
         if ended[0].status:
-            raise TrialError("\n".join(["the trial run failed:", *last_lines(log)]))
-        lines = RunFolder.open(folder, resume=False).metrics()
-    start = total - sum(line["time/step"] for line in lines)
+            lines = last_lines(log)
+            if lines and lines[-1].startswith("poise: "):  # an error that explains itself
+                raise TrialError(f"the trial run failed: {lines[-1].removeprefix('poise: ')}")
+            raise TrialError("\n".join(["the trial run failed:", *lines]))
+        steps = RunFolder.open(folder, resume=False).metrics()
+    start = total - sum(step["time/step"] for step in steps)
     lengths, responses = update_lengths(plan), config.prompts * config.group
-    runs = [whole(arm.variants[0].config, lines[-1], responses, start, lengths[arm.name]) for arm in plan.arms]
+    runs = [whole(arm.variants[0].config, steps[-1], responses, start, lengths[arm.name]) for arm in plan.arms]
     return fmean(seconds for seconds, _ in runs), fmean(tokens for _, tokens in runs)
 
 

@@ -229,6 +229,8 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
     if path.is_dir():
         quoted = shlex.quote(name)
         way = f"to go on with a run, poise train --resume {quoted}; to start from its model, model={quoted}"
+        if (path / "plan.json").is_file():
+            way = "this one is a comparison's; the command that began it goes on with it"
         raise ConfigError([f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}"])
     if "/" in name or "\\" in name or path.suffix:
         raise ConfigError([f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})"])

@@ -14,7 +14,7 @@ from poise.config.documents import SHORT_FORMS, ConfigError, Document, merge, pa
 from poise.config.groups import EvaluationConfig, RolloutConfig
 from poise.config.messages import unknown_key
 from poise.config.schema import Config, keys, resolve, restore
-from poise.models.loading import EMBEDDED, locate
+from poise.models.places import EMBEDDED, locate
 from poise.runs.folder import RunFolder
 from poise.runs.listing import is_run
 from poise.tasks import Task

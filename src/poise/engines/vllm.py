@@ -44,9 +44,7 @@ class VllmEngine:
     started: ClassVar[int] = 0  # in this process
 
     def __init__(self, policy: Policy, batch: int = 0, memory: float = MEMORY) -> None:
-        spec = find_spec("vllm")
-        if spec is None or spec.origin is None:  # without an origin it is only a folder of that name
-            raise ModelError(f"rollout.engine=vllm: vLLM is not installed; {INSTALL}")
+        check_installed()
         self.policy, self.batch, self.memory = policy, batch, memory
         self._llm: Any = None
         self._failed = False
@@ -180,6 +178,13 @@ class VllmEngine:
         trial = self._answer([Request([i % size for i in range(1, n)], 16) for n in (4, 9)], Sampling(), 0)
         assert trial.sampler_logp is not None
         return float((trial.logp - trial.sampler_logp)[trial.mask].abs().mean())
+
+
+def check_installed() -> None:
+    """Refuse to sample with a vLLM that is not there."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:  # without an origin it is only a folder of that name
+        raise ModelError(f"rollout.engine=vllm: vLLM is not installed; {INSTALL}")
 
 
 def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from poise._lib.files import TEMPORARY, remove
 from poise.models.errors import first_line
 from poise.models.hub import check_hub
-from poise.models.loading import adapted_model, load_model, locate, progress_bars
+from poise.models.loading import adapted_model, load_model, progress_bars
+from poise.models.places import locate
 
 
 def export(name: str, folder: Path, *, dtype: str = "auto", remote_code: bool = False) -> None:

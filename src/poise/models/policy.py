@@ -19,9 +19,10 @@ from poise.head import Head, token_logp
 from poise.models import attention, memory, rope, trials
 from poise.models.compilation import Work, can_compile, compile_layers, compiling_pays
 from poise.models.errors import ModelError, first_line
-from poise.models.loading import EMBEDDED, load_model, progress_bars, resolve_device
+from poise.models.loading import load_model, progress_bars, resolve_device
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import Packed, layout
+from poise.models.places import EMBEDDED
 from poise.models.prompts import KnownPrompts, encode, encode_next
 from poise.models.tool_prompts import Tools
 from poise.rollout.types import Rollouts

@@ -105,6 +105,8 @@ class RunFolder:
             why = "is a file" if run.path.is_file() else "does not exist"
             if run.path.is_dir():
                 why = "has no config.json (poise runs DIR lists the runs below a folder)"
+            if (run.path / "plan.json").is_file():
+                why = "is the folder of a comparison, which the command that began it goes on with"
             way = "; begin one without --resume" if resume else ""
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
         if resume and (run.path / "diagnose.json").exists():

@@ -25,7 +25,7 @@ from poise.config.schema import Config
 from poise.engines.choose import choose
 from poise.engines.forecast import GIB, announce
 from poise.engines.limits import check_settings
-from poise.models.loading import locate
+from poise.models.places import locate
 from poise.models.policy import ModelError, Policy, load_policy
 from poise.models.scoring import score_all
 from poise.rollout.sampling import Sampling

@@ -12,7 +12,7 @@ from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.engines.choose import choose
 from poise.engines.forecast import announce
-from poise.models.loading import locate
+from poise.models.places import locate
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder

@@ -203,7 +203,10 @@ def train(
             if goal and step % MEASURE_EVERY == 0 and goal.reached(step, say):
                 break
             if stopper.requested:
-                note(f"stopped after step {step} of {settings.steps}, at a learning rate that had not come down yet")
+                note(
+                    f"stopped after step {step} of {settings.steps}, at a learning rate that had not come down yet; "
+                    f"poise warmstart OTHER model={out} goes on from there"
+                )
                 break
     _save(policy, masters, settings, out)
     return policy
