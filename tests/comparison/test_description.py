@@ -7,6 +7,7 @@ from poise.comparison.arms import shown_rate
 from poise.comparison.forecast import Forecast, update_lengths
 from poise.comparison.processes import Ended
 from poise.comparison.trial import TrialError, measure, whole
+from poise.models.errors import ModelError
 from poise.runs.folder import RunFolder
 from support.comparisons import finish, make
 
@@ -179,3 +180,14 @@ def test_a_rate_that_may_be_as_good_is_pointed_out(other, diverged, close):
     rates = [chosen, {"rate": 2e-4, "mean": 0.7, "scores": other, "diverged": diverged}]
     (line,) = description.tuned([{"arm": "ar", "chosen": 1e-4, "rates": rates}])
     assert line.endswith("; 2e-4 may be as good, within a standard error: more tuning seeds would tell") == close
+
+
+def test_only_runs_that_are_left_need_their_model(tmp_path):
+    plan = make(tmp_path, "model=./gone", "optim.lr=1e-4,2e-4", "tune=1")
+    for run in plan.tuning_runs():
+        finish(run)
+    with pytest.raises(ModelError, match=r"\./gone: there is no such folder"):
+        command._check_models(plan)
+    for run in plan.all_runs():
+        finish(run)
+    command._check_models(plan)

@@ -51,8 +51,9 @@ def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = Fal
 
 
 def _check_models(plan: Plan) -> None:
-    """Refuse a model or an engine that is not there before anything is written, and not once for every run."""
-    configs = [variant.config for arm in plan.arms for variant in arm.variants]
+    """Refuse a model or an engine that is not there before anything is written, if a run that is left needs it."""
+    left = Runner(plan, Nursery(plan.limits.threads), Progress(quiet=True), jobs=1).left()
+    configs = [run.config for run in left]
     for model in {config.model: None for config in configs}:
         locate(model)
     if any(config.rollout.engine == "vllm" for config in configs):
