@@ -16,6 +16,8 @@ from poise.comparison.processes import Nursery
 from poise.comparison.results import Arm
 from poise.comparison.runner import Runner
 from poise.comparison.view import Progress
+from poise.config.schema import Config
+from poise.models.errors import ModelError
 from poise.models.places import locate
 from poise.runs.console import Console, visible
 from poise.runs.lock import owned
@@ -52,14 +54,19 @@ def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = Fal
 
 def _check_models(plan: Plan) -> None:
     """Refuse a model or an engine that is not there before anything is written, if a run that is left needs it."""
-    left = Runner(plan, Nursery(plan.limits.threads), Progress(quiet=True), jobs=1).left()
-    configs = [run.config for run in left]
-    for model in {config.model: None for config in configs}:
-        locate(model)
-    if any(config.rollout.engine == "vllm" for config in configs):
-        from poise.engines.vllm import check_installed
 
-        check_installed()
+    def check(configs: Sequence[Config]) -> None:
+        for model in {config.model: None for config in configs}:
+            locate(model)
+        if any(config.rollout.engine == "vllm" for config in configs):
+            from poise.engines.vllm import check_installed
+
+            check_installed()
+
+    try:
+        check([variant.config for arm in plan.arms for variant in arm.variants])
+    except ModelError:  # only then look which runs are done
+        check([run.config for run in Runner(plan, Nursery(), Progress(quiet=True), jobs=1).left()])
 
 
 def default_jobs(gpu: bool) -> int:

@@ -20,9 +20,9 @@ from poise.comparison.plan import Plan, PlannedRun
 from poise.config.differences import differences
 from poise.config.documents import ConfigError, Document
 from poise.runs.folder import RunFolder
+from poise.runs.listing import PLAN
 from poise.tasks import data_fingerprint
 
-PLAN = "plan.json"
 ANOTHER = "or begin another comparison with run=DIR"
 
 

@@ -102,8 +102,8 @@ class Runner:
         return [run for run in self.runs() if run and self.result(run.folder) is None]
 
     def unmeasured(self) -> bool:
-        """Whether a run that is left has to measure its accuracy before training: no other has, nor it itself."""
-        return any(self._before(run) is None for run in self.left())
+        """Whether the first run that is left has to measure its accuracy before training: none has done so yet."""
+        return any(self._before(run) is None for run in self.left()[:1])
 
     def tokens(self, apart: Collection[Path]) -> float:
         """Sampled by all runs of the plan, finished or not, at any rate; without those in ``apart``."""

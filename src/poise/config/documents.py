@@ -12,6 +12,7 @@ import yaml
 
 from poise._lib.calls import with_settings
 from poise._lib.errors import short, unknown
+from poise.runs.listing import is_comparison
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 LARGEST = 100_000  # characters of a recipe or an override
@@ -229,7 +230,7 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
     if path.is_dir():
         quoted = shlex.quote(name)
         way = f"to go on with a run, poise train --resume {quoted}; to start from its model, model={quoted}"
-        if (path / "plan.json").is_file():
+        if is_comparison(path):
             way = "this one is a comparison's; the command that began it goes on with it"
         raise ConfigError([f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}"])
     if "/" in name or "\\" in name or path.suffix:

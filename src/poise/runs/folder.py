@@ -52,6 +52,7 @@ from poise._lib.files import (
 )
 from poise.runs.console import complain
 from poise.runs.free import check_free, resume_command
+from poise.runs.listing import is_comparison
 from poise.runs.metrics_file import COPY, DamagedError, MetricsFile
 
 __all__ = ["CheckpointError", "DamagedError", "RunFolder", "step_of", "verify_model"]
@@ -105,7 +106,7 @@ class RunFolder:
             why = "is a file" if run.path.is_file() else "does not exist"
             if run.path.is_dir():
                 why = "has no config.json (poise runs DIR lists the runs below a folder)"
-            if (run.path / "plan.json").is_file():
+            if is_comparison(run.path):
                 why = "is the folder of a comparison, which the command that began it goes on with"
             way = "; begin one without --resume" if resume else ""
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")

@@ -10,9 +10,15 @@ from typing import Any
 from poise._lib.files import loads, read_json
 from poise.runs.lock import is_owned
 
+PLAN = "plan.json"  # of a comparison, in its folder
 DEEPEST = 6  # levels of folders below the one that is searched; a comparison's runs are three below it
 _WRITTEN = ("metrics.jsonl", "before.json")  # by runs alone
 _TAIL = 1 << 20  # bytes: more than a line of metrics has
+
+
+def is_comparison(folder: Path) -> bool:
+    """Whether ``poise compare`` made this folder."""
+    return (folder / PLAN).is_file()
 
 
 def is_run(folder: str | Path) -> bool:
