@@ -236,7 +236,7 @@ def trl_config(config: Config, folder: Path, args: argparse.Namespace, endless: 
 
 
 def compare(config: Config, args: argparse.Namespace, endless: bool) -> tuple[list[dict[str, dict[str, float]]], float]:
-    """Figures of every step after the warm-up, of both or of one; seconds from the process's start to the first."""
+    """Figures of every step, of both or of one; seconds from the process's start to the end of the first."""
     task = config.task.build()
     drawn = Problems(task, endless)
     ours = our_trainer(config, drawn, endless) if args.which != "trl" else None
@@ -252,7 +252,7 @@ def compare(config: Config, args: argparse.Namespace, endless: bool) -> tuple[li
         assert set(lengths.values()) == {config.rollout.max_tokens}, f"lengths should be equal: {lengths}"
     if parts := turns.parts[args.warm_up :]:
         print({name: round(statistics.median(part[name] for part in parts), 4) for name in parts[0]})
-    return turns.rows[args.warm_up :], turns.first_step_s
+    return turns.rows, turns.first_step_s
 
 
 def train_theirs(
@@ -419,8 +419,9 @@ def main() -> None:
                 figures[name] = alone(config, args.alone, args.warm_up, endless=bool(length))
                 continue
             rows, first = compare(config, args, endless=bool(length))
-        found = summary(rows)
-        figures[name] = found | {"each": rows, "first_step_s": first}
+        warm_up, measured = rows[: args.warm_up], rows[args.warm_up :]
+        found = summary(measured)
+        figures[name] = found | {"each": measured, "warm_up_each": warm_up, "first_step_s": first}
         print(f"{first:.1f} s from the start of the process to the end of the first step")
         title = (
             f"all responses {length} tokens long" if length else f"sampled, at most {config.rollout.max_tokens} tokens"
