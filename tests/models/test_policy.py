@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,6 +204,50 @@ class TestWindows:
         with pytest.raises(IndexError), trials.short_windows(model):
             [][model.config.sliding_window]
         assert model.config.sliding_window == 8
+
+
+@pytest.mark.parametrize("size", [100, 796, 32_000, 32_768, 49_152, 128_256, 151_936, 262_144])
+def test_trials_have_different_tokens_that_are_not_special(size):
+    """As a rule the special ones are the first of a vocabulary, or the last."""
+    policy = SimpleNamespace(head=lambda: SimpleNamespace(vocabulary=size))
+    found = trials.trial_tokens(policy, 50)
+    assert len(set(found)) == 50
+    assert size // 4 <= min(found)
+    assert max(found) < 3 * size // 4
+
+
+class TestStatesThatRoundingMoves:
+    """A trained model has tokens at which rounding changes a state altogether; the other states must be right."""
+
+    def setup_method(self):
+        torch.manual_seed(0)
+        self.expected = torch.randn(3, 3, 64)
+        self.shaken = self.expected + 0.02 * torch.randn(3, 3, 64)
+        self.shaken[1, 2] = torch.randn(64)
+
+    def close(self, actual):
+        return trials.close(actual, torch.stack([self.expected, self.shaken]), torch.bfloat16)
+
+    def test_they_do_not_fail_a_trial(self):
+        actual = self.expected + 0.02 * torch.randn(3, 3, 64)
+        actual[1, 2] = torch.randn(64)
+        assert (actual - self.expected).norm() > 0.3 * self.expected.norm()
+        assert self.close(actual)
+
+    def test_one_other_state_that_is_wrong_does(self):
+        actual = self.expected + 0.02 * torch.randn(3, 3, 64)
+        actual[2, 1] = 0.5 * self.expected[2, 1]
+        assert not self.close(actual)
+
+    def test_all_of_them_a_little_too_far_off_do(self):
+        assert not self.close(1.12 * self.expected)
+        assert not self.close(torch.full_like(self.expected, torch.nan))
+
+    def test_the_other_rounding_is_that_of_the_dtype_and_leaves_no_hook(self):
+        policy, ids = Policy(build("phimoe"), Words()), torch.tensor([[5, 6, 7, 8]])
+        plain, shaken = trials.states_of(policy, ids)
+        assert 0 < float((shaken - plain).norm() / plain.norm()) < 1e-5
+        assert torch.equal(plain, trials.states_of(policy, ids)[0])
 
 
 def test_jetmoe_decodes_a_group_of_one_prompt():

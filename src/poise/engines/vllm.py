@@ -22,6 +22,7 @@ from poise._lib.random_numbers import same_random_numbers
 from poise.models.errors import first_line
 from poise.models.policy import ModelError, Policy
 from poise.models.scoring import score_all
+from poise.models.trials import trial_tokens
 from poise.rollout.sampling import Sampling, streams
 from poise.rollout.types import Done, Request, Rollouts, check_requests, numbers
 
@@ -174,8 +175,8 @@ class VllmEngine:
 
     def _gap(self) -> float:
         """Mean distance between vLLM's log-probabilities and the policy's, over a few sampled tokens."""
-        size = self.policy.head().vocabulary
-        trial = self._answer([Request([i % size for i in range(1, n)], 16) for n in (4, 9)], Sampling(), 0)
+        text = trial_tokens(self.policy, 20)
+        trial = self._answer([Request(text[:12], 16), Request(text[12:], 16)], Sampling(), 0)
         assert trial.sampler_logp is not None
         return float((trial.logp - trial.sampler_logp)[trial.mask].abs().mean())
 
