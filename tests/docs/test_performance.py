@@ -19,6 +19,10 @@ def raw(name: str) -> Any:
     return json.loads((ROOT / f"docs/results/{name}.json").read_text())
 
 
+def spread(values: list[float], unit: str = "") -> str:
+    return f"{median(values):.2f}{unit} ({min(values):.2f}–{max(values):.2f})"
+
+
 def test_the_table_is_the_first_thing_on_the_page() -> None:
     lines = (ROOT / "docs/performance.md").read_text().splitlines()
     assert next(number for number, line in enumerate(lines) if line.startswith("|")) < 12
@@ -37,33 +41,64 @@ def test_whole_steps() -> None:
     assert f"{raw('cpu/step_fixed')['fixed']['ratio']['step_s']['median']:.1f}× if all responses" in PAGE
 
 
+def bare_vllm(shape: str, file: str) -> list[float]:
+    """Seconds of vLLM's own ``generate`` for the responses of a step."""
+    rows = raw(f"h200/{file}")["measurements"][f"rollout-{shape}-vllm"]["rows"]
+    calls: list[float] = next(row["seconds"] for row in rows if row["case"] == "512 × 256")
+    assert f"{calls[0]:.2f} and {calls[1]:.2f} s at {shape}" in DETAILS
+    return calls
+
+
+def steps_beside_vllm(shape: str, file: str) -> dict[str, list[dict[str, float]]]:
+    """The steps of each trainer, those of the warm-up first if they were kept."""
+    found = {}
+    for side, name in (("poise", "poise"), ("trl", "trl-vllm")):
+        fixed = raw(f"h200/{file}")["measurements"][f"step-{shape}-{name}"]["fixed"]
+        found[side] = [step[side] for step in [*fixed.get("warm_up_each", []), *fixed["each"]]]
+    return found
+
+
+def medians(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {key: median(step[key] for step in steps) for key in steps[0]}
+
+
 def test_whole_steps_beside_trl_with_vllm() -> None:
-    measured, alone = raw("h200/step_vllm")["measurements"], {}
-    for shape, file in (("135M", "vllm_rollout"), ("1.5B", "vllm_rollout_1.5B")):
-        sides = [measured[f"step-{shape}-{name}"]["fixed"] for name in ("trl-vllm", "poise")]
-        trl, poise = (found[side] for found, side in zip(sides, ("trl", "poise"), strict=True))
-        each = {
-            side: [step[side] for step in found["each"]] for found, side in zip(sides, ("trl", "poise"), strict=True)
-        }
-        for label, side, found in (("**poise**", "poise", poise), ("TRL with vLLM", "trl", trl)):
-            cells = [", ".join(f"{step[key]:.2f}" for step in each[side]) for key in PARTS]
-            cells += [f"{found[key]['median']:.1f} GiB" for key in ("extra_gib", "peak_gib")]
+    settled, few = steps_beside_vllm("135M", "step_vllm_135M"), steps_beside_vllm("1.5B", "step_vllm")
+    shown = [f"{step['step_s']:.1f}" for step in settled["trl"]]
+    assert f"{', '.join(shown[:-1])} and {shown[-1]} s" in DETAILS
+    for side, label in (("poise", "**poise**"), ("trl", "TRL with vLLM")):
+        settled[side] = settled[side][1:]  # all but the first are alike
+        for shape, steps in (("135M", settled[side]), ("1.5B", few[side])):
+            values = [[step[key] for step in steps] for key in PARTS]
+            cells = [spread(v) if shape == "135M" else ", ".join(f"{x:.2f}" for x in v) for v in values]
+            cells += [f"{medians(steps[-3:])[key]:.1f} GiB" for key in ("extra_gib", "peak_gib")]
             assert f"| {shape}: {label} | {' | '.join(cells)} |" in DETAILS
-        last = each["trl"][-1]  # poise's steps are alike, TRL's become shorter
-        ratios = [last[key] / poise[key]["median"] for key in PARTS]
-        cells = [f"**{ratios[0]:.1f}**", *(f"{ratio:.1f}" for ratio in ratios[1:])]
-        assert f"| {shape}: **TRL / poise**, last step | {' | '.join(cells)} | | |" in DETAILS
-        seconds = last["step_s"], poise["step_s"]["median"]
-        assert f"{seconds[0]:.1f} / {seconds[1]:.2f} s at {shape} (**{ratios[0]:.1f}×**)" in PAGE
-        assert f"{poise['extra_gib']['median']:.1f} / {trl['extra_gib']['median']:.1f}" in PAGE
-        assert f"{seconds[1]:.2f} s" in README
-        rows = raw(f"h200/{file}")["measurements"][f"rollout-{shape}-vllm"]["rows"]
-        calls = next(row["seconds"] for row in rows if row["case"] == "512 × 256")
-        assert f"{calls[0]:.2f} and {calls[1]:.2f} s at {shape}" in DETAILS
-        alone[shape] = last["rest_s"] + min(calls), seconds[1]
-    whole, ratios = [own for own, _ in alone.values()], [own / ours for own, ours in alone.values()]
+    few["trl"] = few["trl"][-1:]  # of so few the last one counts
+    whole, ratios = [], []
+    for shape, steps, label, file in (
+        ("135M", settled, "", "vllm_rollout"), ("1.5B", few, ", last step", "vllm_rollout_1.5B")
+    ):  # fmt: skip
+        trl, poise = medians(steps["trl"]), medians(steps["poise"])
+        factors = [trl[key] / poise[key] for key in PARTS]
+        cells = [f"**{factors[0]:.1f}**", *(f"{factor:.1f}" for factor in factors[1:])]
+        assert f"| {shape}: **TRL / poise**{label} | {' | '.join(cells)} | | |" in DETAILS
+        assert f"{trl['step_s']:.1f} / {poise['step_s']:.2f} s at {shape} (**{factors[0]:.1f}×**" in PAGE
+        assert f"{poise['extra_gib']:.1f} / {trl['extra_gib']:.1f}" in PAGE
+        assert f"{trl['step_s']:.1f} s" in README
+        assert f"{poise['step_s']:.2f} s" in README
+        whole.append(trl["rest_s"] + min(bare_vllm(shape, file)))
+        ratios.append(whole[-1] / poise["step_s"])
     assert f"{whole[0]:.1f} and {whole[1]:.1f} s: **{ratios[0]:.1f} and {ratios[1]:.1f} times**" in DETAILS
     assert f"about {ratios[0]:.1f}× and {ratios[1]:.1f}×" in PAGE
+
+
+def test_the_fused_step_beside_compiled_layers() -> None:
+    log = " ".join((ROOT / "docs/log.md").read_text().split())
+    fused, compiled = raw("h200/rollout_fused")["rows"]
+    words = f"takes {spread(fused['wall_s'], ' s')}, compiled layers {spread(compiled['wall_s'], ' s')}"
+    assert words in log
+    assert f"{1 - median(fused['wall_s']) / median(compiled['wall_s']):.0%}".replace("%", " %") + " less time" in log
+    assert f"{fused['peak_bytes'] / 2**30:.1f} instead of {compiled['peak_bytes'] / 2**30:.1f} GiB" in log
 
 
 def test_the_start_on_a_gpu() -> None:
