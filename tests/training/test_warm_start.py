@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -152,6 +154,28 @@ def test_a_signal_ends_it_early_and_saves_the_model(
     train(small, tmp_path / "model", device="cpu", note=noted.append)
     assert noted[-1].startswith("stopped after step 2 of 500")
     load_policy(str(tmp_path / "model"), device="cpu")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_to_the_workers_too_is_the_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """A terminal, `timeout` and batch systems signal all processes of a job."""
+
+    def rate(step: int, _steps: int) -> float:
+        if step == 2:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid or 0, number)
+        if step == 20:  # far more batches than had been prepared
+            signal.raise_signal(number)
+        return 1.0
+
+    monkeypatch.setattr(warm_start, "_rate", rate)
+    noted: list[str] = []
+    small = Warmstart("kk", {"people": 2}, **{**SMALL, "steps": 500}, workers=1)
+    train(small, tmp_path / "model", device="cpu", note=noted.append)
+    assert noted[-1].startswith("stopped after step 20 of 500")
+    assert not multiprocessing.active_children()
 
 
 def test_workers_do_not_change_the_rows(tmp_path: Path) -> None:

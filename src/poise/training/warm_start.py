@@ -33,7 +33,7 @@ from poise.models.scoring import default_micro_tokens
 from poise.rollout.types import Rollouts
 from poise.tasks import Problem, Task
 from poise.training.demonstrations import Demonstrations, Row, as_rollouts, check_shows, dialogue
-from poise.training.interrupts import Stopper
+from poise.training.interrupts import SIGNALS, Stopper
 from poise.training.update import HEAD_MEMORY, within_memory
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -213,9 +213,13 @@ def train(
 
 
 def _leave_signals_to_the_parent(_worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal: the batches of the step under way must still come."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Signals to a terminal or a job reach its workers too: the batches of the step under way must still come.
+
+    A second SIGTERM ends a worker, since Python ends those that are left with one.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 class _Goal:
