@@ -21,7 +21,7 @@ from poise.engines.native.scheduler import Scheduler
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.models.errors import first_line
 from poise.models.policy import Policy
-from poise.models.trials import close, short_windows, states_of, trial_tokens, twice
+from poise.models.trials import logp_close, short_windows, states_close, states_of, twice
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Done, Request, Rollouts, check_requests
 
@@ -29,7 +29,7 @@ PROMPT_STEP = 64  # prompt lengths are rounded up to a multiple, so that the cac
 SMALL_MODEL = 10_000_000  # parameters in the layers: below this, waking a second CPU thread costs more than it gains
 # Rows, prompts, tokens of a prompt and of a response in the cache of a trial. Triton compiles a kernel anew for sizes
 # that are no multiples of 16, which those of most runs are.
-TRIAL_CACHE = (16, 2, 12, 20)
+TRIAL_CACHE = (16, 2, 3, 13)
 # What a model's code may raise when it does not take what the engine hands it.
 TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
@@ -238,13 +238,13 @@ def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
             found.append(decoder.hidden[:3].clone())
             decoder.cache.advance()
         decoder.run(3, 1, Sampling(), last=False)  # as a graph, where there are any
-    return close(torch.stack(found, 1), torch.stack(expected, 1), like.dtype)
+    return states_close(torch.stack(found, 1), torch.stack(expected, 1), like.dtype)
 
 
 def _trial_texts(policy: Policy) -> tuple[list[list[int]], list[int], list[int]]:
     """Two prompts, which of them each of three rows has, and a token for each row."""
-    text = trial_tokens(policy, 23)
-    return [text[:12], text[12:20]], [0, 0, 1], text[20:]
+    size = policy.head().vocabulary
+    return [[1 % size, 2 % size, 3 % size], [3 % size, 1 % size]], [0, 0, 1], [2 % size, 4 % size, 5 % size]
 
 
 def _begin_trial(decoder: Decoder, prompts: list[list[int]], prompt_of: list[int]) -> Tensor:
@@ -262,13 +262,13 @@ def continues(policy: Policy) -> bool:
 
     The log-probabilities of the second turn must be those of one pass over the whole dialogue.
     """
-    text, greedy = trial_tokens(policy, 22), Sampling(temperature=0.0)
+    size, greedy = policy.head().vocabulary, Sampling(temperature=0.0)
     engine = NativeEngine(policy)
     engine.keeps_keys = True  # which is being tried
     with short_windows(policy.base):
         try:
             with engine.session() as session:
-                prompts, texts = [text[:12], text[12:16]], [text[16:17], text[17:]]
+                prompts, texts = [[1 % size, 2 % size, 3 % size], [3 % size]], [[2 % size], [4 % size] * 5]
                 first = session.sample([Request(prompt, 4, keep=True) for prompt in prompts], greedy, 0)
                 dialogues = [p + t.tolist() + text for p, t, text in zip(prompts, first.tokens, texts, strict=True)]
                 trial = session.sample([Request(p, 3, continues=i) for i, p in enumerate(dialogues)], greedy, 0)
@@ -278,4 +278,4 @@ def continues(policy: Policy) -> bool:
         except TRIAL_ERRORS:
             return False
         expected = twice(policy, lambda: policy.score(trial)[0][trial.mask])
-    return kept and close(trial.logp[trial.mask], expected, policy.head().weight.dtype)
+    return kept and logp_close(trial.logp[trial.mask], expected, policy.head().weight.dtype)
