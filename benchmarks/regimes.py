@@ -36,6 +36,7 @@ REGIMES = {  # the file of a comparison, and what a picture calls it
     "cpu/frozenlake": "FrozenLake",
     "h200/smollm2-sums": "SmolLM2, sums",
     "cpu/sums-w16": "sums, 16 words",
+    "cpu/sums-w0": "sums, no words",
 }
 PAIRS = [(arm, "grpo") for arm in ("grpo(passes=2)", "lopti", "ar", "tr-grpo", "nthr")] + [("lopti", "grpo(passes=2)")]
 
@@ -67,7 +68,7 @@ def together(found: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def draw(path: Path) -> None:
     """Every method's differences by regime, with intervals, and their mean."""
-    figure, axes = plt.subplots(figsize=(9, 5.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 6.2), layout="constrained")
     names = []
     for row, (arm, control) in enumerate(PAIRS):
         found = differences(arm, control)
@@ -75,14 +76,14 @@ def draw(path: Path) -> None:
         for place, (file, label) in enumerate(REGIMES.items()):
             if file in found:
                 colour, marker = plt.get_cmap("tab10")(place), STYLES[place][1]
-                height = row + 0.09 * (place - 4)
+                height = row + 0.08 * (place - 4.5)
                 axes.plot(interval(found[file].tolist()), [height] * 2, color=colour, linewidth=1.5)
                 style = {"color": colour, "ms": 5, "label": label if row == 0 else None}
                 axes.plot([found[file].mean()], [height], marker, **style)
         whole = together(found)
         style = {"color": "black", "linewidth": 3, "label": "mean over regimes" if row == 0 else None}
-        axes.plot(whole["interval"], [row + 0.36] * 2, **style)
-        axes.plot([whole["mean"]], [row + 0.36], "D", color="black", ms=6)
+        axes.plot(whole["interval"], [row + 0.37] * 2, **style)
+        axes.plot([whole["mean"]], [row + 0.37], "D", color="black", ms=6)
     axes.axvline(0, color="0.2", linewidth=1)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.55)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from poise.comparison.arms import shown_rate
-from poise.comparison.sign_flip import interval
+from poise.comparison.sign_flip import interval, p_value
 from poise.comparison.statistics import student_interval
 from support.pages import ROOT
 from support.results import figures, row, words_of
@@ -86,7 +86,7 @@ def rates(found: list[dict[str, Any]]) -> dict[str, str]:
     return {arm["name"]: shown_rate(arm["settings"]["optim.lr"]) for arm in found}
 
 
-REGIMES = ["steps4-w1", "main-w05", "main-w0", "main-wide-w1", "frozenlake", "smollm2-sums", "sums-w16"]
+REGIMES = ["steps4-w1", "main-w05", "main-w0", "main-wide-w1", "frozenlake", "smollm2-sums", "sums-w16", "sums-w0"]
 SHOWN = {  # names that a table cannot hold
     "ar(alpha=0.3) | lopti(threshold=0.5)": "`ar` and `lopti`",
     "benchmarks.oracles.digits(model='runs/models/sums-w16')": "oracle: digits alone",
@@ -196,7 +196,7 @@ def test_regimes(regimes: ModuleType) -> None:
         ("steps4-w1", "the same, four steps a batch | 10"), ("main-w05", "`wording` ½ | 10"),
         ("main-w0", "`wording` 0 | 10"), ("main-wide-w1", "`wording` 1, 8 M parameters | 10"),
         ("frozenlake", "FrozenLake | 8"), ("smollm2-sums", "SmolLM2 on sums | 7–8"),
-        ("sums-w16", "sums, 16 words | 10"),
+        ("sums-w16", "sums, 16 words | 10"), ("sums-w0", "sums, no words | 10"),
     ):  # fmt: skip
         arms = {arm["name"]: arm for arm in figures(name)["arms"]}
         shown = [f"{100 * arms['grpo']['before']:.1f} → {100 * arms['grpo']['accuracy']:.1f}"]
@@ -299,6 +299,31 @@ def test_settings_of_the_methods() -> None:
         assert row(cells) in text
 
 
+def test_more_batches() -> None:
+    """GRPO over more batches beside two passes over fewer, with as many FLOP, paired by seed."""
+    text = words_of("comparison")
+    few, many = ({arm["name"]: arm for arm in figures(name)["arms"]} for name in ("sums-w0", "sums-w0-longer"))
+    for batches, arms in ((60, few), (104, many)):
+        for name in ("grpo", "grpo(passes=2)"):
+            cost, greedy = arms[name]["cost"], arms[name]["scores"]["greedy"]["mean"]
+            cells = [f"`{name}`", str(batches), f"{100 * arms[name]['accuracy']:.1f}", f"{100 * greedy:.1f}"]
+            cells += [f"{cost['optimizer_steps']:.0f}", f"{cost['flop']:.1e}".replace("e+", "e")]
+            assert row(cells) in text
+
+    def ahead(arm: dict[str, Any], other: dict[str, Any]) -> tuple[str, str]:
+        found = [value - other["results"][seed] for seed, value in arm["results"].items()]
+        shown = against({"mean": fmean(found), "interval": interval(found)}).removeprefix("+")
+        return shown.replace(" [", " points [", 1), f"(p = {p_value(found):.3f})"
+
+    gain, p = ahead(many["grpo"], few["grpo(passes=2)"])
+    assert f"ends {gain} above two passes over 60 {p}" in text
+    assert f"gained {gain.split()[0]} points more than a second pass" in text
+    gain, p = ahead(many["grpo(passes=2)"], many["grpo"])
+    assert f"{gain} over 104 batches {p}" in text
+    greedily = many["grpo"]["scores"]["greedy"]["mean"] - few["grpo(passes=2)"]["scores"]["greedy"]["mean"]
+    assert f"{100 * greedily:.1f} points above them greedily" in text
+
+
 def test_lopti_in_tuning() -> None:
     """At equal rates, with the tuning seeds: Lopti against GRPO, and against two plain steps."""
     text = words_of("comparison")
@@ -308,10 +333,10 @@ def test_lopti_in_tuning() -> None:
         ahead.append([own > plain for own, plain in zip(arms["lopti"], arms["grpo"], strict=True)])
         behind += [own < two for own, two in zip(arms["lopti"], arms["grpo(passes=2)"], strict=True)]
     assert all(first for first, *_ in ahead)
-    assert "at the lowest rate Lopti was ahead of GRPO in all eight regimes" in text
+    assert "at the lowest rate Lopti was ahead of GRPO in all nine regimes" in text
     others = [each for _, *rest in ahead for each in rest]
-    assert (sum(others), len(others)) == (9, 16)
-    assert "at higher ones in nine cases of sixteen" in text
+    assert (sum(others), len(others)) == (10, 18)
+    assert "at higher ones in ten cases of eighteen" in text
     assert f"`lopti` was lower in {sum(behind)} of {len(behind)} cases" in text
 
 
