@@ -165,7 +165,8 @@ def test_a_signal_to_the_workers_too_is_the_parents(
     def rate(step: int, _steps: int) -> float:
         if step == 2:
             for worker in multiprocessing.active_children():
-                os.kill(worker.pid or 0, number)
+                assert worker.pid
+                os.kill(worker.pid, number)
         if step == 20:  # far more batches than had been prepared
             signal.raise_signal(number)
         return 1.0

@@ -166,7 +166,7 @@ def logp_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bo
 def _within_rounding(error: Tensor, moved: Tensor, size: Tensor, dtype: torch.dtype) -> bool:
     """Whether errors are at most what is allowed for each, as a root mean square.
 
-    Where rounding moves a value far more is allowed, but never so much that something else altogether would pass.
+    Where rounding moves a value far, more is allowed, but never so much that something else altogether would pass.
     """
     relative = 3e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
     allowed = relative * size + torch.minimum(2 * moved, size)
