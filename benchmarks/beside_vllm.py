@@ -13,7 +13,7 @@ no response ends early.
 - ``vllm``: vLLM's ``generate`` alone, in this process, without log-probabilities and seeds (its fastest), CUDA graphs
   and prefix caching on, cached prompts dropped before each call, as in training, where the weights have changed. Then
   ``rollout.engine=vllm`` on the same vLLM: weights pushed, seeds, log-probabilities, and the policy's scoring pass.
-- ``step-…``: ``step.py`` with one trainer each: poise, and TRL with vLLM at its fastest setting.
+- ``step-…``: ``step.py`` with one trainer each: poise, and TRL with vLLM at the fastest setting that we tried.
 - ``extra-…``: the same ``generate`` with vLLM's engine in a process of its own, as vLLM does by default; poise's step
   with ``rollout.engine=vllm``; and TRL's default, which scores the responses again to correct for vLLM's rounding.
 """
@@ -61,7 +61,7 @@ CASES = {  # responses, tokens of a prompt, longest response, uneven
 THROUGH_POISE = ("512 × 256", "uneven")
 LIMITS = {"rollout": 210, "step": 300, "extra": 300}  # seconds of a process
 TRL_MICRO = {"135M": 128}  # responses per pass of TRL's update, the fastest that fits; for larger shapes 32
-TRL_WARM_UP = 10  # steps: after two it was still getting faster by a seventh a step
+TRL_WARM_UP = 10  # steps, so that a trend would be seen
 
 
 def requests_of(case: str, shape: str, tiny: bool) -> list[Request]:

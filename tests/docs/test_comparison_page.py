@@ -213,10 +213,12 @@ def test_regimes(regimes: ModuleType) -> None:
     assert f"{-last['mean']:.1f} points below two plain ones ([{low}, {high}], p < 0.001)" in text
     low, high = (points(end / 100) for end in first["interval"])
     assert f"end {first['mean']:.1f} points above GRPO ([{low}, {high}], p < 0.001)" in text
-    over = ["[{}, {}]".format(*(points(end / 100) for end in each["over_regimes"])) for each in (first, last)]
+    over = ["[{:+.2f}, {:+.2f}]".format(*each["over_regimes"]) for each in (first, last)]
     assert f"the intervals are {over[0]} for the second pass, and {over[1]} for `lopti` against it" in text
-    assert f"half of the regimes gain {first['median']:.1f} points or less" in text
-    assert f"for other regimes than these the interval is {over[0]}" in text
+    assert f"with regimes as the sample the interval is {over[0]}" in text
+    gains = [values.mean() for values in regimes.differences(*regimes.PAIRS[0]).values()]
+    assert (sum(gain < 1.05 for gain in gains), sum(gain < 0 for gain in gains), len(gains)) == (5, 2, 9)
+    assert "five of nine gain 1.0 points or less, two of them less than 0" in text
     recipes = {"ar": 2, "lopti": 1, "tr-grpo": 3, "nthr": 4}
     for name, place in recipes.items():
         words = " ".join((ROOT / f"recipes/{name}.yaml").read_text().replace("#", " ").split())
@@ -316,10 +318,10 @@ def test_more_batches() -> None:
         return shown.replace(" [", " points [", 1), f"(p = {p_value(found):.3f})"
 
     gain, p = ahead(many["grpo"], few["grpo(passes=2)"])
-    assert f"ends {gain} above two passes over 60 {p}" in text
-    assert f"gained {gain.split()[0]} points more than a second pass" in text
+    assert f"ends {gain} above two passes over 60 {p[:-1]}, nine seeds of ten)" in text
+    assert f"spent on more batches gained {gain.split()[0]} points more" in text
     gain, p = ahead(many["grpo(passes=2)"], many["grpo"])
-    assert f"{gain} over 104 batches {p}" in text
+    assert f"{gain} higher over 104 batches {p[:-1]}, not planned)" in text
     greedily = many["grpo"]["scores"]["greedy"]["mean"] - few["grpo(passes=2)"]["scores"]["greedy"]["mean"]
     assert f"{100 * greedily:.1f} points above them greedily" in text
 
