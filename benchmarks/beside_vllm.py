@@ -15,7 +15,8 @@ no response ends early.
   ``rollout.engine=vllm`` on the same vLLM: weights pushed, seeds, log-probabilities, and the policy's scoring pass.
 - ``step-…``: ``step.py`` with one trainer each: poise, and TRL with vLLM at the fastest setting that we tried.
 - ``extra-…``: the same ``generate`` with vLLM's engine in a process of its own, as vLLM does by default; poise's step
-  with ``rollout.engine=vllm``; and TRL's default, which scores the responses again to correct for vLLM's rounding.
+  with ``rollout.engine=vllm``; TRL with torch.compile; and TRL's default, which scores the responses again to correct
+  for vLLM's rounding.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ CASES = {  # responses, tokens of a prompt, longest response, uneven
 THROUGH_POISE = ("512 × 256", "uneven")
 LIMITS = {"rollout": 210, "step": 300, "extra": 300}  # seconds of a process
 TRL_MICRO = {"135M": 128}  # responses per pass of TRL's update, the fastest that fits; for larger shapes 32
-TRL_WARM_UP = 10  # steps, so that a trend would be seen
+WARM_UP = 10  # steps, so that a trend would be seen
 
 
 def requests_of(case: str, shape: str, tiny: bool) -> list[Request]:
@@ -195,16 +196,15 @@ def jobs(args: argparse.Namespace) -> dict[str, list[str]]:
     rollout = [str(HERE / "beside_vllm.py"), "--device", args.device, "--memory", str(args.memory)]
     rollout += ["--repeats", str(args.repeats), "--cases", *args.cases, *(["--tiny"] if args.tiny else [])]
     step = [str(HERE / "step.py"), "--device", args.device, "--only-fixed", "--steps", "2" if args.tiny else "3"]
-    step += ["--warm-up", "1" if args.tiny else "2", "--trl-memory", str(args.trl_memory)]
+    step += ["--warm-up", "1" if args.tiny else str(WARM_UP), "--trl-memory", str(args.trl_memory)]
     step += ["--prompts", "2", "--fixed-length", "8"] if args.tiny else []
     for shape in args.shapes:
         for engine in ("native", "vllm"):
             found[f"rollout-{shape}-{engine}"] = [*rollout, "--child", engine, "--shape", shape]
 
     def trl(shape: str) -> list[str]:
-        micro, first = (8, 1) if args.tiny else (TRL_MICRO.get(shape, 32), TRL_WARM_UP)
-        trainer = ["--which", "trl", "--trl-engine", "vllm", "--trl-micro", str(micro), "--warm-up", str(first)]
-        return [*step, "--shape", shape, *trainer]
+        micro = 8 if args.tiny else TRL_MICRO.get(shape, 32)
+        return [*step, "--shape", shape, "--which", "trl", "--trl-engine", "vllm", "--trl-micro", str(micro)]
 
     for shape in args.shapes:
         found[f"step-{shape}-poise"] = [*step, "--shape", shape, "--which", "poise"]
@@ -212,6 +212,7 @@ def jobs(args: argparse.Namespace) -> dict[str, list[str]]:
     first = args.shapes[0]
     found[f"extra-{first}-vllm-process"] = [*rollout, "--child", "vllm-process", "--shape", first]
     found[f"extra-{first}-poise-vllm"] = [*step, "--shape", first, "--which", "poise", "--engine", "vllm"]
+    found[f"extra-{first}-trl-vllm-compiled"] = [*trl(first), "--trl-compile"]
     found[f"extra-{first}-trl-vllm-default"] = [*trl(first), "--trl-correction"]
     return {name: words for name, words in found.items() if any(name.startswith(only) for only in args.only)}
 

@@ -79,7 +79,26 @@ class Problems:
 
 
 class TimedTrainer(trl.GRPOTrainer):  # type: ignore[misc]
-    """TRL's trainer, which says how long its last generation took and what came of it."""
+    """TRL's trainer, which says how long its last generation took, what of it with vLLM, and what came of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parts: dict[str, float] = {}
+        if self.use_vllm:
+            self.clock(self.vllm_generation, "sync_weights", "push_s")
+            self.clock(self.vllm_generation.llm, "generate", "vllm_s")
+
+    def clock(self, owner: Any, method: str, part: str) -> None:
+        """Time every call of this method, as a part of the generation."""
+        timed = getattr(owner, method)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = now(self.args.device.type)
+            made = timed(*args, **kwargs)
+            self.parts[part] = now(self.args.device.type) - start
+            return made
+
+        setattr(owner, method, run)
 
     def _generate(self, prompts: list[Any]) -> Any:
         start = now(self.args.device.type)
@@ -100,7 +119,6 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         self.theirs: TimedTrainer | None = None
         self.report = Reporter(ours.config, ours.folder, 0, quiet=True) if ours else None
         self.rows: list[dict[str, dict[str, float]]] = []
-        self.parts: list[dict[str, float]] = []  # of poise's steps
         self.first_step_s = 0.0  # from the start of the process
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -115,7 +133,8 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         assert theirs is not None
         if self.prompt_ids:
             assert theirs.prompt_ids == self.prompt_ids[state.global_step - 1], "the prompts differ"
-        rows = {"trl": row(seconds, theirs.generation_s, theirs.lengths, 1.0) | memory(self.device, self.before)}
+        found = row(seconds, theirs.generation_s, theirs.lengths, 1.0) | theirs.parts
+        rows = {"trl": found | memory(self.device, self.before)}
         if self.ours:
             rows["poise"] = self.our_step(state.global_step)
         self.keep(rows)
@@ -137,9 +156,9 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         assert self.problems.steps == step, "the problems differ"
         config = self.ours.config
         lengths = [metrics["rollout/length"]] * (config.prompts * config.group)
-        self.parts.append({name: value for name, value in metrics.items() if name.startswith("time/")})
         found = row(seconds, metrics["time/rollout"], lengths, 1 - metrics["reward/no_spread"])
-        return found | memory(self.device, before)
+        parts = {name: value for name, value in metrics.items() if name.startswith("time/")}
+        return found | parts | memory(self.device, before)
 
 
 def row(seconds: float, generation: float, lengths: Sequence[float], updated: float) -> dict[str, float]:
@@ -225,6 +244,7 @@ def trl_config(config: Config, folder: Path, args: argparse.Namespace, endless: 
         bf16=config.dtype == "auto" and config.device == "cuda",
         fp16=False,
         gradient_checkpointing=False,  # on by default: slower, and there is memory enough
+        torch_compile=args.trl_compile,
         use_cpu=config.device == "cpu",
         dataloader_pin_memory=config.device != "cpu",
         disable_tqdm=True,
@@ -250,8 +270,8 @@ def compare(config: Config, args: argparse.Namespace, endless: bool) -> tuple[li
     for step_rows in turns.rows if endless else ():
         lengths = {name: figures["length"] for name, figures in step_rows.items()}
         assert set(lengths.values()) == {config.rollout.max_tokens}, f"lengths should be equal: {lengths}"
-    if parts := turns.parts[args.warm_up :]:
-        print({name: round(statistics.median(part[name] for part in parts), 4) for name in parts[0]})
+    if steps := [rows["poise"] for rows in turns.rows[args.warm_up :] if "poise" in rows]:
+        print({k: round(statistics.median(s[k] for s in steps), 4) for k in steps[0] if k.startswith("time/")})
     return turns.rows, turns.first_step_s
 
 
@@ -332,28 +352,30 @@ def summary(rows: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
 
 def show(title: str, found: dict[str, Any]) -> None:
     print(f"\n{title}")
-    heads = ("s/step", "s/1k tokens", "generation s", "rest s", "length", "updated", "extra GiB", "peak GiB")
-    print(f"  {'':9s}" + "".join(f"{head:>22s}" for head in heads))
+    columns = {
+        "s/step": ("step_s", 2),
+        "s/1k tokens": ("s_per_1k", 3),
+        "generation s": ("generation_s", 2),
+        "push s": ("push_s", 2),
+        "vLLM s": ("vllm_s", 2),
+        "rest s": ("rest_s", 2),
+        "length": ("length", 1),
+        "updated": ("updated", 2),
+        "extra GiB": ("extra_gib", 1),
+        "peak GiB": ("peak_gib", 1),
+    }
+    print(f"  {'':9s}" + "".join(f"{head:>22s}" for head in columns))
 
     def cell(value: dict[str, float] | None, digits: int) -> str:
         if value is None:
             return ""
         return f"{value['median']:.{digits}f} ({value['low']:.{digits}f}–{value['high']:.{digits}f})"
 
-    keys = (
-        ("step_s", 2),
-        ("s_per_1k", 3),
-        ("generation_s", 2),
-        ("rest_s", 2),
-        ("length", 1),
-        ("updated", 2),
-        ("extra_gib", 1),
-        ("peak_gib", 1),
-    )
     for name in found:
         label = "TRL/poise" if name == "ratio" else name
         print(
-            f"  {label:9s}" + "".join(f"{cell(found[name].get(key), digits):>22s}" for key, digits in keys), flush=True
+            f"  {label:9s}" + "".join(f"{cell(found[name].get(key), digits):>22s}" for key, digits in columns.values()),
+            flush=True,
         )
 
 
@@ -375,6 +397,7 @@ def main() -> None:
     parser.add_argument(
         "--trl-correction", action="store_true", help="leave TRL's importance weights for vLLM on: a pass more"
     )
+    parser.add_argument("--trl-compile", action="store_true", help="TRL with torch.compile (its default is without)")
     parser.add_argument("--alone", nargs="+", metavar="REGULATOR", help="only poise, with these, one after the other")
     parser.add_argument("--only-fixed", action="store_true", help="no first row")
     parser.add_argument(
