@@ -149,6 +149,14 @@ def test_the_models_own_end_token_ends_no_response_that_does_not_name_it(engine)
     assert not out.finished.any()
 
 
+def test_an_end_token_that_the_model_does_not_have_ends_nothing_and_is_no_mistake(engine):
+    size, [prompt] = engine.policy.model.config.vocab_size, prompts(1)
+    plain, named = (
+        engine.sample([Request(prompt, 20, stop)], Sampling(1.0), 0).tokens for stop in ((), (size, 1_000_000))
+    )
+    assert torch.equal(plain, named)
+
+
 def test_the_batch_may_be_bounded_and_the_head_untied():
     engine = start(small(tied=False, seed=5), batch=2)
     check_greedy(engine)

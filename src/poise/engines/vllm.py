@@ -82,10 +82,12 @@ class VllmEngine:
 
         settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         seeds = (streams(seed, torch.tensor(numbers(requests))) & (1 << 63) - 1).tolist()  # vLLM reads −1 as "no seed"
+        drawn = range(self.policy.base.config.get_text_config().vocab_size)  # vLLM refuses to stop at any other token
         parameters = [
             SamplingParams(
-                seed=own_seed, max_tokens=request.max_tokens, stop_token_ids=list(request.stop), logprobs=0,
-                flat_logprobs=True, detokenize=False, ignore_eos=True, **settings,  # the request says what ends it
+                seed=own_seed, max_tokens=request.max_tokens, stop_token_ids=[t for t in request.stop if t in drawn],
+                logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True,  # the request says what ends it
+                **settings,
             )
             for own_seed, request in zip(seeds, requests, strict=True)
         ]  # fmt: skip
