@@ -14,9 +14,10 @@ no response ends early.
   and prefix caching on, cached prompts dropped before each call, as in training, where the weights have changed. Then
   ``rollout.engine=vllm`` on the same vLLM: weights pushed, seeds, log-probabilities, and the policy's scoring pass.
 - ``step-…``: ``step.py`` with one trainer each: poise, and TRL with vLLM at the fastest setting that we tried.
-- ``extra-…``: the same ``generate`` with vLLM's engine in a process of its own, as vLLM does by default; poise's step
-  with ``rollout.engine=vllm``; TRL with torch.compile; and TRL's default, which scores the responses again to correct
-  for vLLM's rounding.
+- ``extra-…``: the same ``generate`` with vLLM's engine in a process of its own, as vLLM does by default; what it takes
+  vLLM to give text and log-probabilities, too; poise's step with ``rollout.engine=vllm``; TRL without vLLM's text,
+  which it does not use, and with torch.compile; and TRL's default, which scores the responses again to correct for
+  vLLM's rounding.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +41,13 @@ os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 
 import torch
 import transformers
-from measure import environment, median, since_start, spread, write
+from measure import environment, in_turns, median, since_start, spread, write
 from rollout import random_policy, random_requests, sampled
 from update import SHAPES, model_of, uneven
 
 from poise.engines.native.engine import NativeEngine
 from poise.engines.vllm import VllmEngine
+from poise.models.policy import EMBEDDED
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Request
 
@@ -60,6 +63,12 @@ CASES = {  # responses, tokens of a prompt, longest response, uneven
     "2048 × 256": (2048, 128, 256, False),
 }
 THROUGH_POISE = ("512 × 256", "uneven")
+ASKED: dict[str, dict[str, Any]] = {  # of vLLM beyond tokens; TRL asks for both
+    "nothing else": {"detokenize": False},
+    "text": {"detokenize": True},
+    "log-probabilities": {"detokenize": False, "logprobs": 0},
+    "both": {"detokenize": True, "logprobs": 0},
+}
 LIMITS = {"rollout": 210, "step": 300, "extra": 300}  # seconds of a process
 TRL_MICRO = {"135M": 128}  # responses per pass of TRL's update, the fastest that fits; for larger shapes 32
 WARM_UP = 10  # steps, so that a trend would be seen
@@ -75,13 +84,13 @@ def requests_of(case: str, shape: str, tiny: bool) -> list[Request]:
     return random_requests(shape, rows // group, group, lengths, prompt)
 
 
-def bare(llm: Any, requests: list[Request]) -> Callable[[int], int]:
+def bare(llm: Any, requests: list[Request], more: str = "nothing else") -> Callable[[int], int]:
     """vLLM's own ``generate``; the number of response tokens."""
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": list(request.prompt)} for request in requests]
     wanted = [
-        SamplingParams(temperature=1.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
+        SamplingParams(temperature=1.0, max_tokens=request.max_tokens, ignore_eos=True, **ASKED[more])
         for request in requests
     ]
 
@@ -154,16 +163,7 @@ def vllm(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def vllm_process(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of vLLM with its engine in a process of its own."""
-    from vllm import LLM
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = model_of(args.shape, "meta", torch.bfloat16).config
-        config.architectures = ["LlamaForCausalLM"]
-        config.save_pretrained(folder)
-        llm = LLM(
-            model=folder, skip_tokenizer_init=True, load_format="dummy", gpu_memory_utilization=args.memory,
-            dtype="bfloat16" if args.device == "cuda" else "float32", enforce_eager=args.device == "cpu",
-        )  # fmt: skip
+    llm = started(args)
     ready = since_start()
     for case in args.cases[:2]:
         run = bare(llm, requests_of(case, args.shape, args.tiny))
@@ -171,7 +171,38 @@ def vllm_process(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {"case": case, "ready_s": ready, "first_rollout_s": since_start() - sum(found["seconds"]), **found}
 
 
-ENGINES = {"native": native, "vllm": vllm, "vllm-process": vllm_process}
+def vllm_asked(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of vLLM, in this process, that is asked for text, log-probabilities, or both, in turns."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    llm, case = started(args), args.cases[0]
+    requests = requests_of(case, args.shape, args.tiny)
+    ways = {more: partial(bare(llm, requests, more), 0) for more in ASKED}
+    tokens = sum(request.max_tokens for request in requests)
+    for more, seconds in in_turns(ways, args.device, repeats=args.repeats, warmup=1).items():
+        yield {
+            "case": f"{case}, {more}",
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / median(seconds),
+        }
+
+
+def started(args: argparse.Namespace) -> Any:
+    """A vLLM with random weights and the embedded model's tokenizer."""
+    from vllm import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = model_of(args.shape, "meta", torch.bfloat16).config
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
+        return LLM(
+            model=folder, load_format="dummy", gpu_memory_utilization=args.memory, logprobs_mode="processed_logprobs",
+            dtype="bfloat16" if args.device == "cuda" else "float32", enforce_eager=args.device == "cpu",
+        )  # fmt: skip
+
+
+ENGINES = {"native": native, "vllm": vllm, "vllm-process": vllm_process, "vllm-asked": vllm_asked}
 
 
 def child(args: argparse.Namespace) -> None:
@@ -211,7 +242,9 @@ def jobs(args: argparse.Namespace) -> dict[str, list[str]]:
         found[f"step-{shape}-trl-vllm"] = trl(shape)
     first = args.shapes[0]
     found[f"extra-{first}-vllm-process"] = [*rollout, "--child", "vllm-process", "--shape", first]
+    found[f"extra-{first}-vllm-asked"] = [*rollout, "--child", "vllm-asked", "--shape", first]
     found[f"extra-{first}-poise-vllm"] = [*step, "--shape", first, "--which", "poise", "--engine", "vllm"]
+    found[f"extra-{first}-trl-vllm-no-text"] = [*trl(first), "--trl-no-text"]
     found[f"extra-{first}-trl-vllm-compiled"] = [*trl(first), "--trl-compile"]
     found[f"extra-{first}-trl-vllm-default"] = [*trl(first), "--trl-correction"]
     return {name: words for name, words in found.items() if any(name.startswith(only) for only in args.only)}

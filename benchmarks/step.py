@@ -216,7 +216,7 @@ def trl_config(config: Config, folder: Path, args: argparse.Namespace, endless: 
     engine: dict[str, Any] = {}
     never: dict[str, Any] = {"eos_token_id": [NEVER]}
     if args.trl_engine == "vllm":
-        never = {"ignore_eos": True}
+        never = {"ignore_eos": True} | ({"detokenize": False} if args.trl_no_text else {})
         engine = {
             "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": args.trl_memory,
             "vllm_max_model_length": config.rollout.max_prompt + config.rollout.max_tokens,
@@ -397,6 +397,7 @@ def main() -> None:
     parser.add_argument(
         "--trl-correction", action="store_true", help="leave TRL's importance weights for vLLM on: a pass more"
     )
+    parser.add_argument("--trl-no-text", action="store_true", help="with vLLM and one length: no text, only tokens")
     parser.add_argument("--trl-compile", action="store_true", help="TRL with torch.compile (its default is without)")
     parser.add_argument("--alone", nargs="+", metavar="REGULATOR", help="only poise, with these, one after the other")
     parser.add_argument("--only-fixed", action="store_true", help="no first row")

@@ -63,33 +63,56 @@ def medians(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def test_whole_steps_beside_trl_with_vllm() -> None:
-    settled, few = steps_beside_vllm("135M", "step_vllm_135M"), steps_beside_vllm("1.5B", "step_vllm")
-    shown = [f"{step['step_s']:.1f}" for step in settled["trl"]]
-    assert f"{', '.join(shown[:-1])} and {shown[-1]} s" in DETAILS
-    for side, label in (("poise", "**poise**"), ("trl", "TRL with vLLM")):
-        settled[side] = settled[side][1:]  # all but the first are alike
-        for shape, steps in (("135M", settled[side]), ("1.5B", few[side])):
-            values = [[step[key] for step in steps] for key in PARTS]
-            cells = [spread(v) if shape == "135M" else ", ".join(f"{x:.2f}" for x in v) for v in values]
-            cells += [f"{medians(steps[-3:])[key]:.1f} GiB" for key in ("extra_gib", "peak_gib")]
-            assert f"| {shape}: {label} | {' | '.join(cells)} |" in DETAILS
     whole, ratios = [], []
-    for shape, steps, label, file in (
-        ("135M", settled, "", "vllm_rollout"), ("1.5B", few, ", last step", "vllm_rollout_1.5B")
-    ):  # fmt: skip
-        trl, poise = medians(steps["trl"][-1 if label else 0 :]), medians(steps["poise"])  # of few the last one counts
+    for shape, rollout in (("135M", "vllm_rollout"), ("1.5B", "vllm_rollout_2048_1.5B")):
+        steps = steps_beside_vllm(shape, f"step_vllm_{shape}")
+        shown = [f"{step['step_s']:.1f}" for step in steps["trl"]]
+        assert f"{', '.join(shown[:-1])} and {shown[-1]} s at {shape}" in DETAILS
+        for side, label in (("poise", "**poise**"), ("trl", "TRL with vLLM")):
+            steps[side] = steps[side][1:]  # all but the first are alike
+            cells = [spread([step[key] for step in steps[side]]) for key in PARTS]
+            cells += [f"{medians(steps[side][-3:])[key]:.1f} GiB" for key in ("extra_gib", "peak_gib")]
+            assert f"| {shape}: {label} | {' | '.join(cells)} |" in DETAILS
+        trl, poise = medians(steps["trl"]), medians(steps["poise"])
         factors = [trl[key] / poise[key] for key in PARTS]
         cells = [f"**{factors[0]:.1f}**", *(f"{factor:.1f}" for factor in factors[1:])]
-        assert f"| {shape}: **TRL / poise**{label} | {' | '.join(cells)} | | |" in DETAILS
+        assert f"| {shape}: **TRL / poise** | {' | '.join(cells)} | | |" in DETAILS
         assert f"{trl['step_s']:.1f} / {poise['step_s']:.2f} s at {shape} (**{factors[0]:.1f}×**" in PAGE
         extra = [medians(steps[side][-3:])["extra_gib"] for side in ("poise", "trl")]
         assert f"{extra[0]:.1f} / {extra[1]:.1f}" in PAGE
         assert f"{trl['step_s']:.1f} s" in README
         assert f"{poise['step_s']:.2f} s" in README
-        whole.append(trl["rest_s"] + min(bare_vllm(shape, file)))
+        whole.append(trl["rest_s"] + min(bare_vllm(shape, rollout)))
         ratios.append(whole[-1] / poise["step_s"])
     assert f"{whole[0]:.1f} and {whole[1]:.1f} s: **{ratios[0]:.1f} and {ratios[1]:.1f} times**" in DETAILS
     assert f"about {ratios[0]:.1f}× and {ratios[1]:.1f}×" in PAGE
+
+
+def test_what_trl_spends_on_vllm() -> None:
+    steps = steps_beside_vllm("1.5B", "step_vllm_1.5B")["trl"][1:]
+    sampling, vllm, push = ([step[key] for step in steps] for key in ("generation_s", "vllm_s", "push_s"))
+    assert f"of {median(sampling):.2f} s: vLLM's `generate` {spread(vllm, ' s')}, pushing the weights" in DETAILS
+    assert f"{spread(push, ' s')}, the rest is TRL's" in DETAILS
+    difference = (median(vllm) - median(bare_vllm("1.5B", "vllm_rollout_2048_1.5B"))) / (512 * 256)
+    assert f"the difference is {difference * 1e6:.0f} µs a token" in DETAILS
+    rows = raw("cpu/vllm_asked")["measurements"]["extra-1M-vllm-asked"]["rows"]
+    nothing, text, logp, both = (median(row["seconds"]) for row in rows)
+    assert f"vLLM takes {(both - nothing) / rows[0]['tokens'] * 1e6:.0f} µs a token longer" in DETAILS
+    assert f"{nothing:.2f} s and {both:.2f} s, medians of 7; text alone {text:.2f}" in DETAILS
+    assert f"log-probabilities alone {logp:.2f}" in DETAILS
+
+
+def test_poise_over_thirteen_steps_with_either_engine() -> None:
+    found = {}
+    for name, engine in (("step_trl_compiled", "step-135M-poise"), ("step_poise_vllm", "extra-135M-poise-vllm")):
+        fixed = raw(f"h200/{name}")["measurements"][engine]["fixed"]
+        found[engine] = [step["poise"] for step in [*fixed["warm_up_each"], *fixed["each"]]][1:]
+        assert len(found[engine]) == 12
+    native, vllm = ([step["step_s"] for step in steps] for steps in found.values())
+    assert f"at 135M, on the machine of 1.5B's figures: {spread(native, ' s')} after the first" in DETAILS
+    sampling = median(step["generation_s"] for step in found["extra-135M-poise-vllm"])
+    assert f"with it takes {spread(vllm, ' s')} at 135M, {sampling:.2f} s of it sampling" in DETAILS
+    assert f"{median(vllm):.2f} s with vLLM, {median(native):.2f} s with native" in PAGE
 
 
 def test_the_fused_step_beside_compiled_layers() -> None:
@@ -136,17 +159,49 @@ def test_sampling_beside_vllm() -> None:
         shapes.append({(row["engine"], row["case"]): median(row["seconds"]) for row in rows})
         vllm, native = (shapes[-1][engine, "512 × 256"] for engine in ("vllm", "native"))
         assert f"{vllm:.2f} / {native:.2f} s {words} (**{vllm / native:.1f}×**)" in PAGE
-    labels = {"long prompts": "512 × 256, long prompts", "uneven": "512, uneven", "2048 × 256": "2,048 × 256"}
-    for _, case in (key for key in shapes[0] if key[0] == "native"):
+    labels = {"long prompts": "512 × 256, long prompts", "uneven": "512, uneven"}
+    for _, case in (key for key in shapes[0] if key[0] == "vllm"):
         cells = []
         for seconds in shapes:
-            native, other = seconds["native", case], seconds.get(("vllm", case))
-            every += [other / native] if other else []
-            cells += [f"{native:.2f}", *([f"{other:.2f}", f"{other / native:.1f}"] if other else ["not reached", ""])]
+            native, other = (seconds[engine, case] for engine in ("native", "vllm"))
+            every.append(other / native)
+            cells += [f"{native:.2f}", f"{other:.2f}", f"{every[-1]:.1f}"]
         assert " ".join(f"| {labels.get(case, case)} | {' | '.join(cells)} |".split()) in DETAILS.replace("**", "")
-    assert len(every) == 10
-    assert f"at least {min(every):.1f}× in all ten cases" in PAGE
-    assert f"vLLM {min(every):.1f} to {max(every):.1f} times as long" in README
+    again = [factor for factors in sampling_again().values() for factor in factors]
+    few = every + again[::2]  # those with up to 512 responses
+    assert len(every + again) == 14
+    assert f"at least {min(every + again):.1f}× in all fourteen cases" in PAGE
+    assert f"vLLM {min(few):.1f} to {max(few):.1f} times as long with up to 512 responses" in README
+
+
+def sampling_again() -> dict[str, list[float]]:
+    """vLLM / native by shape, with 512 and with 2,048 responses; the table is checked."""
+    cells: dict[str, list[str]] = {}
+    factors: dict[str, list[float]] = {}
+    for shape, file in (("135M", "vllm_rollout_2048"), ("1.5B", "vllm_rollout_2048_1.5B")):
+        measured = raw(f"h200/{file}")["measurements"]
+        rows = [row for engine in ("native", "vllm") for row in measured[f"rollout-{shape}-{engine}"]["rows"]]
+        found = {(row["engine"], row["case"]): row["seconds"] for row in rows}
+        for case in ("512 × 256", "2048 × 256"):
+            for engine in ("native", "vllm"):
+                cells.setdefault(engine, []).append(spread(found[engine, case]))
+            factors.setdefault(shape, []).append(median(found["vllm", case]) / median(found["native", case]))
+        for case, name in (("512 × 256", "through poise"), ("push the weights", "push")):
+            cells.setdefault(name, []).append(spread(found["rollout.engine=vllm", case]))
+        native, vllm = median(found["native", "512 × 256"]), median(found["vllm", "512 × 256"])
+        assert f"{vllm:.2f} / {native:.2f} s (**{vllm / native:.1f}×**)" in PAGE
+    apart = raw("h200/vllm_process")["measurements"]["extra-135M-vllm-process"]["rows"]
+    for line in (
+        f"| **native** | {' | '.join(cells['native'])} |",
+        f"| vLLM's `generate`, same process | {' | '.join(cells['vllm'])} |",
+        f"| vLLM, engine in a process of its own | {' | '.join(spread(row['seconds']) for row in apart)} | | |",
+        f"| `rollout.engine=vllm` | {cells['through poise'][0]} | | {cells['through poise'][1]} | |",
+        f"| of that, pushing the weights | {cells['push'][0]} | | {cells['push'][1]} | |",
+    ):
+        assert line in DETAILS
+    few, many = zip(*factors.values(), strict=True)
+    assert f"| **vLLM / native** | **{few[0]:.1f}** | {many[0]:.1f} | **{few[1]:.1f}** | {many[1]:.1f} |" in DETAILS
+    return factors
 
 
 def kernel_kind(name: str) -> str:
