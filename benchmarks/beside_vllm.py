@@ -13,7 +13,8 @@ no response ends early.
 - ``vllm``: vLLM's ``generate`` alone, in this process, without log-probabilities and seeds (its fastest), CUDA graphs
   and prefix caching on, cached prompts dropped before each call, as in training, where the weights have changed. Then
   ``rollout.engine=vllm`` on the same vLLM: weights pushed, seeds, log-probabilities, and the policy's scoring pass.
-- ``step-…``: ``step.py`` with one trainer each: poise, and TRL with vLLM at the fastest setting that we tried.
+- ``step-…``: ``step.py`` with one trainer each: poise, and TRL with vLLM at the fastest setting that we tried. The
+  first of thirteen steps is left out.
 - ``extra-…``: the same ``generate`` with vLLM's engine in a process of its own, as vLLM does by default; what it takes
   vLLM to give text and log-probabilities, too; poise's step with ``rollout.engine=vllm``; TRL without vLLM's text,
   which it does not use, and with torch.compile; and TRL's default, which scores the responses again to correct for
@@ -69,9 +70,9 @@ ASKED: dict[str, dict[str, Any]] = {  # of vLLM beyond tokens; TRL asks for both
     "log-probabilities": {"detokenize": False, "logprobs": 0},
     "both": {"detokenize": True, "logprobs": 0},
 }
-LIMITS = {"rollout": 210, "step": 300, "extra": 300}  # seconds of a process
-TRL_MICRO = {"135M": 128}  # responses per pass of TRL's update, the fastest that fits; for larger shapes 32
-WARM_UP = 10  # steps, so that a trend would be seen
+LIMITS = {"rollout": 240, "step": 420, "extra": 420}  # seconds of a process
+TRL_MICRO = {"135M": 128}  # responses per pass of TRL's update, the most that we tried; for larger shapes 32
+STEPS = 12  # after the first, so that a trend would be seen
 
 
 def requests_of(case: str, shape: str, tiny: bool) -> list[Request]:
@@ -226,8 +227,8 @@ def jobs(args: argparse.Namespace) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     rollout = [str(HERE / "beside_vllm.py"), "--device", args.device, "--memory", str(args.memory)]
     rollout += ["--repeats", str(args.repeats), "--cases", *args.cases, *(["--tiny"] if args.tiny else [])]
-    step = [str(HERE / "step.py"), "--device", args.device, "--only-fixed", "--steps", "2" if args.tiny else "3"]
-    step += ["--warm-up", "1" if args.tiny else str(WARM_UP), "--trl-memory", str(args.trl_memory)]
+    step = [str(HERE / "step.py"), "--device", args.device, "--only-fixed", "--warm-up", "1"]
+    step += ["--steps", "2" if args.tiny else str(STEPS), "--trl-memory", str(args.trl_memory)]
     step += ["--prompts", "2", "--fixed-length", "8"] if args.tiny else []
     for shape in args.shapes:
         for engine in ("native", "vllm"):
@@ -279,7 +280,10 @@ def parent(args: argparse.Namespace) -> None:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Each case of vLLM beside the native engine, each step of TRL beside poise's."""
+    """Each case of vLLM beside the native engine, each step of TRL beside poise's, and what was not finished."""
+    for name, found in results.items():
+        if found["code"] != 0:
+            print(f"{name}: not finished ({found['code']}); what it had measured until then is in the file")
     rows = [row for found in results.values() for row in found.get("rows", [])]
     ours = {(row["shape"], row["case"]): median(row["seconds"]) for row in rows if row["engine"] == "native"}
     for row in rows:
@@ -303,7 +307,10 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=["rollout", "step"], metavar="NAME", help="measurements whose name begins so"
     )
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), default=list(CASES),
+        help="of rollouts; vllm-process takes the first two, vllm-asked the first",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
         "--memory", type=float, default=0.5, help="vLLM's share of the device's memory when it is alone"

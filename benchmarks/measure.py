@@ -86,7 +86,12 @@ def environment(device: str) -> dict[str, Any]:
     name = (
         torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
     )
-    return {"date": time.strftime("%Y-%m-%d"), "device": name, "versions": found}
+    which = {"gpu": str(torch.cuda.get_device_properties(0).uuid)} if device == "cuda" else {}
+    now = time.localtime()
+    return {
+        "date": time.strftime("%Y-%m-%d", now), "time": time.strftime("%H:%M:%S", now), "device": name, **which,
+        "processors": os.cpu_count(), "versions": found,
+    }  # fmt: skip
 
 
 def since_start() -> float:

@@ -29,7 +29,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -53,6 +53,8 @@ from poise.training.reporter import Reporter
 
 NEVER = 1_000_000  # an end token that no vocabulary has
 LR = 2e-4
+Rows = list[dict[str, dict[str, float]]]  # the figures of every step, by trainer
+Kept = Callable[[Rows], None]  # called after every step
 
 
 class Problems:
@@ -95,12 +97,13 @@ class TimedTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         def run(*args: Any, **kwargs: Any) -> Any:
             start = now(self.args.device.type)
             made = timed(*args, **kwargs)
-            self.parts[part] = now(self.args.device.type) - start
+            self.parts[part] = self.parts.get(part, 0.0) + now(self.args.device.type) - start
             return made
 
         setattr(owner, method, run)
 
     def _generate(self, prompts: list[Any]) -> Any:
+        self.parts.clear()
         start = now(self.args.device.type)
         made = super()._generate(prompts)
         self.generation_s = now(self.args.device.type) - start
@@ -113,12 +116,17 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
     """Stops the clock after each of TRL's steps, and gives poise its turn."""
 
     def __init__(
-        self, device: str, ours: Trainer | None, problems: Problems, prompt_ids: list[list[list[int]]] | None
+        self,
+        device: str,
+        ours: Trainer | None,
+        problems: Problems,
+        prompt_ids: list[list[list[int]]] | None,
+        kept: Kept,
     ) -> None:
-        self.device, self.ours, self.problems, self.prompt_ids = device, ours, problems, prompt_ids
+        self.device, self.ours, self.problems, self.prompt_ids, self.kept = device, ours, problems, prompt_ids, kept
         self.theirs: TimedTrainer | None = None
         self.report = Reporter(ours.config, ours.folder, 0, quiet=True) if ours else None
-        self.rows: list[dict[str, dict[str, float]]] = []
+        self.rows: Rows = []
         self.first_step_s = 0.0  # from the start of the process
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -144,6 +152,7 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         """The figures of a step."""
         self.first_step_s = self.first_step_s or since_start()
         self.rows.append(rows)
+        self.kept(self.rows)
 
     def our_step(self, step: int) -> dict[str, float]:
         """A step of poise, and its figures."""
@@ -209,8 +218,9 @@ def trl_config(config: Config, folder: Path, args: argparse.Namespace, endless: 
     ``dapo`` is the mean over the batch's tokens, as poise's. All responses are generated at once, and no forward pass
     is spent on old log-probabilities, since a generation batch is one optimizer step. The update takes ``micro``
     responses at a time: of 8, 16, 32, 64 and 128 on two busy cores, 16 and 32 took the least processor time, about a
-    quarter less than 128. The optimizer is the fused AdamW that it takes by default. With vLLM, TRL by default scores
-    the responses again, to correct for vLLM's rounding; only ``--trl-correction`` leaves that on.
+    quarter less than 128; on CUDA 128 was the most that we tried. The optimizer is the fused AdamW that it takes by
+    default. With vLLM, TRL by default scores the responses again, to correct for vLLM's rounding; only
+    ``--trl-correction`` leaves that on.
     """
     responses, micro = config.prompts * config.group, args.trl_micro
     engine: dict[str, Any] = {}
@@ -255,17 +265,17 @@ def trl_config(config: Config, folder: Path, args: argparse.Namespace, endless: 
     )
 
 
-def compare(config: Config, args: argparse.Namespace, endless: bool) -> tuple[list[dict[str, dict[str, float]]], float]:
+def compare(config: Config, args: argparse.Namespace, endless: bool, kept: Kept) -> tuple[Rows, float]:
     """Figures of every step, of both or of one; seconds from the process's start to the end of the first."""
     task = config.task.build()
     drawn = Problems(task, endless)
     ours = our_trainer(config, drawn, endless) if args.which != "trl" else None
     if args.which == "poise":
-        turns = Turns(config.device, ours, drawn, None)
+        turns = Turns(config.device, ours, drawn, None, kept)
         for step in range(1, config.steps + 1):
             turns.keep({"poise": turns.our_step(step)})
     else:
-        turns = train_theirs(config, task, drawn, ours, args, endless)
+        turns = train_theirs(config, task, drawn, ours, args, endless, kept)
     assert len(turns.rows) == config.steps
     for step_rows in turns.rows if endless else ():
         lengths = {name: figures["length"] for name, figures in step_rows.items()}
@@ -276,7 +286,13 @@ def compare(config: Config, args: argparse.Namespace, endless: bool) -> tuple[li
 
 
 def train_theirs(
-    config: Config, task: Task, drawn: Problems, ours: Trainer | None, args: argparse.Namespace, endless: bool
+    config: Config,
+    task: Task,
+    drawn: Problems,
+    ours: Trainer | None,
+    args: argparse.Namespace,
+    endless: bool,
+    kept: Kept,
 ) -> Turns:
     """Train with TRL, and with poise in turns if it is given."""
     steps = [list(islice(task.problems("train", step + 1), config.prompts)) for step in range(config.steps)]
@@ -290,7 +306,7 @@ def train_theirs(
     expected = (
         [[ours.policy.encode(p.prompt) for p in step for _ in range(config.group)] for step in steps] if ours else None
     )
-    turns = Turns(config.device, ours, drawn, expected)
+    turns = Turns(config.device, ours, drawn, expected, kept)
     prompts = [[{"role": "user", "content": problem.prompt}] for problem in problems]
     theirs = TimedTrainer(
         model=str(EMBEDDED) if config.model == "embedded" else config.model,
@@ -331,7 +347,7 @@ def random_model(shape: str, folder: str) -> Path:
     return path
 
 
-def summary(rows: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+def summary(rows: Rows) -> dict[str, Any]:
     """Medians, and between what they lie. Ratios are those of the medians; their range is that of single steps."""
 
     def spread(values: list[float]) -> dict[str, float]:
@@ -442,7 +458,9 @@ def main() -> None:
             if args.alone:
                 figures[name] = alone(config, args.alone, args.warm_up, endless=bool(length))
                 continue
-            rows, first = compare(config, args, endless=bool(length))
+            rows, first = compare(
+                config, args, bool(length), lambda done: keep(args.json, figures, {"steps_so_far": done})
+            )
         warm_up, measured = rows[: args.warm_up], rows[args.warm_up :]
         found = summary(measured)
         figures[name] = found | {"each": measured, "warm_up_each": warm_up, "first_step_s": first}
@@ -454,8 +472,15 @@ def main() -> None:
             f"{title}; {config.prompts} prompts × {config.group}, medians of {args.steps} (lowest–highest)",
             found,
         )
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
+    keep(args.json, figures)
+
+
+def keep(path: Path | None, figures: dict[str, Any], more: dict[str, Any] | None = None) -> None:
+    """Write the figures; never half a file, whenever this process is ended."""
+    if path:
+        whole = path.with_suffix(".new")
+        whole.write_text(json.dumps(figures | (more or {}), indent=1))
+        whole.replace(path)
 
 
 if __name__ == "__main__":

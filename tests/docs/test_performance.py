@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from support.pages import ROOT
@@ -30,14 +30,14 @@ def test_the_table_is_the_first_thing_on_the_page() -> None:
 
 
 def test_whole_steps() -> None:
-    for name, kind, words in (
-        ("h200/step", "fixed", "{:.1f} / {:.2f} s at 135M (**{:.1f}×**"),
-        ("h200/step_1.5B", "fixed", "{:.1f} / {:.2f} s at 1.5B (**{:.1f}×**"),
-        ("cpu/step", "sampled", "{:.2f} / {:.2f} s a step (**{:.1f}×**"),
-    ):
-        found = raw(name)[kind]
-        seconds = [found[side]["step_s"]["median"] for side in ("trl", "poise")]
-        assert words.format(*seconds, found["ratio"]["step_s"]["median"]) in PAGE
+    for name in ("h200/step", "h200/step_1.5B"):
+        found = raw(name)["fixed"]
+        for side, label in (("poise", "**poise**"), ("trl", "TRL")):
+            assert f"| {label} | {found[side]['step_s']['median']:.2f} (" in DETAILS
+        assert f"| **TRL / poise** | **{found['ratio']['step_s']['median']:.1f}**" in DETAILS
+    found = raw("cpu/step")["sampled"]
+    theirs, ours = (found[side]["step_s"]["median"] for side in ("trl", "poise"))
+    assert f"{theirs:.2f} / {ours:.2f} s a step (**{found['ratio']['step_s']['median']:.1f}×**" in PAGE
     assert f"{raw('cpu/step_fixed')['fixed']['ratio']['step_s']['median']:.1f}× if all responses" in PAGE
 
 
@@ -63,7 +63,7 @@ def medians(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def test_whole_steps_beside_trl_with_vllm() -> None:
-    whole, ratios = [], []
+    whole, ratios, means = [], [], []
     for shape, rollout in (("135M", "vllm_rollout"), ("1.5B", "vllm_rollout_2048_1.5B")):
         steps = steps_beside_vllm(shape, f"step_vllm_{shape}")
         shown = [f"{step['step_s']:.1f}" for step in steps["trl"]]
@@ -71,21 +71,31 @@ def test_whole_steps_beside_trl_with_vllm() -> None:
         for side, label in (("poise", "**poise**"), ("trl", "TRL with vLLM")):
             steps[side] = steps[side][1:]  # all but the first are alike
             cells = [spread([step[key] for step in steps[side]]) for key in PARTS]
-            cells += [f"{medians(steps[side][-3:])[key]:.1f} GiB" for key in ("extra_gib", "peak_gib")]
+            cells += [f"{medians(steps[side])[key]:.1f} GiB" for key in ("extra_gib", "peak_gib")]
             assert f"| {shape}: {label} | {' | '.join(cells)} |" in DETAILS
         trl, poise = medians(steps["trl"]), medians(steps["poise"])
         factors = [trl[key] / poise[key] for key in PARTS]
         cells = [f"**{factors[0]:.1f}**", *(f"{factor:.1f}" for factor in factors[1:])]
         assert f"| {shape}: **TRL / poise** | {' | '.join(cells)} | | |" in DETAILS
         assert f"{trl['step_s']:.1f} / {poise['step_s']:.2f} s at {shape} (**{factors[0]:.1f}×**" in PAGE
-        extra = [medians(steps[side][-3:])["extra_gib"] for side in ("poise", "trl")]
-        assert f"{extra[0]:.1f} / {extra[1]:.1f}" in PAGE
+        assert f"{poise['peak_gib']:.1f} / {trl['peak_gib']:.1f}" in PAGE
         assert f"{trl['step_s']:.1f} s" in README
         assert f"{poise['step_s']:.2f} s" in README
+        means.append(fmean(s["step_s"] for s in steps["trl"]) / fmean(s["step_s"] for s in steps["poise"]))
         whole.append(trl["rest_s"] + min(bare_vllm(shape, rollout)))
         ratios.append(whole[-1] / poise["step_s"])
     assert f"{whole[0]:.1f} and {whole[1]:.1f} s: **{ratios[0]:.1f} and {ratios[1]:.1f} times**" in DETAILS
-    assert f"about {ratios[0]:.1f}× and {ratios[1]:.1f}×" in PAGE
+    again = raw("h200/vllm_rollout_2048")["measurements"]["rollout-135M-vllm"]["rows"][0]
+    elsewhere = median(again["seconds"]) + medians(steps_beside_vllm("135M", "step_vllm_135M")["trl"][1:])["rest_s"]
+    elsewhere /= median(poise_steps("step_trl_compiled", "step-135M-poise"))
+    assert f"and poise's step there, it is {elsewhere:.1f}" in DETAILS
+    assert f"about {ratios[0]:.0f} to {elsewhere:.0f}× and {ratios[1]:.1f}×" in PAGE
+    assert f"are {means[0]:.1f} (where one of poise's four steps took 2.00 s) and {means[1]:.1f}" in DETAILS
+    earlier = []
+    for shape in ("135M", "1.5B"):
+        sides = steps_beside_vllm(shape, "step_vllm")
+        earlier.append(medians(sides["trl"])["step_s"] / medians(sides["poise"])["step_s"])
+    assert f"took {earlier[0]:.1f} (135M) and {earlier[1]:.1f} (1.5B) times as long as poise's" in DETAILS
 
 
 def test_what_trl_spends_on_vllm() -> None:
@@ -93,26 +103,37 @@ def test_what_trl_spends_on_vllm() -> None:
     sampling, vllm, push = ([step[key] for step in steps] for key in ("generation_s", "vllm_s", "push_s"))
     assert f"of {median(sampling):.2f} s: vLLM's `generate` {spread(vllm, ' s')}, pushing the weights" in DETAILS
     assert f"{spread(push, ' s')}, the rest is TRL's" in DETAILS
-    difference = (median(vllm) - median(bare_vllm("1.5B", "vllm_rollout_2048_1.5B"))) / (512 * 256)
-    assert f"the difference is {difference * 1e6:.0f} µs a token" in DETAILS
-    rows = raw("cpu/vllm_asked")["measurements"]["extra-1M-vllm-asked"]["rows"]
-    nothing, text, logp, both = (median(row["seconds"]) for row in rows)
-    assert f"vLLM takes {(both - nothing) / rows[0]['tokens'] * 1e6:.0f} µs a token longer" in DETAILS
-    assert f"{nothing:.2f} s and {both:.2f} s, medians of 7; text alone {text:.2f}" in DETAILS
-    assert f"log-probabilities alone {logp:.2f}" in DETAILS
+    bare = median(bare_vllm("1.5B", "vllm_rollout_2048_1.5B"))
+    assert f"{(median(vllm) - bare) / (512 * 256) * 1e6:.0f} µs a token less" in DETAILS
+    rows = raw("h200/vllm_rollout_2048_1.5B")["measurements"]["rollout-1.5B-vllm"]["rows"]
+    through = next(median(row["seconds"]) for row in rows if row["engine"] == "rollout.engine=vllm")
+    assert f"loses only {(through - bare) / (512 * 256) * 1e6:.0f} µs a token to bare vLLM" in DETAILS
+    nothing, *more = raw("cpu/vllm_asked")["measurements"]["extra-1M-vllm-asked"]["rows"]
+    text, logp, both = (
+        [(asked - plain) / row["tokens"] * 1e6 for asked, plain in zip(row["seconds"], nothing["seconds"], strict=True)]
+        for row in more
+    )
+    assert f"costs vLLM {median(both):.0f} µs a token ({min(both):.0f} to {max(both):.0f}; text alone" in DETAILS
+    assert f"text alone {median(text):.0f}, log-probabilities alone {median(logp):.0f};" in DETAILS
+
+
+def poise_steps(file: str, name: str, part: str = "step_s") -> list[float]:
+    """Seconds of poise's steps at 135M but the first."""
+    fixed = raw(f"h200/{file}")["measurements"][name]["fixed"]
+    found = [step["poise"][part] for step in [*fixed["warm_up_each"], *fixed["each"]]][1:]
+    assert len(found) == 12
+    return found
 
 
 def test_poise_over_thirteen_steps_with_either_engine() -> None:
-    found = {}
-    for name, engine in (("step_trl_compiled", "step-135M-poise"), ("step_poise_vllm", "extra-135M-poise-vllm")):
-        fixed = raw(f"h200/{name}")["measurements"][engine]["fixed"]
-        found[engine] = [step["poise"] for step in [*fixed["warm_up_each"], *fixed["each"]]][1:]
-        assert len(found[engine]) == 12
-    native, vllm = ([step["step_s"] for step in steps] for steps in found.values())
+    native = poise_steps("step_trl_compiled", "step-135M-poise")
     assert f"at 135M, on the machine of 1.5B's figures: {spread(native, ' s')} after the first" in DETAILS
-    sampling = median(step["generation_s"] for step in found["extra-135M-poise-vllm"])
-    assert f"with it takes {spread(vllm, ' s')} at 135M, {sampling:.2f} s of it sampling" in DETAILS
-    assert f"{median(vllm):.2f} s with vLLM, {median(native):.2f} s with native" in PAGE
+    both = "step_poise_vllm", "extra-135M-poise-vllm"
+    vllm, sampling = poise_steps(*both), poise_steps(*both, "generation_s")
+    assert f"with it takes {spread(vllm, ' s')} at 135M, {median(sampling):.2f} s of it sampling" in DETAILS
+    assert f"With the native engine it takes {median(native):.2f} s there" in DETAILS
+    engines = " ".join((ROOT / "docs/engines.md").read_text().split())
+    assert f"a whole step at 135M {median(vllm):.2f} s, with the native engine {median(native):.2f} s" in engines
 
 
 def test_the_fused_step_beside_compiled_layers() -> None:
@@ -141,24 +162,24 @@ def test_the_start_on_a_gpu() -> None:
 
 
 def test_sampling() -> None:
-    for name, words in (("rollout", "at 135M"), ("rollout_1.5B", "at 1.5B")):
+    for name in ("rollout", "rollout_1.5B"):
         seconds = {row["way"]: median(row["wall_s"]) for row in raw(f"h200/{name}")["rows"]}
         generate, native = seconds["generate"], seconds["native"]
-        assert f"{generate:.1f} / {native:.2f} s {words} (**{generate / native:.1f}×**)" in PAGE
+        assert f"**{generate / native:.1f}×**" in PAGE
     native, generate = (row["wall_s"][0] for row in raw("h200/rollout_uneven")["rows"])
-    assert f"{generate / native:.1f}× if lengths" in PAGE
+    assert f"| {generate:.2f} | 7.8 k | **{generate / native:.1f}** |" in DETAILS
     together = {row["rows"]: row["seconds"] for row in raw("h200/rollout_growth")["rows"] if row["kind"] == "rows"}
     shown = "1 response {:.2f} s, 128 in {:.2f} s, 512 in {:.2f} s, 2,048 in {:.2f} s"
     assert shown.format(*(together[rows] for rows in (1, 128, 512, 2048))) in PAGE
 
 
 def test_sampling_beside_vllm() -> None:
-    shapes, every = [], []
-    for name, words in (("vllm_rollout", "at 135M"), ("vllm_rollout_1.5B", "at 1.5B")):
+    shapes, every, firsts = [], [], []
+    for name in ("vllm_rollout", "vllm_rollout_1.5B"):
         rows = [row for found in raw(f"h200/{name}")["measurements"].values() for row in found["rows"]]
         shapes.append({(row["engine"], row["case"]): median(row["seconds"]) for row in rows})
         vllm, native = (shapes[-1][engine, "512 × 256"] for engine in ("vllm", "native"))
-        assert f"{vllm:.2f} / {native:.2f} s {words} (**{vllm / native:.1f}×**)" in PAGE
+        firsts.append(vllm / native)
     labels = {"long prompts": "512 × 256, long prompts", "uneven": "512, uneven"}
     for _, case in (key for key in shapes[0] if key[0] == "vllm"):
         cells = []
@@ -167,11 +188,13 @@ def test_sampling_beside_vllm() -> None:
             every.append(other / native)
             cells += [f"{native:.2f}", f"{other:.2f}", f"{every[-1]:.1f}"]
         assert " ".join(f"| {labels.get(case, case)} | {' | '.join(cells)} |".split()) in DETAILS.replace("**", "")
-    again = [factor for factors in sampling_again().values() for factor in factors]
-    few = every + again[::2]  # those with up to 512 responses
-    assert len(every + again) == 14
-    assert f"at least {min(every + again):.1f}× in all fourteen cases" in PAGE
-    assert f"vLLM {min(few):.1f} to {max(few):.1f} times as long with up to 512 responses" in README
+    again = sampling_again()
+    few = [*every, *(factors[0] for factors in again.values())]  # those with up to 512 responses
+    assert len(few) == 12
+    assert f"**{min(few):.1f} to {max(few):.1f}×** in twelve cases on two machines" in PAGE
+    small, large = ((first, factors[0]) for first, factors in zip(firsts, again.values(), strict=True))
+    assert f"{small[0]:.1f} and {small[1]:.1f}× at 135M, {large[0]:.1f} and {large[1]:.1f}× at 1.5B" in PAGE
+    assert f"vLLM takes {min(few):.1f} to {max(few):.1f} times as long, with up to 512 responses" in README
 
 
 def sampling_again() -> dict[str, list[float]]:
@@ -188,8 +211,6 @@ def sampling_again() -> dict[str, list[float]]:
             factors.setdefault(shape, []).append(median(found["vllm", case]) / median(found["native", case]))
         for case, name in (("512 × 256", "through poise"), ("push the weights", "push")):
             cells.setdefault(name, []).append(spread(found["rollout.engine=vllm", case]))
-        native, vllm = median(found["native", "512 × 256"]), median(found["vllm", "512 × 256"])
-        assert f"{vllm:.2f} / {native:.2f} s (**{vllm / native:.1f}×**)" in PAGE
     apart = raw("h200/vllm_process")["measurements"]["extra-135M-vllm-process"]["rows"]
     for line in (
         f"| **native** | {' | '.join(cells['native'])} |",
