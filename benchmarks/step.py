@@ -41,7 +41,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from measure import since_start
+from measure import environment, since_start
 from update import SHAPES, model_of
 
 from poise.config.schema import Config, load
@@ -433,8 +433,7 @@ def main() -> None:
     )
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, TRL {trl.__version__} on {machine}")
     figures: dict[str, Any] = {
-        "torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__,
-        "machine": machine, "steps": args.steps, "warm_up": args.warm_up, "trl_micro": args.trl_micro,
+        **environment(args.device), "machine": machine, "steps": args.steps, "warm_up": args.warm_up, "trl_micro": args.trl_micro,
         "arguments": {name: str(value) for name, value in vars(args).items() if name != "json"},
     }  # fmt: skip
     for name, length in (("sampled", 0), ("fixed", args.fixed_length)):
