@@ -433,7 +433,7 @@ def main() -> None:
     )
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, TRL {trl.__version__} on {machine}")
     figures: dict[str, Any] = {
-        **environment(args.device), "machine": machine, "steps": args.steps, "warm_up": args.warm_up, "trl_micro": args.trl_micro,
+        **environment(args.device), "steps": args.steps, "warm_up": args.warm_up, "trl_micro": args.trl_micro,
         "arguments": {name: str(value) for name, value in vars(args).items() if name != "json"},
     }  # fmt: skip
     for name, length in (("sampled", 0), ("fixed", args.fixed_length)):
