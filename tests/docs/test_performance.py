@@ -194,7 +194,7 @@ def test_sampling_beside_vllm() -> None:
     assert f"**{min(few):.1f} to {max(few):.1f}×** in twelve cases on two machines" in PAGE
     small, large = ((first, factors[0]) for first, factors in zip(firsts, again.values(), strict=True))
     assert f"{small[0]:.1f} and {small[1]:.1f}× at 135M, {large[0]:.1f} and {large[1]:.1f}× at 1.5B" in PAGE
-    assert f"vLLM takes {min(few):.1f} to {max(few):.1f} times as long, with up to 512 responses" in README
+    assert f"vLLM takes {min(few):.1f} to {max(few):.1f} times as long as poise, with up to 512 responses" in README
 
 
 def sampling_again() -> dict[str, list[float]]:

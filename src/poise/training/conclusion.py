@@ -109,7 +109,7 @@ def _not_learned(changes: Sequence[Change], problems: int) -> list[str]:
             lines.append(f"  {so_many} {shown}; for {_points(GAIN)} it takes about evaluation.problems={needed}")
     rose = [each.name for each in changes if each.way > 0]
     surer = rose and all(name.startswith("avg@") for name in rose)
-    if surer and any(each.name == "greedy accuracy" for each in changes):
+    if surer and any(each.name == "greedy accuracy" and each.way >= 0 for each in changes):
         lines.append(
             "  so the samples came closer to what the model already answered greedily: it is surer, and there is no "
             "sign that it solves more problems"
@@ -131,7 +131,7 @@ def _next(config: Config, folder: RunFolder, changes: Sequence[Change], summary:
     """Commands that can be pasted into a shell, each below what it is for."""
     place = str(folder.path)
     other = "ar" if config.build_regulator() == regulators.Identity() else "grpo"
-    more = f"budget={2 * config.budget}" if config.budget else f"steps={2 * summary['steps']}"
+    more = f"budget={2 * max(config.budget, summary['tokens'])}" if config.budget else f"steps={2 * summary['steps']}"
     smaller = f"optim.lr={config.optim.lr / 4:.2g}"
     rows = [("read the responses, token by token", shlex.join(["poise", "report", place]))]
     if not any(change.way < 0 for change in changes):

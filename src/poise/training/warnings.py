@@ -126,6 +126,15 @@ def _held_out_fell(run: Progress) -> bool:
     return len(right) > 1 and _far_below(right[-1], max(right), run.config.evaluation.problems)
 
 
+def _fell_apart(run: Progress) -> bool:
+    ended, right = (run.first(name, 1) for name in ("rollout/finished", "reward/accuracy"))
+    return bool(ended and right) and ended[0] > 0.5 and right[0] > 0.1 and _cut_off(run)
+
+
+def _cut_off(run: Progress) -> bool:
+    return run.within("rollout/finished", 0, 0.1) and run.within("reward/accuracy", 0, 0.05)
+
+
 def _far_below(now: float, best: float, problems: int) -> bool:
     """Less than two thirds of the best, and by more than chance: four standard errors, at their largest."""
     return now < best * 2 / 3 and best - now > 4 * sqrt(2 * 0.25 / problems)
@@ -162,8 +171,17 @@ TABLE = (
         ("cut-off", "no-format", "all-wrong", "no-spread"),
     ),
     Entry(
+        "fell-apart",
+        _fell_apart,
+        lambda run: f"The model has fallen apart: in step 1 {run.first('rollout/finished', 1)[0]:.0%} of the responses "
+        f"ended, and accuracy was {run.first('reward/accuracy', 1)[0]:.2f}; in the last {run.few} steps hardly any "
+        "response ended or was right.",
+        _smaller_steps,
+        ("accuracy-fell", "held-out-fell", "no-spread", "entropy", "cut-off", "no-format", "all-wrong"),
+    ),
+    Entry(
         "cut-off",
-        lambda run: run.within("rollout/finished", 0, 0.1) and run.within("reward/accuracy", 0, 0.05),
+        _cut_off,
         lambda run: f"{1 - _mean(run.last('rollout/finished')):.0%} of the last responses were cut off at "
         f"rollout.max_tokens={run.config.rollout.max_tokens}, before they could answer.",
         lambda run: f"Raise rollout.max_tokens (to {2 * run.config.rollout.max_tokens}, say), or ask for shorter "
