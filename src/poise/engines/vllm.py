@@ -147,9 +147,8 @@ class VllmEngine:
             other = f"set device={built_for}, or " if built_for else ""
             raise ModelError(f"rollout.engine=vllm: {where}; {other}{INSTALL}")
         base = self.policy.base
-        self.policy.trunk.do_not_compile = (
-            True  # vLLM wraps transformers' own class for a model that it has no code for
-        )
+        # For a model that it has no code for, vLLM wraps transformers' own class, and then asks every instance this.
+        self.policy.trunk.do_not_compile = True  # type: ignore[assignment]
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         self._failed = True  # until the trial has passed
