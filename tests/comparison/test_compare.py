@@ -68,7 +68,7 @@ def test_two_arms_and_three_seeds(whole):
 
 
 def test_a_setting_written_as_an_option_is_answered():
-    assert "--seeds is now seeds=3" in fails("compare", "demo", "--seeds", "3")
+    assert "--seeds: write seeds=3" in fails("compare", "demo", "--seeds", "3")
     assert "there is one arm only" in fails("compare")
 
 

@@ -226,7 +226,7 @@ def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
         (["--intervals", "0.5,0.2"], "rise from 0 to 1"),
         (["--regulator", "lopty"], "did you mean 'lopti'"),
         (["task.name=kx"], "unknown task 'kx'"),
-        (["--task", "kk"], "--task is now task.name=kk"),
+        (["--task", "kk"], "--task: write task.name=kk"),
         (["regulator=ar"], "with --regulator"),
         (["promps=3"], "promps"),
     ],

@@ -168,6 +168,12 @@ def test_a_budget_is_raised_and_warnings_are_named(tmp_path):
     assert "poise compare demo model=some/model budget=1000 'regulator=ar; grpo'" in told
 
 
+def test_a_budget_is_raised_above_what_was_sampled(tmp_path):
+    config = configs.load("demo", [f"run={tmp_path / 'run'}", "budget=1000"])
+    told = conclusion(config, RunFolder(config.run), {**summary(DEMO), "tokens": 8059})
+    assert any(line.endswith("budget=16118") for line in told)
+
+
 def test_after_a_warning_more_of_the_same_is_not_proposed(tmp_path):
     warned = [RunWarning("cut-off", 5, "What.", "Raise rollout.max_tokens.")]
     told = lines(tmp_path, {"avg@4": (0.0, 0.0)}, warnings=warned)
