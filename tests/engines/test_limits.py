@@ -66,9 +66,7 @@ def test_an_engine_goes_up_to_the_last_position_and_not_beyond(policy, engine):
     settings = {"temperature": 1.0, "seed": 0}
     out = sample(engine(held), [[7] * 12], 2, max_tokens=most - 12, **settings)
     assert out.tokens.shape[1] <= most - 12
-    with pytest.raises(
-        ModelError, match=rf"{most} positions .*12 tokens.* set rollout.max_tokens to {most - 12} or less"
-    ):
+    with pytest.raises(ModelError, match=rf"{most} positions .*12 tokens.* set max_tokens to {most - 12} or less"):
         sample(engine(held), [[7] * 12], 2, max_tokens=most - 11, **settings)
     with pytest.raises(ModelError, match="shorten the prompt"):
         sample(engine(held), [[7] * 70], 2, max_tokens=1, **settings)
@@ -104,7 +102,7 @@ def test_poise_eval_says_it_without_a_traceback():
     done = CliRunner().invoke(app, ["eval", "embedded", "task.people=2", "problems=1", "max_tokens=1020"])
     assert done.exit_code == 1
     assert "1024 positions" in done.output
-    assert "set rollout.max_tokens to" in done.output
+    assert "set max_tokens to" in done.output
 
 
 def test_a_problem_with_a_control_token_that_cannot_be_text_is_refused_by_name():

@@ -156,13 +156,21 @@ def test_a_signal_ends_it_early_and_saves_the_model(
     load_policy(str(tmp_path / "model"), device="cpu")
 
 
+@pytest.fixture
+def _not_under_nohup() -> Iterator[None]:
+    """Where nohup started the tests, this process would ignore SIGHUP, as it should."""
+    before = signal.getsignal(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.usefixtures("_not_under_nohup")
 def test_a_signal_to_the_workers_too_is_the_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """A terminal, `timeout` and batch systems signal all processes of a job."""
-    if signal.getsignal(number) == signal.SIG_IGN:
-        pytest.skip("the tests run under nohup, whose processes ignore this signal, as they should")
 
     def rate(step: int, _steps: int) -> float:
         if step == 2:

@@ -35,8 +35,10 @@ def most_tokens(policy: Policy) -> int:
     return min((limit for limit in (positions(policy), policy.length_limit) if limit is not None), default=NO_LIMIT)
 
 
-def check_positions(policy: Policy, prompt: int, max_tokens: int, asked: str) -> None:
-    """Refuse a prompt of ``prompt`` tokens whose longest response would not fit; ``asked`` describes it to the user.
+def check_positions(policy: Policy, prompt: int, max_tokens: int, asked: str, setting: str = "max_tokens") -> None:
+    """Refuse a prompt of ``prompt`` tokens whose longest response would not fit.
+
+    ``asked`` describes it to the user, and ``setting`` is what bounds the response.
 
     A table of learned positions ends there. Rotary embeddings go on, with angles that the model was never trained on:
     it would learn from noise, or be measured on it. vLLM refuses such lengths too; transformers only warns, and a
@@ -46,7 +48,7 @@ def check_positions(policy: Policy, prompt: int, max_tokens: int, asked: str) ->
     if most is None or prompt + max_tokens <= most:
         return
     room = most - prompt
-    remedy = f"set rollout.max_tokens to {room} or less" if room > 0 else "shorten the prompt"
+    remedy = f"set {setting} to {room} or less" if room > 0 else "shorten the prompt"
     raise ModelError(
         f"{type(policy.base).__name__} has {most} positions (max_position_embeddings), but {asked} and "
         f"max_tokens={max_tokens} need {prompt + max_tokens}: {remedy}, or use a model with more positions"
@@ -55,7 +57,8 @@ def check_positions(policy: Policy, prompt: int, max_tokens: int, asked: str) ->
 
 def check_settings(policy: Policy, max_prompt: int, max_tokens: int) -> None:
     """Before a run: refuse settings whose longest prompt and longest response do not fit together."""
-    check_positions(policy, max_prompt, max_tokens, f"prompts of up to rollout.max_prompt={max_prompt} tokens")
+    asked = f"prompts of up to rollout.max_prompt={max_prompt} tokens"
+    check_positions(policy, max_prompt, max_tokens, asked, "rollout.max_tokens")
 
 
 def check_lengths(policy: Policy, requests: Sequence[Request]) -> None:

@@ -30,10 +30,7 @@ INSTALL = (
     "make .venv-vllm/installed, then .venv-vllm/bin/poise"
 )
 MEMORY = 0.3
-COLDEST, HOTTEST = (
-    0.01,
-    2.0,
-)  # temperatures: vLLM takes a lower one for the first, and refuses a higher one than the second
+COLDEST, HOTTEST = 0.01, 2.0  # temperatures: vLLM takes 0.01 for a lower one, and refuses a higher one than 2
 
 
 class VllmEngine:
@@ -96,7 +93,7 @@ class VllmEngine:
 
         settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         seeds = (streams(seed, torch.tensor(numbers(requests))) & (1 << 63) - 1).tolist()  # vLLM reads −1 as "no seed"
-        drawn = range(self.policy.base.config.get_text_config().vocab_size)  # vLLM refuses to stop at any other token
+        drawn = range(self.policy.head().vocabulary)  # vLLM refuses to stop at any other token
         parameters = [
             SamplingParams(
                 seed=own_seed, max_tokens=request.max_tokens, stop_token_ids=[t for t in request.stop if t in drawn],
@@ -148,7 +145,7 @@ class VllmEngine:
             raise ModelError(f"rollout.engine=vllm: {where}; {other}{INSTALL}")
         base = self.policy.base
         # For a model that it has no code for, vLLM wraps transformers' own class, and then asks every instance this.
-        self.policy.trunk.do_not_compile = True  # type: ignore[assignment]
+        base.base_model.do_not_compile = True
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         self._failed = True  # until the trial has passed

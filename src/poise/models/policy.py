@@ -77,10 +77,11 @@ class Policy:
 
     @property
     def end_tokens(self) -> list[int]:
-        """The tokens that end a response."""
+        """The tokens that end a response; those that the model cannot draw are none."""
         ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         configured = ends if isinstance(ends, list) else [ends]
-        return sorted({int(e) for e in [*configured, self.tokenizer.eos_token_id] if e is not None})
+        drawn = range(self.head().vocabulary)
+        return sorted({int(e) for e in [*configured, self.tokenizer.eos_token_id] if e is not None and int(e) in drawn})
 
     @cached_property
     def vocabulary_hash(self) -> str:

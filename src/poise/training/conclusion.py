@@ -131,11 +131,8 @@ def _next(config: Config, folder: RunFolder, changes: Sequence[Change], summary:
     """Commands that can be pasted into a shell, each below what it is for."""
     place = str(folder.path)
     other = "ar" if config.build_regulator() == regulators.Identity() else "grpo"
-    more = (
-        f"budget={2 * max(config.budget, summary.get('tokens', 0))}"
-        if config.budget
-        else f"steps={2 * summary['steps']}"
-    )
+    spent = summary.get("tokens", 0)  # often more than the budget: a step is never cut
+    more = f"budget={2 * max(config.budget, spent)}" if config.budget else f"steps={2 * summary['steps']}"
     smaller = f"optim.lr={config.optim.lr / 4:.2g}"
     rows = [("read the responses, token by token", shlex.join(["poise", "report", place]))]
     if not any(change.way < 0 for change in changes):

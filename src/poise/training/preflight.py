@@ -87,8 +87,7 @@ class Echo:
         done: Callable[[int, list[int]], None] | None = None,  # noqa: ARG002
     ) -> Rollouts:
         """A reply to each request. Replies differ in length, and end where the limit allows it."""
-        known = range(self.policy.head().vocabulary)
-        ends = [token for token in self.policy.end_tokens if token in known]
+        ends = self.policy.end_tokens
         rows = []
         for number, request in enumerate(requests):
             words = [token for token in request.prompt if token not in ends] or list(request.prompt)
