@@ -13,20 +13,68 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from poise import config, trainer
+from poise import config, tasks, trainer
+from poise.tasks import Message, Problem, Score, Split
 
 STEPS = 10
 SMALL = ("device=cpu", "seed=0", f"steps={STEPS}", "evaluation.problems=8", "evaluation.samples=2")
+GAME = ("prompts=4", "rollout.max_tokens=48", f"task={{name: '{Path(__file__)}:Twice'}}")
 RUNS = {
     "demo": (),
     "lopti": ("regulator=lopti", "prompts=4"),
     "nthr with KL": ("regulator=nthr", "prompts=4", "objective.kl_coef=0.001"),
     "LoRA": ("lora.rank=4", "prompts=4", "optim.lr=1e-3"),
     "two mini-batches": ("optim.mini_batch=16", "prompts=4"),
+    "several turns": (*GAME, "algorithm=grpo"),
+    "RLTR": ("algorithm=rltr(transfer=0.5)", "prompts=4"),
+    "ERL": (*GAME, "algorithm=erl(memory=true, reflection_tokens=32)"),
 }
+
+
+@dataclass(frozen=True)
+class Twice:
+    """Two turns, with rewards that the embedded model gets for some attempts and not for others."""
+
+    name: str = "twice"
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """Knights & Knaves puzzles."""
+        return tasks.get("kk", people=2).problems(split, seed)
+
+    def episode(self, problem: Problem) -> Asked:
+        """An attempt."""
+        return Asked(problem)
+
+
+@dataclass
+class Asked:
+    """Asks for a puzzle's solution, then whether that is certain."""
+
+    problem: Problem
+    replies: list[str] = field(default_factory=list)
+
+    def start(self) -> list[Message]:
+        """The puzzle."""
+        return [{"role": "user", "content": self.problem.prompt}]
+
+    def step(self, reply: str) -> list[Message]:
+        """Ask again, once."""
+        self.replies.append(reply)
+        return [{"role": "user", "content": "Are you sure?"}] if len(self.replies) == 1 else []
+
+    def score(self) -> Score:
+        """By the number of knights that both replies name."""
+        knights = sum(reply.count("knight") for reply in self.replies)
+        return Score(float(knights), correct=knights % 3 == 0)
+
+    def feedback(self) -> str:
+        """Something for a reflection to read."""
+        return f"You named {len(self.replies)} times."
 
 
 def metrics(overrides: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from poise.algorithms.sampler import Sampler
+from poise.config import load
 from poise.models.policy import load_policy
 from poise.tasks import Problem, Score
 from poise.training.batches import stack, token_batch
 from poise.training.records import response_records, step_metrics
+from poise.training.setup import build_sampler
 from support.scripted import Scripted
+from support.twice import Twice
 
 
 class Echo:
@@ -83,3 +86,48 @@ def test_summaries_are_over_first_attempts(policy):
     assert records[1]["role"] == "second"
     assert records[1]["notes"] == {"cut": 0.5}
     assert torch.equal(rollouts.mask[1], torch.ones_like(rollouts.mask[1]))
+
+
+def test_a_prefill_begins_every_reply_and_is_nobodys(policy):
+    prefill = policy.tokenizer("A is a")["input_ids"]
+    engine = Scripted(policy, lambda *_: " knight.<|end|>")
+    problems = list(islice(Echo().problems("train", 0), 2))
+    sampler = Sampler(policy, engine, Echo(), max_tokens=9, prefill="A is a")
+    samples = sampler.play(problems, seed=0)
+    assert [request.max_tokens for request in engine.asked[0]] == [9, 9]
+    for sample in samples:
+        assert sample.prompt == [*policy.encode(sample.problem.prompt), *prefill]
+        assert sample.text == "A is a knight."
+        assert sample.score.correct
+        assert sample.own.all()  # only what the model wrote is in the row behind the prompt
+        assert policy.decode(sample.tokens.tolist()) == " knight."
+    begun = policy.tokenizer(" knight")["input_ids"]
+    engine = Scripted(policy, lambda *_: ".<|end|>")
+    (sample,) = replace(sampler, engine=engine).play(problems[:1], seed=0, begun=[begun])
+    assert sample.text == "A is a knight."
+    assert engine.asked[0][0].prompt == [*policy.encode(problems[0].prompt), *prefill, *begun]
+
+
+def test_a_prefill_begins_the_later_turns_too(policy):
+    engine = Scripted(policy, lambda *_: " knight.<|end|>")
+    (problem,) = islice(Twice().problems("train", 0), 1)
+    (sample,) = Sampler(policy, engine, Twice(), max_tokens=9, prefill="A is a").play([problem], seed=0)
+    assert [message["content"] for message in sample.messages if message["role"] == "assistant"] == [
+        "A is a knight.",
+        "A is a knight.",
+    ]
+    words = policy.tokenizer("A is a")["input_ids"]
+    assert engine.asked[1][0].prompt[-len(words) :] == words
+    assert policy.decode(sample.tokens[sample.own].tolist()).count("knight") == 2
+    assert "A is a" not in policy.decode(sample.tokens[sample.own].tolist())
+
+
+def test_a_prefill_is_a_setting_of_every_task(policy):
+    config = load("demo", ["task.prefill=<think>", "rollout.max_tokens=8"])
+    assert config.task.settings == {"people": "2-3"}
+    sampler = build_sampler(config, policy, lambda _: None, responses=2)
+    problems = sampler.task.problems("test", 0)
+    (sample,) = sampler.play([next(problems)], seed=0)
+    tag = policy.tokenizer("<think>", add_special_tokens=False)["input_ids"]
+    assert sample.text.startswith("<think>")
+    assert sample.prompt[-len(tag) :] == tag

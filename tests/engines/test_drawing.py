@@ -7,6 +7,7 @@ import torch
 
 from poise.engines.native.engine import NativeEngine
 from poise.rollout.sampling import Sampling, mix, uniform
+from support import sampled_law
 from support.chi_square import chi_square
 from support.tiny_models import VOCABULARY, prompts, sample, tiny
 
@@ -62,6 +63,22 @@ class TestDrawing:
             assert logp.item() == pytest.approx(-math.log(2))
             assert entropy.item() == pytest.approx(math.log(2))
 
+    def test_improbable_tokens_are_drawn_with_their_probability(self):
+        row = sampled_law.logits()
+        probs = row.softmax(0)
+        sampled_law.check(lambda points: Sampling()._choose(probs.expand(len(points), -1), points), row)
+
+    def test_a_point_beyond_all_weights_draws_the_last_token_that_has_one(self):
+        logits = torch.tensor([[0.0, 0.3, -0.7, -200.0, -torch.inf]])
+        assert Sampling().draw(logits, torch.tensor([1 - 2.0**-53]))[0].item() == 2
+
+    def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy(self):
+        logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0]])
+        for temperature in (0.0, 1.0):
+            _, logp, entropy = Sampling(temperature).draw(logits.clone(), torch.tensor([0.3]))
+            assert entropy.item() == pytest.approx(math.log(2))
+            assert logp.item() == pytest.approx(-math.log(2))
+
     @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}])
     def test_settings_out_of_range_are_refused(self, wrong):
         with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -80,10 +97,15 @@ class TestRandomNumbers:
         states = [0, 1, -1, 2**63 - 1, -(2**63), 1234567890123456789]
         assert [x % (1 << 64) for x in mix(torch.tensor(states)).tolist()] == [plain(s % (1 << 64)) for s in states]
 
+    def test_all_their_bits_are_random(self):
+        bits = (uniform(0, torch.arange(4000), torch.zeros(4000).long()) * 2.0**53).long()
+        ones = torch.stack([bits >> k & 1 for k in range(53)]).double().mean(1)
+        assert (ones - 0.5).abs().max() < 0.05
+
     @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**64 + 5])
     def test_they_are_uniform_and_neighbours_unrelated(self, seed):
         drawn = uniform(seed, torch.arange(300)[:, None], torch.arange(400)[None])
-        assert drawn.min() > 0
+        assert drawn.min() >= 0
         assert drawn.max() < 1
         bins = 16
         cell = (drawn * bins).long()

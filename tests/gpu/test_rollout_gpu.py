@@ -15,6 +15,7 @@ from poise.models.attention import over_slots
 from poise.models.policy import ModelError
 from poise.rollout.sampling import Sampling, uniform
 from poise.rollout.types import Request
+from support import sampled_law
 from support.chi_square import chi_square
 from support.tiny_models import HEADS as MODEL_HEADS
 from support.tiny_models import LEARNED, VOCABULARY, head_alone, learned, prompts, sample, tiny
@@ -243,9 +244,9 @@ class TestDrawing:
             settings["bias"] = torch.randn(vocabulary, generator=g, device="cuda").to(dtype)
         head = Head(weight, **settings)
         product = hidden.to(dtype) @ weight.T
-        points = torch.rand(3, rows + 5, generator=g, device="cuda")
+        points = torch.rand(3, rows + 5, generator=g, device="cuda", dtype=torch.float64)
         tokens = torch.full((3, rows + 5), -1, device="cuda")
-        logp, entropy = torch.zeros_like(points), torch.zeros_like(points)
+        logp, entropy = torch.zeros(2, *points.shape, device="cuda")
         kernels.draw(product, head, greedy, points, torch.tensor([1], device="cuda"), tokens, logp, entropy)
         assert (tokens[[0, 2]] == -1).all()
         assert (tokens[1, rows:] == -1).all()
@@ -273,7 +274,7 @@ class TestDrawing:
         number = torch.arange(count, device="cuda")
         points = uniform(3, number, torch.zeros_like(number))[None].contiguous()
         tokens = torch.zeros((1, count), dtype=torch.long, device="cuda")
-        logp, entropy = torch.zeros_like(points), torch.zeros_like(points)
+        logp, entropy = torch.zeros(2, *points.shape, device="cuda")
         head, first = Head(logits[:, None]), torch.zeros(1, dtype=torch.long, device="cuda")
         kernels.draw(logits.expand(count, 97).contiguous(), head, False, points, first, tokens, logp, entropy)
         counts = torch.bincount(tokens[0], minlength=97)
@@ -285,12 +286,42 @@ class TestDrawing:
 
         logits = torch.full((4, 9000), -300.0, device="cuda")
         logits[:, [1, 8000]] = 0.0
-        points = torch.tensor([[2.0**-24, 0.5 - 2.0**-24, 0.5 + 2.0**-24, 1 - 2.0**-24]], device="cuda")
+        near = 2.0**-24
+        points = torch.tensor([[near, 0.5 - near, 0.5 + near, 1 - 2.0**-53]], dtype=torch.float64, device="cuda")
         tokens = torch.zeros((1, 4), dtype=torch.long, device="cuda")
-        logp, entropy = torch.zeros_like(points), torch.zeros_like(points)
+        logp, entropy = torch.zeros(2, *points.shape, device="cuda")
         head, first = Head(torch.zeros(9000, 1, device="cuda")), torch.zeros(1, dtype=torch.long, device="cuda")
         kernels.draw(logits, head, False, points, first, tokens, logp, entropy)
         assert tokens[0].tolist() == [1, 1, 8000, 8000]
+
+    def drawn(self, row, points):
+        """The tokens that the kernel draws from copies of one row of logits, with log-probabilities and entropies."""
+        from poise.engines.native import kernels
+
+        tokens = torch.zeros((1, len(points)), dtype=torch.long, device="cuda")
+        logp, entropy = torch.zeros(2, *tokens.shape, device="cuda")
+        head, first = Head(row[:, None]), torch.zeros(1, dtype=torch.long, device="cuda")
+        product = row.expand(len(points), -1).contiguous()
+        kernels.draw(product, head, False, points[None].contiguous(), first, tokens, logp, entropy)
+        return tokens[0], logp[0], entropy[0]
+
+    def test_improbable_tokens_are_drawn_with_their_probability(self):
+        row = sampled_law.logits()
+        sampled_law.check(lambda points: self.drawn(row.cuda(), points.cuda())[0].cpu(), row)
+
+    def test_counts_by_decade_of_probability(self):
+        row = sampled_law.logits()
+        probs = row.double().softmax(0)
+        decade = probs.log10().floor().clamp(min=-13).long().neg()
+        counts, rounds, rows = torch.zeros(14, dtype=torch.long), 40, 4096
+        number = torch.arange(rows, device="cuda")
+        for position in range(rounds):
+            points = uniform(5, number, torch.full_like(number, position))
+            tokens, _, entropy = self.drawn(row.cuda(), points)
+            counts += torch.bincount(decade[tokens.cpu()], minlength=14)
+        expected = torch.zeros(14, dtype=torch.double).index_add_(0, decade, probs) * rounds * rows
+        assert ((counts - expected).abs() <= 4 * expected.sqrt() + 4).all(), (counts, expected)
+        assert entropy[0].item() == pytest.approx(torch.special.entr(probs).sum().item(), abs=1e-4)
 
 
 def test_memory_that_is_not_there_is_said_early():

@@ -329,3 +329,17 @@ def test_targets_may_be_any_view_and_weights_may_not_change_in_between() -> None
         head.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logp.sum().backward()
+
+
+def test_a_logit_of_minus_infinity_adds_nothing_to_entropy_and_gradient():
+    bias = torch.zeros(5, dtype=torch.float64)
+    bias[[1, 4]] = -torch.inf
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 4, dtype=torch.float64)
+    logp, entropy = token_logp(hidden, torch.tensor([0, 2, 3]), Head(weight, bias))
+    kept = (hidden @ weight[[0, 2, 3]].T).log_softmax(-1)
+    torch.testing.assert_close(logp, kept.diagonal())
+    torch.testing.assert_close(entropy, -(kept.exp() * kept).sum(-1))
+    found = torch.autograd.grad((logp + entropy).sum(), hidden, retain_graph=True)[0]
+    expected = torch.autograd.grad((kept.diagonal() - (kept.exp() * kept).sum(-1)).sum(), hidden)[0]
+    torch.testing.assert_close(found, expected)

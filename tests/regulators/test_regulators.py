@@ -203,6 +203,45 @@ def test_random_split_has_the_share_and_is_complete():
     assert torch.equal(first.kl, first.policy)
 
 
+@pytest.mark.parametrize("like", ["lopti(threshold=0.4)", "ar(alpha=0.3) | lopti(threshold=0.5)"])
+def test_a_random_split_follows_another_methods_share(like):
+    control, followed = regulators.get("random-split", like=like), regulators.parse(like)
+    sizes = []
+    for seed in range(3):
+        batch = random_batch(seed, prompts=8, length=40)
+        first, second = control(batch)
+        low, _ = followed(batch)
+        assert (first.policy > 0).sum() == (low.policy > 0).sum()
+        assert not torch.equal(first.policy > 0, low.policy > 0)
+        assert torch.equal(first.policy + second.policy, batch.mask.to(torch.float64))
+        sizes.append(float(first.policy.sum() / batch.mask.sum()))
+    assert len(set(sizes)) == 3  # it follows batch by batch
+
+
+def test_a_constant_follows_another_methods_mean():
+    (phase,) = weights("constant", like="ar(alpha=0.2)")
+    close(phase.policy, torch.full((2, 3), float((0.2 * PROBS + 0.8).mean()), dtype=torch.float64))
+    assert phase.kl.eq(1).all()
+    (phase,) = weights("constant", like="tr-grpo")
+    (followed,) = weights("tr-grpo")
+    assert phase.kl.unique().item() == pytest.approx(followed.kl.mean().item())
+    batch = random_batch(1)
+    for phase, followed in zip(weights("constant", batch, like="lopti"), weights("lopti", batch), strict=True):
+        assert phase.policy.sum() == pytest.approx(followed.policy.sum().item())
+
+
+def test_controls_that_follow_have_a_text_form_and_refuse_what_contradicts():
+    for text in ("random-split(like='lopti(threshold=0.3)')", "constant(like='nthr')"):
+        assert regulators.text(regulators.parse(text)) == text
+        assert regulators.parse(text) == regulators.parse(text)
+    assert regulators.parse("constant(like='nthr')").needs == regulators.get("nthr").needs
+    assert regulators.parse("constant(like='lopti')").phase_count == 2
+    assert regulators.parse("constant(like='ar')").scope == "batch"
+    for wrong in ("random-split(like='ar')", "random-split(share=0.3, like='lopti')", "constant(0.5, like='ar')"):
+        with pytest.raises(ValueError, match="like"):
+            regulators.parse(wrong)
+
+
 @pytest.mark.parametrize("text", ["random-split(share=0.5)", "clip-cov(share=0.3, low=-1e9, high=1e9)"])
 def test_what_is_drawn_depends_on_seed_and_batch_alone(text):
     batch, other = random_batch(1), random_batch(2)
@@ -224,6 +263,7 @@ def test_what_is_drawn_depends_on_seed_and_batch_alone(text):
         "nthr(eta=1)", "nthr(eta=1, self_inclusive=True)", "constant(weight=1)", "entropy(quantile=1)",
         "stapo(max_prob=0)", "stare(weight=1)", "stare(share=0)", "blame(alpha=0)",
         "random-split(share=0)", "random-split(share=1)", "clip-cov(share=0)",
+        "random-split(like='lopti(threshold=0)')", "constant(like='ar(alpha=0)')",
         "tr-grpo(low=1.0, high=1.0)", "ar(alpha=0) | lopti(threshold=0) | nthr(eta=1)",
     ],
 )  # fmt: skip

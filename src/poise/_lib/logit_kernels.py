@@ -23,4 +23,5 @@ def finished(x, bias, scale, softcap, inverse_temperature, BIAS: tl.constexpr, S
         slope = slope * (1 - t * t)
     else:
         z = x * (slope * LOG2E)
+        z = tl.where(z < NEVER, NEVER, z)  # -inf would make 0 · inf of its share in a mean; NaN stays NaN
     return z, slope

@@ -180,8 +180,8 @@ class Erl:
         if self.top_p is not None:
             sampling = replace(sampling, top_p=self.top_p)
         return replace(
-            sampler, task=Reflecting(), sampling=sampling, max_tokens=self.reflection_tokens, max_prompt=None,
-            max_episode=None,
+            sampler, task=Reflecting(), prefill="", sampling=sampling, max_tokens=self.reflection_tokens,
+            max_prompt=None, max_episode=None,
         )  # fmt: skip
 
     def _question(

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class Sampler:
     progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: the trainer keeps it up to date
     # Of episodes with several turns: how many later turns "continued" from kept keys, and "reread" their dialogue.
     turns: Counter[str] = field(default_factory=Counter)
+    prefill: str = ""  # what every reply begins with: given to the model, scored with the reply, no part of the loss
     hidden: bool = False  # whether samples bring the hidden states that their tokens were drawn from, if there are any
     name: str = POLICY
     tokens: Counter[str] = field(default_factory=Counter)
@@ -159,6 +160,7 @@ class Sampler:
         """Episodes at their first prompt; equal openings are encoded once."""
         known: dict[str, list[int]] = {}
         most = most_tokens(self.policy)
+        prefill = Prefill(self.prefill, self.policy.encode_prefill(self.prefill))
         games = []
         for place, problem in enumerate(problems):
             episode = begin(self.task, problem)
@@ -171,9 +173,9 @@ class Sampler:
             tools = tools_of(episode)
             key = repr((messages, tools))
             if key not in known:
-                known[key] = self._encode(problem, messages, tools)
+                known[key] = self._encode(problem, messages, tools, prefill.tokens)
             ids, room = known[key], self._room(most - len(known[key]))
-            game = _Game(self.policy, self.task, problem, episode, messages, len(messages), ids, room, tools)
+            game = _Game(self.policy, self.task, problem, episode, messages, len(messages), ids, room, tools, prefill)
             if begun is not None and len(begun[place]):
                 game.begin_reply(begun[place])
             games.append(game)
@@ -184,10 +186,10 @@ class Sampler:
         # Where not even the first reply fits, the engine refuses it.
         return min(max(self.max_tokens, left), self.max_episode or NO_LIMIT)
 
-    def _encode(self, problem: Problem, messages: list[Message], tools: Tools) -> list[int]:
+    def _encode(self, problem: Problem, messages: list[Message], tools: Tools, prefill: list[int]) -> list[int]:
         """A problem's prompt; one that cannot be encoded, or is too long, is refused by its name."""
         try:
-            ids = self.policy.encode(messages, tools)
+            ids = [*self.policy.encode(messages, tools), *prefill]
         except PromptError as error:
             raise ModelError(f"problem {problem.id}: {error}") from error
         except Exception as error:  # a chat template is a program of the model's, and may raise anything
@@ -203,6 +205,13 @@ class Sampler:
         asked = f"the prompt of problem {problem.id} with {len(ids)} tokens"
         check_positions(self.policy, len(ids), self.max_tokens, asked)
         return ids
+
+
+class Prefill(NamedTuple):
+    """What every reply begins with. Its tokens are the last ones of the prompt; its text is part of the reply."""
+
+    text: str = ""
+    tokens: list[int] = []  # noqa: RUF012 (never changed)
 
 
 @dataclass(eq=False)
@@ -230,6 +239,7 @@ class _Game:
     prompt: list[int]
     room: int  # for tokens yet to come
     tools: Tools = ()
+    prefill: Prefill = Prefill()  # noqa: RUF009 (immutable)
     turns: list[_Turn] = field(default_factory=list)
     replies: list[str] = field(default_factory=list)
     score: Score | None = None
@@ -257,7 +267,8 @@ class _Game:
         self.score, self.over = score, not said
         self.messages = [*self.messages, {"role": "assistant", "content": reply}]
         if said:
-            ids = torch.tensor(self.policy.encode_next(self.messages, said, int(turn.tokens[-1]), self.tools))
+            following = self.policy.encode_next(self.messages, said, int(turn.tokens[-1]), self.tools)
+            ids = torch.tensor([*following, *self.prefill.tokens])
             self.room -= len(ids)
             if self.room < 1:  # no token of a reply would fit behind it
                 self.cut_off()
@@ -361,7 +372,9 @@ class _Replies:
     def _answer(self, i: int, tokens: list[int]) -> tuple[str, list[Message], Score | None]:
         game = self.games[i]
         given = game.turns[0].tokens.tolist() if game.begun and len(game.turns) == 1 else []
-        text = self.policy.decode([*given, *tokens])
+        prefill = game.prefill
+        text = self.policy.decode([*prefill.tokens, *given, *tokens])
+        text = prefill.text + text.removeprefix(prefill.text)  # decoding leaves out what the tokenizer calls special
         with explained(game.task, game.problem, "step()"):
             said = heard(game.task, game.problem, game.episode.step(text))
         together = isinstance(game.task, ScoresTogether)  # then all that have ended are scored in one call

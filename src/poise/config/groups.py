@@ -20,6 +20,9 @@ class TaskConfig(Group):
     model_config = ConfigDict(extra="allow")
 
     name: Text
+    # How every reply begins, such as <think>. The model continues from there; the text is scored with the reply, and
+    # its tokens are not trained.
+    prefill: Annotated[str, Field(exclude_if=lambda text: not text)] = ""
     _task: tasks.Task = PrivateAttr()  # built once: a task may hold a whole dataset
 
     @property

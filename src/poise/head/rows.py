@@ -64,4 +64,7 @@ def _logp_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     log_probs = head.finish(product).log_softmax(-1)
     logp = log_probs.gather(1, targets[:, None])[:, 0]
-    return logp, -torch.linalg.vecdot(log_probs.exp(), log_probs) if with_entropy else None
+    if not with_entropy:
+        return logp, None
+    finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # a logit of -inf adds 0, not 0 · inf
+    return logp, -torch.linalg.vecdot(log_probs.exp(), finite)

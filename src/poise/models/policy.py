@@ -111,6 +111,10 @@ class Policy:
         """The token ids between the model's reply and its next turn: see ``prompts.encode_next``."""
         return self._known(encode_next(self.tokenizer, before, said, last, self.end_tokens, tools))
 
+    def encode_prefill(self, text: str) -> list[int]:
+        """The token ids of a text that begins the model's turn; a tag such as ``<think>`` may be a token of its own."""
+        return self._known(list(self.tokenizer(text, add_special_tokens=False)["input_ids"])) if text else []
+
     def _known(self, tokens: list[int]) -> list[int]:
         """The tokens, unless the model has no embedding for one: tokenizers may have got more tokens than the model."""
         if tokens and max(tokens) >= (size := self.base.get_input_embeddings().weight.shape[0]):

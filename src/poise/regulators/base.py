@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -90,6 +90,26 @@ class Regulator(ABC):
 
     def __ror__(self, other: Callable[[TokenBatch], list[Phase]]) -> Regulator:
         return Compose((as_regulator(other), self))
+
+
+class Follower(Regulator):
+    """A control that may follow another method: ``like`` is its text form, ``followed`` the method or None."""
+
+    like: str
+    followed: ClassVar[Regulator | None] = None
+
+    def _follow(self, name: str, defaults: Mapping[str, Any]) -> None:
+        """Build the method. ``defaults`` are the settings that it takes the place of."""
+        if not self.like:
+            return
+        from poise.regulators.names import parse, text
+
+        if given := [key for key, default in defaults.items() if getattr(self, key) != default]:
+            raise ValueError(f"{name}: {given[0]} and like are both given: leave one of them out")
+        followed = parse(self.like)
+        for key, value in {"followed": followed, "needs": followed.needs, "scope": "batch"}.items():
+            object.__setattr__(self, key, value)
+        object.__setattr__(self, "like", text(followed))
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,37 @@ from dataclasses import dataclass
 
 from poise._lib.errors import check_range
 from poise.batch import Phase, TokenBatch
-from poise.regulators.base import Regulator
+from poise.regulators.base import Follower
 
 
 @dataclass(frozen=True)
-class Constant(Regulator):
+class Constant(Follower):
     """``w = weight`` for the policy term of every token; KL and entropy terms unchanged.
 
     **Ours:** a control for methods whose weights average below 1, as AR's do: is their effect only a smaller step?
+    ``like="ar(alpha=0.2)"`` follows that method: in every batch each of its phases has the mean of its weights for
+    all tokens, policy and KL weights apart.
     """
 
     scope = "token"
     weight: float = 1.0
+    like: str = ""
 
     def __post_init__(self) -> None:
         check_range("constant", "weight", self.weight, 0.0, 1e6)
+        self._follow("constant", {"weight": 1.0})
+
+    @property
+    def phase_count(self) -> int:
+        """As many as the method has that it follows."""
+        return self.followed.phase_count if self.followed else 1
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase with a constant weight."""
-        return [Phase.of(batch, self.weight)]
+        """One phase with a constant weight; or a phase for each of ``like``."""
+        if not self.followed:
+            return [Phase.of(batch, self.weight)]
+        tokens = batch.mask.sum().clamp(min=1)
+        return [
+            Phase.of(batch, phase.policy.sum() / tokens, phase.kl.sum() / tokens, name=phase.name)
+            for phase in self.followed(batch)
+        ]

@@ -6,22 +6,27 @@ from dataclasses import dataclass
 
 from poise._lib.errors import check_range
 from poise.batch import Phase, TokenBatch
-from poise.regulators.base import Regulator, random_order, scatter
+from poise.regulators.base import Follower, random_order, scatter
 
 
 @dataclass(frozen=True)
-class RandomSplit(Regulator):
+class RandomSplit(Follower):
     """Two phases like Lopti's, but the first has a random ``share`` of the tokens, whatever their probability.
 
-    **Ours:** a control for Lopti: is its effect only that of two steps on parts of the batch? Set ``share`` to that of
-    Lopti's low phase in the run that you compare with (``reg/low/weight_mean``).
+    **Ours:** a control for Lopti: is its effect only that of two steps on parts of the batch? Lopti's share drifts
+    during training; ``like="lopti(threshold=0.4)"`` follows it: in every batch the first phase has as many tokens as
+    that method's first phase would have there.
     """
 
     share: float = 0.25
     seed: int = 0  # of the random choice
+    like: str = ""
 
     def __post_init__(self) -> None:
         check_range("random-split", "share", self.share, 0.0, 1.0)
+        self._follow("random-split", {"share": 0.25})
+        if self.followed and self.followed.phase_count != 2:
+            raise ValueError(f"random-split: like = {self.like!r} must have two phases, as lopti has")
 
     @property
     def phase_count(self) -> int:
@@ -29,9 +34,10 @@ class RandomSplit(Regulator):
         return 2
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """First exactly ``round(share · N)`` of the N tokens, then the others."""
+        """First exactly ``round(share · N)`` of the N tokens, or as many as ``like`` has, then the others."""
         count = int(batch.mask.sum())
-        first = scatter(batch, random_order(batch, count, self.seed, "random-split")[: round(self.share * count)])
+        size = int((self.followed(batch)[0].policy > 0).sum()) if self.followed else round(self.share * count)
+        first = scatter(batch, random_order(batch, count, self.seed, "random-split")[:size])
         return [
             Phase.of(batch, part, part, name=name) for name, part in (("first", first), ("second", batch.mask & ~first))
         ]

@@ -39,13 +39,15 @@ class Sampling:
     def draw(self, logits: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draw a token (n,) from each row of logits (n, V), which are already divided by the temperature.
 
-        ``point`` (n,) holds the random numbers in (0, 1). Also returns the token's log-probability and the entropy
+        ``point`` (n,) holds the random numbers in [0, 1). Also returns the token's log-probability and the entropy
         (n,), both of the whole softmax, as the update computes them, even if ``top_k`` or ``top_p`` excluded tokens.
         """
         logps = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         probs = logps.exp()
         token = logps.argmax(-1) if self.temperature == 0 else self._choose(probs, point)
-        return token, logps.gather(1, token[:, None])[:, 0], -torch.linalg.vecdot(probs, logps)
+        logp = logps.gather(1, token[:, None])[:, 0]
+        finite = logps.clamp_(min=torch.finfo(logps.dtype).min)  # a logit of -inf adds 0 to the entropy, not 0 · inf
+        return token, logp, -torch.linalg.vecdot(probs, finite)
 
     def _choose(self, probs: Tensor, point: Tensor) -> Tensor:
         size = probs.shape[-1]
@@ -62,21 +64,24 @@ class Sampling:
 
 
 def _invert(weights: Tensor, point: Tensor) -> Tensor:
-    """(n,) the column where each row's cumulative weight passes its point; never one of weight 0."""
-    reached = weights.cumsum(-1)
-    goal = point.to(weights.dtype)[:, None] * reached[:, -1:]
-    return torch.searchsorted(reached, goal, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
+    """(n,) the column where each row's cumulative weight passes its point; never one of weight 0.
+
+    In float64: in float32 the sum stops growing where weights are small, and improbable tokens could not be drawn.
+    """
+    reached = weights.cumsum(-1, dtype=torch.float64)
+    total = reached[:, -1:]
+    goal = torch.minimum(point.double()[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(reached, goal, right=True)[:, 0]
 
 
 def uniform(seed: int, number: Tensor, position: Tensor) -> Tensor:
-    """Random numbers in (0, 1), float32: a function of the seed, a sequence's number and a position in it alone.
+    """Random numbers in [0, 1), float64: a function of the seed, a sequence's number and a position in it alone.
 
     So the tokens of a sequence depend neither on its neighbours nor on when or where it is decoded. This is splitmix64
     applied twice: the seed and the number give the sequence's own seed, that and the position give the random number.
-    int64 wraps around as uint64 does. Never 0 or 1, which would draw a token however unlikely.
+    int64 wraps around as uint64 does. All 53 bits of a float64 are random: a token of probability 1e-12 can be drawn.
     """
-    bits = mix(streams(seed, number) + position) >> 41 & ((1 << 23) - 1)
-    return (bits.float() * 2 + 1) * 2.0**-24
+    return _shift(mix(streams(seed, number) + position), 11).double() * 2.0**-53
 
 
 def derived_seed(seed: int, name: object) -> int:

@@ -42,11 +42,12 @@ def build_sampler(
         engine, note, responses=responses, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens,
         max_episode=rollout.max_episode_tokens if several_turns(task) else None, hidden=hidden,
     )  # fmt: skip
-    check_data(task, policy, rollout.max_prompt, note)
+    prefill = config.task.prefill
+    check_data(task, policy, rollout.max_prompt - len(policy.encode_prefill(prefill)), note)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     return Sampler(
         policy, engine, task, sampling, rollout.max_tokens, rollout.max_prompt,
-        rollout.max_episode_tokens, **more,
+        rollout.max_episode_tokens, prefill=prefill, **more,
     )  # fmt: skip
 
 

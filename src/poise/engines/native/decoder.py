@@ -33,7 +33,7 @@ class Decoder:
         self.steps_per_look = STEPS_PER_LOOK.get(device.type, 32)
         self.hidden = torch.zeros_like(cache.prompt_states)  # (S, W) what the next token of each row is drawn from
         by_step = (self.steps_per_look, cache.slots)
-        self.points = torch.zeros(by_step, device=device)  # random numbers in (0, 1)
+        self.points = torch.zeros(by_step, dtype=torch.float64, device=device)  # random numbers in [0, 1)
         self.tokens = torch.zeros(by_step, dtype=torch.long, device=device)
         self.logp, self.entropy = torch.zeros(by_step, device=device), torch.zeros(by_step, device=device)
         self.step_number = torch.zeros(1, dtype=torch.long, device=device)  # since the last look

@@ -135,7 +135,7 @@ def _processors(device: torch.device) -> int:
 def _draw_kernel(
     product, stride, vocabulary, bias, points, step, tokens, logps, entropies, width,
     scale, softcap, inverse_temperature,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     product += row.to(tl.int64) * stride
@@ -143,6 +143,8 @@ def _draw_kernel(
 
     top, best = NEVER * 1.0, 0
     sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # Σ e and Σ e · (logit − largest)
+    block = tl.arange(0, BLOCKS)  # for each block of the vocabulary the largest logit so far, and Σ e relative to it
+    tops, weights = tl.full([BLOCKS], NEVER, tl.float32), tl.zeros([BLOCKS], tl.float64)
     for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocabulary
@@ -158,24 +160,31 @@ def _draw_kernel(
         moments = less * (moments + sums * (top - higher)) + e * (z - higher)
         sums = sums * less + e
         top = higher
+        if not GREEDY:
+            tops = tl.where(block == start // BLOCK, higher, tops)
+            weights = tl.where(block == start // BLOCK, tl.sum(e.to(tl.float64), 0), weights)
     total, moment = tl.sum(sums, 0), tl.sum(moments, 0)
 
+    # Where the distribution function passes the point: first the block, then the token in it; never one of weight 0.
+    # In float64, because in float32 the sum stops growing where probabilities are small. By rounding the point may
+    # exceed the sum of all weights; then the last token of its block that has a weight is drawn.
     token = best
-    if not GREEDY:  # where the distribution function passes the point; never a token of weight 0
-        goal = tl.load(points + place) * total
-        token, last, start, reached = vocabulary, 0, 0, 0.0
-        while (start < vocabulary) & (token == vocabulary):
-            column = start + tl.arange(0, BLOCK)
-            inside = column < vocabulary
-            x = tl.load(product + column, mask=inside, other=NEVER).to(tl.float32)
-            shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-            z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
-            e = tl.exp2(z - top)
-            token = tl.min(tl.where((reached + tl.cumsum(e, 0) > goal) & (e > 0), column, vocabulary), 0)
-            last = tl.maximum(last, tl.max(tl.where(e > 0, column, 0), 0))
-            reached += tl.sum(e, 0)
-            start += BLOCK
-        token = tl.where(token == vocabulary, last, token)  # by rounding, the point may exceed the sum of all weights
+    if not GREEDY:
+        weights *= tl.exp2(tops - top).to(tl.float64)
+        goal = tl.load(points + place) * tl.sum(weights, 0)
+        chosen = tl.min(tl.where((tl.cumsum(weights, 0) > goal) & (weights > 0), block, BLOCKS), 0)
+        chosen = tl.where(chosen == BLOCKS, tl.max(tl.where(weights > 0, block, 0), 0), chosen)
+        goal -= tl.sum(tl.where(block < chosen, weights, 0.0), 0)
+        own_top = tl.max(tl.where(block == chosen, tops, NEVER), 0)
+        column = chosen * BLOCK + tl.arange(0, BLOCK)
+        inside = column < vocabulary
+        x = tl.load(product + column, mask=inside, other=NEVER).to(tl.float32)
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
+        z = finished(x, shift, scale, softcap, inverse_temperature, BIAS, SOFTCAP)[0]
+        e = tl.exp2(z - own_top)
+        reached = tl.cumsum(e.to(tl.float64), 0) * tl.exp2(own_top - top).to(tl.float64)
+        token = tl.min(tl.where((reached > goal) & (e > 0) & inside, column, vocabulary), 0)
+        token = tl.where(token == vocabulary, tl.max(tl.where((e > 0) & inside, column, 0), 0), token)
 
     x = tl.load(product + token).to(tl.float32)
     shift = tl.load(bias + token).to(tl.float32) if BIAS else 0.0
@@ -192,8 +201,8 @@ def draw(
     """Draw a token from each row of ``product`` (n, V), the head's weights times the hidden states.
 
     ``points``, ``tokens``, ``logp`` and ``entropy`` are (steps, S): row ``step`` of the first decides, and the first n
-    places of the same row of the others are written. A row of logits is read twice, the second time from the cache, and
-    nothing of its size is written.
+    places of the same row of the others are written. A row of logits is read once, and the block that holds the token
+    again; nothing of its size is written.
     """
     rows, vocabulary = product.shape
     block = min(4096, triton.next_power_of_2(vocabulary))
@@ -201,5 +210,6 @@ def draw(
         _draw_kernel[(rows,)](
             product, product.stride(0), vocabulary, points if head.bias is None else head.bias, points, step, tokens,
             logp, entropy, points.stride(0), float(head.scale), float(head.softcap or 1.0), 1 / head.temperature,
-            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, GREEDY=greedy, BLOCK=block, num_warps=8,
+            BIAS=head.bias is not None, SOFTCAP=head.softcap is not None, GREEDY=greedy, BLOCK=block,
+            BLOCKS=triton.next_power_of_2(triton.cdiv(vocabulary, block)), num_warps=8,
         )  # fmt: skip
