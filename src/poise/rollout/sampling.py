@@ -71,7 +71,7 @@ def _invert(weights: Tensor, point: Tensor) -> Tensor:
     reached = weights.cumsum(-1, dtype=torch.float64)
     total = reached[:, -1:]
     goal = torch.minimum(point.double()[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(reached, goal, right=True)[:, 0]
+    return torch.searchsorted(reached, goal, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)  # NaN draws the last
 
 
 def uniform(seed: int, number: Tensor, position: Tensor) -> Tensor:
