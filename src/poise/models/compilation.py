@@ -18,7 +18,7 @@ from poise.models.packing import Packed
 
 FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
 COST = 15.0  # seconds of compiling, on a machine that has not done it before
-# Seconds that it saves on an H200 (experiments/performance): for each token, layer and channel of the update,
+# Seconds that it saves on an H200 (docs/measurements.md, docs/log.md): for each token, layer and channel of the update,
 SAVED_TRAINING = 1.1e-10
 SAVED_DECODING = 5.6e-5  # and for each layer of a decoding step of the model's own code
 FUSED = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})  # have another one (engines/native/fused_step.py)
