@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-verl test-vllm test-gpu lint types unit format benchmark clean
+.PHONY: demo test studies test-verl test-vllm test-gpu lint types unit format benchmark clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -31,6 +31,10 @@ types: .venv/installed
 
 unit: .venv/installed
 	$(BIN)/pytest
+
+# The studies of experiments/: continuous integration runs them.
+studies: .venv/installed
+	$(BIN)/pytest experiments -m studies
 
 # verl has an environment of its own: it wants an older transformers. Ray's warnings are not ours to fix.
 .venv-verl/installed: pyproject.toml constraints-verl.txt

@@ -1,6 +1,6 @@
 """Kill training runs with SIGKILL at many moments, resume each, and hold its end against a run never interrupted.
 
-    python benchmarks/kills.py --runs 100 --out docs/results/cpu/kills.json
+    python benchmarks/kills.py --runs 100 --out experiments/reliability/kills.json
 
 Half of the kills come at a random time. The others come at a *tick*: just before the run opens, renames or removes a
 file, or begins to sample, evaluate, save and so on. A phase is drawn first, then a tick of it: short phases, such as
@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ import torch
 
 from poise import config as configs
 from poise import trainer
+from poise.models.policy import Policy, load_policy
 from poise.runs import folder as runs
 from poise.runs.folder import RunFolder
 from poise.trainer import Trainer
-from poise.training import warm_start as warmstart
 from poise.training.evaluations import Evaluations
 
 SETTINGS = [
@@ -151,6 +150,16 @@ def train(folder: Path, model: Path, shared: Shared, kill_at: int | None) -> Non
     trainer.train(config, resume=(folder / "config.json").exists(), quiet=True)
 
 
+def save_small_model(folder: Path) -> None:
+    """A model of one layer with random weights, and the embedded model's tokenizer."""
+    embedded = load_policy("embedded", device="cpu")
+    shape = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = type(embedded.model)(type(embedded.model.config)(**embedded.model.config.to_dict() | shape | heads))
+    Policy(model, embedded.tokenizer).save(folder)
+
+
 def contents(folder: Path) -> dict[str, str]:
     """A hash for each file of a run, without what may differ: times, and the folder's name."""
     found = {}
@@ -172,8 +181,7 @@ class Trial:
     def __init__(self, place: Path, seed: int) -> None:
         self.place, self.draw, self.shared = place, random.Random(seed), Shared()
         self.model = place / "model"
-        small = replace(warmstart.embedded(), steps=1, batch=1, width=16, layers=1, heads=1, vocabulary=400)
-        assert in_child(lambda: warmstart.train(small, self.model, device="cpu"), place / "said") == 0
+        assert in_child(lambda: save_small_model(self.model), place / "said") == 0
         began = time.monotonic()
         assert self.go(place / "whole") == 0, (place / "said").read_text()
         self.seconds = time.monotonic() - began

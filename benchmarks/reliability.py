@@ -1,6 +1,6 @@
 """Signals, full disks and damaged files: what a run does, counted; and the figure of docs/reliability.md.
 
-python benchmarks/reliability.py --out docs/results/cpu/reliability.json    # full disks need root, for a tmpfs
+python benchmarks/reliability.py --out experiments/reliability/reliability.json    # full disks need root, for a tmpfs
 python benchmarks/reliability.py --draw docs/figures/reliability.png        # from kills.json and reliability.json
 """
 
@@ -17,21 +17,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from kills import SETTINGS, contents, in_child
+from kills import SETTINGS, contents, in_child, save_small_model
 
 from poise import config as configs
 from poise import trainer
 from poise.runs.folder import CheckpointError, RunFolder, verify_model
 from poise.training import preflight
-from poise.training import warm_start as warmstart
 from poise.training.interrupts import SIGNALS
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results" / "cpu"
+RESULTS = Path(__file__).parents[1] / "experiments" / "reliability"
 
 
 def train(folder: Path, model: Path, *overrides: str) -> None:
@@ -148,8 +146,7 @@ def measure(out: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         model = place / "model"
-        small = replace(warmstart.embedded(), steps=1, batch=1, width=16, layers=1, heads=1, vocabulary=400)
-        assert in_child(lambda: warmstart.train(small, model, device="cpu"), place / "said") == 0
+        assert in_child(lambda: save_small_model(model), place / "said") == 0
         result = {
             "full_disk": by_disk(place, model, 12),
             "damage": by_damage(place, 5),

@@ -14,7 +14,7 @@ from poise import config as configs
 from poise import tasks, trainer
 from poise.cli import train
 from poise.config.documents import merge
-from poise.models.policy import load_policy
+from poise.models.policy import EMBEDDED, load_policy
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.trainer import TrainError
@@ -28,7 +28,7 @@ def test_help_shows_examples():
     assert "poise train --resume runs/ar` (or `--resume run=runs/ar`)" in train.train.__doc__
     assert "poise train --resume runs/ar" in poise("train", "--help").output
     assert "poise eval embedded" in poise("eval", "--help").output
-    for command in ("train", "eval", "warmstart", "tasks"):
+    for command in ("train", "eval", "tasks"):
         assert command in poise("--help").output
 
 
@@ -265,7 +265,6 @@ def test_the_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
     assert f"there is no run in {tmp_path}/none" in fails("train", "--resume", "run=~/none")
     assert f"{tmp_path}/none" in fails("diagnose", "~/none")
     (tmp_path / "file").touch()
-    assert f"{tmp_path}/file is a file" in fails("warmstart", "~/file")
     assert f"{tmp_path}/file is a file" in fails("diagnose", "embedded", "--out=~/file")
     assert f"run: {tmp_path}/x" in poise("train", "--dry-run", "run=~/x").output
     assert not (tmp_path / "~").exists()
@@ -275,29 +274,8 @@ def test_tasks():
     assert poise("tasks").output.startswith("kk")
     shown = poise("tasks", "show", "kk", "task.people=4", "seed=0").output
     assert "<think>" in shown
-    assert "reward=3.0" in shown
+    assert "--- the right answer\n(1) " in shown
     assert shown == poise("tasks", "show", "kk", "task.people=4", "seed=0").output
-
-
-def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
-    settings = [
-        "steps=3",
-        "batch=4",
-        "width=32",
-        "layers=1",
-        "heads=2",
-        "vocabulary=400",
-        "task.people=2",
-        "device=cpu",
-    ]
-    for name in ("a", "b"):
-        assert poise("warmstart", tmp_path / name, *settings).exit_code == 0
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
-    assert weights[0] == weights[1]
-    policy = load_policy(str(tmp_path / "a"), device="cpu")
-    assert policy.decode(policy.tokenizer("Ada is a knight.")["input_ids"]) == "Ada is a knight."
-    assert yaml.safe_load((tmp_path / "a" / "warmstart.yaml").read_text())["task_settings"]["people"] == 2
-    assert "is not empty" in fails("warmstart", tmp_path / "a")
 
 
 @pytest.mark.parametrize(
@@ -325,14 +303,10 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["eval", "embedded", "peple=3"], "did you mean 'task.people'"),
         (["tasks", "show", "kk", "task.people=99"], "people must be between"),
         (["tasks", "show", "kk", "split=tset"], "did you mean 'test'"),
-        (["warmstart", "x", "stepz=3"], "did you mean 'steps'"),
-        (["warmstart", "x", "task.name=[1]"], "task.name = [1]: must be text, the name of a task (kk, "),
-        (["warmstart", "x", "task=kk"], "key: value; for the task of that name: task.name=kk"),
         (["eval", "embedded", "task.name=[1,2]"], "task.name = [1, 2]: must be text: the name of a task"),
         (["chat", "embedded", "--instruction", "task.name={}"], "task.name = {}: must be text: the name of a task"),
         (["diagnose", "embedded", "task.name=[1]"], "task.name = [1]: must be text: the name of a task"),
         (["compare", "regulator=grpo; ar", "task.name=[1]"], "task.name = [1]: must be text: the name of a task"),
-        (["warmstart", "x", "steps=[1"], "cannot read the value"),
         (["train", "evaluation=on"], "must be off, or a group: evaluation.problems=200"),
         (["train", "evaluation=off", "stop_at=0.5"], "accuracy is not measured with evaluation=off"),
         (["compare", "evaluation=off", "regulator=ar;grpo"], "a comparison compares held-out accuracy"),
@@ -343,10 +317,6 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["train", "steps='"], "a bracket or a quote is not closed"),
         (["tasks", "show", "kk", "task.people=[1"], "cannot read the value"),
         (["tasks", "show", "kk", "task.people=!!int x"], "cannot read the value"),
-        (["warmstart", "x", "steps=many"], "warmstart: steps must be a number, got 'many'"),
-        (["warmstart", "x", "steps=1.5"], "warmstart: steps must be a whole number, got 1.5"),
-        (["warmstart", "x", "width=30", "heads=4"], "width = 30 must be a multiple of heads = 4"),
-        (["warmstart", "x", "device=gpu"], "must be auto, or a device of torch"),
         (["eval", "embedded", "device=gpu"], "must be auto, or a device of torch"),
         (["eval", "embedded", "task.people=[3"], "cannot read the value"),
         (["eval", "embedded", "people"], "write key=value"),
@@ -362,8 +332,6 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
         (["tasks", "show", "kk", "task.peple=4"], "unknown key 'task.peple'; did you mean 'task.people'?"),
         (["tasks", "show", "kk", "steps=4"], "unknown key 'steps'"),
         (["tasks", "show", "kk", "seed=-1"], "seed = -1: must be at least 0"),
-        (["warmstart", "x", "task.peple=3"], "unknown key 'task.peple'; did you mean 'task.people'?"),
-        (["warmstart", "x", "people=3"], "unknown key 'people'; did you mean 'task.people'?"),
         (["train", "steps=1e999999"], "steps = inf: must be a finite number"),
         (["train", "a." * 9999 + "a=1"], "the key has 10000 levels, more than 20"),
         (["train", "regulator=subprocess.Popen('true')"], "is not a regulator"),
@@ -389,7 +357,6 @@ def test_mistakes_are_explained(args, message, monkeypatch, tmp_path):
         (["tasks", "show", "kk", "--people", "4"], "--people: write task.people=4"),
         (["tasks", "show", "kk", "--seed", "3"], "--seed: write seed=3"),
         (["tasks", "show", "kk", "--split", "test"], "--split: write split=test"),
-        (["warmstart", "x", "--device", "cpu"], "--device: write device=cpu"),
         (["train", "--steps", "3"], "--steps: write steps=3"),
         (["train", "--lr=1e-6"], "--lr: write optim.lr=1e-6"),
         (["train", "--temperature", "1"], "rollout.temperature=1 or evaluation.temperature=1"),
@@ -406,32 +373,13 @@ def test_an_option_that_is_no_setting_is_left_to_the_parser():
         assert "No such option" in poise(command, "embedded", "--lr", "1e-6").output
 
 
-def test_a_warm_started_model_is_measured_on_its_task(tmp_path):
-    small = ["steps=1", "batch=2", "width=32", "layers=1", "heads=2", "vocabulary=400", "device=cpu"]
-    said = poise("warmstart", tmp_path / "model", *small, "task.people=4").output
-    assert f"poise eval {tmp_path / 'model'}" in " ".join(said.split())
+def test_a_model_is_measured_on_the_task_it_was_made_for(tmp_path):
+    shutil.copytree(EMBEDDED, tmp_path / "model")
+    (tmp_path / "model" / "warmstart.yaml").write_text("task: kk\ntask_settings: {people: 4}\nsteps: 1\n")
     tiny = ["samples=1", "problems=1", "max_tokens=4"]
     assert "on task kk (people=(4,)" in poise("eval", tmp_path / "model", *tiny).output
     assert "on task kk (people=(2, 3)" in poise("eval", "embedded", *tiny).output
     assert "on task kk (people=(5,)" in poise("eval", "embedded", *tiny, "task.people=5").output
-
-
-class Bare:
-    """A task that shows no worked solutions."""
-
-    name = "bare"
-
-    def problems(self, *_):
-        return iter([tasks.Problem("1", "?", "all", {})])
-
-    def score(self, *_):
-        return tasks.Score(0.0, False)
-
-
-def test_a_warm_start_needs_worked_solutions(tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "bare", Bare)
-    said = fails("warmstart", tmp_path / "x", "task.name=bare")
-    assert "task 'bare' shows no worked solutions" in " ".join(said.split())
 
 
 def test_folders_and_files_that_are_something_else(trained, tmp_path, monkeypatch):

@@ -87,7 +87,7 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("task.people=99", "task: knights and knaves: people must be between 2 and 12, got 99"),
         ("task.people=5-3", "task: KnightsKnaves: people = '5-3' is empty; in a range the smaller number comes first"),
         ("task.people=two", "task: KnightsKnaves: people must be like 5, (3, 4) or '3-7', got 'two'"),
-        ("task.noise=much", "task: KnightsKnaves: noise must be a number, got 'much'"),
+        ("task.depth=much", "task: knights and knaves: depth must be a number, got 'much'"),
         ("task.name=kq", "task: unknown task 'kq'; did you mean 'kk'? (allowed: kk, "),
         ("task=kk", "task = 'kk': must be a group of settings, key: value"),
         ("steps=0", "steps = 0: must be at least 1"),

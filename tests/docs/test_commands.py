@@ -59,7 +59,6 @@ SIZES = {  # put at the end of a command, where it wins
         "evaluation.problems=1",
         "evaluation.samples=1",
     ],
-    "warmstart": ["steps=3", "batch=4", "width=32", "layers=1", "heads=2", "vocabulary=400", "task.people=2"],
 }
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 OTHER_TASKS = ("task.name=", "environment=", "data=")
@@ -116,9 +115,9 @@ def run_small(words, page):
         run(*words, *SIZES["other task"])
         if not any("brief" in word for word in words):  # a reward that any reply gets some of
             return  # the embedded model knows K&K alone: without a success there is nothing to learn from
-    elif verb in ("compare", "warmstart") and any(word.startswith(OTHER_TASKS) for word in words):
-        trial = ["--dry-run"] if verb == "compare" else []  # which tries two steps
-        run(*words, *(size for size in SIZES[verb] if not size.startswith("task.")), *trial)
+    elif verb == "compare" and any(word.startswith(OTHER_TASKS) for word in words):
+        sizes = [size for size in SIZES[verb] if not size.startswith("task.")]
+        run(*words, *sizes, "--dry-run")  # which tries two steps
     else:
         run(*words, *SIZES.get(verb, []))
     if verb == "train":
@@ -178,8 +177,7 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, demo):
     for name in ("gsm8k-train", "gsm8k-test"):
         rows = [{"question": f"{name}: what is 2 + {i}?", "answer": f"2 + {i}\n#### {2 + i}"} for i in range(4)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("examples", "benchmarks"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     save_files(page)
     for name in ("demo", "grpo", "ar"):
         shutil.copytree(demo, Path("runs") / name)

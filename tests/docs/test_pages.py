@@ -96,7 +96,7 @@ def test_every_method_is_in_the_tables(page, methods):
 
 
 def test_links_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/**/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
@@ -104,8 +104,16 @@ def test_links_lead_somewhere():
 def test_the_index_names_every_page():
     linked = set(re.findall(r"\]\(([^)#]+)", (ROOT / "docs/index.md").read_text()))
     pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} - {"index.md"}
-    assert {page for page in pages if not page.startswith("results/")} <= linked
-    assert "results" in linked
+    assert pages <= linked
+    assert "../experiments/README.md" in linked
+
+
+def test_the_laboratory_names_every_study():
+    linked = set(re.findall(r"\]\((\w[\w-]*)/README.md\)", (ROOT / "experiments/README.md").read_text()))
+    assert linked == {page.parent.name for page in ROOT.glob("experiments/*/README.md")}
+    assert linked == {
+        path.name for path in (ROOT / "experiments").iterdir() if path.is_dir() and path.name[0] not in "._"
+    }
 
 
 def names_of_the_package():
@@ -144,7 +152,7 @@ def code_spans(page):
 def test_files_that_pages_name_exist():
     kept = [
         f"/{path.relative_to(ROOT)}"
-        for top in ("src", "tests", "benchmarks", "examples")
+        for top in ("src", "tests", "benchmarks", "examples", "experiments", "scripts")
         for path in (ROOT / top).rglob("*")
     ]
     pages = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
@@ -152,7 +160,8 @@ def test_files_that_pages_name_exist():
         (page.name, span)
         for page in [*pages, *ROOT.glob("docs/**/*.md")]
         for span in code_spans(page)
-        if re.fullmatch(r"[\w/-]+\.py|(src|tests|benchmarks|examples)/[\w./-]+", span) and span not in files(page)
+        if re.fullmatch(r"[\w/-]+\.py|(src|tests|benchmarks|examples|experiments|scripts)/[\w./-]+", span)
+        and span not in files(page)
     }
     assert ("ARCHITECTURE.md", "models/packing.py") in named
     assert not [(page, path) for page, path in named if not any(file.endswith(f"/{path.rstrip('/')}") for file in kept)]

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from poise.models.policy import load_policy
+from poise.models.policy import EMBEDDED, load_policy
 from poise.models.prompts import PROMPT_BYTES, TOKEN_BYTES, KnownPrompts, PromptError, encode, encode_next, plain
-from poise.training.warm_start import TEMPLATE
 
 TEMPLATES = {
-    "embedded": TEMPLATE,
+    "embedded": (EMBEDDED / "chat_template.jinja").read_text(),
     "chatml": (
         "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are kind.<|im_end|>\n{% endif %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

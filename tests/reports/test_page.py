@@ -312,7 +312,7 @@ def contrast(page, selector, behind="body"):
 
 
 def test_of_ten_thousand_responses_only_those_in_sight_are_drawn(page, tmp_path):
-    """As many as on benchmarks/report.py's page, which measures how long it takes."""
+    """As many as on experiments/performance/report.py's page, which measures how long it takes."""
     folder = make_run(tmp_path / "run", steps=range(1, 11), responses=1000, length=4)
     look(page, tmp_path, folder)
     page.wait_for_selector(".tokens span")

@@ -22,7 +22,7 @@ from support.scripted import Scripted
 from support.tiny_models import tiny
 
 Say = Callable[[Problem], tuple[list[str], list[str], str]]  # right in several wordings; wrong in several; another
-LEARNING = Path(__file__).parents[2] / "benchmarks" / "learning_tasks.py"
+LEARNING = Path(__file__).parents[2] / "experiments" / "learning" / "learning_tasks.py"
 
 
 def kk(problem: Problem) -> tuple[list[str], list[str], str]:

@@ -72,7 +72,7 @@ def test_data_and_reward(tmp_path, monkeypatch):
     row = train.iloc[0]
     assert row["prompt"][0]["content"] == problem.prompt
     truth = row["reward_model"]["ground_truth"]
-    solution = verl_kk.TASK.demonstration(problem, noise=0.0)
+    solution = f"<think>…</think><answer>{verl_kk.TASK.gold(problem)}</answer>"
     assert score("kk", solution, truth, row["extra_info"]) == {"score": 3.0, "acc": 1.0}
     assert score("kk", "no idea", truth, row["extra_info"])["score"] < 0
 

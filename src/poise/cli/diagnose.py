@@ -33,7 +33,7 @@ def diagnose(
 ) -> None:
     """Measure which tokens drive an update of a model, and what each method would change about it. Nothing is trained.
 
-    Settings are those of `poise train`. A run is measured with its own settings; a model from `poise warmstart`, and
+    Settings are those of `poise train`. A run is measured with its own settings; a model with a `warmstart.yaml`, and
     the embedded one, on the task it learned. For any other model, name the task.
 
     Examples:

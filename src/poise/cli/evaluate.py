@@ -31,7 +31,7 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out problems: avg@k, pass@k, maj@k, by difficulty, with 95 % intervals.
 
-    A run is measured on its own task with its own settings, as after training; a model from `poise warmstart`, and
+    A run is measured on its own task with its own settings, as after training; a model with a `warmstart.yaml`, and
     the embedded one, on the task it learned. For any other model, name the task.
 
     Settings are those of `poise train`. These need no group: `samples` (the k, default 8), `problems` (200), `seed`

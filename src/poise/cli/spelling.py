@@ -38,21 +38,17 @@ def _keys_meant(command: str, option: str) -> list[str]:
 
 
 def _keys(command: str) -> list[str]:
-    from dataclasses import fields
-
     from poise import tasks
     from poise.comparison.arms import OWN
     from poise.config.documents import SHORT_FORMS
     from poise.config.run_settings import evaluation_keys
     from poise.config.schema import keys
-    from poise.training.warm_start import Warmstart
 
     own = {
         "compare": [*OWN, *keys({})],
         "eval": evaluation_keys(),
         "chat": evaluation_keys(),
         "show": ["seed", "split"],
-        "warmstart": [*(field.name for field in fields(Warmstart)), "device"],
     }.get(command, keys({}))
     of_tasks = {f"task.{setting}": None for name in tasks.TASKS for setting in tasks.settings_of(name)}
     return [*own, *SHORT_FORMS, "task.name", *of_tasks]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from poise.cli.common import explained, fail
-
-if TYPE_CHECKING:
-    from poise.tasks import Problem, Task
 
 
 def list_tasks(context: typer.Context) -> None:
@@ -29,7 +26,7 @@ def list_tasks(context: typer.Context) -> None:
 def show(
     args: Annotated[list[str] | None, typer.Argument(metavar="[TASK] [KEY=VALUE]...")] = None,
 ) -> None:
-    """Show a problem: its prompt, a worked solution where the task has one, and the score of that.
+    """Show a problem: its prompt, and the right answer where the task knows it.
 
     TASK is a name from `poise tasks`, or `file.py:Class`. Settings of the task are written as everywhere else, with
     `task.` in front. `seed` (0) chooses the problem; `split` is `train` or `test`.
@@ -37,7 +34,7 @@ def show(
     Examples:
 
     - `poise tasks show kk task.people=4 seed=0`
-    - `poise tasks show kk task.people=3 task.style=compact task.phrasing=plain split=test`
+    - `poise tasks show kk task.people=3 task.phrasing=plain split=test`
     """
     from poise import tasks
     from poise.config.run_settings import task_to_show
@@ -55,16 +52,5 @@ def show(
                 if message["role"] == "user"
                 else f"\n[{message['role']}] {message['content']}"
             )
-        if isinstance(task, tasks.Demonstrates):
-            _show_demonstration(task, problem, seed)
-
-
-def _show_demonstration(task: Task, problem: Problem, seed: int) -> None:
-    from poise import tasks
-
-    assert isinstance(task, tasks.Demonstrates)
-    text = task.demonstration(problem, seed=seed)
-    episode = tasks.begin(task, problem)
-    episode.start()
-    episode.step(text)
-    print(f"\n--- a worked solution\n{text}\n\n--- its score\n{tasks.judge(task, problem, episode)}")
+        if (gold := tasks.gold_answer(task, problem)) is not None:
+            print(f"\n--- the right answer\n{gold}")

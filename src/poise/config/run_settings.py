@@ -139,7 +139,7 @@ def _restored(document: Document, changes: Document, source: str, *, trust: bool
 
 
 def _folder_task(model: str) -> Document:
-    """The task that a model was warm-started on, which ``poise warmstart`` writes beside it; nothing for others."""
+    """The task that a model was made for: ``warmstart.yaml`` beside its weights says; nothing for others."""
     path = (EMBEDDED if model == "embedded" else Path(model)) / "warmstart.yaml"
     try:
         settings = parse(path.read_text(encoding="utf-8"))

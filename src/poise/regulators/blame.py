@@ -20,7 +20,7 @@ class Blame(Regulator):
     wrong response are those that right ones have too, and punishing them is mostly noise. A mistake that is the usual
     choice is not punished. Unlike p, p·e^H stays the same if every token of the distribution has n equally likely
     wordings: they have p/n and H + ln n. ``alpha=0`` is GRPO exactly; at 1, the default, a token that was no less
-    likely than a typical one is not punished at all. No gain over GRPO was found (docs/results/comparison.md).
+    likely than a typical one is not punished at all. No gain over GRPO was found (experiments/comparison).
     """
 
     scope = "token"

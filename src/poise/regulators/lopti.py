@@ -19,7 +19,7 @@ class Lopti(Regulator):
     ``threshold=0.4`` is their K&K setting (0.5 together with AR). ``order="high-first"`` is their ablation, worse than
     GRPO. A threshold of 0, or above 1, puts all tokens into one phase: GRPO exactly, since a phase without tokens takes
     no optimizer step. Lopti takes twice the optimizer steps of GRPO: compare with ``Identity(passes=2)`` and
-    ``RandomSplit``. It ended below two plain passes in eight regimes of nine (docs/results/comparison.md).
+    ``RandomSplit``. It ended below two plain passes in eight regimes of nine (experiments/comparison).
     """
 
     scope = "token"

@@ -16,7 +16,6 @@ from poise.rewards.base import RewardError
 from poise.tasks.base import (
     SPLITS,
     Attempt,
-    Demonstrates,
     Episode,
     Finite,
     Message,
@@ -75,7 +74,6 @@ __all__ = [
     "SPLITS",
     "TASKS",
     "Attempt",
-    "Demonstrates",
     "Episode",
     "Finite",
     "Message",

@@ -100,15 +100,6 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class Demonstrates(Protocol):
-    """A task that can also show how it is done, for a warm start."""
-
-    def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
-        """A complete response; with ``noise`` > 0 an imperfect one. ``None`` means the task's own setting."""
-        ...
-
-
-@runtime_checkable
 class ScoresTogether(Protocol):
     """A task that scores all attempts that have ended in one call, because its reward functions take batches."""
 

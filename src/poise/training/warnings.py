@@ -166,7 +166,7 @@ TABLE = (
         _no_template,
         lambda _: "The tokenizer has no chat template, so the model reads the bare text of the problems, and hardly "
         "any response is right or ends.",
-        lambda _: "Take an instruction-tuned model, teach this one the form of the answers first (poise warmstart), "
+        lambda _: "Take an instruction-tuned model, teach this one the form of the answers first, on examples, "
         "or put a chat_template.jinja into its folder.",
         ("cut-off", "no-format", "all-wrong", "no-spread"),
     ),
@@ -194,7 +194,7 @@ TABLE = (
         lambda run: f"No response of the last {run.few} steps had the form that the reward asks for, so none could "
         "be right.",
         lambda run: f"Read some: {_report(run)}. Show the form in the prompt with an example, take an "
-        "instruction-tuned model, or teach it the form first (poise warmstart).",
+        "instruction-tuned model, or teach it the form first, on examples.",
         ("all-wrong", "no-spread"),
     ),
     Entry(

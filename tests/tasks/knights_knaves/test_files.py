@@ -13,6 +13,7 @@ import pytest
 from poise import tasks
 from poise.tasks.knights_knaves import Puzzle, canonical, generate, read
 from poise.tasks.knights_knaves.task import KnightsKnaves
+from support.puzzles import response
 
 
 def row(puzzle: Puzzle) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def test_an_epoch_is_an_order_that_seed_and_number_fix(file: str) -> None:
 
 
 def test_other_puzzles_have_another_fingerprint(tmp_path: Path, file: str, puzzles: list[Puzzle]) -> None:
-    assert from_file(file).fingerprint == from_file(file, style="compact").fingerprint
+    assert from_file(file).fingerprint == from_file(file).fingerprint
     turned = [row(puzzles[1]), row(puzzles[0]), *map(row, puzzles[2:])]
     (tmp_path / "later").mkdir()
     other = written(tmp_path / "later" / "puzzles.jsonl", turned)
@@ -94,11 +95,11 @@ def test_people_choose_among_the_files_puzzles(file: str, puzzles: list[Puzzle])
     assert task.people == (3, 4)
 
 
-def test_problems_of_a_file_are_scored_and_demonstrated(file: str) -> None:
-    task = from_file(file, style="compact", wording=1.0, open_think=True)
+def test_problems_of_a_file_are_scored(file: str) -> None:
+    task = from_file(file, open_think=True)
     for problem in task.epoch("train", 0, 0)[:10]:
         assert problem.prompt.endswith("\n<think>")
-        assert task.score(problem, task.demonstration(problem)).correct
+        assert task.score(problem, response(task.gold(problem)).removeprefix("<think>")).correct
 
 
 def test_generated_puzzles_have_no_epochs() -> None:

@@ -8,8 +8,9 @@ from itertools import islice
 import pytest
 
 from poise import tasks
-from poise.tasks.base import Demonstrates, Problem
+from poise.tasks.base import Problem
 from poise.tasks.knights_knaves import KnightsKnaves, Puzzle
+from support.puzzles import response
 
 
 def test_problems_are_reproducible_survive_json_and_take_turns() -> None:
@@ -21,27 +22,19 @@ def test_problems_are_reproducible_survive_json_and_take_turns() -> None:
     for problem in first:
         again = Problem(problem.id, problem.prompt, problem.difficulty, json.loads(json.dumps(problem.data)))
         assert Puzzle.of(again) == Puzzle.of(problem)
-        assert task.score(again, task.demonstration(again)).correct
+        assert task.score(again, response(task.gold(again))).correct
         assert problem.prompt.startswith(task.instruction)
         assert problem.prompt.endswith(problem.data["quiz"])
 
 
 def test_a_prompt_that_opens_think() -> None:
-    task = KnightsKnaves(people=3, open_think=True, style="compact")
+    task = KnightsKnaves(people=3, open_think=True)
     problem = next(task.problems("test", 0))
     assert problem.prompt.endswith("\n<think>")
-    text = task.demonstration(problem)
-    assert "<think>" not in text
+    text = response(task.gold(problem)).removeprefix("<think>")
     assert task.score(problem, text).reward == 3.0
     assert task.score(problem, "<think>" + text).reward == -3.0
     assert KnightsKnaves(people=3).score(problem, text).reward == -3.0
-
-
-def test_noise_of_the_task_is_the_default_of_its_demonstrations() -> None:
-    careless = KnightsKnaves(people=3, noise=0.5, style="compact")
-    some = list(islice(careless.problems("train", 0), 40))
-    assert not all(careless.score(problem, careless.demonstration(problem)).correct for problem in some)
-    assert all(careless.score(problem, careless.demonstration(problem, noise=0.0)).correct for problem in some)
 
 
 def test_people_come_as_number_range_or_list() -> None:
@@ -58,12 +51,9 @@ def test_the_table_of_tasks() -> None:
     assert "kk" in tasks.names()
     task = tasks.get("kk", people="2-3")
     assert task.name == "kk"
-    assert isinstance(task, Demonstrates)
     with pytest.raises(ValueError, match="unknown task 'kkk'; did you mean 'kk'"):
         tasks.get("kkk")
     with pytest.raises(TypeError, match="unknown setting 'peple'; did you mean 'people'"):
         tasks.get("kk", peple=3)
     with pytest.raises(ValueError, match="unknown split 'tset'; did you mean 'test'"):
         next(task.problems("tset", 0))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="did you mean 'compact'"):
-        tasks.get("kk", style="compcat")

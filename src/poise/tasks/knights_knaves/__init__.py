@@ -6,6 +6,5 @@ from poise.tasks.knights_knaves.puzzle import Puzzle
 from poise.tasks.knights_knaves.reader import read
 from poise.tasks.knights_knaves.statements import solve
 from poise.tasks.knights_knaves.task import KnightsKnaves
-from poise.tasks.knights_knaves.worked import worked
 
-__all__ = ["KnightsKnaves", "Puzzle", "canonical", "generate", "read", "solve", "split_of", "worked"]
+__all__ = ["KnightsKnaves", "Puzzle", "canonical", "generate", "read", "solve", "split_of"]

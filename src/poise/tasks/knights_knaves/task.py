@@ -8,7 +8,6 @@ from itertools import count
 from random import Random
 from typing import ClassVar
 
-from poise._lib.errors import check_choice, check_range
 from poise._lib.files import expand
 from poise.tasks.base import Problem, Score, Split, TaskError, check_split
 from poise.tasks.data.splits import fingerprint
@@ -20,7 +19,6 @@ from poise.tasks.knights_knaves.reader import read
 from poise.tasks.knights_knaves.statements import solve
 from poise.tasks.knights_knaves.verifier import TAGS, score
 from poise.tasks.knights_knaves.wording import NAMES
-from poise.tasks.knights_knaves.worked import STYLES, worked
 from poise.tasks.streams import sizes
 
 INSTRUCTION = (
@@ -37,10 +35,9 @@ class KnightsKnaves:
 
     ``people`` is a number, several, or a range such as ``"3-7"``, which is the default; the numbers take turns. With
     ``file`` the puzzles are those of a file in the public format (``.jsonl``, ``.jsonl.gz``, ``.parquet``), all of them
-    unless ``people`` says which. ``style``, ``noise`` and ``wording`` are those of the demonstrations (see ``worked``).
-    ``depth`` is how deep statements nest, ``instruction`` the text before a puzzle, ``phrasing`` varied or plain, and
-    ``names`` are those of the people. With ``open_think`` the prompt itself ends with ``<think>``, which responses and
-    demonstrations then lack.
+    unless ``people`` says which. ``depth`` is how deep statements nest, ``instruction`` the text before a puzzle,
+    ``phrasing`` varied or plain, and ``names`` are those of the people. With ``open_think`` the prompt itself ends with
+    ``<think>``, which responses then lack.
     """
 
     people: int | str | Sequence[int] | None = None
@@ -49,9 +46,6 @@ class KnightsKnaves:
     open_think: bool = False
     phrasing: str = "varied"
     names: Sequence[str] = NAMES
-    style: str = "sentences"
-    noise: float = 0.0
-    wording: float = 0.0
     file: str | None = None
 
     # Only where the puzzles are those of a file: the order of a split's puzzles in one epoch.
@@ -71,9 +65,6 @@ class KnightsKnaves:
             object.__setattr__(self, "names", tuple(self.names))
         for people in self.counts if self.file is None else ():
             check_settings(people, self.depth, self.names, self.phrasing)
-        check_choice("KnightsKnaves", "style", self.style, STYLES)
-        check_range("KnightsKnaves", "noise", self.noise, 0.0, 1.0)
-        check_range("KnightsKnaves", "wording", self.wording, 0.0, 1.0)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -142,12 +133,6 @@ class KnightsKnaves:
     def gold(self, problem: Problem) -> str:
         """The right answer, as it should stand between the answer tags."""
         return answer_text(problem.data["names"], problem.data["solution"])
-
-    def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
-        """A worked solution in the style of the task."""
-        noise = self.noise if noise is None else noise
-        text = worked(Puzzle.of(problem), style=self.style, noise=noise, seed=seed, wording=self.wording)
-        return text.removeprefix(TAGS[0]) if self.open_think else text
 
 
 def _read(file: str) -> list[Puzzle]:

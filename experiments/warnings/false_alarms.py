@@ -1,0 +1,60 @@
+"""Replay the warnings over finished runs: which would have been said, and when?
+
+    python experiments/warnings/false_alarms.py runs/demo runs/cmp   # runs, and folders of runs
+
+Without arguments: the curves of the studies beside this one. Those hold only some metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from poise import config as configs
+from poise.config.schema import restore
+from poise.runs.folder import RunFolder
+from poise.training.warnings import Progress, replay
+
+STUDIES = Path(__file__).parents[1]
+
+
+def recorded() -> Iterator[tuple[str, Progress]]:
+    """The curves of three studies; settings that they do not tell are the demo's."""
+    config = configs.load("demo", ["evaluation.problems=512", "evaluation.every=1", "evaluation.samples=2"])
+    for name, study in json.loads((STUDIES / "learning/learning.json").read_text())["studies"].items():
+        yield name, Progress(config, study["curve"], before=study["before"]["accuracy"])
+    for arm, seeds in json.loads((STUDIES / "rltr/rltr.json").read_text())["runs"].items():
+        for seed, run in seeds.items():
+            rows = zip(*run["metrics"].values(), strict=True)
+            yield f"{arm} {seed}", Progress(config, [dict(zip(run["metrics"], row, strict=True)) for row in rows])
+    for arm, seeds in json.loads((STUDIES / "erl/erl.json").read_text())["arms"].items():
+        for seed, run in seeds.items():
+            (_, before), *later = run["held_out"]
+            yield f"{arm} {seed}", Progress(config, [{"eval/x/avg@2": value} for _, value in later], before=before)
+
+
+def in_folders(paths: list[str]) -> Iterator[tuple[str, Progress]]:
+    """All runs in these folders that have metrics."""
+    for path in sorted(found for place in paths for found in Path(place).rglob("metrics.jsonl")):
+        folder = RunFolder.open(path.parent, resume=False)
+        config = restore(folder.config, source=str(folder.path))
+        before = folder.read_json("before.json") or {}
+        yield str(folder.path), Progress(config, folder.metrics(), before=before.get("accuracy"))
+
+
+def main() -> None:
+    """Print every warning, and the number of runs with one."""
+    runs = list(in_folders(sys.argv[1:]) if sys.argv[1:] else recorded())
+    warned = 0
+    for name, run in runs:
+        said = replay(run)
+        warned += bool(said)
+        for step, entry in said:
+            print(f"{name}, step {step}: {entry.name}")
+    print(f"{warned} of {len(runs)} runs have a warning")
+
+
+if __name__ == "__main__":
+    main()
