@@ -8,12 +8,11 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 from poise import config as configs
 from poise import tasks, trainer
 from poise.cli import train
-from poise.config.documents import merge
+from poise.config.documents import merge, parse
 from poise.models.policy import load_policy
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
@@ -46,13 +45,13 @@ def test_a_signal_ends_eval_at_once(tmp_path, monkeypatch, number):
 
 
 def test_dry_run_prints_the_resolved_config(tmp_path):
-    shown = yaml.safe_load(poise("train", "--dry-run", "regulator=ar", "regulator.alpha=0.3", "seed=7").output)
+    shown = parse(poise("train", "--dry-run", "regulator=ar(alpha=0.3)", "seed=7").output)
     assert shown["regulator"] == "ar(alpha=0.3)"
     assert shown["seed"] == 7
     assert shown["model"] == "embedded"  # plain `poise train` is the demo
     own = tmp_path / "mine.yaml"
     own.write_text("base: lopti\nsteps: 3\n")
-    assert yaml.safe_load(poise("train", own, "--dry-run").output)["regulator"].startswith("lopti")
+    assert parse(poise("train", own, "--dry-run").output)["regulator"].startswith("lopti")
 
 
 def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):
@@ -296,7 +295,7 @@ def test_warmstart_makes_a_model_that_loads_and_is_reproducible(tmp_path):
     assert weights[0] == weights[1]
     policy = load_policy(str(tmp_path / "a"), device="cpu")
     assert policy.decode(policy.tokenizer("Ada is a knight.")["input_ids"]) == "Ada is a knight."
-    assert yaml.safe_load((tmp_path / "a" / "warmstart.yaml").read_text())["task_settings"]["people"] == 2
+    assert parse((tmp_path / "a" / "warmstart.yaml").read_text())["task_settings"]["people"] == 2
     assert "is not empty" in fails("warmstart", tmp_path / "a")
 
 

@@ -40,7 +40,7 @@ def warmstart(
         from poise.training.warm_start import train as run
 
     with explained():
-        changes, _ = split_overrides(args or [])
+        changes = split_overrides(args or [])
         device = str(changes.pop("device", "auto"))
         settings = _changed(embedded(), changes)
     with explained(), Console(settings.steps) as console:
