@@ -38,8 +38,8 @@ class Settings:
     importance_cap: float | None = 2.0
     """Upper bound of old / sampler probability, given sampler_logp; null: no correction."""
     surrogate: object = "clip"
-    """The policy term: a name of ``poise.surrogates.TABLE``, settings in brackets as in dppo(delta=0.2); in Python also
-    a ``Surrogate``."""
+    """The policy term: clip, cispo, gspo, sapo, dppo, kl-cov or lp-reg, with settings as in dppo(delta=0.2); in Python
+    also a ``Surrogate``."""
 
     def __post_init__(self) -> None:
         check_range("objective", "clip_low", self.clip_low, 0.0, 1.0)
