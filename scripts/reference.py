@@ -24,7 +24,7 @@ from poise.tasks.reasoning_gym import ReasoningGym
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 LONGEST = 40  # characters of a default; longer ones are texts for the model
-TYPES = {"integer": "int", "number": "float", "string": "text", "boolean": "bool", "null": "null", "object": "group"}
+TYPES = {"integer": "int", "number": "float", "string": "text", "boolean": "bool", "null": "null"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 INNER = ("id", "dataset", "settings")  # parameters that are part of a task's name, or its generator's own
 
@@ -72,7 +72,7 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
     groups = {}
     for name, field in schema["properties"].items():
         group = _group(field, schema["$defs"])
-        if group is None or name == "task":
+        if group is None:
             yield _row(name, field)
         else:
             groups[name] = group
@@ -86,8 +86,9 @@ def _group(field: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _row(name: str, field: dict[str, Any]) -> tuple[str, str, str, str]:
-    default = f"`{_value(field['default'])}`" if "default" in field else "required"
-    return f"`{name}`", _type(field), default, _markdown(field.get("description", ""))
+    default = field.get("default", "required")
+    shown = default if default in ("", "required") else f"`{_value(default)}`"
+    return f"`{name}`", _type(field), shown, _markdown(field.get("description", ""))
 
 
 def _type(field: dict[str, Any]) -> str:
@@ -99,8 +100,7 @@ def _type(field: dict[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list of {_type(field.get('prefixItems', [field.get('items')])[0])}"
     bounds = [f"{sign} {field[key]:g}" for key, sign in BOUNDS.items() if abs(field.get(key, 2**53)) < 2**31 - 1]
-    kind = TYPES.get(field.get("type", ""), "text" if "default" in field else "group")
-    return f"{kind} {', '.join(bounds)}".strip()
+    return f"{TYPES[field.get('type', 'string')]} {', '.join(bounds)}".strip()
 
 
 def _value(value: Any) -> str:

@@ -17,9 +17,10 @@ class TaskConfig(Group):
     model_config = ConfigDict(extra="allow")
 
     name: Text
-    # How every reply begins, such as <think>. The model continues from there; the text is scored with the reply, and
-    # its tokens are not trained.
+    """kk, frozenlake, …, or one of your own: file.py:Class."""
     prefill: Annotated[str, Field(exclude_if=lambda text: not text)] = ""
+    """How every reply begins, such as ``<think>``. The model continues from there; the text is scored with the reply, and
+    its tokens are not trained."""
     _task: tasks.Task = PrivateAttr()  # built once: a task may hold a whole dataset
 
     @property

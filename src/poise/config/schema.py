@@ -99,7 +99,6 @@ class Config(Group):
     drop_equal_groups: bool = False
     """Leave groups of equal rewards out of the update: no KL term, no place in the denominator or in mini-batches."""
     task: TaskConfig
-    """Name and settings of the task: task.name=kk task.people=3-5."""
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
     objective: Settings = Settings()
