@@ -12,7 +12,7 @@ import poise
 ROOT = Path(poise.__file__).parent
 ROOMS = [  # from the ground up; what stands in one line may import each other
     ("_lib",),
-    ("lm_head", "batch", "objective", "surrogates", "advantages"),
+    ("lm_head", "batch", "objective", "objective_settings", "surrogates", "advantages"),
     ("head", "influence", "regulators", "diagnostics"),
     ("rewards",),
     ("tasks",),
@@ -120,7 +120,7 @@ def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported(comm
     ("overrides", "message"),
     [
         (["stepz=3"], "unknown key 'stepz'; did you mean 'steps'?"),
-        (["passez=2"], "did you mean 'regulator.passes'?"),
+        (["objective.clip_low=3"], "objective: clip_low must be between 0.0 and 1.0"),
         (["optim.lr=high", "group=0"], "optim.lr = 'high'"),
         (["task.people=0"], "task: "),
         (["nothing-is-set"], "one recipe at a time"),

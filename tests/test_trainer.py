@@ -449,7 +449,12 @@ def test_the_next_free_folder_of_one_without_a_name(tmp_path, monkeypatch):
 def test_recipes_are_runnable_with_the_embedded_model(tmp_path, name, embedded):
     small = ["steps=1", "model=embedded", "optim.mini_batch=0", "evaluation.samples=1", "rollout.temperature=1"]
     if name == "erl":  # a game, which the embedded model does not know: only the entropy term moves it
-        small += ["rollout.max_prompt=512", "rollout.max_episode_tokens=200", "algorithm.reflection_tokens=12", *SHORT]
+        small += [
+            "rollout.max_prompt=512",
+            "rollout.max_episode_tokens=200",
+            "algorithm=erl(reflection_tokens=12)",
+            *SHORT,
+        ]
     folder, summary = run(tmp_path, *small, recipe=name)
     assert summary["steps"] == 1
     assert moved(folder, embedded)

@@ -1,4 +1,4 @@
-"""Collect the curves of finished runs into raw.json: python experiments/miniature/collect.py FOLDER… of `poise compare`.
+"""Collect the curves of finished runs into raw.json: python experiments/miniature/collect.py FOLDER of poise compare.
 
 Runs that are there already stay as they are. A run is named by its arm and seed; what is kept of every step is what the
 page needs.

@@ -21,81 +21,15 @@ Three surrogates (gspo, kl-cov, lp-reg) need the current log-probabilities of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
-from poise._lib.errors import check_choice, check_range
+from poise._lib.errors import check_choice
 from poise.batch import Phase, TokenBatch
-from poise.surrogates import Clip, LpReg, Surrogate, Survey, Terms, clipped, k3, parse
-
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the objective. Clips follow the AR/Lopti authors; their K&K runs add ``kl_coef=0.001``.
-
-    ``surrogate`` is the policy term: a name of ``poise.surrogates.TABLE``, with its own settings in brackets, such as
-    ``"dppo(delta=0.2)"``; or a ``Surrogate``. ``clip_low``, ``clip_high`` and ``dual_clip`` are those of "clip" alone.
-    """
-
-    clip_low: float = 0.20  # a token with A < 0 is held back below the ratio 1 − clip_low
-    clip_high: float = 0.24  # a token with A > 0 is held back above the ratio 1 + clip_high
-    dual_clip: float | None = 10.0  # bounds the loss of a token with A < 0 at dual_clip·|A|; None: unbounded
-    kl: str = "k3"  # estimator of the KL term: k1, k2 or k3
-    kl_coef: float = 0.0  # weight of the KL term to the starting weights; 0: none, and no reference model
-    entropy_coef: float = 0.0  # weight of the entropy bonus
-    # How tokens are averaged: token-mean, seq-mean-token-mean, seq-mean-token-sum or fixed-length
-    aggregation: str = "token-mean"
-    max_length: int | None = None  # for "fixed-length" (Dr. GRPO): the constant divisor of every response's sum
-    importance_cap: float | None = (
-        2.0  # upper bound of old / sampler probability, given sampler_logp; None: no correction
-    )
-    surrogate: str | Surrogate = "clip"
-
-    def __post_init__(self) -> None:
-        check_range("objective", "clip_low", self.clip_low, 0.0, 1.0)
-        check_range("objective", "clip_high", self.clip_high, 0.0)
-        if self.dual_clip is not None:
-            check_range("objective", "dual_clip", self.dual_clip, 1.001)  # at 1 it would equal the unclipped term
-        check_choice("objective", "kl", self.kl, KL_ESTIMATORS)
-        check_range("objective", "kl_coef", self.kl_coef, 0.0)
-        check_range("objective", "entropy_coef", self.entropy_coef)
-        check_choice("objective", "aggregation", self.aggregation, AGGREGATIONS)
-        if self.aggregation == "fixed-length" and self.max_length is None:
-            raise ValueError("objective: aggregation 'fixed-length' needs max_length, the longest response allowed")
-        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 1):
-            raise ValueError(f"objective: max_length must be a whole number above 0, got {self.max_length!r}")
-        if self.importance_cap is not None:
-            check_range("objective", "importance_cap", self.importance_cap, 1e-6)
-        asked = self.rule.aggregation
-        if asked and self.aggregation not in (asked, Settings.aggregation):
-            raise ValueError(
-                f"objective: surrogate {self.surrogate!r} averages by {asked}, but aggregation is "
-                f"{self.aggregation!r}: leave one of them out; to keep the aggregation, give the surrogate the setting "
-                "sequence_mean=False"
-            )
-
-    @cached_property
-    def rule(self) -> Surrogate:
-        """The surrogate itself."""
-        if self.surrogate == "clip":
-            return Clip(self.clip_low, self.clip_high, self.dual_clip)
-        return self.surrogate if isinstance(self.surrogate, Surrogate) else parse(str(self.surrogate))
-
-    @property
-    def min_p(self) -> float | None:
-        """The filter of ``TokenBatch.min_p_logp``, if the surrogate reads that; else None."""
-        return self.rule.min_p if isinstance(self.rule, LpReg) else None
-
-    @property
-    def average(self) -> str:
-        """The aggregation in effect: the surrogate's own, or ``aggregation``."""
-        return self.rule.aggregation or self.aggregation
+from poise.objective_settings import AGGREGATIONS as AGGREGATIONS
+from poise.objective_settings import KL_ESTIMATORS as KL_ESTIMATORS
+from poise.objective_settings import Settings as Settings
+from poise.surrogates import Survey, Terms, clipped, k3
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, settings: Settings) -> Tensor:

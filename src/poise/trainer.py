@@ -87,7 +87,7 @@ class Trainer:
 
     def __init__(self, config: Config, folder: RunFolder, *, quiet: bool = False) -> None:
         self.config, self.folder, self.quiet = config, folder, quiet
-        self.settings = config.objective.settings()
+        self.settings = config.objective
         self.regulator = config.build_regulator()
         self.algorithm = config.build_algorithm()
         self.policy = load_policy(

@@ -171,8 +171,7 @@ class Algorithm:
         (["data=rows.jsonl", "reward=bare.py:Reward(size=4)"], "Reward"),
         (["regulator=bare.py:Weight(size=4)"], "Weight"),
         (["regulator=bare.py:Weight(4)"], "Weight"),
-        (["regulator=ar | bare.py:Weight", "regulator.size=4"], "Weight"),
-        (["regulator=bare.py:Marked", "regulator.size=4"], "Marked"),
+        (["regulator=ar | bare.py:Marked(size=4)"], "Marked"),
         (["algorithm=bare.py:Algorithm(size=4)"], "Algorithm"),
     ],
 )
@@ -202,8 +201,8 @@ def test_where_no_dataclass_was_forgotten_none_is_asked_for(tmp_path):
     for settings in (
         ["task.name=flat.py:Sums", "task.largets=4"],
         ["regulator=flat.py:Half(wait=4)"],
-        ["regulator=bare.py:function", "regulator.size=4"],
-        ["regulator=grpo", "regulator.size=4"],
+        ["regulator=bare.py:function(size=4)"],
+        ["regulator=grpo(size=4)"],
     ):
         with pytest.raises(ConfigError) as error:
             load("demo", settings)
@@ -268,8 +267,7 @@ def test_a_task_that_raises_names_its_line(name, message):
 
 
 def test_regulators_and_algorithms_come_from_files_too():
-    config = load("demo", ["regulator=ar | code/mine.py:Half", "regulator.weight=0.25"])
-    assert config.regulator == "ar | code/mine.py:Half(weight=0.25)"
+    config = load("demo", ["regulator=ar | code/mine.py:Half(weight=0.25)"])
     assert regulators.text(regulators.parse(config.regulator)) == config.regulator
     assert algorithms.get("code/mine.py:Twice", 4).group == 4
 

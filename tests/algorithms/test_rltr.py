@@ -315,7 +315,7 @@ def test_without_its_weight_it_is_grpo_bit_for_bit(tmp_path):
     "settings", [["regulator=ar"], ["regulator=lopti", "lora.rank=4"], ["regulator=nthr"]], ids=str
 )
 def test_it_composes(tmp_path, settings):
-    folder, _ = run(tmp_path, *TINY, "steps=1", "seed=1", "algorithm=rltr", "algorithm.continuations=2", *settings)
+    folder, _ = run(tmp_path, *TINY, "steps=1", "seed=1", "algorithm=rltr(continuations=2)", *settings)
     (line,) = folder.metrics()
     assert line["optim/grad_norm"] > 0
     assert 0 < line["transfer/mean"] <= 1
@@ -384,10 +384,10 @@ def test_wrong_settings_are_named(text, message):
 
 
 def test_mistakes_are_answered_with_what_to_do(tmp_path):
-    assert "algorithm" in problem("algorithm=rltr", "algorithm.transfer=-1")
+    assert "algorithm" in problem("algorithm=rltr(transfer=-1)")
     for overrides, message in [
         (["task.name=frozenlake"], r"task 'frozenlake' plays episodes of several turns.*use algorithm=grpo"),
-        (["algorithm.receiver=./nowhere"], r"receiver = './nowhere': ./nowhere: there is no such folder"),
+        (["algorithm=rltr(receiver='./nowhere')"], r"receiver = './nowhere': ./nowhere: there is no such folder"),
     ]:
         settings = [item for item in SMALL if not item.startswith(("task.", "evaluation.samples"))]
         said = poise(

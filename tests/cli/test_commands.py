@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 from poise import config as configs
 from poise import tasks, trainer
@@ -46,13 +45,13 @@ def test_a_signal_ends_eval_at_once(tmp_path, monkeypatch, number):
 
 
 def test_dry_run_prints_the_resolved_config(tmp_path):
-    shown = yaml.safe_load(poise("train", "--dry-run", "regulator=ar", "regulator.alpha=0.3", "seed=7").output)
+    shown = parse(poise("train", "--dry-run", "regulator=ar(alpha=0.3)", "seed=7").output)
     assert shown["regulator"] == "ar(alpha=0.3)"
     assert shown["seed"] == 7
     assert shown["model"] == "embedded"  # plain `poise train` is the demo
     own = tmp_path / "mine.yaml"
     own.write_text("base: lopti\nsteps: 3\n")
-    assert yaml.safe_load(poise("train", own, "--dry-run").output)["regulator"].startswith("lopti")
+    assert parse(poise("train", own, "--dry-run").output)["regulator"].startswith("lopti")
 
 
 def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(tmp_path):

@@ -52,10 +52,6 @@ def test_axes_multiply_out_and_the_first_arm_is_the_baseline(tmp_path):
     config = plan.arms[3].variants[0].config
     assert (config.regulator, config.objective.clip_high, config.optim.betas) == ("ar", 0.28, (0.8, 0.9))
     assert make(tmp_path, "baseline=ar").baseline.name == "ar"
-    assert (
-        make(tmp_path, "regulator.alpha=0.1,0.9", regulator="ar").arms[1].variants[0].config.regulator
-        == "ar(alpha=0.9)"
-    )
 
 
 def test_runs_go_seed_by_seed_over_all_arms(tmp_path):

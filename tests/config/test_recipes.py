@@ -30,7 +30,7 @@ def test_every_recipe_is_read_and_its_regulator_runs(name):
     assert config.run == f"runs/{name}"
     batch = random_batch()
     phases = regulators.parse(config.regulator)(batch)
-    settings = config.objective.settings()
+    settings = config.objective
     loss, _ = objective.policy_loss(
         batch.old_logp, batch, phases[0], settings, normalizer=objective.normalizer(batch, settings)
     )
@@ -68,7 +68,7 @@ def test_the_settings_of_the_papers(name):
     theirs = objective.Settings(kl_coef=0.001, importance_cap=None)
     if name == "nthr":
         theirs = objective.Settings(clip_low=0.2, clip_high=0.2, kl_coef=1e-4, importance_cap=None)
-    assert config.objective.settings() == theirs
+    assert config.objective == theirs
     assert config.rollout.temperature == (1.0 if name == "nthr" else 0.7)
 
 
@@ -77,7 +77,7 @@ def test_the_settings_of_erl():
     assert config.build_algorithm() == Erl(4, memory=True, reflection_tokens=2048, temperature=0.5, top_p=0.9)
     assert (config.prompts, config.group, config.steps) == (64, 4, 10 * 10_000 // 64)
     assert (config.optim.lr, config.optim.mini_batch, config.rollout.temperature) == (1e-6, 64 * 4, 0.7)
-    assert config.objective.settings() == objective.Settings(
+    assert config.objective == objective.Settings(
         clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.001, aggregation="seq-mean-token-sum",
         importance_cap=None,
     )  # fmt: skip
@@ -176,7 +176,7 @@ def test_a_recipe_that_is_not_there(recipe, message):
     [
         ("steps: 3\noptim: {lr: 1\nseed: 1\n", r"mine\.yaml, line 3: "),
         ("steps: 3\n\tseed: 1\n", r"mine\.yaml, line 2: "),
-        ("steps: 3\nseed: 1\nsteps: 4\n", r"mine\.yaml, line 3: the key 'steps' is given twice"),
+        ("steps: 3\nseed: 1\nsteps: 4\n", r"mine\.yaml, line 3: found duplicate key \"steps\""),
         ("steps: !!python/object:os.system x\n", r"mine\.yaml, line 1: could not determine a constructor"),
         ("- steps\n", r"mine\.yaml: a recipe is made of lines key: value, got list"),
         ("\0", r"mine\.yaml: cannot be read as YAML: "),

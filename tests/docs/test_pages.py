@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from poise import TokenBatch, regulators, surrogates
-from poise.config.schema import Config
+from poise.config.schema import keys
 from poise.tasks import SingleTurn, draw, judge
 from support.pages import ROOT, files, snippets
 
@@ -172,9 +172,7 @@ def test_names_of_the_code_exist(page):
     dotted = [re.match(r"[A-Za-z_]\w*(\.\w+)+(?=[(: ]|$)", span) for span in code_spans(page)]
     a_file = r".*\.(py|md|txt|toml|yaml|json|safetensors|html|css|js)"
     names = {found[0] for found in dotted if found and not re.fullmatch(a_file, found[0])}
-    settings = {f"{group}.{key}" for group, field in Config.model_fields.items()
-                for key in getattr(field.annotation, "model_fields", ())}  # fmt: skip
-    known = [f".{name}" for name in names_of_the_package() | settings]
+    known = [f".{name}" for name in names_of_the_package() | {*keys({})}]
     assert names
     assert not [name for name in names if not any(each.endswith(f".{name}") for each in known)]
 

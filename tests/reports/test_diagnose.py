@@ -64,7 +64,7 @@ def test_responses_are_first_attempts_whatever_else_the_algorithm_samples(tmp_pa
 def test_the_surrogate_is_the_configs(embedded, text):
     """Off policy, where surrogates differ: the gradient that diagnose measures is that of the objective."""
     policy, settings, sampled = embedded
-    objective = settings.objective.model_copy(update={"surrogate": text})
+    objective = replace(settings.objective, surrogate=text)
     g = torch.Generator().manual_seed(0)
     old = sampled.batch.old_logp + 0.3 * torch.randn(sampled.batch.mask.shape, generator=g)
     batch = replace(sampled.batch, old_logp=old.clamp(max=0), min_p_logp=sampled.batch.old_logp + 0.3)
@@ -77,7 +77,7 @@ def test_the_surrogate_is_the_configs(embedded, text):
 
 def test_lp_reg_gets_its_filtered_policy(embedded):
     policy, settings, _ = embedded
-    objective = settings.objective.model_copy(update={"surrogate": "lp-reg(min_p=0.3)"})
+    objective = replace(settings.objective, surrogate="lp-reg(min_p=0.3)")
     changed = settings.model_copy(update={"objective": objective})
     sampler = Sampler(policy, CachedEngine(policy), settings.task.build(), max_tokens=20)
     batch = sample(sampler, changed, seed=2).batch

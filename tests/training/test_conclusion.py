@@ -52,8 +52,9 @@ def test_the_demo_is_told_honestly(tmp_path):
     assert told[7::2] == [
         f"  poise report {place}",
         f"  poise train --resume run={place} steps=100",
-        f"  poise train demo regulator=ar run={place}-ar",
-        f"  poise compare demo 'regulator=grpo; ar' seeds=6 run={place}-compare",
+        f"  poise train {place}/config.json regulator=ar run={place}-ar",
+        f"  poise compare {place}/config.json 'regulator=grpo; ar' seeds=6 run={place}-compare "
+        "evaluation.problems=1000",
     ]
 
 
@@ -65,34 +66,27 @@ def commands(told):
 def test_commands_have_the_settings_of_the_run_and_can_be_pasted(tmp_path):
     settings = [
         "regulator=ar(alpha=0.3) | lopti", "optim.lr=3e-5", "evaluation.problems=50", "lora.targets=[q_proj, v_proj]",
-        "task.instruction=Say it; briefly, it's #1", "seed=3", "tracking=tensorboard",
+        "task.instruction=Say it; briefly, it's #1 😀", "seed=3", "tracking=tensorboard",
     ]  # fmt: skip
     config = configs.load("demo", [*settings, f"run={tmp_path / 'my run'}"])
+    RunFolder.create(config.run, config.model_dump(mode="json"))
     told = conclusion(config, RunFolder(config.run), summary(DEMO))
     _, resume, other, comparison = commands(told)
     assert resume == ["train", "--resume", f"run={config.run}", "steps=100"]
-    assert other[:2] == ["train", "demo"]
-    assert configs.load("demo", other[2:]) == config.model_copy(
-        update={"regulator": "grpo", "run": f"{config.run}-grpo"}
-    )
-    assert not any(word.startswith(("steps=", "group=")) for word in other)  # as in the recipe
-    plan = read_plan("demo", comparison[2:])
+    assert configs.load(*_split(other)) == config.model_copy(update={"regulator": "grpo", "run": f"{config.run}-grpo"})
+    plan = read_plan(*_split(comparison))
     assert [arm.name for arm in plan.arms] == ["ar(alpha=0.3) | lopti", "grpo"]
     run = plan.seed_runs(3, lambda arm: arm.variants[0])[0].config
     assert run.evaluation.problems == 1000
     shared = {"exclude": {"run", "evaluation", "keep_checkpoints"}}
     assert run.model_dump(**shared) == config.model_dump(**shared)
     fell = commands(conclusion(config, RunFolder(config.run), summary({"avg@4": (0.4, 0.1)})))[1]
-    assert configs.load("demo", fell[2:]).optim.lr == 7.5e-6
+    assert configs.load(*_split(fell)).optim.lr == 7.5e-6
 
 
-def test_commands_of_a_task_of_ones_own_need_no_recipe(tmp_path):
-    data = tmp_path / "my questions.jsonl"
-    data.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 20)
-    config = configs.load(None, ["model=some/model", f"data={data}", "reward=math", "steps=7", f"run={tmp_path / 'x'}"])
-    other = commands(conclusion(config, RunFolder(config.run), summary(DEMO)))[2]
-    assert other[:3] == ["train", "model=some/model", "steps=7"]
-    assert configs.load(None, other[1:]) == config.model_copy(update={"regulator": "ar", "run": f"{config.run}-ar"})
+def _split(command):
+    """The recipe and the settings of a command."""
+    return command[1], command[2:]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +134,7 @@ def test_a_run_of_plain_grpo_is_compared_with_another_method(tmp_path):
         assert f"regulator={text}; ar" in comparison
     config = configs.load("demo", ["evaluation.problems=3000", f"run={tmp_path / '[x]'}"])
     *_, comparison = commands(conclusion(config, RunFolder(config.run), summary(DEMO)))
-    assert "evaluation.problems=3000" in comparison
+    assert not any(word.startswith("evaluation.problems") for word in comparison)  # those of the run
     assert configs.load("demo", [comparison[-1]]).run == f"{tmp_path / '[x]'}-compare"
 
 
@@ -165,7 +159,7 @@ def test_a_budget_is_raised_and_warnings_are_named(tmp_path):
     told = "\n".join(lines(tmp_path, settings=settings, warnings=warned))
     assert "budget=2000" in told
     assert "warnings: no-spread (step 5)" in told
-    assert "poise compare demo model=some/model budget=1000 'regulator=ar; grpo'" in told
+    assert "config.json 'regulator=ar; grpo'" in told
 
 
 def test_a_budget_is_raised_above_what_was_sampled(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from poise._lib.errors import short
@@ -46,13 +45,6 @@ def _literal(node: ast.expr, source: str, setting: str = "") -> Any:
     except (ValueError, RecursionError, MemoryError):
         typed = short(setting + (ast.get_source_segment(source, node) or ""))
         raise _NoLiteralError(f"{typed}: write a number, true, false, null, a list, or a text in quotes") from None
-
-
-def with_settings(text: str, changes: Mapping[str, Any]) -> str:
-    """The same call with some settings changed or added."""
-    name, args, settings = read_call(text)
-    named = [f"{key}={value!r}" for key, value in {**settings, **changes}.items()]
-    return f"{name}({', '.join([*map(repr, args), *named])})"
 
 
 def split_bars(text: str) -> list[str]:

@@ -37,7 +37,7 @@ class Rltr:
 
     ``transfer`` is the weight of that part, ``answer`` that of the task's part of this name. ``receiver`` is "start",
     the weights that the run starts with, or a model as ``model=`` takes it. It continues each prefix ``continuations``
-    times. ``marks`` begin an answer.
+    times. A prefix is cut between the shares ``low`` and ``high`` of the reasoning. ``marks`` begin an answer.
     """
 
     group: int = 8
@@ -45,8 +45,8 @@ class Rltr:
     answer: float = 1.0
     receiver: str = "start"
     continuations: int = 1
-    low: float = 0.0  # the cut is drawn above this share of the reasoning
-    high: float = 1.0  # and up to this one
+    low: float = 0.0
+    high: float = 1.0
     marks: tuple[str, ...] = MARKS
 
     def __post_init__(self) -> None:

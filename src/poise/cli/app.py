@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from poise import __version__
-from poise.cli import chat, compare, diagnose, doctor, evaluate, look, publish, reference, runs, tasks, train
+from poise.cli import chat, compare, diagnose, doctor, evaluate, look, publish, runs, tasks, train
 from poise.cli.spelling import Command
 
 
@@ -45,7 +45,6 @@ def build() -> typer.Typer:
     app.command("chat", cls=Command)(chat.chat)
     app.command("export")(publish.export)
     app.command("push")(publish.push)
-    app.command("reference")(reference.reference)
     about_tasks = _group("List the tasks, or show a problem of one.", invoke_without_command=True)
     about_tasks.callback()(tasks.list_tasks)
     about_tasks.command("show", cls=Command)(tasks.show)

@@ -35,7 +35,7 @@ def train(
     - `poise train`
     - `poise train ar model=Qwen/Qwen2.5-0.5B-Instruct task.people=3-5 run=runs/ar`
     - `poise train demo regulator="ar(alpha=0.3) | lopti(threshold=0.5)" seed=1 run=runs/both`
-    - `poise train demo algorithm=rltr algorithm.transfer=0.5 budget=2e6 run=runs/rltr`
+    - `poise train demo algorithm="rltr(transfer=0.5)" budget=2e6 run=runs/rltr`
     - `poise train model=Qwen/Qwen2.5-0.5B-Instruct data=questions.jsonl reward=math run=runs/mine`
     - `poise train model=Qwen/Qwen2.5-0.5B-Instruct task.name=my_tasks.py:Mine run=runs/mine`
     - `poise train --resume runs/ar` (or `--resume run=runs/ar`)
@@ -77,7 +77,7 @@ def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
         fail(f"--resume takes its settings from the run folder: leave {recipe} out")
     if extra := sorted({item.partition("=")[0] for item in overrides} - {"run", "steps", "budget"}):
         fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= and budget= can)")
-    changes, _ = split_overrides(overrides)
+    changes = split_overrides(overrides)
     changes.setdefault("run", recipe)
     if changes["run"] is None:
         fail("--resume needs to know which run: poise train --resume DIR (or run=DIR)")

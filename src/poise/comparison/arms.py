@@ -17,9 +17,9 @@ from typing import Any
 from poise import regulators
 from poise._lib.calls import split_outside
 from poise._lib.errors import short
-from poise.config.documents import SHORT_FORMS, ConfigError, Document, split_overrides
+from poise.config.documents import SHORT_FORMS, ConfigError, Document, merge, split_overrides
 from poise.config.messages import unknown_key
-from poise.config.schema import Config, keys, resolve, restore
+from poise.config.schema import Config, keys, restore
 
 RATE = "optim.lr"
 TEXTS = ("regulator", "algorithm")  # their values contain commas
@@ -145,7 +145,7 @@ def _arm(name: str, document: Document, fixed: list[str], values: list[Value], r
     for rate in [[each] for each in rates] or [[]]:
         typed = [*fixed, *(f"{key}={text}" for key, _, text in [*values, *rate])]
         try:
-            config = restore(resolve(document, *split_overrides(typed)), trust=True)
+            config = restore(merge(document, split_overrides(typed)), trust=True)
         except ConfigError as error:
             raise ConfigError([f"arm {shown}: {line}" if shown else line for line in error.problems]) from None
         label = f"{shown}, {RATE}={rate[0][1]}" if rate else shown

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, ComposerError
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import Node, ScalarNode
 
-from poise._lib.calls import with_settings
-from poise._lib.errors import short, unknown
+from poise._lib.errors import LONGEST, short, unknown
+from poise._lib.files import loads
 from poise.runs.listing import is_comparison
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -26,9 +32,8 @@ SHORT_FORMS = {
     "reward_timeout": "reward_timeout",
 }
 SHORT_NAMES = {"environment": "environment", "data": "data"}  # the task they imply; the first wins, as it may take data
-_FLOAT = "tag:yaml.org,2002:float"
-_DATE = "tag:yaml.org,2002:timestamp"
-_EXPONENT = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
+
+METHODS = ("regulator", "algorithm")  # texts that hold settings of their own: ar(alpha=0.3)
 
 Document = dict[str, Any]
 
@@ -73,19 +78,16 @@ def _merge(below: Document, above: Document) -> Document:
 PLACEHOLDER = re.compile(r"\s*\{\w+\}")  # of a template; a group would have a colon
 
 
-def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | None = None) -> tuple[Document, Document]:
-    """Two documents of ``key=value`` texts: the settings, and apart from them those of the regulator's parts.
+def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | None = None) -> Document:
+    """The document of ``key=value`` texts.
 
-    Settings of the algorithm (``algorithm.transfer=0.5``) are put into its text, if that is given too, and else are a
-    group, which ``schema.resolve`` puts into the text below.
     ``short_keys`` has the dotted key for each key that may be written without its group. The order of the texts does
     not matter, unless a key is given twice.
     """
     document: Document = {}
-    parts: dict[str, Document] = {"regulator": {}, "algorithm": {}}  # settings inside a text
     problems = []
     for text in overrides:
-        key, equals, _ = text.partition("=")
+        key, equals, typed = text.partition("=")
         path = [part.strip() for part in (short_keys or {}).get(key.strip(), key).split(".")]
         if not equals or not all(path):
             problems.append(f"override {short(text)}: write key=value, such as optim.lr=1e-6")
@@ -93,31 +95,21 @@ def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | No
         if len(path) > DEEPEST:
             problems.append(f"override {short(text)}: the key has {len(path)} levels, more than {DEEPEST}")
             continue
+        if path[0] in METHODS and len(path) > 1:
+            call = f"{path[0]}='NAME({path[1][:LONGEST]}={typed.strip()[:LONGEST]})'"
+            problems.append(f"override {short(text)}: settings of the {path[0]} go in brackets, {call}")
+            continue
         try:
             value = read_typed(text)
         except ConfigError as error:
             problems += error.problems
-            continue
-        if path[0] in parts and len(path) > 1:
-            parts[path[0]][".".join(path[1:])] = value
             continue
         for part in reversed(path[1:]):
             value = {part: value}
         document = _merge(document, {path[0]: value})
     if problems:
         raise ConfigError(problems)
-    if parts["algorithm"]:
-        given = document.get("algorithm")
-        document["algorithm"] = parts["algorithm"] if given is None else change_algorithm(given, parts["algorithm"])
-    return expand_short_forms(document), parts["regulator"]
-
-
-def change_algorithm(text: Any, settings: Document) -> str:
-    """The text form of an algorithm with some settings changed."""
-    try:
-        return with_settings(str(text), settings)
-    except ValueError as error:
-        raise ConfigError([f"algorithm = {short(text)}: {error}"]) from None
+    return expand_short_forms(document)
 
 
 def expand_short_forms(document: Document) -> Document:
@@ -143,22 +135,65 @@ def expand_short_forms(document: Document) -> Document:
     return {key: value for key, value in document.items() if key not in given} | {"task": task}
 
 
+class YamlError(ValueError):
+    """A text that cannot be read as YAML. ``line`` counts from 1; 0 if the line is not known."""
+
+    def __init__(self, reason: str, line: int = 0) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
 def parse(text: str) -> Any:
-    """The value of a YAML text. Whatever is wrong with the text is a ``yaml.YAMLError``."""
+    """The value of a YAML 1.2 text: 1e-6 is a number, off and dates are text, a key given twice is an error.
+
+    Whatever is wrong with the text is a ``YamlError``.
+    """
     if len(text) > LARGEST:
-        raise yaml.YAMLError(f"it has more than {LARGEST:,} characters")
+        raise YamlError(f"it has more than {LARGEST:,} characters")
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer, yaml.Constructor = _Composer, _Constructor
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text)
     except RecursionError:
-        raise yaml.YAMLError(f"it has more than {DEEPEST} levels") from None
+        raise YamlError(f"it has more than {DEEPEST} levels") from None
+    except YAMLError as error:
+        reason, mark = getattr(error, "problem", None) or str(error), getattr(error, "problem_mark", None)
+        if "<stream end>" in reason or "unexpected end of stream" in reason:
+            reason = "it ends too early: a bracket or a quote is not closed"
+        raise YamlError(_first_line(reason), mark.line + 1 if mark else 0) from None
+    except (ValueError, TypeError, LookupError) as error:  # ruamel trips over !!int x
+        raise YamlError(f"cannot read a value: {_first_line(str(error))}") from None
+
+
+class _Composer(Composer):
+    """Refuses aliases of lists and groups: with these, a few lines can mean billions of values."""
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        alias = self.parser.peek_event() if self.parser.check_event(AliasEvent) else None
+        node: Node | None = super().compose_node(parent, index)
+        if alias is not None and not isinstance(node, ScalarNode):
+            reason = f"the alias *{alias.anchor} stands for a list or a group: write it out, or inherit it with base:"
+            raise ComposerError(None, None, reason, alias.start_mark)
+        return node
+
+
+class _Constructor(SafeConstructor):
+    """Reads dates as text."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0][:300]
 
 
 def read_typed(override: str) -> Any:
     """The value of a text ``key=value``."""
     try:
         return parse_typed(override.partition("=")[2])
-    except yaml.YAMLError as error:
-        raise ConfigError([f"override {short(override)}: cannot read the value: {_reason(error)}"]) from None
+    except YamlError as error:
+        raise ConfigError([f"override {short(override)}: cannot read the value: {error}"]) from None
 
 
 def parse_typed(written: str) -> Any:
@@ -173,7 +208,7 @@ def parse_typed(written: str) -> Any:
         return parse(written)
     try:
         value = parse(written)
-    except yaml.YAMLError:
+    except YamlError:
         if ": " in written:
             return written
         raise
@@ -189,7 +224,12 @@ def too_deep(value: Any, levels: int = DEEPEST) -> bool:
 
 def to_yaml(document: Document) -> str:
     """YAML that reads back as the same document."""
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style, yaml.width = False, 120
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    text = io.StringIO()
+    yaml.dump(document, text)
+    return text.getvalue()
 
 
 def _read(path: Path, below: tuple[Path, ...]) -> Document:
@@ -200,12 +240,11 @@ def _read(path: Path, below: tuple[Path, ...]) -> Document:
         raise ConfigError([f"recipe {below[0].name!r}: more than {DEEPEST} recipes inherit from each other"])
     try:
         with path.open(encoding="utf-8") as file:
-            document = parse(file.read(LARGEST + 1))
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError([f"{path}{line}: {_reason(error)}"]) from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError([f"{path}: cannot be read as YAML: {_reason(error)}"]) from None
+            document = (loads if path.suffix == ".json" else parse)(file.read(LARGEST + 1))
+    except (ValueError, OSError) as error:
+        line = getattr(error, "line", 0)
+        where = f", line {line}" if line else ": cannot be read as YAML"
+        raise ConfigError([f"{path}{where}: {error}"]) from None
     if document is None:
         return {}
     if not isinstance(document, dict):
@@ -229,71 +268,11 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
         return path.resolve()
     if path.is_dir():
         quoted = shlex.quote(name)
-        way = f"to go on with a run, poise train --resume {quoted}; to start from its model, model={quoted}"
+        way = f"to go on with a run, poise train --resume {quoted}; to start from its model, model={quoted}; "
+        way += f"to use its settings, poise train {quoted}/config.json"
         if is_comparison(path):
             way = "this one is a comparison's; the command that began it goes on with it"
         raise ConfigError([f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}"])
     if "/" in name or "\\" in name or path.suffix:
         raise ConfigError([f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})"])
     raise ConfigError([unknown("recipe", name, shipped) + "; for one of your own give its path"])
-
-
-def _reason(error: Exception) -> str:
-    """The first line of what went wrong."""
-    text = (error.problem if isinstance(error, yaml.MarkedYAMLError) else None) or str(error)
-    if "<stream end>" in text or "unexpected end of stream" in text:
-        return "it ends too early: a bracket or a quote is not closed"
-    return text.splitlines()[0]
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as it is meant: 1e-6 is a number, a date is text, and a key that is given twice is an error.
-
-    An alias stands for a single value: with lists and groups a few lines can mean billions of values.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node, unless it is an alias of many."""
-        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None  # type: ignore[no-untyped-call]
-        node = super().compose_node(parent, index)
-        if alias is not None and not isinstance(node, yaml.ScalarNode):
-            raise yaml.composer.ComposerError(
-                None,
-                None,
-                f"the alias *{alias.anchor} stands for a list or a group: write it out, or inherit it with base:",
-                alias.start_mark,
-            )
-        return node
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """The value of a node. What PyYAML trips over, such as ``!!int x``, is an error with its line."""
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
-            raise yaml.constructor.ConstructorError(
-                None, None, f"cannot read the value {short(node.value)}", node.start_mark
-            ) from None
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping, unless a key of it is given twice."""
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {short(key.value)} is given twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what the loader would not read back as text."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))

@@ -1,17 +1,14 @@
-"""Groups of settings: the task, sampling, the optimizer, the objective, evaluation, LoRA."""
+"""Groups of settings: the task, sampling, the optimizer, evaluation, LoRA. The objective's are in the core."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from poise import tasks
-from poise.config.values import Count, CountOrZero, Group, Real, Text, Whole, lists_for_tuples
-
-if TYPE_CHECKING:
-    from poise.objective import Settings
+from poise.config.values import Count, CountOrZero, Group, Real, Text, lists_for_tuples
 
 
 class TaskConfig(Group):
@@ -20,9 +17,10 @@ class TaskConfig(Group):
     model_config = ConfigDict(extra="allow")
 
     name: Text
-    # How every reply begins, such as <think>. The model continues from there; the text is scored with the reply, and
-    # its tokens are not trained.
+    """kk, frozenlake, …, or one of your own: file.py:Class."""
     prefill: Annotated[str, Field(exclude_if=lambda text: not text)] = ""
+    """How every reply begins, such as ``<think>``. The model continues from there; the text is scored with the reply,
+    and its tokens are not trained."""
     _task: tasks.Task = PrivateAttr()  # built once: a task may hold a whole dataset
 
     @property
@@ -61,22 +59,28 @@ class TaskConfig(Group):
 class RolloutConfig(Group):
     """Sampling."""
 
-    max_tokens: Count = 1024  # longest response; of several turns: longest reply
-    # Longest episode of several turns: replies and what the environment says, without the prompt; null: no limit but
-    # the model's positions. An episode that reaches it is scored as it stands, and counts as cut off.
+    max_tokens: Count = 1024
+    """Longest response; in episodes of several turns, longest reply."""
     max_episode_tokens: Count | None = None
-    temperature: Annotated[Real, Field(gt=0)] = 1.0  # divides the logits; the loss uses the same temperature
-    batch: CountOrZero = 0  # sequences decoded together; 0: all of a step
-    max_prompt: Count = 512  # longest prompt, in tokens
-    # Nucleus sampling; 1: off. Probability ratios and entropies are still of the full distribution.
+    """Longest episode, replies and what the environment says, without the prompt; null: as the model's positions allow.
+    An episode that reaches it is scored as it stands, and counts as cut off."""
+    temperature: Annotated[Real, Field(gt=0)] = 1.0
+    """Divides the logits, in the loss too."""
+    batch: CountOrZero = 0
+    """Sequences decoded together; 0: all of a step."""
+    max_prompt: Count = 512
+    """Longest prompt, in tokens."""
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
-    top_k: CountOrZero = 0  # sample among the likeliest so many tokens; 0: off
-    # auto: native if the model supports it, else transformers; vllm is opt-in and needs the extra "vllm"
+    """Nucleus sampling; 1: off. Probability ratios and entropies are still of the full distribution."""
+    top_k: CountOrZero = 0
+    """Sample among this many likeliest tokens; 0: off."""
     engine: Literal["auto", "native", "transformers", "vllm"] = "auto"
-    vllm_memory: Annotated[Real, Field(gt=0, le=1)] = 0.3  # share of the device's memory for vLLM
-    # Source of the old policy's log-probabilities: the sampler, or a forward pass of the training model. The pass costs
-    # time; use it if the sampler computes differently from the trainer.
+    """auto: native if the model supports it, else transformers; vllm needs the extra "vllm"."""
+    vllm_memory: Annotated[Real, Field(gt=0, le=1)] = 0.3
+    """Share of the device's memory for vLLM."""
     old_logp: Literal["sampled", "recomputed"] = "sampled"
+    """The old policy's log-probabilities: the sampler's, or from a forward pass of the training model, which costs
+    time. Use the pass if the sampler computes differently from the trainer."""
 
     @property
     def longest(self) -> int:
@@ -96,48 +100,20 @@ class RolloutConfig(Group):
 class OptimConfig(Group):
     """AdamW and the batch sizes of the update. The default learning rate suits pretrained models."""
 
-    lr: Annotated[Real, Field(gt=0)] = 1e-6  # learning rate, constant after the warmup
-    weight_decay: Annotated[Real, Field(ge=0)] = 0.01  # of AdamW
-    # Decay of AdamW's first and second moments
+    lr: Annotated[Real, Field(gt=0)] = 1e-6
+    """Learning rate, constant after the warmup."""
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.01
+    """Of AdamW."""
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    grad_clip: Annotated[Real, Field(gt=0)] = 1.0  # largest norm of a gradient; a longer one is scaled down to it
-    warmup_steps: CountOrZero = 0  # steps over which the learning rate rises to lr
-    # Maximum number of responses per optimizer step; a batch is split evenly. 0, or more than the batch: one step.
+    """Decay of AdamW's first and second moments."""
+    grad_clip: Annotated[Real, Field(gt=0)] = 1.0
+    """Largest norm of a gradient; a longer one is scaled down."""
+    warmup_steps: CountOrZero = 0
+    """Steps over which the learning rate rises to lr."""
     mini_batch: CountOrZero = 0
-    # Tokens per pass; null: chosen by device and model size; affects memory and speed, not the result
+    """Most responses per optimizer step; a batch is split evenly. 0: one step per batch."""
     micro_tokens: Count | None = None
-
-
-class ObjectiveConfig(Group):
-    """The fields of ``poise.objective.Settings``, with the same meanings, ranges and defaults."""
-
-    clip_low: Real = 0.20
-    clip_high: Real = 0.24
-    dual_clip: Real | None = 10.0
-    kl: str = "k3"
-    kl_coef: Real = 0.0
-    entropy_coef: Real = 0.0
-    aggregation: str = "token-mean"
-    max_length: Whole | None = None
-    importance_cap: Real | None = 2.0
-    # The policy term: clip, cispo, gspo, sapo, dppo, kl-cov or lp-reg; settings in brackets, such as dppo(delta=0.2)
-    surrogate: Text = "clip"
-
-    def settings(self) -> Settings:
-        """The settings as the objective takes them."""
-        from poise.objective import Settings
-
-        return Settings(**self.model_dump())
-
-    @model_validator(mode="after")
-    def _in_range(self) -> Self:
-        if all(getattr(self, name) == field.default for name, field in type(self).model_fields.items()):
-            return self  # without importing torch
-        try:
-            self.settings()
-        except (ValueError, TypeError) as error:
-            raise ValueError(str(error).removeprefix("objective: ")) from None
-        return self
+    """Tokens per pass: memory and speed, not the result; null: chosen by device and model size."""
 
 
 HELD_OUT = 1000  # problems of a comparison; see docs/compare.md
@@ -146,11 +122,16 @@ HELD_OUT = 1000  # problems of a comparison; see docs/compare.md
 class EvaluationConfig(Group):
     """Evaluation on held-out problems: before and after training, and every ``every`` steps. ``off``: none."""
 
-    every: CountOrZero = 0  # steps between evaluations; 0: only before and after
-    problems: CountOrZero = 200  # held-out problems; 0, or evaluation=off: no evaluation at all
-    samples: Count = 1  # per problem: the k of avg@k, pass@k and maj@k
-    seed: CountOrZero = 0  # of the problems
-    temperature: Annotated[Real, Field(ge=0)] | None = None  # null: as in training; 0: greedy
+    every: CountOrZero = 0
+    """Steps between evaluations; 0: only before and after."""
+    problems: CountOrZero = 200
+    """Held-out problems; 0, or evaluation=off: no evaluation."""
+    samples: Count = 1
+    """Per problem: the k of avg@k, pass@k and maj@k."""
+    seed: CountOrZero = 0
+    """Of the problems."""
+    temperature: Annotated[Real, Field(ge=0)] | None = None
+    """null: as in training; 0: greedy."""
 
     @model_validator(mode="after")
     def _samples_can_differ(self) -> Self:
@@ -165,10 +146,14 @@ class EvaluationConfig(Group):
 class LoraConfig(Group):
     """LoRA: train low-rank adapters instead of all weights."""
 
-    rank: Count = 16  # of each adapter; LoRA is off unless a setting lora.… is given
-    alpha: Annotated[Real, Field(gt=0)] = 32  # an adapter is multiplied by alpha / rank
-    dropout: Real = 0.0  # must be 0
-    targets: str | tuple[str, ...] = "all-linear"  # layers with an adapter: all-linear, or a list of module names
+    rank: Count = 16
+    """Of each adapter; any setting lora.… turns LoRA on."""
+    alpha: Annotated[Real, Field(gt=0)] = 32
+    """An adapter is multiplied by alpha / rank."""
+    dropout: Real = 0.0
+    """Must be 0."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Layers with an adapter: all-linear, or a list of module names."""
 
     @field_validator("dropout")
     @classmethod

@@ -23,13 +23,15 @@ _PHRASES = {
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
     "model_type": "must be a group of settings, key: value",
+    "dataclass_type": "must be a group of settings, key: value",
     "tuple_type": "must be a list",
 }
 # What a text setting holds, for a value that is no text.
 _TEXTS = {
     "task.name": "the name of a task (poise tasks lists them), or file.py:Class",
-    "regulator": "a method, or several joined by |, such as ar | lopti; poise compare tries one after the other",
-    "algorithm": "a name such as grpo, rltr or erl; its settings are algorithm.NAME=VALUE",
+    "regulator": "a method, or several joined by |, such as ar(alpha=0.3) | lopti; poise compare tries one after the "
+    "other",
+    "algorithm": "a name such as grpo, rltr or erl, with its settings in brackets: rltr(transfer=0.5)",
     "model": "a folder, or a name on the hub; a number goes in quotes: model='\"3\"'",
     "run": "a folder; a number goes in quotes: run='\"3\"'",
 }
@@ -76,7 +78,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
     """One line for one problem: the field, its value and what is allowed. ``known`` lists all dotted keys."""
     path = ".".join(str(part)[:LONGEST] for part in problem["loc"])
     kind, value = problem["type"], problem["input"]
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown_key(path, known)
     if kind == "unknown_setting":
         about: dict[str, Any] = problem["ctx"]
@@ -87,7 +89,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
     if kind == "value_error":
         reason = problem["msg"].removeprefix("Value error, ")
         if isinstance(value, dict):  # the message about a whole group names the field itself
-            return f"{path}: {reason}" if path else reason
+            return f"{path}: {reason.removeprefix(f'{path}: ')}" if path else reason
         return f"{path} = {short(value)}: {reason}"
     reason = _PHRASES.get(kind) or problem["msg"]
     for theirs, ours in _WORDS.items():
@@ -111,10 +113,11 @@ def unknown_key(path: str, known: Sequence[str]) -> str:
         nearest = [key for key in near if near[key] == best]
         own = [key for key in nearest if key.rpartition(".")[0] == group]
         return f"unknown key {path!r}; did you mean {' or '.join(map(repr, own or nearest))}?"
-    siblings = {key.removeprefix(group + dot).split(".")[0] for key in known if key.startswith(group + dot)}
+    dotted = [key for key in known if "=" not in key]
+    siblings = {key.removeprefix(group + dot).split(".")[0] for key in dotted if key.startswith(group + dot)}
     return f"unknown key {path!r} (allowed{dot and f' in {group}'}: {', '.join(sorted(siblings))})"
 
 
 def _likeness(written: str, key: str) -> float:
-    """Similarity of the last parts of two dotted keys: the mistake may be the group."""
-    return SequenceMatcher(None, written.rpartition(".")[2].lower(), key.rpartition(".")[2]).ratio()
+    """Similarity of the last words of two keys: the mistake may be the group."""
+    return SequenceMatcher(None, written.rpartition(".")[2].lower(), re.findall(r"\w+", key)[-1]).ratio()

@@ -7,13 +7,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from poise._lib.errors import short
 from poise.config.documents import SHORT_FORMS, ConfigError, Document, merge, parse, read, split_overrides
 from poise.config.groups import EvaluationConfig, RolloutConfig
 from poise.config.messages import unknown_key
-from poise.config.schema import Config, keys, resolve, restore
+from poise.config.schema import Config, keys, restore
 from poise.models.places import EMBEDDED, locate
 from poise.runs.folder import RunFolder
 from poise.runs.listing import is_run
@@ -63,7 +61,7 @@ def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool
 
 def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
     """What ``poise eval`` measures a model with: the settings of its run or its folder, changed by ``overrides``."""
-    changes, regulator = split_overrides(overrides, SHORT_KEYS)
+    changes = split_overrides(overrides, SHORT_KEYS)
     evaluation = changes.get("evaluation")
     if isinstance(evaluation, dict) and evaluation.get("temperature") == 0:
         evaluation.setdefault("samples", 1)  # greedy samples are all the same
@@ -72,8 +70,8 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
         document = merge(_MEASUREMENT, _folder_task(model))
     else:
         document = RunFolder.open(run, resume=False).config
-    if wrong := [*(key for key in changes if not _evaluated(key)), *(f"regulator.{key}" for key in regulator)]:
-        task = merge(document, changes).get("task")  # and not its regulator, whose code would be loaded for its keys
+    if wrong := [key for key in changes if not _evaluated(key)]:
+        task = merge(document, changes).get("task")
         raise ConfigError([unknown_key(key, evaluation_keys(task)) for key in wrong])
     if isinstance(evaluation, dict) and evaluation.get("problems") == 0:
         raise ConfigError(["problems = 0: must be at least 1"])
@@ -94,8 +92,8 @@ def to_chat(model: str, overrides: Sequence[str], *, instruction: bool = False, 
 
 def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
     """What ``poise diagnose`` measures a model with: the settings of its run, or a recipe's with small batches."""
-    changes, regulator = split_overrides(overrides)
-    if regulator or "regulator" in changes:
+    changes = split_overrides(overrides)
+    if "regulator" in changes:
         raise ConfigError(["regulator: name the methods to measure with --regulator, once for each"])
     changes["model"] = model
     if (run := run_of(model)) is not None:
@@ -116,10 +114,9 @@ def task_to_show(words: Sequence[str]) -> tuple[Task, int, str]:
     if len(names) > 1:
         raise ConfigError([f"one task at a time, got {' and '.join(names)}; settings are written key=value"])
     overrides = [*(f"task.name={name}" for name in names), *(word for word in words if "=" in word)]
-    changes, regulator = split_overrides(overrides)
+    changes = split_overrides(overrides)
     seed, split = changes.pop("seed", 0), str(changes.pop("split", "train"))
-    wrong = [*(key for key in changes if key != "task"), *(f"regulator.{key}" for key in regulator)]
-    if wrong:
+    if wrong := [key for key in changes if key != "task"]:
         known = ["seed", "split", *SHORT_FORMS, *(key for key in keys(changes) if key.startswith("task."))]
         raise ConfigError([unknown_key(key, known) for key in wrong])
     config = restore({**changes, "seed": seed}, trust=True)
@@ -128,7 +125,7 @@ def task_to_show(words: Sequence[str]) -> tuple[Task, int, str]:
 
 def _restored(document: Document, changes: Document, source: str, *, trust: bool, regulator: bool = True) -> Config:
     """``document``, which may be anybody's, with changes that the user typed."""
-    document = resolve(document, changes, {})
+    document = merge(document, changes)
     kept: Document = {}
     if not regulator:
         kept["regulator"] = str(document.get("regulator", "grpo"))
@@ -143,7 +140,7 @@ def _folder_task(model: str) -> Document:
     path = (EMBEDDED if model == "embedded" else Path(model)) / "warmstart.yaml"
     try:
         settings = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError):
         return {}
     match settings:
         case {"task": str(name), "task_settings": dict(chosen)}:

@@ -1,6 +1,6 @@
 """The settings of a run: defaults that work, read from a recipe and changed by overrides.
 
->>> config = load("grpo", ["regulator=ar", "regulator.alpha=0.3", "task.people=3-5", "optim.lr=2e-6"])
+>>> config = load("grpo", ["regulator=ar(alpha=0.3)", "task.people=3-5", "optim.lr=2e-6"])
 >>> print(dump(config))
 
 A recipe is a YAML file with the keys of ``Config``, or the name of one that ships with the package; ``base: name`` (or
@@ -12,22 +12,33 @@ answered before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from poise import tasks
 from poise._lib import user_code as _user_code
-from poise._lib.errors import unknown
+from poise._lib.calls import split_bars
+from poise._lib.errors import short, unknown
 from poise._lib.files import expand
 from poise.config.documents import (
     DEEPEST,
+    METHODS,
     ConfigError,
     Document,
-    change_algorithm,
     merge,
     read,
     recipes,
@@ -38,13 +49,13 @@ from poise.config.documents import (
 from poise.config.groups import (
     EvaluationConfig,
     LoraConfig,
-    ObjectiveConfig,
     OptimConfig,
     RolloutConfig,
     TaskConfig,
 )
 from poise.config.messages import explain
 from poise.config.values import Count, CountOrZero, Group, Real, Text, TokenCount
+from poise.objective_settings import Settings
 from poise.runs.trackers import TRACKERS
 
 if TYPE_CHECKING:
@@ -52,47 +63,65 @@ if TYPE_CHECKING:
     from poise.models.compilation import Work
     from poise.regulators import Regulator
 
-__all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "resolve", "restore"]
+__all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "restore"]
 
 MOST_PROBLEMS = 20  # explained at once
-GRPO, SETTINGS_OF_GRPO = "grpo", ("passes",)  # the default regulator and algorithm, known without building them
+GRPO = "grpo"  # the default regulator and algorithm, known without building them
 
 
 class Config(Group):
     """One training run."""
 
-    model: Text = "embedded"  # hub id, folder, or the tiny model that ships with the package
-    run: Text = "runs/train"  # the folder that the run writes to
-    steps: Count = 100  # most steps; the run may end earlier by budget or stop_at
-    budget: TokenCount | None = None  # stop with the step that reaches so many sampled tokens, by all models together
-    seed: CountOrZero = 0  # of problems, samples and the order of mini-batches; the same seed repeats a run
-    prompts: Count = 16  # problems per step
-    group: Count = 8  # responses per prompt
-    regulator: Text = GRPO  # weights of the tokens: name, or text form such as "ar(alpha=0.3) | lopti"
-    algorithm: Text = GRPO  # what is sampled and compared: name, or text form such as "rltr(transfer=0.5)"
-    # Advantage of a response. group-…: compared with its group; leave-one-out: with the others of its group.
-    # REINFORCE++ normalises over the batch, by response or (-tokens) by token; -baseline first subtracts group means
+    model: Text = "embedded"
+    """Hub id, folder, or the tiny model that ships with the package."""
+    run: Text = "runs/train"
+    """The folder that the run writes to."""
+    steps: Count = 100
+    """Most steps; budget or stop_at may end the run earlier."""
+    budget: TokenCount | None = None
+    """Stop after this many sampled tokens (all models)."""
+    seed: CountOrZero = 0
+    """Of problems, samples and mini-batches; the same seed repeats a run."""
+    prompts: Count = 16
+    """Problems per step."""
+    group: Count = 8
+    """Responses per prompt."""
+    regulator: Text = GRPO
+    """Token weights: a name, or a text such as "ar(alpha=0.3) | lopti"."""
+    algorithm: Text = GRPO
+    """What is sampled and compared: a name, or a text such as "rltr(transfer=0.5)"."""
     advantage: Literal[
         "group-zscore", "group-centered", "leave-one-out", "reinforce-pp", "reinforce-pp-tokens",
         "reinforce-pp-baseline", "reinforce-pp-baseline-tokens",
     ] = "group-zscore"  # fmt: skip
-    # Leave groups whose rewards are all equal out of the update: no KL, no place in the denominator or in mini-batches
+    """group-…: compared with its group; leave-one-out: with the others of its group. reinforce-pp normalises over the
+    batch, by response or (-tokens) by token; -baseline first subtracts group means."""
     drop_equal_groups: bool = False
-    task: TaskConfig  # name and settings of the task: task.name=kk task.people=3-5
+    """Leave groups of equal rewards out of the update: no KL term, no place in the denominator or in mini-batches."""
+    task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: Settings = Settings()
     evaluation: EvaluationConfig = EvaluationConfig()
     lora: LoraConfig | None = None
-    checkpoint_every: CountOrZero = 50  # steps between checkpoints; 0: only at the end
-    keep_checkpoints: Count = 2  # the newest so many stay on disk
-    rollouts_every: CountOrZero = 10  # steps between recordings of responses, token by token; 0: never
-    stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None  # stop once held-out accuracy reaches this
-    device: str = "auto"  # auto (CUDA if there is one), cpu, cuda or cuda:1
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computation; the optimizer keeps float32 weights
-    compile: bool | None = None  # torch.compile for the update; null: on CUDA, if the steps left gain time by it
-    tracking: tuple[str, ...] = ()  # tensorboard, wandb, trackio: where metrics are sent
-    remote_code: bool = False  # let the model's repository run its own Python
+    checkpoint_every: CountOrZero = 50
+    """Steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: Count = 2
+    """How many of the newest checkpoints stay on disk."""
+    rollouts_every: CountOrZero = 10
+    """Steps between recordings of responses, token by token; 0: never."""
+    stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None
+    """Stop once held-out accuracy reaches this."""
+    device: str = "auto"
+    """auto (CUDA if there is one), cpu, cuda or cuda:1."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of computation; the optimizer keeps float32 weights."""
+    compile: bool | None = None
+    """torch.compile for the update; null: on CUDA, if it saves time in the remaining steps."""
+    tracking: tuple[str, ...] = ()
+    """Where metrics are sent: tensorboard, wandb, trackio."""
+    remote_code: bool = False
+    """Let the model's repository run its own Python."""
 
     @field_validator("model", "run")
     @classmethod
@@ -130,31 +159,35 @@ class Config(Group):
 
         return algorithms.get(self.algorithm, self.group)
 
-    @field_validator("regulator")
+    @field_validator("regulator", "algorithm")
     @classmethod
-    def _regulator_can_be_read(cls, value: str) -> str:
+    def _method_can_be_read(cls, value: str, info: ValidationInfo) -> str:
         if value == GRPO:
             return value
-        from poise import regulators
+        from poise import algorithms, regulators
 
         try:
-            regulators.parse(value)
+            if info.field_name == "regulator":
+                regulators.parse(value)
+            else:
+                algorithms.get(value, 2)
         except TypeError as error:
             raise ValueError(str(error)) from None
         return value
 
-    @field_validator("algorithm")
+    @field_validator("objective", mode="wrap")
     @classmethod
-    def _algorithm_can_be_read(cls, value: str) -> str:
-        if value == GRPO:
-            return value
-        from poise import algorithms
-
+    def _objective_can_be_read(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Settings:
+        for name, given in value.items() if isinstance(value, dict) else ():
+            if isinstance(given, bool):  # pydantic would take true for 1
+                raise ValueError(f"{name} must not be true or false")
         try:
-            algorithms.get(value, 2)
+            settings: Settings = validate(value)
         except TypeError as error:
             raise ValueError(str(error)) from None
-        return value
+        if not isinstance(settings.surrogate, str):
+            raise ValueError(f"surrogate must be text, got {short(settings.surrogate)}")
+        return settings
 
     @field_validator("remote_code")
     @classmethod
@@ -179,7 +212,7 @@ class Config(Group):
     @field_validator("evaluation", mode="before")
     @classmethod
     def _evaluation_may_be_off(cls, value: Any) -> Any:
-        if value is False or value == "off":  # YAML reads off as false
+        if value is False or value == "off":
             return {"problems": 0}
         if value is True or isinstance(value, str):
             raise ValueError("must be off, or a group: evaluation.problems=200 evaluation.every=10")
@@ -221,25 +254,12 @@ def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Con
     """The configuration of a recipe, by name or path, with ``key=value`` overrides on top.
 
     Without a recipe it is the demo; with another model than the embedded one, the defaults of ``Config``, which are for
-    pretrained models. Keys are dotted, values YAML. ``regulator.alpha=0.3`` changes that setting of the one part of the
-    regulator that has it.
+    pretrained models. Keys are dotted, values YAML.
     """
-    changes, settings = split_overrides(overrides)
+    changes = split_overrides(overrides)
     if recipe is None and changes.get("model", "embedded") == "embedded":
         recipe = "demo"
-    return _validated(resolve({} if recipe is None else read(recipe), changes, settings))
-
-
-def resolve(document: Document, changes: Document, regulator_settings: Document) -> Document:
-    """``document`` with the changes of ``split_overrides`` on top."""
-    if isinstance(settings := changes.get("algorithm"), dict):
-        changes = {**changes, "algorithm": change_algorithm(document.get("algorithm", GRPO), settings)}
-    document = merge(document, changes)
-    if regulator_settings:
-        from poise.config.regulator_settings import change_regulator
-
-        document["regulator"] = change_regulator(str(document.get("regulator", GRPO)), regulator_settings)
-    return document
+    return _validated(merge({} if recipe is None else read(recipe), changes))
 
 
 def restore(
@@ -292,19 +312,21 @@ def _no_task() -> str:
 
 
 def keys(document: Document) -> list[str]:
-    """The dotted keys that a document may have, those of its task and its regulator included.
+    """The dotted keys that a document may have, those of its task included.
 
-    This loads the code of a regulator of the user's own.
+    The settings of its regulator and its algorithm come as they are written: ``regulator=ar(alpha=…)``.
     """
-    return [*_schema_keys(Config, ""), *_task_keys(document), *_regulator_keys(document)]
+    return [*_schema_keys(Config, ""), *_task_keys(document), *_method_keys(document)]
 
 
 def _schema_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
-        kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
-        for group in [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Group)]:
-            yield from _schema_keys(group, f"{prefix}{name}.")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Group):
+                yield from _schema_keys(kind, f"{prefix}{name}.")
+            elif is_dataclass(kind):
+                yield from (f"{prefix}{name}.{setting.name}" for setting in fields(kind))
 
 
 def _task_keys(document: Document) -> list[str]:
@@ -314,16 +336,14 @@ def _task_keys(document: Document) -> list[str]:
     return [f"task.{setting}" for setting in tasks.settings_of(str(name))] if known else []
 
 
-def _regulator_keys(document: Document) -> list[str]:
-    text = str(document.get("regulator", GRPO))
-    return [f"regulator.{setting}" for setting in (SETTINGS_OF_GRPO if text == GRPO else _settings_of_regulator(text))]
+def _method_keys(document: Document) -> Iterator[str]:
+    for kind in METHODS:
+        text = str(document.get(kind, GRPO))
+        if text == GRPO:
+            continue  # without importing torch
+        from poise import algorithms, regulators
 
-
-def _settings_of_regulator(text: str) -> list[str]:
-    from poise.config.regulator_settings import parts_of, settings_of
-
-    try:
-        parts = parts_of(text)
-    except (TypeError, ValueError):
-        return []
-    return [setting for part in parts for setting in settings_of(part)]
+        table: Mapping[str, Callable[..., Any]] = regulators.TABLE if kind == "regulator" else algorithms.TABLE
+        for name in (part.partition("(")[0].strip() for part in split_bars(text)):
+            if name in table:
+                yield from (f"{kind}={name}({setting}=…)" for setting in signature(table[name]).parameters)

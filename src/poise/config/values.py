@@ -34,7 +34,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_vali
 class Group(BaseModel):
     """A group of settings. Unknown keys are errors, and nothing changes after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def lists_for_tuples(value: Any) -> Any:

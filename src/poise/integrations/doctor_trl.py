@@ -12,7 +12,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from poise._lib.errors import short
@@ -50,7 +49,7 @@ def trl(say: Say, overrides: Sequence[str] = (), config: Path | None = None) -> 
         text = settings.pop("regulator", None)
         args = _grpo_config(settings)
         _check_vllm(args)
-    except (ImportError, ValueError, TypeError, OSError, RuntimeError, yaml.YAMLError) as error:
+    except (ImportError, ValueError, TypeError, OSError, RuntimeError) as error:
         say(f"NOT LIVE: {error}" if isinstance(error, ImportError) else f"REFUSED: {error}")
         return False
     return _every_regulator(say, args, settings) if text is None else _one_regulator(say, str(text), args, settings)

@@ -18,13 +18,13 @@ class ClipCov(Regulator):
     **Ours:** computed once, over the rollout batch, with the old policy's log-probabilities. verl uses the current ones
     per micro-batch and skips tokens that the ratio clip already caught; at rollout time there are none. So this is an
     approximation, and the fewer optimizer steps per batch, the closer it is. ``share`` is of all response tokens; at
-    least one token is drawn where there is a candidate.
+    least one token is drawn where there is a candidate. ``seed`` is of the random choice.
     """
 
     share: float = 0.0002
     low: float = 1.0
     high: float = 5.0
-    seed: int = 0  # of the random choice
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_range("clip-cov", "share", self.share, 0.0, 1.0)

@@ -26,9 +26,9 @@ class NTHR(Scorer):
 
     ``s⁻(k') = Σ_k ⟨e_{y_k} − π_k, e_{y_k'} − π_k'⟩·⟨h_k, h_k'⟩`` over the tokens k of the group's correct responses,
     and ``τ = β · min_i s̄⁺_i`` with s̄⁺_i the mean over the tokens of correct response i of the same score
-    (poise.influence). ``eta=None`` is the paper's ``η = 2·|0.5 − p̂|``, p̂ the group's share of correct responses;
-    ``eta=0`` its diagnostic; ``eta=1`` is GRPO exactly. Paper: "On the Effect of Negative Gradient in GRPO", arXiv
-    2505.18830.
+    (poise.influence). ``beta`` is β. ``eta=None`` is the paper's ``η = 2·|0.5 − p̂|``, p̂ the group's share of correct
+    responses; ``eta=0`` its diagnostic; ``eta=1`` is GRPO exactly. Paper: "On the Effect of Negative Gradient in GRPO",
+    arXiv 2505.18830.
 
     **Ours**, since the paper leaves it open: a correct response is scored against the *other* correct ones
     (``self_inclusive=True`` for all of them), so that a group with a single correct response is left alone; scores are
@@ -39,7 +39,7 @@ class NTHR(Scorer):
     soft-capping.
     """
 
-    beta: float = 1.0  # β
+    beta: float = 1.0
     eta: float | None = None
     self_inclusive: bool = False
     needs = frozenset({"groups", "correct", "hidden", "head", "targets"})

@@ -15,11 +15,11 @@ class RandomSplit(Follower):
 
     **Ours:** a control for Lopti: is its effect only that of two steps on parts of the batch? Lopti's share drifts
     during training; ``like="lopti(threshold=0.4)"`` follows it: in every batch the first phase has as many tokens as
-    that method's first phase would have there.
+    that method's first phase would have there. ``seed`` is of the random choice.
     """
 
     share: float = 0.25
-    seed: int = 0  # of the random choice
+    seed: int = 0
     like: str = ""
 
     def __post_init__(self) -> None:

@@ -15,19 +15,20 @@ from poise.regulators.base import Regulator
 class TokenRegulation(Regulator):
     """TR-GRPO: ``w = clip(α·(σ(p/τ) − μ), L, U)`` on the ratio, in both branches of the clipped minimum, and on the KL.
 
-    Paper: arXiv 2511.00066 (later called GRPO-SG). Neither code nor the values of the constants are public. **Ours:**
-    every default, chosen so that the weight rises with p, spans [L, U] over p in [0, 1] and averages near 1 on real
-    rollouts (measured in docs/papers.md); p is the old policy's, so that the weight is a constant of the update.
-    ``direction="falling"`` is the paper's reverse ablation, taken as the weight of 1 − p. ``kl_weighted=False`` leaves
-    the KL term alone, for frameworks that cannot weight it.
+    ``alpha``, ``tau``, ``mu``, ``low`` and ``high`` are α, τ, μ, L and U. Paper: arXiv 2511.00066 (later called
+    GRPO-SG). Neither code nor the values of the constants are public. **Ours:** every default, chosen so that the
+    weight rises with p, spans [L, U] over p in [0, 1] and averages near 1 on real rollouts (measured in
+    docs/papers.md); p is the old policy's, so that the weight is a constant of the update. ``direction="falling"`` is
+    the paper's reverse ablation, taken as the weight of 1 − p. ``kl_weighted=False`` leaves the KL term alone, for
+    frameworks that cannot weight it.
     """
 
     scope = "token"
-    alpha: float = 2.0  # α
-    tau: float = 0.5  # τ
-    mu: float = 0.25  # μ
-    low: float = 0.5  # L
-    high: float = 1.26  # U
+    alpha: float = 2.0
+    tau: float = 0.5
+    mu: float = 0.25
+    low: float = 0.5
+    high: float = 1.26
     direction: str = "rising"
     kl_weighted: bool = True
 

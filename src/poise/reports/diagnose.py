@@ -53,7 +53,7 @@ class PolicyLoop:
     def __init__(self, policy: Policy, config: Config, sampled: Sampled) -> None:
         assert policy.master_weights is not None
         self.policy, self.config, self.rollouts, self.batch = policy, config, sampled.rollouts, sampled.batch
-        self.settings = config.objective.model_copy(update={"kl_coef": 0.0}).settings()
+        self.settings = replace(config.objective, kl_coef=0.0)
         self.parameters: Sequence[Tensor] = list(policy.master_weights.parameters.values())
 
     def gradient(self, phase: Phase) -> None:
@@ -162,7 +162,7 @@ def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
     rollouts = replace(stack(samples, sampler.policy, temperature, micro_tokens), sampler_logp=None)
     batch = token_batch(
         samples, rollouts, sampler.policy, advantage=config.advantage, temperature=temperature, recompute=True,
-        hidden=True, min_p=config.objective.settings().min_p, micro_tokens=micro_tokens,
+        hidden=True, min_p=config.objective.min_p, micro_tokens=micro_tokens,
     )  # fmt: skip
     return Sampled(samples, rollouts, replace(batch, sampler_logp=None))
 

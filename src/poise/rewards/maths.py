@@ -31,12 +31,13 @@ class Math:
 
     ``equality`` says what is decided without computer algebra. For the rest math-verify has ``seconds`` of processor
     time a check. What takes longer is wrong, and counted: the metric ``math/cut_off``. With ``last_number`` a reply
-    that states no answer is taken at its last number.
+    that states no answer is taken at its last number. ``column`` holds the right answer; without it, common names are
+    looked for.
     """
 
     seconds: float = 1.0
     last_number: bool = False
-    column: str | None = None  # where the right answer is; without it, common names are looked for
+    column: str | None = None
     __name__: ClassVar[str] = "math"
 
     def __post_init__(self) -> None:

@@ -13,7 +13,10 @@ from poise.rewards.base import gold_of, text_of, wrong
 
 
 class Compares:
-    """A reward of 1.0 for the right answer and 0.0 for any other; None where the data has no answer."""
+    """A reward of 1.0 for the right answer and 0.0 for any other; None where the data has no answer.
+
+    ``column`` holds the right answer; without it, common names are looked for.
+    """
 
     __name__: ClassVar[str]
     column: str | None
@@ -44,10 +47,13 @@ class Compares:
 
 @dataclass(frozen=True)
 class Exact(Compares):
-    """The answer is the gold text, blanks apart. A reply that states no answer is taken as a whole."""
+    """The answer is the gold text, blanks apart. A reply that states no answer is taken as a whole.
 
-    ignore_case: bool = False  # capitals make no difference
-    column: str | None = None  # where the right answer is; without it, common names are looked for
+    With ``ignore_case`` capitals make no difference.
+    """
+
+    ignore_case: bool = False
+    column: str | None = None
     __name__ = "exact"
 
     def answer(self, text: str) -> str | None:
@@ -66,10 +72,13 @@ class Exact(Compares):
 
 @dataclass(frozen=True)
 class Choice(Compares):
-    """The answer is a letter: ``B``, ``(B)``, ``B. Paris``, ``option B``. A gold number counts from 0, as in MMLU."""
+    """The answer is one of ``letters``: ``B``, ``(B)``, ``B. Paris``, ``option B``.
 
-    letters: str = "ABCDE"  # those that may be chosen
-    column: str | None = None  # where the right answer is; without it, common names are looked for
+    A gold number counts from 0, as in MMLU.
+    """
+
+    letters: str = "ABCDE"
+    column: str | None = None
     __name__ = "choice"
     form = "Write one letter between <answer> and </answer>."
 
@@ -118,7 +127,7 @@ class Number(Compares):
 
     tolerance: float = 0.0
     last_number: bool = True
-    column: str | None = None  # where the right answer is; without it, common names are looked for
+    column: str | None = None
     __name__ = "number"
     form = "Write one number between <answer> and </answer>."
 
@@ -180,10 +189,13 @@ def _number_in(text: str) -> Fraction | None:
 
 @dataclass(frozen=True)
 class Regex:
-    """1.0 where ``pattern`` occurs in the reply, else 0.0. It is searched for in the whole reply, thoughts included."""
+    """1.0 where ``pattern`` occurs in the reply, else 0.0. It is searched for in the whole reply, thoughts included.
+
+    With ``ignore_case`` capitals make no difference.
+    """
 
     pattern: str = ""
-    ignore_case: bool = False  # capitals make no difference
+    ignore_case: bool = False
     __name__ = "regex"
     isolated: ClassVar[bool] = True  # a pattern may take for ever on the wrong text
 

@@ -18,11 +18,12 @@ class Gspo(Surrogate):
 
     Paper: arXiv 2507.18071, bounds 3e-4 / 4e-4 (distances from 1) and the mean over sequences from the authors. The
     gradient goes through ``sg[s]·π/sg[π]``, as in verl, so that token weights have a meaning. s is over all response
-    tokens, whatever their weight. ``sequence_mean=False`` keeps ``objective.aggregation``.
+    tokens, whatever their weight, and is held between 1 − ``clip_low`` and 1 + ``clip_high``. ``sequence_mean=False``
+    keeps ``objective.aggregation``.
     """
 
-    clip_low: float = 3e-4  # the response's ratio is held at 1 − clip_low
-    clip_high: float = 4e-4  # and at 1 + clip_high
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
     sequence_mean: bool = True
     surveyed = True
 

@@ -41,14 +41,15 @@ _NOT_TOOLS = ("reset", "get_reward")
 class Environment:
     """An environment in the shape of TRL's ``environment_factory``: ``environment=my_env.py:Env``.
 
-    ``factory`` is a class or function, or where it is. ``reward`` names reward functions, which get ``environments=``;
-    the environment's own ``get_reward`` is added with weight 1. An attempt is correct if its reward reaches
-    ``correct_at``. ``turns`` is the most replies of an episode, ``timeout`` the seconds that one call may take.
+    ``factory`` is a class or function, or where it is. ``reward`` names reward functions, which get ``environments=``,
+    with ``reward_weights`` (default: 1 each); the environment's own ``get_reward`` is added with weight 1. An attempt
+    is correct if its reward reaches ``correct_at``. ``turns`` is the most replies of an episode, ``timeout`` the
+    seconds that one call may take.
     """
 
     factory: str | Callable[[], Any]
-    reward: Any = ()  # a name or a function, or several
-    reward_weights: Sequence[float] | None = None  # one for each reward; without them, 1 each
+    reward: Any = ()
+    reward_weights: Sequence[float] | None = None
     correct_at: float = 1.0
     turns: int = 16
     timeout: float = 30.0

@@ -41,14 +41,14 @@ class FrozenLake:
 
     ``side`` is a number, several, or a range; they take turns. ``ice`` is the least and the largest share of cells
     without a hole. ``actions`` moves are allowed per reply and ``turns`` replies per episode. ``rules`` are told or
-    withheld.
+    withheld. If ``slippery``, a move may go to one of the two sides instead.
     """
 
     side: int | str | Sequence[int] = "2-9"
     turns: int = 8
     actions: int = 1
     rules: str = "told"
-    slippery: bool = False  # a move may go to one of the two sides instead
+    slippery: bool = False
     ice: Sequence[float] = (0.6, 0.85)
 
     name: ClassVar[str] = "frozenlake"

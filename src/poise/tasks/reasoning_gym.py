@@ -88,13 +88,14 @@ def _generators() -> Mapping[str, Any]:
 class ReasoningGym:
     """A generator of reasoning-gym with its scorer.
 
-    ``settings`` are the generator's. ``timeout`` is how many seconds a scorer may take.
+    ``settings`` are the generator's. ``instruction`` is the text before a question. With ``partial`` the reward is the
+    score less what nonsense gets, not only 0 or 1. ``timeout`` is how many seconds a scorer may take.
     """
 
     dataset: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    instruction: str = INSTRUCTION  # the text before a question
-    partial: bool = False  # the reward is the score less what nonsense gets, not only 0 or 1
+    instruction: str = INSTRUCTION
+    partial: bool = False
     timeout: float = 10.0
     _worker: Worker = field(init=False, repr=False, compare=False)
     _block: Callable[[int], Any] = field(init=False, repr=False, compare=False)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import comb, exp, fsum, lgamma, log, log1p, sqrt
+from math import comb, fsum
 from typing import Any, TypeGuard
 
 from poise._lib.errors import check_range
@@ -155,35 +155,12 @@ def _exact_interval(mean: float, n: float, level: float) -> Interval:
     check_range("interval", "level", level, 0.0, 1.0)
     if level in (0, 1):
         raise ValueError(f"interval: level must lie between 0 and 1, such as 0.95, got {level!r}")
+    from scipy.special import betaincinv  # the quantile of the Beta distribution
+
     tail, successes = (1 - level) / 2, mean * n
-    low = 0.0 if mean == 0 else _beta_quantile(tail, successes, n - successes + 1)
-    high = 1.0 if mean == 1 else 1 - _beta_quantile(tail, n - successes, successes + 1)
+    low = 0.0 if mean == 0 else float(betaincinv(successes, n - successes + 1, tail))
+    high = 1.0 if mean == 1 else 1 - float(betaincinv(n - successes, successes + 1, tail))
     return min(low, mean), max(high, mean)  # rounding must not exclude the mean
-
-
-def _beta_quantile(share: float, a: float, b: float) -> float:
-    """Where the distribution function of Beta(a, b) reaches ``share``, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(44):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _beta_share(a, b, middle) < share else (low, middle)
-    return low
-
-
-def _beta_share(a: float, b: float, x: float) -> float:
-    """The distribution function of Beta(a, b) at 0 < x < 1: the regularised incomplete beta function.
-
-    By its continued fraction (DLMF 8.17.22), which converges quickly up to about the mean; beyond, by symmetry.
-    """
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _beta_share(b, a, 1 - x)
-    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b) + a * log(x) + b * log1p(-x)) / a
-    fraction = 1.0  # from the inside out, with more terms than any x below the mean needs
-    for m in range(int(16 + 2 * sqrt(a + b)), 0, -1):
-        odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        fraction = 1 + odd / (1 + even / fraction)
-    return front / fraction
 
 
 def _check_count(owner: str, name: str, value: int, low: int, high: float = float("inf")) -> None:

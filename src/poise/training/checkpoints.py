@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -87,9 +86,9 @@ class Checkpoints:
                 for name, value in saved.items():
                     parameters[name].copy_(value)
             self.master_weights.publish()
-            memory = _json(path / "memory.json")
-            progress = _json(path / "progress.json") or {"tokens": 0}  # earlier versions did not count
-            return memory, int(progress["tokens"])
+            memory = path / "memory.json"
+            tokens = int(json.loads((path / "progress.json").read_bytes())["tokens"])
+            return json.loads(memory.read_bytes()) if memory.exists() else None, tokens
 
         step, (memory, tokens) = self.folder.load_checkpoint(read) or (0, (None, 0))
         lines = self.folder.metrics()
@@ -101,7 +100,3 @@ class Checkpoints:
         self.saved = self.weights_of = self.logged = step
         self.folder.rewind(step)
         return step, memory, tokens
-
-
-def _json(file: Path) -> Any:
-    return json.loads(file.read_bytes()) if file.exists() else None

@@ -9,7 +9,6 @@ from math import hypot
 from typing import Any
 
 from poise import regulators
-from poise.config.arguments import arguments, written
 from poise.config.groups import HELD_OUT
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
@@ -129,25 +128,20 @@ def _round_up(count: int) -> int:
 
 def _next(config: Config, folder: RunFolder, changes: Sequence[Change], summary: dict[str, Any]) -> list[str]:
     """Commands that can be pasted into a shell, each below what it is for."""
-    place = str(folder.path)
+    place, settings = str(folder.path), str(folder.path / "config.json")
     other = "ar" if config.build_regulator() == regulators.Identity() else "grpo"
     spent = summary.get("tokens", 0)  # often more than the budget: a step is never cut
     more = f"budget={2 * max(config.budget, spent)}" if config.budget else f"steps={2 * summary['steps']}"
-    smaller = f"optim.lr={config.optim.lr / 4:.2g}"
     rows = [("read the responses, token by token", shlex.join(["poise", "report", place]))]
-    if not any(change.way < 0 for change in changes):
+    if any(change.way < 0 for change in changes):
+        slower = [f"optim.lr={config.optim.lr / 4:.2g}", f"run={place}-slower"]
+        rows.append(("smaller steps", shlex.join(["poise", "train", settings, *slower])))
+    else:
         rows.append(("train on", f"{folder.resume_command} {more}"))
-    elif words := arguments(config, ("optim.lr", "run")):
-        rows.append(
-            ("smaller steps", shlex.join(["poise", "train", *words, smaller, f"run={written(f'{place}-slower')}"]))
-        )
-    if words := arguments(config, ("regulator", "run")):
-        words += [f"regulator={other}", f"run={written(f'{place}-{other}')}"]
-        rows.append(("another method", shlex.join(["poise", "train", *words])))
-    own = ["regulator", "run", "seed"]  # a comparison has several seeds
-    if config.evaluation.problems <= HELD_OUT:  # and so many held-out problems, or more
-        own.append("evaluation.problems")
-    if words := arguments(config, own):
-        words += [f"regulator={config.regulator}; {other}", "seeds=6", f"run={written(f'{place}-compare')}"]
-        rows.append(("which one is better: one run cannot tell", shlex.join(["poise", "compare", *words])))
+    words = [f"regulator={other}", f"run={place}-{other}"]
+    rows.append(("another method", shlex.join(["poise", "train", settings, *words])))
+    words = [f"regulator={config.regulator}; {other}", "seeds=6", f"run={place}-compare"]
+    if config.evaluation.problems < HELD_OUT:
+        words.append(f"evaluation.problems={HELD_OUT}")
+    rows.append(("which one is better: one run cannot tell", shlex.join(["poise", "compare", settings, *words])))
     return [line for purpose, command in rows for line in (f"# {purpose}", command)]

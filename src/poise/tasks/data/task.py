@@ -53,25 +53,29 @@ class Data:
     """Your own questions: a file of them, and a reward function that scores the answers.
 
     ``file`` is jsonl, json, csv or parquet, a folder that ``datasets`` saved, or a hub id. ``reward`` is the name of a
-    built-in reward, ``file.py:name``, a dotted path, or a list of these. ``question`` and ``answer`` name columns;
-    without them, common names are looked for. All columns reach the reward. ``template`` makes the user's message of a
-    question: ``{question}``, or any column in braces, stands for its value. ``test_file`` holds the held-out problems;
-    without one, ``held_out`` is the share that is chosen for it, by a hash of the question.
+    built-in reward, ``file.py:name``, a dotted path, or a list of these, with ``reward_weights`` (default: 1 each). A
+    call that hangs is cut off after ``reward_timeout`` seconds; with ``reward_quick`` rewards run in the trainer's own
+    process, where nothing can cut them off. ``question`` and ``answer`` name columns; without them, common names are
+    looked for. All columns reach the reward. ``difficulty`` is a column for whose values accuracy is shown apart.
+    ``system`` is a system message before the question. ``template`` makes the user's message of a question:
+    ``{question}``, or any column in braces, stands for its value. ``test_file`` holds the held-out problems; without
+    one, ``held_out`` is the share that is chosen for it, by a hash of the question. ``split`` is that of a hub id, or
+    of a folder that has several.
     """
 
     file: str
     reward: Any = ()
-    reward_weights: Sequence[float] | None = None  # one for each reward; without them, 1 each
-    reward_timeout: float = 30.0  # seconds until a call that hangs is cut off
-    reward_quick: bool = False  # rewards run in the trainer's own process, where nothing can cut them off
+    reward_weights: Sequence[float] | None = None
+    reward_timeout: float = 30.0
+    reward_quick: bool = False
     question: str | None = None
     answer: str | None = None
-    difficulty: str | None = None  # a column: accuracy is shown for each of its values
-    system: str | None = None  # a system message before the question
+    difficulty: str | None = None
+    system: str | None = None
     template: str = "{question}"
     test_file: str | None = None
     held_out: float = 0.1
-    split: str = "train"  # of a hub id, or of a folder that has several
+    split: str = "train"
 
     name: ClassVar[str] = "data"
     concurrent: ClassVar[bool] = False

@@ -44,7 +44,8 @@ class SearchQA:
 
     ``hops`` is how many passages a question takes: a number, several, or a range. A share ``sums`` of the questions
     that end in a number asks for a multiple of it. Every question has a world of its own with ``size`` things of each
-    of four kinds. ``results`` passages answer a search. ``turns`` is the most replies of an episode.
+    of four kinds. ``results`` passages answer a search. ``turns`` is the most replies of an episode, ``instruction``
+    the text before a question.
     """
 
     hops: int | str | Sequence[int] = "1-3"
@@ -52,7 +53,7 @@ class SearchQA:
     size: int = 8
     results: int = 3
     turns: int = 8
-    instruction: str = INSTRUCTION  # the text before a question
+    instruction: str = INSTRUCTION
 
     name: ClassVar[str] = "search-qa"
     concurrent: ClassVar[bool] = True
