@@ -35,7 +35,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     picture = folder.path / "curve.png"
     lines = with_ends(folder.metrics(), config.task.name, summary["before"], summary["after"])
     title = f"{folder.path}: {config.regulator}"
-    curve(picture, {str(folder.path): lines}, title, "tokens" if config.budget else "step")
+    curve(picture, lines, title, "tokens" if config.budget else "step")
     console.picture(picture)
     console.note(f"curve: {picture}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model")
     for line in conclusion(config, folder, summary, warnings.read(folder)):
