@@ -183,7 +183,7 @@ def test_a_run_that_went_on_past_the_step_where_it_diverged_does_not(page, tmp_p
 
 def test_warnings_of_several_runs_name_them_and_stand_out(page, tmp_path):
     folder = finished(tmp_path / "run")
-    add(folder, RunWarning("no-end-token", 0, "The model has no end token.", "Set eos_token_id."))
+    add(folder, RunWarning("cut-off", 0, "All were cut off.", "Raise rollout.max_tokens."))
     look(page, tmp_path, folder, make_run(tmp_path / "other"), tab="")
     assert page.inner_text("#main > .warnings li") == "run: The model has no end token. Set eos_token_id."
     edge = page.eval_on_selector(".warnings li", "li => getComputedStyle(li).borderLeftColor")
