@@ -105,7 +105,8 @@ def test_diagnose_says_what_it_found_and_leaves_the_model_alone(tmp_path, monkey
     folder = RunFolder.open("runs/diagnose-embedded", resume=False)
     found = folder.read_json("diagnose.json")
     assert found["intervals"] == ["0–0.5", "0.5–0.9", "0.9–1"]
-    assert "Tokens with p in 0–0.5 are" in done.output
+    assert "p in 0–0.5: " in done.output
+    assert all(name in done.output for name in ("grpo", "lopti", "nthr"))
     assert [sentence in done.output for sentence in found["verdict"]] == [True] * len(found["verdict"])
     for each in (found["mean"], *found["batches"]):
         assert sum(each["token_share"]) == pytest.approx(1)
