@@ -123,92 +123,70 @@ TABLE = (
     Entry(
         "fell-apart",
         _fell_apart,
-        lambda run: (
-            f"The model has fallen apart: in step 1 {run.first('rollout/finished', 1)[0]:.0%} of the responses "
-            f"ended, and accuracy was {run.first('reward/accuracy', 1)[0]:.2f}; in the last {run.few} steps hardly any "
-            "response ended or was right."
-        ),
+        lambda run: f"The model has fallen apart: in step 1 {run.first('rollout/finished', 1)[0]:.0%} of the responses "
+        f"ended, and accuracy was {run.first('reward/accuracy', 1)[0]:.2f}; in the last {run.few} steps hardly any "
+        "response ended or was right.",
         _smaller_steps,
         ("accuracy-fell", "no-spread", "entropy", "cut-off", "all-wrong"),
     ),
     Entry(
         "cut-off",
         _cut_off,
-        lambda run: (
-            f"{1 - _mean(run.last('rollout/finished')):.0%} of the last responses were cut off at "
-            f"rollout.max_tokens={run.config.rollout.max_tokens}, before they could answer."
-        ),
-        lambda run: (
-            f"Raise rollout.max_tokens (to {2 * run.config.rollout.max_tokens}, say), or ask for shorter "
-            "answers in the prompt. A model without a chat template or an end token (eos_token_id in its "
-            "generation_config.json) does not know when to stop: take an instruction-tuned one."
-        ),
+        lambda run: f"{1 - _mean(run.last('rollout/finished')):.0%} of the last responses were cut off at "
+        f"rollout.max_tokens={run.config.rollout.max_tokens}, before they could answer.",
+        lambda run: f"Raise rollout.max_tokens (to {2 * run.config.rollout.max_tokens}, say), or ask for shorter "
+        "answers in the prompt. A model without a chat template or an end token (eos_token_id in its "
+        "generation_config.json) does not know when to stop: take an instruction-tuned one.",
         ("all-wrong", "no-spread"),
     ),
     Entry(
         "all-wrong",
         _all_wrong,
-        lambda run: (
-            f"No response has been right since the run began, in {len(run.lines)} steps"
-            + (": all rewards are equal, and nothing is learned." if run.no_spread else "; only their rewards differ.")
-        ),
-        lambda run: (
-            f"Read some: {shlex.join(['poise', 'report', run.config.run])}. Are they wrong? Take easier "
-            "problems, an instruction-tuned model, or a larger group=. Are they right? Then the reward cannot read them: "
-            "show the form of the answer in the prompt, or fix the reward (docs/rewards.md); a response counts as right "
-            "from a reward of 1.0, or the reward's correct_at."
-        ),
+        lambda run: f"No response has been right since the run began, in {len(run.lines)} steps"
+        + (": all rewards are equal, and nothing is learned." if run.no_spread else "; only their rewards differ."),
+        lambda run: f"Read some: {shlex.join(['poise', 'report', run.config.run])}. Are they wrong? Take easier "
+        "problems, an instruction-tuned model, or a larger group=. Are they right? Then the reward cannot read them: "
+        "show the form of the answer in the prompt, or fix the reward (docs/rewards.md); a response counts as right "
+        "from a reward of 1.0, or the reward's correct_at.",
         ("no-spread",),
     ),
     Entry(
         "no-spread",
         _no_spread,
-        lambda run: (
-            f"In the last {run.few} steps nearly all groups had equal rewards: their advantages are 0, and "
-            "nothing is learned from them."
-        ),
-        lambda run: (
-            "Take problems that the model solves sometimes but not always. If few are right, also raise group= "
-            f"(from {run.config.group} to {2 * run.config.group}, say) or rollout.temperature= "
-            f"(now {run.config.rollout.temperature:g}). If all are right from the start, check that the reward does not "
-            "accept wrong answers."
-        ),
+        lambda run: f"In the last {run.few} steps nearly all groups had equal rewards: their advantages are 0, and "
+        "nothing is learned from them.",
+        lambda run: "Take problems that the model solves sometimes but not always. If few are right, also raise group= "
+        f"(from {run.config.group} to {2 * run.config.group}, say) or rollout.temperature= "
+        f"(now {run.config.rollout.temperature:g}). If all are right from the start, check that the reward does not "
+        "accept wrong answers.",
         ("entropy",),
     ),
     Entry(
         "no-steps",
         _no_steps,
-        lambda run: (
-            f"The optimizer took no step in the last {run.few} steps, although rewards differ: the weight of "
-            f"every token is 0 (regulator={run.config.regulator})."
-        ),
+        lambda run: f"The optimizer took no step in the last {run.few} steps, although rewards differ: the weight of "
+        f"every token is 0 (regulator={run.config.regulator}).",
         lambda _: "Change the regulator's settings: poise diagnose shows the weights; regulator=grpo has weight 1.",
     ),
     Entry(
         "entropy",
         _entropy_collapsed,
-        lambda run: (
-            f"The entropy has collapsed, from {_mean(run.first('rollout/entropy', run.few)):.2g} to "
-            f"{_mean(run.last('rollout/entropy')):.2g}: responses to a prompt are nearly the same, and there is little "
-            "left to compare."
-        ),
-        lambda run: (
-            f"Begin again with a smaller optim.lr ({run.config.optim.lr / 4:.2g}), or with "
-            "objective.clip_high=0.28, or with objective.entropy_coef=0.001."
-        ),
+        lambda run: f"The entropy has collapsed, from {_mean(run.first('rollout/entropy', run.few)):.2g} to "
+        f"{_mean(run.last('rollout/entropy')):.2g}: responses to a prompt are nearly the same, and there is little "
+        "left to compare.",
+        lambda run: f"Begin again with a smaller optim.lr ({run.config.optim.lr / 4:.2g}), or with "
+        "objective.clip_high=0.28, or with objective.entropy_coef=0.001.",
         ("no-spread",),
     ),
     Entry(
         "accuracy-fell",
         _accuracy_fell,
-        lambda run: (
-            f"Training undoes itself: accuracy was {run.best()[0]:.2f} up to step {run.best()[1]}, and has "
-            f"been {_mean(run.last('reward/accuracy')):.2f} over the last {run.few} steps."
-        ),
+        lambda run: f"Training undoes itself: accuracy was {run.best()[0]:.2f} up to step {run.best()[1]}, and has "
+        f"been {_mean(run.last('reward/accuracy')):.2f} over the last {run.few} steps.",
         _smaller_steps,
         ("no-spread", "entropy", "cut-off"),
     ),
-)
+)  # fmt: skip
 
 
 def found(run: Progress, said: Sequence[str] = ()) -> list[Entry]:
