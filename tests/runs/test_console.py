@@ -154,7 +154,6 @@ def test_what_a_model_wrote_cannot_act_on_the_terminal(capsys, terminal):
         out.samples_table([sample])
         out.note(NASTY)
         out.table([{NASTY: NASTY}])
-        out.before_after_table([{"name": NASTY, "before": NASTY, "after_ci": NASTY}])
     for text in (plain, shown_on(terminal)):
         assert not set(text) & set("\x1b\x07\x9b\u202e\b\0\ud800")
         assert "\\x1b[2J" in text
@@ -239,19 +238,9 @@ def test_tables(capsys, terminal):
     assert capsys.readouterr().out == "name       n        p\n漢字       3\nar lopti  12  0.03126\n"
     Console(1).table([])
     assert capsys.readouterr().out == ""
-    rows = [
-        {"name": "3 people", "before": 0.1, "before_ci": (0.08, 0.12), "after": 0.52, "after_ci": 0.03, "change": 0.42},
-        {"name": "8 people", "before": 0, "after": None, "after_ci": "n/a"},
-    ]
-    Console(1).before_after_table(rows)
-    assert capsys.readouterr().out.splitlines() == [
-        "          before                after          change",
-        "3 people  0.100 [0.080, 0.120]  0.520 ± 0.030  +0.420",
-        "8 people  0.000                 n/a",
-    ]
     with Console(1, file=terminal) as out:
-        out.before_after_table(rows)
-    assert "0.100 [0.080, 0.120]" in shown_on(terminal)
+        out.table([{"": "3 people", "before": "0.100 [0.080, 0.120]"}])
+    assert "3 people  0.100 [0.080, 0.120]" in shown_on(terminal)
 
 
 # The picture
