@@ -21,18 +21,14 @@ STUDIES = Path(__file__).parents[1]
 
 
 def recorded() -> Iterator[tuple[str, Progress]]:
-    """The curves of three studies; settings that they do not tell are the demo's."""
-    config = configs.load("demo", ["evaluation.problems=512", "evaluation.every=1", "evaluation.samples=2"])
+    """The curves of two studies; settings that they do not tell are the demo's."""
+    config = configs.load("demo")
     for name, study in json.loads((STUDIES / "learning/learning.json").read_text())["studies"].items():
-        yield name, Progress(config, study["curve"], before=study["before"]["accuracy"])
+        yield name, Progress(config, study["curve"])
     for arm, seeds in json.loads((STUDIES / "rltr/rltr.json").read_text())["runs"].items():
         for seed, run in seeds.items():
             rows = zip(*run["metrics"].values(), strict=True)
             yield f"{arm} {seed}", Progress(config, [dict(zip(run["metrics"], row, strict=True)) for row in rows])
-    for arm, seeds in json.loads((STUDIES / "erl/erl.json").read_text())["arms"].items():
-        for seed, run in seeds.items():
-            (_, before), *later = run["held_out"]
-            yield f"{arm} {seed}", Progress(config, [{"eval/x/avg@2": value} for _, value in later], before=before)
 
 
 def in_folders(paths: list[str]) -> Iterator[tuple[str, Progress]]:
@@ -40,8 +36,7 @@ def in_folders(paths: list[str]) -> Iterator[tuple[str, Progress]]:
     for path in sorted(found for place in paths for found in Path(place).rglob("metrics.jsonl")):
         folder = RunFolder.open(path.parent, resume=False)
         config = restore(folder.config, source=str(folder.path))
-        before = folder.read_json("before.json") or {}
-        yield str(folder.path), Progress(config, folder.metrics(), before=before.get("accuracy"))
+        yield str(folder.path), Progress(config, folder.metrics())
 
 
 def main() -> None:

@@ -146,7 +146,7 @@ class Trainer:
                 raise
             if ending:
                 report.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
-            report.begin(done, self.tokens, self.policy)
+            report.begin(done, self.tokens)
             try:
                 done = done if ending or reached else self._take_steps(done, report, stopper, evaluations)
                 after = evaluations.after()

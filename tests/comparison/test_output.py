@@ -1,9 +1,7 @@
 """The files of a comparison, the table in the terminal, and the page in a real browser."""
 
 import csv
-import io
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -61,29 +59,6 @@ def test_the_terminal(written, capsys):
     assert "baseline" in text
     assert "The smallest difference that ten seeds would find" in text
     assert "\x1b[2J" not in text
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 120, 160])
-def test_a_terminal_of_any_width_shows_whole_numbers(monkeypatch, width):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(width))
-    document = analyse([made_arm("grpo", 0.0), made_arm("ar | lopti, objective.clip_high=0.28", -0.2)], "grpo")
-    terminal = Terminal()
-    with Console(0, file=terminal) as console:
-        output.show(document | {"verdict": []}, console)
-    text = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
-    for shown in map(output._shown, document["arms"]):
-        assert shown["accuracy"] in text
-        assert shown["difference"] in text
-    assert "…" not in text
-    assert "tokens" not in text or width > 100
-    if width >= 80:
-        assert max(map(len, text.splitlines())) <= width
-        assert "seeds" in text
 
 
 def test_the_page(page, written):

@@ -36,6 +36,7 @@ REFUSED = [
     ("lopti", {"fp16": True, "max_grad_norm": 0} | TWO, "max_grad_norm"),
     ("nthr", {}, "pass correct="),
     ("lopty", {}, "did you mean 'lopti'"),
+    ("constant(weight=0)", {}, "every token the weight 0"),
 ]  # fmt: skip
 
 

@@ -1,6 +1,5 @@
-"""``poise diagnose``, ``poise report`` and ``poise tokens``, as a person calls them."""
+"""``poise diagnose`` and ``poise report``, as a person calls them."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -17,10 +16,9 @@ from poise.engines.hf import CachedEngine
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import load_policy
 from poise.reports.diagnose import PolicyLoop, diagnose, sample
-from poise.reports.terminal import SHADES, extremes, shaded
 from poise.runs.folder import RunFolder
 from support.heads import SURROGATES
-from support.run_folders import WORDS, make_run, response
+from support.run_folders import make_run
 from support.twice import Twice
 
 SMALL = ["prompts=3", "group=4", "rollout.max_tokens=60"]
@@ -30,7 +28,7 @@ def call(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("command", ["diagnose", "report", "tokens"])
+@pytest.mark.parametrize("command", ["diagnose", "report"])
 def test_help_shows_examples(command):
     assert command in call("--help").output
     assert f"poise {command} " in call(command, "--help").output
@@ -107,7 +105,8 @@ def test_diagnose_says_what_it_found_and_leaves_the_model_alone(tmp_path, monkey
     folder = RunFolder.open("runs/diagnose-embedded", resume=False)
     found = folder.read_json("diagnose.json")
     assert found["intervals"] == ["0–0.5", "0.5–0.9", "0.9–1"]
-    assert "Tokens with p in 0–0.5 are" in done.output
+    assert "p in 0–0.5: " in done.output
+    assert all(name in done.output for name in ("grpo", "lopti", "nthr"))
     assert [sentence in done.output for sentence in found["verdict"]] == [True] * len(found["verdict"])
     for each in (found["mean"], *found["batches"]):
         assert sum(each["token_share"]) == pytest.approx(1)
@@ -155,8 +154,6 @@ def test_a_diagnosis_of_dialogues_tells_turns_apart(tmp_path, embedded, monkeypa
         first = max(spoke if at >= spoke else 0, at - 12)
         assert suspect["before"] == policy.decode(arrays["id"][begin + first : begin + at].tolist())
     assert later
-    shown = call("tokens", folder.path).output
-    assert "\n  │  Are you sure? <|end|>" in shown
 
 
 def test_steps_have_no_momentum_and_do_not_shrink_with_the_warm_up(tmp_path, embedded, monkeypatch):
@@ -211,8 +208,7 @@ def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
         (("eval", "early"), "early has no checkpoint yet; go on with: poise train --resume"),
         (("train", "demo", *SMALL, "model=early", "run=next"), "early has no checkpoint yet"),
         (("report", "damaged", "--out", "early"), "--out early is a folder"),
-        (("report", "damaged"), "damaged"),
-        (("tokens", "damaged", "--step", 2), "a file of the run is damaged"),
+        (("report", "damaged"), "a file of the run is damaged"),
     ):
         done = call(*arguments)
         assert done.exit_code == 1, done.output
@@ -226,7 +222,6 @@ def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
         (["--intervals", "0.5,0.2"], "rise from 0 to 1"),
         (["--regulator", "lopty"], "did you mean 'lopti'"),
         (["task.name=kx"], "unknown task 'kx'"),
-        (["--task", "kk"], "--task: write task.name=kk"),
         (["regulator=ar"], "with --regulator"),
         (["promps=3"], "promps"),
     ],
@@ -251,49 +246,3 @@ def test_reports_of_one_run_and_of_two(tmp_path, monkeypatch):
     missing = call("report", "nowhere")
     assert missing.exit_code == 1
     assert "there is no run in nowhere" in missing.output + missing.stderr
-
-
-def test_tokens_in_the_terminal(tmp_path):
-    hostile = {**WORDS, 0: "\x1b[2J\x07[bold]"}
-    folder = make_run(
-        tmp_path / "run", steps=(1, 3), texts=hostile, records=[response(1, 0, prompt="\x1b]0;x\x07 ask")] * 2
-    )
-    done = call("tokens", folder.path, "--step", 1, "--by", "gradient", "--response", 1)
-    assert done.exit_code == 0, done.output
-    assert "step 1, response 1" in done.output
-    assert "\x1b[2J" not in done.output
-    assert "\x07" not in done.output
-    assert "\\x1b]0;x\\x07 ask" in done.output
-    for wrong, said in (
-        (("--step", 2), "recorded are 1, 3"),
-        (("--by", "wait"), "did you mean 'weight'"),
-        (("--by", "change"), "weight"),
-        (("--response", 9), "2 responses"),
-    ):
-        failed = call("tokens", folder.path, *wrong)
-        assert failed.exit_code == 1
-        assert said in failed.output + failed.stderr
-
-
-def test_shades_are_as_strong_as_the_values_are_far():
-    tokens = {
-        "id": torch.tensor([0, 1, 2]), "logp": torch.tensor([0.0, -0.5, -3.0]), "entropy": torch.rand(3),
-        "advantage": torch.tensor([2.0, 2.0, 2.0]), "weight/low": torch.tensor([1.0, 0.5, 2.0]),
-        "nthr": torch.tensor([torch.nan, 1.0, -1.0]),
-    }  # fmt: skip
-    texts = {0: "a", 1: "b", 2: "c"}
-    assert SHADES["gradient"][0](tokens).tolist() == pytest.approx([0, 1 - 0.60653066, 4 * (1 - 0.04978707)])
-
-    def spans(by):
-        return {span.start: span.style.bgcolor.triplet for span in shaded(tokens, texts, by).spans if span.style}
-
-    weight = spans("weight")
-    assert weight.keys() == {1, 2}  # 1 is not shaded
-    assert weight[1].blue > weight[1].red  # below 1: cool
-    assert weight[2].red > weight[2].blue
-    probability = spans("probability")
-    assert probability[2].blue < probability[1].blue
-    assert spans("nthr").keys() == {1, 2}
-    assert [row["place"] for row in extremes(tokens, texts, "gradient", 2)] == [3, 2]
-    assert json.dumps(extremes(tokens, texts, "weight", 3))
-    assert shaded(tokens, texts, "weight", [(1, "no\nentry\x1b[2J")]).plain == "a\n  │ no\n  │ entry\\x1b[2J\nbc"

@@ -50,8 +50,8 @@ def test_the_report_opens_with_what_was_reached(page, tmp_path):
     assert page.locator("nav [aria-selected=true]").inner_text() == "result"
     assert page.inner_text(".headline") == ("0.353 → 0.575 avg@4 on 300 held-out problems · greedy 0.683 → 0.660")
     assert page.locator(".verdict li").all_inner_texts() == [
-        "learned: avg@4 rose from 0.353 to 0.575, pass@4 rose from 0.653 to 0.875, by more than the 95 % intervals",
-        "not learned: greedy accuracy 0.683 → 0.660 (by the 95 % intervals, no gain of 5 points)",
+        "rose: avg@4 0.353 → 0.575, pass@4 0.653 → 0.875",
+        "no clear change, the 95 % intervals overlap: greedy 0.683 → 0.660",
     ]
     assert [row[:5] for row in cells(page)] == [
         ["avg@4", "0.353 [0.313, 0.393]", "0.575 [0.535, 0.615]", "+0.222", "apart"],
@@ -123,7 +123,7 @@ def test_results_of_two_runs_stand_below_each_other(page, tmp_path):
         ["avg@4", "one", "+0.222"], ["", "two", "+0.247"], ["pass@4", "one", "+0.222"],
     ]  # fmt: skip
     assert ["regulator", "grpo", "ar"] in cells(page, 2)
-    assert page.locator(".verdict li").nth(2).inner_text().startswith("two: learned: avg@4 rose from 0.353 to 0.600")
+    assert page.locator(".verdict li").nth(2).inner_text().startswith("two: rose: avg@4 0.353 → 0.600")
     dashed = page.locator(".legend button:has(i.dashed)").all_inner_texts()
     assert [text.partition(" · ")[2].split()[0] for text in dashed] == ["pass@4", "greedy", "accuracy"] * 2
 
@@ -183,9 +183,9 @@ def test_a_run_that_went_on_past_the_step_where_it_diverged_does_not(page, tmp_p
 
 def test_warnings_of_several_runs_name_them_and_stand_out(page, tmp_path):
     folder = finished(tmp_path / "run")
-    add(folder, RunWarning("no-end-token", 0, "The model has no end token.", "Set eos_token_id."))
+    add(folder, RunWarning("cut-off", 0, "All were cut off.", "Raise rollout.max_tokens."))
     look(page, tmp_path, folder, make_run(tmp_path / "other"), tab="")
-    assert page.inner_text("#main > .warnings li") == "run: The model has no end token. Set eos_token_id."
+    assert page.inner_text("#main > .warnings li") == "run: All were cut off. Raise rollout.max_tokens."
     edge = page.eval_on_selector(".warnings li", "li => getComputedStyle(li).borderLeftColor")
     assert edge == "rgb(213, 94, 0)"
 

@@ -1,31 +1,17 @@
 """The watch server, over real sockets on this machine's loopback."""
 
-import errno
-import resource
 import socket
-import subprocess
-import sys
 import threading
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
 
 from poise.reports.html import serve
-from poise.reports.html import server as module
 from support.run_folders import make_run
 
 PATIENCE = 60  # seconds: only so that a test that fails ends
-
-
-@contextmanager
-def running(paths):
-    server = serve(paths)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
 
 
 def connect(url):
@@ -137,48 +123,6 @@ def test_a_client_that_goes_away_leaves_no_traceback(served, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_the_server_hangs_up_on_clients_that_send_no_request(served, monkeypatch):
-    monkeypatch.setattr(module, "REQUEST_WITHIN", 3600.0)
-    monkeypatch.setattr(module, "GRACE", 0.1)  # how often a connection looks at the limit
-    _, url = served
-    with ExitStack() as stack:
-        silent = [stack.enter_context(closing(connect(url))) for _ in range(30)]
-        for number, connection in enumerate(silent):
-            connection.sendall(b"GET /stamp HTTP/1.1\r\nHost: localhost\r\n"[: 2 * number])
-        assert status(send(url, get("/stamp", "localhost"))) == 200
-        monkeypatch.setattr(module, "REQUEST_WITHIN", 0.1)
-        assert all(b" 200 " not in read(connection) for connection in silent)
-
-
-def test_a_slow_trickle_of_headers_does_not_keep_a_connection(served, monkeypatch):
-    monkeypatch.setattr(module, "REQUEST_WITHIN", 0.5)
-    with closing(connect(served[1])) as connection:
-        connection.sendall(b"GET /stamp HTTP/1.1\r\n")
-        connection.settimeout(0.05)
-        hung_up = False
-        for number in range(PATIENCE * 20):
-            try:
-                connection.sendall(b"X-%d: a\r\n" % (number % 10))
-                hung_up = connection.recv(100) == b""
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                hung_up = True
-            if hung_up:
-                break
-        assert hung_up
-
-
-def test_silent_clients_that_take_all_connections_make_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "CONNECTIONS", 4)
-    monkeypatch.setattr(module, "REQUEST_WITHIN", 3600.0)
-    monkeypatch.setattr(module, "GRACE", 0.5)
-    with running([make_run(tmp_path / "run", steps=(1,)).path]) as url, ExitStack() as stack:
-        silent = [stack.enter_context(closing(connect(url))) for _ in range(12)]
-        assert status(send(url, get("/stamp", "localhost"))) == 200
-        assert read(silent[0]) == b""
-
-
 def test_200_clients_at_once_are_all_connected_and_answered(tmp_path):
     server = serve([make_run(tmp_path / "run", steps=(1,)).path])
     url = f"http://127.0.0.1:{server.server_port}"
@@ -190,40 +134,6 @@ def test_200_clients_at_once_are_all_connected_and_answered(tmp_path):
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         stack.callback(server.shutdown)
         assert [status(read(client)) for client in clients] == [200] * 200
-
-
-def test_where_no_connection_can_be_accepted_the_server_pauses(tmp_path, monkeypatch):
-    server = serve([make_run(tmp_path / "run", steps=(1,)).path])
-
-    def accept(_):
-        raise OSError(errno.EMFILE, "too many open files")
-
-    pauses = []
-    monkeypatch.setattr(module.ThreadingHTTPServer, "get_request", accept)
-    monkeypatch.setattr(module.time, "sleep", pauses.append)
-    for _ in range(3 * module.CONNECTIONS):  # and no connection is lost to it
-        server._handle_request_noblock()
-    assert pauses == [module.PAUSE] * 3 * module.CONNECTIONS
-    server.server_close()
-
-
-def test_a_low_limit_of_descriptors(tmp_path):
-    run = make_run(tmp_path / "run", steps=(1,)).path
-    soon = "from poise.reports.html import server; server.GRACE = 0.2; from poise.__main__ import main; main()"
-    command = [sys.executable, "-c", soon, "report", "--watch", str(run)]
-    few = (40, 40)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few),
-    ) as process, ExitStack() as stack:  # fmt: skip
-        stack.callback(process.kill)
-        url = process.stdout.readline().split()[0]
-        for _ in range(40):
-            stack.enter_context(closing(connect(url)))
-        for path in ("/index", "/block/0/1/0"):
-            assert status(send(url, get(path, "localhost"))) == 200
-        process.kill()
-        assert process.stderr.read() == ""
 
 
 def test_the_server_outlives_a_step_that_cannot_be_read(served, capfd):

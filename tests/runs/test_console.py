@@ -154,7 +154,6 @@ def test_what_a_model_wrote_cannot_act_on_the_terminal(capsys, terminal):
         out.samples_table([sample])
         out.note(NASTY)
         out.table([{NASTY: NASTY}])
-        out.before_after_table([{"name": NASTY, "before": NASTY, "after_ci": NASTY}])
     for text in (plain, shown_on(terminal)):
         assert not set(text) & set("\x1b\x07\x9b\u202e\b\0\ud800")
         assert "\\x1b[2J" in text
@@ -239,19 +238,9 @@ def test_tables(capsys, terminal):
     assert capsys.readouterr().out == "name       n        p\n漢字       3\nar lopti  12  0.03126\n"
     Console(1).table([])
     assert capsys.readouterr().out == ""
-    rows = [
-        {"name": "3 people", "before": 0.1, "before_ci": (0.08, 0.12), "after": 0.52, "after_ci": 0.03, "change": 0.42},
-        {"name": "8 people", "before": 0, "after": None, "after_ci": "n/a"},
-    ]
-    Console(1).before_after_table(rows)
-    assert capsys.readouterr().out.splitlines() == [
-        "          before                after          change",
-        "3 people  0.100 [0.080, 0.120]  0.520 ± 0.030  +0.420",
-        "8 people  0.000                 n/a",
-    ]
     with Console(1, file=terminal) as out:
-        out.before_after_table(rows)
-    assert "0.100 [0.080, 0.120]" in shown_on(terminal)
+        out.table([{"": "3 people", "before": "0.100 [0.080, 0.120]"}])
+    assert "3 people  0.100 [0.080, 0.120]" in shown_on(terminal)
 
 
 # The picture
@@ -264,12 +253,12 @@ def test_curve(tmp_path):
     path = tmp_path / "plots" / "curve.png"
     odd = [{"step": i, "reward/mean": value} for i, value in enumerate(["x", [1], 10**400, True, math.nan, 1.0])]
     for case in (metrics, metrics[:1], [], [{"step": 1, "eval/$a_/avg@1": 0.5}], odd):
-        curve(path, {"run": case}, "AR $ with_ a stray \\dollar $")
+        curve(path, case, "AR $ with_ a stray \\dollar $")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in path.parent.iterdir()] == ["curve.png"]
 
 
-def test_curves_of_several_runs_over_every_axis(tmp_path, monkeypatch):
+def test_curves_over_every_axis(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda _, x, y, **style: drawn.append((x, y, style.get("label"))))
     lines = [
@@ -282,10 +271,9 @@ def test_curves_of_several_runs_over_every_axis(tmp_path, monkeypatch):
     expected = {"step": ([1, 3], [0, 3]), "tokens": ([100, 300], [0, 300]), "seconds": ([2.0, 4.5], [0, 4.5])}
     for axis, (training, held_out) in expected.items():
         drawn.clear()
-        curve(tmp_path / "curve.png", {"a": lines, "b": [{"step": 1, "reward/mean": 1.0}]}, "two", axis)
-        assert (training, [0.5, 0.7], "a: training reward") in drawn
-        assert (held_out, [0.1, 0.4], "a: held-out kk/avg@2") in drawn
-        assert (([1], [1.0], "b: training reward") in drawn) == (axis == "step")  # b has no other axis
+        curve(tmp_path / "curve.png", lines, "one", axis)
+        assert (training, [0.5, 0.7], "training reward") in drawn
+        assert (held_out, [0.1, 0.4], "held-out kk/avg@2") in drawn
     assert x_values([{"step": 1, "tokens/total": "x", "time/step": None}], "tokens") is None
 
 

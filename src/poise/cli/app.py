@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from poise import __version__
-from poise.cli import chat, compare, diagnose, doctor, evaluate, look, publish, runs, tasks, train
-from poise.cli.spelling import Command
+from poise.cli import compare, diagnose, doctor, evaluate, publish, report, runs, tasks, train
 
 
 def _version(asked: bool) -> None:
@@ -35,22 +34,19 @@ def build() -> typer.Typer:
     """The whole command line."""
     app = _group("Reinforcement learning with verifiable rewards, token by token.", no_args_is_help=True)
     app.callback()(_main)
-    app.command("train", cls=Command)(train.train)
-    app.command("compare", cls=Command)(compare.compare)
-    app.command("eval", cls=Command)(evaluate.evaluate)
-    app.command("diagnose", cls=Command)(diagnose.diagnose)
-    app.command("report")(look.report)
-    app.command("tokens")(look.tokens)
+    app.command("train")(train.train)
+    app.command("compare")(compare.compare)
+    app.command("eval")(evaluate.evaluate)
+    app.command("diagnose")(diagnose.diagnose)
+    app.command("report")(report.report)
     app.command("runs")(runs.runs)
-    app.command("chat", cls=Command)(chat.chat)
     app.command("export")(publish.export)
     app.command("push")(publish.push)
     about_tasks = _group("List the tasks, or show a problem of one.", invoke_without_command=True)
     about_tasks.callback()(tasks.list_tasks)
-    about_tasks.command("show", cls=Command)(tasks.show)
+    about_tasks.command("show")(tasks.show)
     app.add_typer(about_tasks, name="tasks")
-    about_frameworks = _group("Check whether poise works inside TRL or verl.", no_args_is_help=True)
-    about_frameworks.command("trl")(doctor.trl)
+    about_frameworks = _group("Check whether poise works inside verl.", no_args_is_help=True)
     about_frameworks.command("verl")(doctor.verl)
     app.add_typer(about_frameworks, name="doctor")
     return app

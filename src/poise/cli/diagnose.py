@@ -47,7 +47,8 @@ def diagnose(
         from poise.config.run_settings import to_diagnose
         from poise.reports.diagnose import METHODS
         from poise.reports.html import write_report
-        from poise.runs.console import visible
+        from poise.reports.verdict import table
+        from poise.runs.console import Console, visible
         from poise.runs.listing import is_run
 
     with explained():
@@ -57,6 +58,8 @@ def diagnose(
         check_folder_is_free(place, "choose another folder with --out")
         measured = _measure(config, model, place, regulator or METHODS, cuts, batches, warmup)
         page = write_report([place], place / "report.html")
+    with Console(0) as console:
+        console.table(table(measured["mean"], measured["intervals"]))
     print("\n".join(f"- {sentence}" for sentence in measured["verdict"]))
     print(f"cut off at {config.rollout.max_tokens} tokens: {measured['cut_off']} of {measured['responses']} responses")
     print(visible(f"\nfigures: {place / 'diagnose.json'}   report: {page}"))

@@ -1,4 +1,4 @@
-"""``poise doctor``: whether poise works inside TRL and verl."""
+"""``poise doctor verl``: whether poise works inside verl."""
 
 from __future__ import annotations
 
@@ -8,27 +8,6 @@ from typing import Annotated
 import typer
 
 from poise.cli.common import Settings, home
-
-
-def trl(
-    args: Settings = None,
-    config: Annotated[
-        Path | None, typer.Option(callback=home, help="A YAML file of settings for TRL's parser.")
-    ] = None,
-) -> None:
-    """Show the installed TRL and the regulators it can train; with a regulator, try it with settings of GRPOConfig.
-
-    Examples:
-
-    - `poise doctor trl`
-    - `poise doctor trl beta=0.04 loss_type=grpo`
-    - `poise doctor trl regulator="ar | lopti" num_iterations=2`
-    - `poise doctor trl --config examples/scale/trl-8gpu.yaml use_vllm=false`
-    """
-    from poise.integrations import doctor
-
-    if not doctor.trl(print, args or [], config):
-        raise typer.Exit(1)
 
 
 def verl(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
@@ -41,7 +40,7 @@ def export(
         if out.name in ("", ".."):
             fail(f"{out}: the model's folder is made anew, so name one; this one can be OUT from the folder above it")
         _write(run, out, out.name, dtype, remote_code)
-    print(visible(f"saved to {out}; try it with: poise chat {shlex.quote(str(out))}"))
+    print(visible(f"saved to {out}"))
 
 
 def push(

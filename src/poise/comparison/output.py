@@ -26,7 +26,6 @@ from poise.reports.html.page import data_element, frame
 from poise.runs.console import Console
 
 Row = dict[str, Any]
-OPTIONAL = ("tokens", "≈ FLOP", "seconds", "greedy", "steps", "seeds")  # left out of a narrow terminal, in this order
 SCRIPTS = ("draw.js", "comparison.js")
 
 
@@ -53,14 +52,14 @@ def write_page(path: str | Path, document: Document) -> None:
 
 
 def show(document: Document, console: Console) -> None:
-    """Print the results as a table, and the verdict."""
-    console.table([_shown(arm) for arm in document["arms"]], optional=OPTIONAL)
+    """Print the results as a table, and the verdict. The page and the CSV have costs too."""
+    console.table([_shown(arm) for arm in document["arms"]])
     for sentence in document["verdict"]:
         console.note(sentence)
 
 
 def _shown(arm: Mapping[str, Any]) -> Row:
-    found, greedy, cost = arm["difference"], arm["scores"].get("greedy"), arm["cost"]
+    found, greedy = arm["difference"], arm["scores"].get("greedy")
     return {
         "arm": arm["name"],
         "seeds": len(arm["seeds"]),
@@ -68,10 +67,6 @@ def _shown(arm: Mapping[str, Any]) -> Row:
         "difference": "baseline" if found is None else _with_interval(found["mean"], found["interval"], signed),
         "p": "" if found is None else "–" if found["mean"] is None else f"{found['p_adjusted']:.2g}",
         "greedy": "–" if greedy is None else points(greedy["mean"]),
-        "tokens": _large(cost["tokens"]),
-        "≈ FLOP": _large(cost["flop"]),
-        "steps": _large(cost["optimizer_steps"]),
-        "seconds": _large(cost["seconds"]),
     }
 
 
@@ -79,12 +74,6 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, text: 
     if value is None:
         return "–"
     return text(value) + (f" [{text(interval[0])}, {text(interval[1])}]" if interval else "")
-
-
-def _large(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if value < 1e6 else f"{value:.2e}"
 
 
 def _arm_row(arm: Mapping[str, Any], baseline: str) -> Row:

@@ -41,15 +41,6 @@ def starting_model(model: str) -> str:
     return named if isinstance(named, str) else model
 
 
-def only_task(model: str) -> Task | None:
-    """The task whose language is all that a model knows, because poise taught it from nothing; None for others."""
-    try:
-        document = _folder_task(starting_model(model))
-        return restore(document).task.build() if document else None
-    except ConfigError:  # its code is not poise's own
-        return None
-
-
 def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool = True) -> Config:
     """The settings of the run in a folder, changed. Code that the run names is loaded only with ``trust``.
 
@@ -81,13 +72,6 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
         document = merge(document, {"evaluation": {"problems": 200} if own else _MEASUREMENT["evaluation"]})
     source = f"the model in {model}" if run is None else f"the run in {run}"
     return _restored(document, {**changes, "model": model}, source, trust=trust, regulator=False)
-
-
-def to_chat(model: str, overrides: Sequence[str], *, instruction: bool = False, trust: bool = False) -> Config:
-    """What ``poise chat`` samples with: those of ``to_evaluate``. Only ``instruction`` needs the model's task."""
-    if named := [] if instruction else [text for text in overrides if text.startswith(("task.", *SHORT_FORMS))]:
-        raise ConfigError([f"{named[0]} changes nothing in a dialogue without --instruction: leave it out"])
-    return to_evaluate(model, [*overrides, *([] if instruction else ["task.name=kk"])], trust=trust)
 
 
 def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
@@ -149,7 +133,7 @@ def _folder_task(model: str) -> Document:
 
 
 def evaluation_keys(task: Any = None) -> list[str]:
-    """The keys that ``poise eval`` and ``poise chat`` take; ``task`` is the group of a task's settings."""
+    """The keys that ``poise eval`` takes; ``task`` is the group of a task's settings."""
     return [*SHORT_KEYS, *SHORT_FORMS, *(key for key in keys({"task": task}) if _evaluated(key))]
 
 

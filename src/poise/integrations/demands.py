@@ -45,7 +45,10 @@ def probe(regulator: Regulator) -> Demands:
     """What the regulator needs on an example batch that has every field, many probabilities, and advantages ±1."""
     try:
         batch = _example_batch()
-        return demands(regulator(batch), batch)
+        phases = regulator(batch)
+        if not any(bool(phase.policy[batch.mask].any()) for phase in phases):
+            raise CannotRegulateError("the regulator gives every token the weight 0, so nothing would be learned")
+        return demands(phases, batch)
     except Exception as error:
         error.add_note("This happened when poise tried the regulator on a small made-up batch, before training.")
         raise

@@ -1,4 +1,4 @@
-"""`poise doctor`: does poise work inside a framework? verl hides the errors of its plugins, so this shows them."""
+"""`poise doctor verl`: has verl loaded poise? verl hides the errors of its plugins, so this shows them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from poise.integrations.demands import CannotRegulateError, probe
-from poise.integrations.doctor_trl import Say, trl, version
 from poise.integrations.verl_checks import LOSS, TESTED, TRAINER, check_config, check_verl
 from poise.regulators import parse
 
 PLUGINS = ("poise", "poise_trainer")  # our entry points in the group verl.plugins
 PACKAGES = ("poise", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
-
-__all__ = ["trl", "verl"]
+Say = Callable[[str], None]
 
 
 def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = None, name: str = "ppo_trainer") -> bool:
     """Report versions and whether verl has loaded poise; with settings, also whether verl and poise accept them."""
     for package in PACKAGES:
-        say(f"{package:14s} {version(package)}")
+        say(f"{package:14s} {_version(package)}")
     try:
         check_verl()
     except (ImportError, CannotRegulateError) as error:
@@ -32,6 +30,13 @@ def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = Non
     if all(live) and (overrides or config_path):
         return _check_settings(say, overrides, config_path, name)
     return all(live)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _loss() -> tuple[str, Any]:

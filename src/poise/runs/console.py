@@ -11,19 +11,17 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from poise.runs.notebook import Notebook, notebook_display
@@ -39,59 +37,35 @@ SHOWN = (  # metric, format
     ("time/tokens_per_s", "{:,.0f} tok/s"),
     ("memory", "{:.1f} GiB at most"),
 )
-NARROWEST = 16  # longer names wrap rather than cost a table another column
 WINDOW = 20  # the last steps, which predict the remaining time
 
 
-class _Lasting(io.TextIOBase):
+class _Lasting:
     """A stream that never raises: its reader may have left (``poise train | head -1``), and the run continues."""
 
     def __init__(self, file: TextIO | None) -> None:
-        self._to = file  # None: closed before poise started
+        self._file = io.StringIO() if file is None else file  # None: closed before poise started
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
     def write(self, text: str) -> int:
         """Write to the stream."""
-        self._try("write", text)
+        self._try(self._file.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Flush the stream."""
-        self._try("flush")
+        self._try(self._file.flush)
 
-    def _try(self, method: str, *args: str) -> None:
+    def _try(self, method: Callable[..., object], *args: str) -> None:
         try:
-            if self._to is not None:
-                getattr(self._to, method)(*args)
-        except OSError as error:
-            if isinstance(
-                error, BrokenPipeError
-            ):  # from now on to /dev/null: the rest of the buffer must not fail at exit
-                with suppress(OSError, ValueError):
-                    null = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(null, self._to.fileno())  # type: ignore[union-attr]
-                    os.close(null)
-        except (ValueError, RuntimeError):  # closed, or a signal handler writes during a write
+            method(*args)
+        except BrokenPipeError:  # from now on to /dev/null: the rest of the buffer must not fail at exit
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self._file.fileno())
+        except (OSError, ValueError, RuntimeError):  # full, closed, or a signal handler writes during a write
             pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._to, name)
-
-    def fileno(self) -> int:
-        """The stream's file descriptor."""
-        if self._to is None:
-            raise io.UnsupportedOperation("fileno")
-        return self._to.fileno()
-
-    def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
-        with suppress(ValueError, AttributeError):
-            return self._to is not None and self._to.isatty()
-        return False
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The stream's encoding."""
-        return getattr(self._to, "encoding", None) or "utf-8"
 
 
 @contextmanager
@@ -177,84 +151,30 @@ class Console:
         if self._notebook:
             self._notebook.picture(path)
 
-    def table(self, rows: Sequence[Mapping[str, Any]], *, optional: Sequence[str] | None = None) -> None:
-        """Print dicts as a table: one column per key, numbers right-aligned.
-
-        With ``optional``, nothing but the first column is ever cut or wrapped on a terminal: if the table is too wide,
-        these columns are left out, one after the other, as far as need be.
-        """
+    def table(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print dicts as a table: one column per key, numbers right-aligned."""
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        if not rows or self.quiet:
-            return
-        if self._rich and optional is not None:
-            columns = self._fitting(rows, columns, optional)
-        cells = [[self._clean(visible(_cell(row.get(key)))) for key in columns] for row in rows]
+        cells = [[visible(_cell(row.get(key))).replace("\n", " ") for key in columns] for row in rows]
+        lines = [[visible(key).replace("\n", " ") for key in columns], *cells]
         right = [all(isinstance(row.get(key, 0.0), int | float) for row in rows) for key in columns]
-        lines = [[part.replace("\n", " ") for part in line] for line in [[visible(c) for c in columns], *cells]]
         widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
-        if self._rich and (optional is None or _framed([min(widths[0], NARROWEST), *widths[1:]]) <= self._rich.width):
-            table = Table(box=box.SIMPLE_HEAD)
-            for i, (column, number) in enumerate(zip(columns, right, strict=True)):
-                title, whole = Text(self._clean(visible(column))), optional is not None and i > 0
-                table.add_column(title, justify="right" if number else "left", no_wrap=whole, overflow="fold")
-            for line in cells:
-                table.add_row(*map(Text, line))
-            self._rich.print(table)
-            return
-        for line in lines:
-            padded = [
-                " " * (width - cell_len(part)) + part if number else part + " " * (width - cell_len(part))
-                for part, width, number in zip(line, widths, right, strict=True)
-            ]
-            self._print("  ".join(padded).rstrip(), wrap=False)
-
-    def _fitting(self, rows: Sequence[Mapping[str, Any]], columns: list[str], optional: Sequence[str]) -> list[str]:
-        """The columns without as many of the optional ones as the terminal has no room for."""
-        assert self._rich
-        widths = {key: max(cell_len(key), *(cell_len(visible(_cell(row.get(key)))) for row in rows)) for key in columns}
-        widths[columns[0]] = min(widths[columns[0]], NARROWEST)
-        for key in optional:
-            if _framed(list(widths.values())) > self._rich.width:
-                widths.pop(key, None)
-        return list(widths)
-
-    def before_after_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print results before and after training. Rows have name, before, before_ci, after, after_ci and change.
-
-        An interval is (low, high), half its width, or text. Missing values stay blank.
-        """
-        shown = []
-        for row in rows:
-            cells = {"": str(row.get("name", ""))}
-            for when in ("before", "after"):
-                cells[when] = " ".join(filter(None, [_fixed(row.get(when)), _interval(row.get(f"{when}_ci"))]))
-            shown.append(cells | {"change": _fixed(row.get("change"), "+")})
-        self.table(shown)
+        for line in lines if rows else []:
+            parts = []
+            for part, width, number in zip(line, widths, right, strict=True):
+                space = " " * (width - cell_len(part))
+                parts.append(space + part if number else part + space)
+            self._print("  ".join(parts).rstrip(), wrap=False)
 
     def samples_table(self, samples: Sequence[Sample], k: int = 3, *, whole: bool = False) -> None:
         """Print ``k`` samples (prompt, completion, reward, correct), from the lowest reward to the highest.
 
-        Long texts are cut in the middle, unless they are wanted ``whole``: then below each other, not in a table.
+        Long texts are cut in the middle, unless they are wanted ``whole``.
         """
-        chosen = across_rewards(samples, k)
-        if not chosen or self.quiet:
-            return
-        texts = [(visible(prompt), visible(completion)) for prompt, completion, _, _ in chosen]
-        if not whole:
-            texts = [(shorten(prompt, 300), shorten(completion, 700)) for prompt, completion in texts]
-        verdicts = [(f"{reward:.2f}", "correct" if correct else "wrong") for _, _, reward, correct in chosen]
-        if self._rich and not whole:
-            table = Table("reward", "", "prompt", "completion", box=box.SIMPLE_HEAD, show_lines=True)
-            for (reward, verdict), (prompt, completion) in zip(verdicts, texts, strict=True):
-                style = "green" if verdict == "correct" else "red"
-                cells = Text(reward), Text(verdict, style), Text(self._clean(prompt)), Text(self._clean(completion))
-                table.add_row(*cells)
-            self._rich.print(table)
-            return
-        for (reward, verdict), (prompt, completion) in zip(verdicts, texts, strict=True):
-            self._print(f"sample  reward {reward}  {verdict}")
-            for name, text in (("prompt", prompt), ("completion", completion)):
-                self._print(f"  {name}:\n    " + text.replace("\n", "\n    "))
+        for prompt, completion, reward, correct in across_rewards(samples, k):
+            self._print(f"sample  reward {reward:.2f}  {'correct' if correct else 'wrong'}")
+            for name, text, characters in (("prompt", prompt, 300), ("completion", completion, 700)):
+                shown = visible(text) if whole else shorten(visible(text), characters)
+                self._print(f"  {name}:\n    " + shown.replace("\n", "\n    "))
 
     def close(self) -> None:
         """Stop the progress bar and restore the terminal."""
@@ -366,22 +286,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _framed(widths: Sequence[int]) -> int:
-    """The width of a table with these columns, each with its margin."""
-    return sum(width + 3 for width in widths) + 1
-
-
 def _cell(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _fixed(value: object, sign: str = "") -> str:
-    return f"{value:{sign}.3f}" if isinstance(value, int | float) else _cell(value)
-
-
-def _interval(value: object) -> str:
-    if isinstance(value, list | tuple) and len(value) == 2:
-        return f"[{_fixed(value[0])}, {_fixed(value[1])}]"
-    return f"± {_fixed(value)}" if isinstance(value, int | float) else _cell(value)

@@ -48,7 +48,7 @@ class Notebook:
         from poise.runs.plots import draw  # imports matplotlib
 
         start, file = time.monotonic(), io.BytesIO()
-        draw({"": self._lines}, "").savefig(file, format="png", dpi=80)
+        draw(self._lines, "").savefig(file, format="png", dpi=80)
         self._show(file.getvalue())
         self._drawn, self._next = len(self._lines), start + (time.monotonic() - start) * PATIENCE
 

@@ -20,33 +20,28 @@ Metrics = Sequence[Mapping[str, Any]]  # RunFolder.metrics()
 Points = list[tuple[float, float]]
 
 
-def curve(path_png: str | Path, runs: Mapping[str, Metrics], title: str, x: str = "step") -> None:
-    """Write a picture of the curves of runs by name."""
+def curve(path_png: str | Path, metrics: Metrics, title: str, x: str = "step") -> None:
+    """Write a picture of a run's curves."""
     with replacing(Path(path_png)) as file:
-        draw(runs, title, x).savefig(file, format="png", dpi=150)
+        draw(metrics, title, x).savefig(file, format="png", dpi=150)
 
 
-def draw(runs: Mapping[str, Metrics], title: str, x: str = "step") -> Figure:
-    """Plot reward, training accuracy and held-out accuracy of runs by name, over steps, sampled tokens or seconds.
+def draw(metrics: Metrics, title: str, x: str = "step") -> Figure:
+    """Plot reward, training accuracy and held-out accuracy of a run over steps, sampled tokens or seconds.
 
-    Training curves appear raw (faint) and smoothed (bold), held-out points (``eval/…avg@…``) raw. A run that has not
-    recorded ``x`` is left out.
+    Training curves appear raw (faint) and smoothed (bold), held-out points (``eval/…avg@…``) raw.
     """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, parse_math=False)
     left, right = figure.subplots(1, 2)
-    several = len(runs) > 1
-    for number, (name, metrics) in enumerate(runs.items()):
-        before, colour = f"{name}: " if several else "", COLOURS[number % len(COLOURS)]
-        _training(left, _points(metrics, "reward/mean", x), before + "training reward", colour)
-        _training(right, _points(metrics, "reward/accuracy", x), before + "training accuracy", colour)
-        keys = sorted({key for record in metrics for key in record if key.startswith("eval/") and "avg@" in key})
-        for i, key in enumerate(keys):
-            own = COLOURS[(number if several else i + 1) % len(COLOURS)]  # a colour is a run, or of one run a curve
-            style = {"color": own, "marker": MARKERS[i % len(MARKERS)], "markersize": 4, "linewidth": 1.2}
-            label = before + "held-out " + key.removeprefix("eval/")
-            right.plot(*_xy(_points(metrics, key, x)), label=label, **style)
+    _training(left, _points(metrics, "reward/mean", x), "training reward")
+    _training(right, _points(metrics, "reward/accuracy", x), "training accuracy")
+    keys = sorted({key for record in metrics for key in record if key.startswith("eval/") and "avg@" in key})
+    for i, key in enumerate(keys):
+        style = {"color": COLOURS[(i + 1) % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        label = "held-out " + key.removeprefix("eval/")
+        right.plot(*_xy(_points(metrics, key, x)), label=label, markersize=4, linewidth=1.2, **style)
     for axes, quantity in ((left, "reward"), (right, "accuracy")):
         _finish(axes, AXES[x], quantity)
     right.set_ylim(-0.02, 1.02)
@@ -67,10 +62,10 @@ def _finish(axes: Any, x: str, y: str) -> None:
         axes.text(0.5, 0.5, "nothing measured", transform=axes.transAxes, ha="center", color="0.5")
 
 
-def _training(axes: Any, points: Points, label: str, colour: str) -> None:
+def _training(axes: Any, points: Points, label: str) -> None:
     if points:
-        axes.plot(*_xy(points), color=colour, alpha=0.25, linewidth=1)
-        axes.plot(*_xy(smooth(points)), color=colour, linewidth=2, label=label)
+        axes.plot(*_xy(points), color=COLOURS[0], alpha=0.25, linewidth=1)
+        axes.plot(*_xy(smooth(points)), color=COLOURS[0], linewidth=2, label=label)
 
 
 def smooth(points: Points) -> Points:

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from poise.algorithms.base import FIRST, Sample
 from poise.config.schema import Config
-from poise.models.policy import Policy
 from poise.runs.console import Console, complain
 from poise.runs.folder import RunFolder
 from poise.runs.trackers import open_trackers
@@ -42,9 +41,9 @@ class Reporter:
         """Show a message."""
         self._console.note(text)
 
-    def begin(self, step: int, tokens: int, policy: Policy) -> None:
+    def begin(self, step: int, tokens: int) -> None:
         """Start the timing: training continues after this step, with so many tokens sampled until then."""
-        self._watch = Watch(self._config, self._folder, policy)
+        self._watch = Watch(self._config, self._folder)
         self._warn(self._watch.new(step))
         self._console.begin(step, tokens)
 

@@ -21,7 +21,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     folder = RunFolder.open(config.run, resume=False)
     measured = summary["before"] is not None and summary["after"] is not None
     if measured:
-        console.before_after_table(_rows(summary))
+        console.table(_rows(summary))
     else:
         console.note("accuracy was not measured (evaluation=off); measure the model with poise eval")
     for when in ("before", "after") if measured else ():
@@ -35,7 +35,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     picture = folder.path / "curve.png"
     lines = with_ends(folder.metrics(), config.task.name, summary["before"], summary["after"])
     title = f"{folder.path}: {config.regulator}"
-    curve(picture, {str(folder.path): lines}, title, "tokens" if config.budget else "step")
+    curve(picture, lines, title, "tokens" if config.budget else "step")
     console.picture(picture)
     console.note(f"curve: {picture}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model")
     for line in conclusion(config, folder, summary, warnings.read(folder)):
@@ -90,17 +90,20 @@ def _key(lines: Sequence[dict[str, Any]], task: str, samples: int) -> str:
     return next(known, f"eval/{task}/{measure}")
 
 
-def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(summary: dict[str, Any]) -> list[dict[str, str]]:
+    """Each measure before and after training, with its 95 % interval."""
     before, after = (without_repeats(summary[when]["table"]) for when in ("before", "after"))
     return [
         {
-            "name": name,
-            "before": before[name]["value"],
-            "before_ci": (before[name]["low"], before[name]["high"]),
-            "after": after[name]["value"],
-            "after_ci": (after[name]["low"], after[name]["high"]),
-            "change": after[name]["value"] - before[name]["value"],
+            "": name,
+            "before": _cell(before[name]),
+            "after": _cell(after[name]),
+            "change": f"{after[name]['value'] - before[name]['value']:+.3f}",
         }
         for name in before
         if name in after
     ]
+
+
+def _cell(row: dict[str, float]) -> str:
+    return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"

@@ -11,14 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, isfinite, sqrt
-from typing import TYPE_CHECKING
 
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
 from poise.runs.warnings import RunWarning, add, read
-
-if TYPE_CHECKING:
-    from poise.models.policy import Policy
 
 STEPS, GROUPS = 5, 40  # a condition waits for so many of both
 NO_SPREAD = 0.95  # share of the responses with advantage 0 from which there is nothing to learn
@@ -26,13 +22,10 @@ NO_SPREAD = 0.95  # share of the responses with advantage 0 from which there is 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a condition looks at: the settings, the model, and the metrics of every step so far."""
+    """What a condition looks at: the settings, and the metrics of every step so far."""
 
     config: Config
     lines: Sequence[Mapping[str, float | None]] = ()
-    chat_template: bool = True  # whether the tokenizer has one
-    end_token: bool = True  # whether there is a token that ends a response
-    before: float | None = None  # held-out accuracy before training
 
     @property
     def few(self) -> int:
@@ -63,13 +56,6 @@ class Progress:
         sums = list(accumulate(values, initial=0.0))
         return max((((sums[i] - sums[i - n]) / n, i) for i in range(n, len(sums))), default=(0.0, 0))
 
-    def held_out(self) -> list[float]:
-        """Held-out accuracy, before training and at each evaluation so far."""
-        every, name = self.config.evaluation.every, f"/avg@{self.config.evaluation.samples}"
-        lines = self.lines[every - 1 :: every] if every else []
-        found = [line[key] for line in lines for key in line if key.startswith("eval/") and key.endswith(name)]
-        return [value for value in (self.before, *found) if value is not None]
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -85,25 +71,16 @@ class Entry:
     covers: tuple[str, ...] = ()
 
 
-def _no_template(run: Progress) -> bool:
-    right, ended = (run.first(name, run.few) for name in ("reward/accuracy", "rollout/finished"))
-    return not run.chat_template and bool(right) and (_mean(right) <= 0.05 or _mean(ended or [1.0]) <= 0.1)
-
-
-def _no_format(run: Progress) -> bool:
-    found = run.last("reward/format")  # 0 or below for a response without it
-    return bool(found) and max(found) == min(found) <= 0 and run.within("reward/accuracy", 0, 0)
-
-
 def _all_wrong(run: Progress) -> bool:
     steps = run.few if run.no_spread else 3 * run.few  # other parts of the reward may come first
     right = run.first("reward/accuracy", steps)
     return bool(right) and max(right) == 0
 
 
-def _all_right(run: Progress) -> bool:
-    right = run.first("reward/accuracy", run.few)
-    return bool(right) and min(right) >= 0.99
+def _no_spread(run: Progress) -> bool:
+    from_the_start = run.first("reward/accuracy", run.few)
+    easy = bool(from_the_start) and min(from_the_start) >= 0.99
+    return run.no_spread and (easy or run.within("reward/accuracy", 0, 0.95))  # right only by now: learned
 
 
 def _no_steps(run: Progress) -> bool:
@@ -117,13 +94,12 @@ def _entropy_collapsed(run: Progress) -> bool:
 
 
 def _accuracy_fell(run: Progress) -> bool:
-    right = run.last("reward/accuracy")
-    return bool(right) and _far_below(_mean(right), run.best()[0], run.few * run.config.prompts)
-
-
-def _held_out_fell(run: Progress) -> bool:
-    right = run.held_out()
-    return len(right) > 1 and _far_below(right[-1], max(right), run.config.evaluation.problems)
+    """Less than two thirds of the best, and by more than chance: four standard errors, at their largest."""
+    right, (best, _) = run.last("reward/accuracy"), run.best()
+    if not right:
+        return False
+    now, problems = _mean(right), run.few * run.config.prompts
+    return now < best * 2 / 3 and best - now > 4 * sqrt(2 * 0.25 / problems)
 
 
 def _fell_apart(run: Progress) -> bool:
@@ -135,11 +111,6 @@ def _cut_off(run: Progress) -> bool:
     return run.within("rollout/finished", 0, 0.1) and run.within("reward/accuracy", 0, 0.05)
 
 
-def _far_below(now: float, best: float, problems: int) -> bool:
-    """Less than two thirds of the best, and by more than chance: four standard errors, at their largest."""
-    return now < best * 2 / 3 and best - now > 4 * sqrt(2 * 0.25 / problems)
-
-
 def _smaller_steps(run: Progress) -> str:
     lr = run.config.optim.lr
     return (
@@ -148,28 +119,7 @@ def _smaller_steps(run: Progress) -> str:
     )
 
 
-def _report(run: Progress) -> str:
-    return shlex.join(["poise", "report", run.config.run])
-
-
 TABLE = (
-    Entry(
-        "no-end-token",
-        lambda run: not run.end_token,
-        lambda run: "The model has no end token: every response goes on to its limit, rollout.max_tokens="
-        f"{run.config.rollout.max_tokens}.",
-        lambda _: "Set eos_token_id in the model's generation_config.json, or take a model that has one.",
-        ("cut-off",),
-    ),
-    Entry(
-        "no-chat-template",
-        _no_template,
-        lambda _: "The tokenizer has no chat template, so the model reads the bare text of the problems, and hardly "
-        "any response is right or ends.",
-        lambda _: "Take an instruction-tuned model, teach this one the form of the answers first, on examples, "
-        "or put a chat_template.jinja into its folder.",
-        ("cut-off", "no-format", "all-wrong", "no-spread"),
-    ),
     Entry(
         "fell-apart",
         _fell_apart,
@@ -177,7 +127,7 @@ TABLE = (
         f"ended, and accuracy was {run.first('reward/accuracy', 1)[0]:.2f}; in the last {run.few} steps hardly any "
         "response ended or was right.",
         _smaller_steps,
-        ("accuracy-fell", "held-out-fell", "no-spread", "entropy", "cut-off", "no-format", "all-wrong"),
+        ("accuracy-fell", "no-spread", "entropy", "cut-off", "all-wrong"),
     ),
     Entry(
         "cut-off",
@@ -185,16 +135,8 @@ TABLE = (
         lambda run: f"{1 - _mean(run.last('rollout/finished')):.0%} of the last responses were cut off at "
         f"rollout.max_tokens={run.config.rollout.max_tokens}, before they could answer.",
         lambda run: f"Raise rollout.max_tokens (to {2 * run.config.rollout.max_tokens}, say), or ask for shorter "
-        "answers in the prompt.",
-        ("no-format", "all-wrong", "no-spread"),
-    ),
-    Entry(
-        "no-format",
-        _no_format,
-        lambda run: f"No response of the last {run.few} steps had the form that the reward asks for, so none could "
-        "be right.",
-        lambda run: f"Read some: {_report(run)}. Show the form in the prompt with an example, take an "
-        "instruction-tuned model, or teach it the form first, on examples.",
+        "answers in the prompt. A model without a chat template or an end token (eos_token_id in its "
+        "generation_config.json) does not know when to stop: take an instruction-tuned one.",
         ("all-wrong", "no-spread"),
     ),
     Entry(
@@ -202,27 +144,21 @@ TABLE = (
         _all_wrong,
         lambda run: f"No response has been right since the run began, in {len(run.lines)} steps"
         + (": all rewards are equal, and nothing is learned." if run.no_spread else "; only their rewards differ."),
-        lambda run: f"Read some: {_report(run)}. Are they wrong? Take easier problems, a better model, "
-        "or a larger group=. Are they right? Then the reward cannot read them: show the form of the answer in the "
-        "prompt, or mend the reward (docs/rewards.md); a response counts as right from a reward of 1.0, or the "
-        "reward's correct_at.",
-        ("no-spread",),
-    ),
-    Entry(
-        "all-right",
-        _all_right,
-        lambda run: f"Nearly every response has been right since the first step ({len(run.lines)} steps): there is "
-        "nothing to learn from these problems.",
-        lambda _: "Take harder problems (task.…=), and check that the reward does not accept wrong answers.",
+        lambda run: f"Read some: {shlex.join(['poise', 'report', run.config.run])}. Are they wrong? Take easier "
+        "problems, an instruction-tuned model, or a larger group=. Are they right? Then the reward cannot read them: "
+        "show the form of the answer in the prompt, or fix the reward (docs/rewards.md); a response counts as right "
+        "from a reward of 1.0, or the reward's correct_at.",
         ("no-spread",),
     ),
     Entry(
         "no-spread",
-        lambda run: run.no_spread and run.within("reward/accuracy", 0, 0.95),
+        _no_spread,
         lambda run: f"In the last {run.few} steps nearly all groups had equal rewards: their advantages are 0, and "
         "nothing is learned from them.",
-        lambda run: f"Raise group= (from {run.config.group} to {2 * run.config.group}, say) or rollout.temperature= "
-        f"(now {run.config.rollout.temperature:g}), or take problems that the model solves sometimes but not always.",
+        lambda run: "Take problems that the model solves sometimes but not always. If few are right, also raise group= "
+        f"(from {run.config.group} to {2 * run.config.group}, say) or rollout.temperature= "
+        f"(now {run.config.rollout.temperature:g}). If all are right from the start, check that the reward does not "
+        "accept wrong answers.",
         ("entropy",),
     ),
     Entry(
@@ -248,15 +184,7 @@ TABLE = (
         lambda run: f"Training undoes itself: accuracy was {run.best()[0]:.2f} up to step {run.best()[1]}, and has "
         f"been {_mean(run.last('reward/accuracy')):.2f} over the last {run.few} steps.",
         _smaller_steps,
-        ("held-out-fell", "no-spread", "entropy", "cut-off", "no-format"),
-    ),
-    Entry(
-        "held-out-fell",
-        _held_out_fell,
-        lambda run: f"Training undoes itself: held-out accuracy was {max(run.held_out()):.2f}, and is "
-        f"{run.held_out()[-1]:.2f} now.",
-        _smaller_steps,
-        ("accuracy-fell", "no-spread", "entropy", "cut-off", "no-format"),
+        ("no-spread", "entropy", "cut-off"),
     ),
 )  # fmt: skip
 
@@ -287,13 +215,11 @@ class Watch:
     ``lines`` are the metrics of the steps so far: append those of a step to them.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, policy: Policy) -> None:
+    def __init__(self, config: Config, folder: RunFolder) -> None:
         self.lines: list[Mapping[str, float | None]] = list(folder.metrics())
         self._folder = folder
         self._said = [warning.name for warning in read(folder)]
-        template, ends = policy.tokenizer.chat_template, policy.end_tokens
-        before = folder.read_json("before.json") or {}
-        self._run = Progress(config, self.lines, bool(template), bool(ends), before.get("accuracy"))
+        self._run = Progress(config, self.lines)
 
     def new(self, step: int) -> list[RunWarning]:
         """The warnings that hold since this step, written down in the run's folder."""

@@ -57,10 +57,10 @@ const result = Object.assign(new Group(), {
       measures.includes("greedy") && el("span", { class: "muted" }, ` · greedy ${ends("greedy")}`));
   },
 
-  // What was learned and what was not, in words, for as many runs as one reads about.
+  // Which measures rose, fell, or neither, for as many runs as one reads about.
   learned() {
     const several = data.runs.length > 1;
-    const lines = data.runs.flatMap((run) => run.learned.map((line) => el("li", { class: line.startsWith(" ") && "more" }, several && !line.startsWith(" ") && `${run.name}: `, line.trim())));
+    const lines = data.runs.flatMap((run) => run.learned.map((line) => el("li", {}, several && `${run.name}: `, line)));
     return data.runs.length <= 3 && lines.length > 0 && el("ul", { class: "verdict" }, lines);
   },
 
