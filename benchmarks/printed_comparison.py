@@ -23,7 +23,7 @@ LINE = re.compile(
     r"accuracy (?P<before>[\d.]+) → (?P<after>[\d.]+), (?P<tokens>[\d,]+) tokens"
 )
 TUNING = 10_000  # the first tuning seed
-FOLDER_ONLY = ("scores", "area", "reach", "fit", "stability", "cost", "curve")  # of the runs that the folder has
+FOLDER_ONLY = ("scores", "stability", "cost", "curve")  # of the runs that the folder has
 
 
 def main() -> None:
