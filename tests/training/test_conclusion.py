@@ -78,7 +78,7 @@ def test_commands_have_the_settings_of_the_run_and_can_be_pasted(tmp_path):
     assert not any(word.startswith(("steps=", "group=")) for word in other)  # as in the recipe
     plan = read_plan("demo", comparison[2:])
     assert [arm.name for arm in plan.arms] == ["ar(alpha=0.3) | lopti", "grpo"]
-    run = plan.seed_runs(3, lambda arm: arm.variants[0])[0].config
+    run = plan.run(plan.arms[0], plan.arms[0].variants[0], 3).config
     assert run.evaluation.problems == 1000
     shared = {"exclude": {"run", "evaluation", "keep_checkpoints"}}
     assert run.model_dump(**shared) == config.model_dump(**shared)

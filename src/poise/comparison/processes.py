@@ -65,19 +65,19 @@ class Processes:
         """The runs that have ended meanwhile, after at most this time."""
         ready = connection.wait([process.sentinel for process in self._running.values()], seconds)
         ended = {number: process for number, process in self._running.items() if process.sentinel in ready}
-        found = []
-        for number, process in ended.items():
-            del self._running[number]
-            process.join()
-            assert process.exitcode is not None
-            found.append(Ended(number, process.exitcode))
-        if any(each.status == LOST for each in found):
+        if any(process.exitcode == LOST for process in ended.values()):
             self._losses += 1
-            if self._losses >= MOST_LOSSES:
+            if self._losses == MOST_LOSSES:
                 raise ServerError(
                     f"the process that starts runs has ended {MOST_LOSSES} times: is there enough memory?"
                 )
-        return [Ended(each.number, worker.STOPPED) if each.status == LOST else each for each in found]
+            ended = dict(self._running)  # which die with their server, and are not to blame
+        found = []
+        for number, process in ended.items():
+            process.join()
+            del self._running[number]
+            found.append(Ended(number, worker.STOPPED if process.exitcode == LOST else process.exitcode or 0))
+        return found
 
     def stop(self) -> None:
         """Ask every run to finish its step and save it."""
