@@ -341,7 +341,7 @@ def main() -> None:
     options.start = options.start and options.start.resolve()
     os.chdir(ROOT)  # where the task's file is found
     start = [*WARMSTART, *(TINY_START if options.tiny else []), *options.warm]
-    with mps.served(runs, print):
+    with mps.served(print):
         study = Study(out, runs, options.seconds)
         model = options.start or study.warm_start(_latest(start), options.warmstart_seconds)
         if not options.only_warmstart:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from poise.comparison.results import RunResult
+from poise.runs.folder import RunFolder
 
 SETTINGS = [
     "steps=6", "prompts=2", "group=2", "task.people=2", "rollout.max_tokens=16", "evaluation.problems=4",
@@ -44,9 +45,11 @@ def table(folder: Path) -> dict[str, Any]:
     """What every run has come to, without times."""
     found = {}
     for path in sorted(folder.glob("arms/*/seed-*")):
-        run = RunResult.read(path)
+        run, files = RunResult.read(path), RunFolder(path)
         scores = [dict(point.scores) for point in run.curve]
-        found[f"{path.parent.name}/{path.name}"] = [run.state, scores, run.per_problem, run.entropy, run.grad_norm]
+        norms = [line["optim/grad_norm"] for line in files.metrics()]
+        problems = files.read_json("problems.json")
+        found[f"{path.parent.name}/{path.name}"] = [run.state, scores, problems, run.entropy, norms]
     return found
 
 

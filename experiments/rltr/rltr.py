@@ -156,10 +156,7 @@ def raw(plan: Plan, arm: PlannedArm) -> dict[int, dict[str, Any]]:
             run, lines = RunResult.read(folder), read_metrics(RunFolder.open(folder, resume=False))
             metrics = {name: [line.get(name) for line in lines] for name in METRICS}
             curve = [[point.step, point.cost.tokens, point.cost.seconds, dict(point.scores)] for point in run.curve]
-            found[seed] = {
-                "state": run.state, "steps": run.steps, "curve": curve, "per_problem": run.per_problem,
-                "metrics": metrics,
-            }  # fmt: skip
+            found[seed] = {"state": run.state, "steps": run.steps, "curve": curve, "metrics": metrics}
     return found
 
 
@@ -196,8 +193,7 @@ def upto(runs: Mapping[int, Mapping[str, Any]], step: int, *, observed: bool = F
             cost = Cost(tokens - observed * extra[0], 0.0, seconds - observed * extra[1])
             curve += [Point(at, cost, scores)] if at <= step else []
         if curve and curve[-1].step == step:
-            problems = tuple(run["per_problem"]) if run["steps"] == step else ()
-            found[seed] = RunResult(seed, "finished", step, step, tuple(curve), curve[-1].cost, per_problem=problems)
+            found[seed] = RunResult(seed, "finished", step, step, tuple(curve), curve[-1].cost)
     return found
 
 
@@ -236,18 +232,14 @@ def tables(out: Path, found: Mapping[str, Any]) -> None:
     """The results in Markdown."""
     scores = list(found["scores"])
     main = found["scores"][scores[0]]
-    head = ["arm", "seeds", *scores, "sampled tokens", f"tokens to the baseline's {scores[0]}", "sooner, later"]
+    head = ["arm", "seeds", *scores, "sampled tokens"]
     lines = [f"After {found['step']} steps:", "", _row(head), _row(["---"] * len(head))]
     for number, arm in enumerate(main["arms"]):
         cells = [f"`{arm['name']}`", str(len(arm["seeds"]))]
         for score in scores:
             own = found["scores"][score]["arms"][number]
             cells.append(_value(own["accuracy"], own["interval"], own["difference"]))
-        reach = (arm["reach"] or {}).get("tokens") or {}
-        median = reach.get("median")
-        cells += [f"{arm['cost']['tokens']:,.0f}", "" if median is None else f"{median:,.0f}"]
-        cells.append(f"{reach['sooner']}, {reach['later']} of {reach['seeds']}" if reach else "")
-        lines.append(_row(cells))
+        lines.append(_row([*cells, f"{arm['cost']['tokens']:,.0f}"]))
     names = list(dict.fromkeys(name for rows in found["transfer"].values() for name in rows))
     lines += ["", _row(["over the last steps", *(f"`{arm}`" for arm in found["transfer"])])]
     lines.append(_row(["---"] * (1 + len(found["transfer"]))))

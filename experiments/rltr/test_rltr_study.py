@@ -42,7 +42,7 @@ def made(steps: int, final: float, seed: int) -> dict[str, Any]:
     metrics: dict[str, list[float | None]] = {"tokens/receiver": [300] * steps, "transfer/uncut": [None] * steps}
     for name in ("transfer/mean", "transfer/after_right", "transfer/after_wrong", "transfer/cut/0.25"):
         metrics[name] = [final / 2] * steps
-    return {"state": "finished", "steps": steps, "curve": curve, "per_problem": [], "metrics": metrics}
+    return {"state": "finished", "steps": steps, "curve": curve, "metrics": metrics}
 
 
 def test_arms_are_compared_at_the_last_step_that_all_have(
@@ -67,9 +67,6 @@ def test_arms_are_compared_at_the_last_step_that_all_have(
     against = written["scores"]["maj@16"]["arms"][1]["difference"]
     assert against["mean"] == pytest.approx(0.1 * 60 / 80)
     assert against["seeds"] == [0, 1, 2, 3, 4, 5]
-    by = written["scores"]["avg@16"]["arms"][1]["reach"]
-    assert (by["steps"]["sooner"], by["steps"]["median"]) == (6, pytest.approx(45))
-    assert (by["tokens"]["later"], by["tokens"]["median"]) == (6, pytest.approx(45_000))  # against 42,000
     tokens = [arm["cost"]["tokens"] for arm in written["scores"]["avg@16"]["arms"]]
     assert tokens == [60_000 - 60 * 300, 60_000]  # the receiver of the baseline only looks on
     mean = written["transfer"][names[1]]["transfer/mean"]

@@ -12,7 +12,7 @@ import pytest
 from poise import config as configs
 from poise import tasks, trainer
 from poise.cli import train
-from poise.config.documents import merge
+from poise.config.documents import merge, parse
 from poise.models.policy import EMBEDDED, load_policy
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned

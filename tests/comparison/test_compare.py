@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from poise.comparison.results import RunResult
+from poise.runs.folder import RunFolder
 from support.command_line import fails, poise
 from support.comparisons import SMALL
 from support.process_table import alive, children, session, wait_until
@@ -26,9 +27,9 @@ def table(folder):
     return {
         (path.parent.name, path.name): (
             [dict(point.scores) for point in result.curve],
-            result.per_problem,
+            (path / "problems.json").read_text(),
             result.entropy,
-            result.grad_norm,
+            [line["optim/grad_norm"] for line in RunFolder(path).metrics()],
         )
         for path in sorted(folder.glob("arms/*/seed-*"))
         if (result := RunResult.read(path)).state == "finished"
@@ -93,8 +94,8 @@ def test_killed_and_extended_it_ends_with_the_same_table(whole, tmp_path):
         wait_until(lambda: owner.exists() and owner.read_text().endswith("\n"), 300)
         os.kill(json.loads(owner.read_text())["pid"], signal.SIGKILL)
         wait_until(lambda: (folder / "failures.json").exists() and len(written(folder)) >= 2, 300)
-        (nursery,) = children(process.pid)
-        family = session(nursery)
+        (server,) = (pid for pid in children(process.pid) if session(pid))  # it leads a session
+        family = session(server)
         process.send_signal(signal.SIGKILL)
     wait_until(lambda: not alive(family))  # nothing goes on
     (failure,) = json.loads((folder / "failures.json").read_text()).values()

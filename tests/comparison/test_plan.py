@@ -56,7 +56,7 @@ def test_axes_multiply_out_and_the_first_arm_is_the_baseline(tmp_path):
 
 def test_runs_go_seed_by_seed_over_all_arms(tmp_path):
     plan = make(tmp_path)
-    runs = [run for seed in plan.seeds for run in plan.seed_runs(seed, lambda arm: arm.variants[0])]
+    runs = plan.all_runs()
     assert [(run.arm.name, run.seed) for run in runs] == [(arm, seed) for seed in range(3) for arm in ("grpo", "ar")]
     assert runs[0].folder == tmp_path / "cmp" / "arms" / "grpo" / "seed-0"
     assert runs[0].config.seed == 0
@@ -66,7 +66,7 @@ def test_runs_go_seed_by_seed_over_all_arms(tmp_path):
 def test_folders_depend_on_the_arm_alone(tmp_path):
     few = make(tmp_path, regulator="ar | lopti; grpo(passes=2)")
     many = make(tmp_path, "seeds=5", regulator="grpo; grpo(passes=2); ar | lopti")
-    places = [{arm.name: plan.place(arm.variants[0]) for arm in plan.arms} for plan in (few, many)]
+    places = [{run.arm.name: run.folder.parent.name for run in plan.all_runs()} for plan in (few, many)]
     assert places[0].items() <= places[1].items()
     assert all(set(place) <= set("abcdefghijklmnopqrstuvwxyz0123456789=.-") for place in places[1].values())
 
@@ -81,7 +81,7 @@ def test_rates_are_arms_or_tuned(tmp_path):
     tuning = plan.tuning_runs()
     assert [(run.variant.rate, run.seed) for run in tuning[:4]] == [(1e-4, TUNING), (2e-4, TUNING)] * 2
     assert plan.size == len(tuning) + 6 == 14
-    compared = plan.seed_runs(0, lambda arm: arm.variants[1])
+    compared = [plan.run(arm, arm.variants[1], 0) for arm in plan.arms]
     assert {run.config.evaluation.seed for run in tuning}.isdisjoint(run.config.evaluation.seed for run in compared)
     assert not {run.seed for run in tuning} & set(plan.seeds)
 
@@ -206,31 +206,22 @@ def test_the_same_comparison_goes_on_and_may_grow(tmp_path):
     assert "also has the arm 'lopti', and a result is never dropped" in refused(make(tmp_path, "seeds=4"))
 
 
-def test_runs_stay_those_of_an_arm_that_is_written_otherwise(tmp_path):
-    begin(make(tmp_path))
-    plan = record.check(make(tmp_path, "optim.lr=1e-4,2e-4", regulator="grpo; ar(alpha=0.2)"))  # the recipe has 2e-4
-    assert {arm.name: plan.place(arm.variants[0]) for arm in plan.arms if arm.name.endswith("2e-4")} == {
-        "grpo, optim.lr=2e-4": "grpo",
-        "ar(alpha=0.2), optim.lr=2e-4": "ar",
-    }
-    record.write(plan)
-    record.check(make(tmp_path, "optim.lr=1e-4,2e-4"))
-
-
 def test_another_comparison_is_refused(tmp_path):
     begin(make(tmp_path))
     assert "optim.weight_decay = 0.5, but the comparison in" in refused(make(tmp_path, "optim.weight_decay=0.5"))
     assert "steps = 9" in refused(make(tmp_path, "steps=9"))
     assert "also has the arm 'ar'" in refused(make(tmp_path, regulator="grpo; lopti"))
     assert "also has seed 2" in refused(make(tmp_path, "seeds=2"))
+    assert "also has the arm 'grpo'" in refused(make(tmp_path, "optim.lr=1e-4,4e-4", "tune=1"))
 
 
-def test_rates_for_a_comparison_that_was_begun_without(tmp_path):
-    begin(make(tmp_path))  # the recipe has 2e-4
-    said = refused(make(tmp_path, "optim.lr=1e-4,4e-4", "tune=1"))
-    assert "was begun without learning rates to choose from: its arm 'grpo' has optim.lr=2e-4" in said
-    assert said.endswith("add this rate to optim.lr, or begin another comparison with run=DIR")
-    record.check(make(tmp_path, "optim.lr=1e-4,2e-4,4e-4", "tune=1"))
+def test_rates_and_tuning_seeds_stay(tmp_path):
+    rates = "optim.lr=1e-4,2e-4"
+    begin(make(tmp_path, rates, "tune=2"))
+    record.check(make(tmp_path, rates, "tune=2", "seeds=4", regulator="grpo; ar; lopti"))
+    for changed in (["optim.lr=1e-4,2e-4,4e-4", "tune=2"], [rates, "tune=3"]):
+        assert "other learning rates, or another tune=N" in refused(make(tmp_path, *changed))
+    assert "also has the arm 'grpo, optim.lr=2e-4'" in refused(make(tmp_path, "optim.lr=1e-4,4e-4", "tune=2"))
 
 
 def edit(path, **settings):
@@ -286,10 +277,9 @@ def test_runs_with_the_same_settings_written_otherwise_count(tmp_path):
     for run in plan.all_runs():
         finish(run)
     edit(run.folder, regulator="ar()", run="where/it/was/before")
-    moved = make(tmp_path, regulator="grpo; ar(alpha=0.2)")
-    record.check(moved)
+    record.check(plan)
     edit(run.folder, regulator="nowhere.py:Code")
-    assert "regulator = 'nowhere.py:Code'" in refused(moved)
+    assert "regulator = 'nowhere.py:Code'" in refused(plan)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

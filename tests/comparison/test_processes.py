@@ -1,60 +1,143 @@
-"""The process that starts runs, from the other side."""
+"""The processes of runs, and the server that forks them."""
 
 import ast
 import os
 import signal
 import subprocess
 import sys
+import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 
-from poise.comparison.nursery import FAILED, STOPPED, THREADS, carry_out
-from poise.comparison.processes import Ended, Nursery, NurseryError, ending, last_lines
+import poise
+from poise.comparison import processes
+from poise.comparison.processes import Ended, Processes, ServerError, ending, last_lines
+from poise.comparison.worker import FAILED, STOPPED, THREADS, carry_out
 from poise.config.schema import load
+from poise.tasks import data_fingerprint
 from support.comparisons import make, write_rows
+from support.process_table import alive, session, wait_until
 
-DIES = "print('{}', flush=True); input()"  # with its first request
-ANSWERS = """
-import json, sys
-print('{}', flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
-    if "start" in request:
-        status = 0 if request["config"]["seed"] == 0 else -9
-        print(json.dumps({"ended": request["start"], "status": status}), flush=True)
-"""
+linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at processes as Linux shows them")
+
+
+@pytest.fixture
+def runs():
+    runs = Processes()
+    yield runs
+    runs.close()
 
 
 @pytest.fixture
 def config(tmp_path):
-    return make(tmp_path).arms[0].variants[0].config
+    """A run that fails at once: its folder is a file."""
+    (tmp_path / "file").touch()
+    return make(tmp_path).arms[0].variants[0].config.model_copy(update={"run": str(tmp_path / "file")})
 
 
-def scripted(script):
-    nursery = Nursery()
-    nursery.COMMAND = (sys.executable, "-c", script)
-    return nursery
+@pytest.fixture
+def endless(tmp_path):
+    """A run that evaluates for minutes."""
+    config = make(tmp_path, "evaluation.problems=20000").arms[0].variants[0].config
+    return config.model_copy(update={"run": str(tmp_path / "run")})
 
 
-def wait(nursery):
-    ended = []
-    while not ended:
-        ended = nursery.wait(60)
+def wait(runs):
+    end = time.monotonic() + 120
+    while not (ended := runs.wait(1)):
+        assert time.monotonic() < end
     return ended
 
 
-def test_runs_end_with_their_exit_codes(config, tmp_path):
-    nursery = scripted(ANSWERS)
-    assert nursery.wait(0) == []
-    nursery.start(1, config, tmp_path / "logs" / "one.log")
-    assert wait(nursery) == [Ended(1, 0)]
-    nursery.start(2, config.model_copy(update={"seed": 1}), tmp_path / "logs" / "two.log")
-    nursery.signal(signal.SIGTERM)
-    assert wait(nursery) == [Ended(2, -9)]
-    nursery.close()
-    nursery.close()
+def server():
+    return forkserver._forkserver._forkserver_pid
+
+
+def test_a_run_that_fails_says_why_in_its_log(runs, config, tmp_path):
+    assert runs.wait(0) == []
+    runs.start(1, config, tmp_path / "logs" / "one.log")
+    assert wait(runs) == [Ended(1, FAILED)]
+    assert last_lines(tmp_path / "logs" / "one.log")[-1].startswith("poise: ")
+    assert "is a file" in (tmp_path / "logs" / "one.log").read_text()
+
+
+def test_a_run_that_is_killed_ends_alone(runs, endless, tmp_path):
+    runs.start(1, endless, tmp_path / "one")
+    runs.start(2, endless.model_copy(update={"run": str(tmp_path / "other")}), tmp_path / "two")
+    os.kill(runs._running[1].pid, signal.SIGKILL)
+    assert wait(runs) == [Ended(1, -9)]
+    wait_until(lambda: "evaluating" in (tmp_path / "two").read_text())
+    runs.stop()
+    assert wait(runs) == [Ended(2, STOPPED)]
+
+
+@linux
+def test_runs_are_not_blamed_for_the_death_of_their_server(runs, endless, tmp_path):
+    for number in range(1, processes.MOST_LOSSES):
+        runs.start(number, endless, tmp_path / "log")
+        family = session(server())
+        os.kill(server(), signal.SIGKILL)
+        assert wait(runs) == [Ended(number, STOPPED)]
+        wait_until(lambda family=family: not alive(family))  # the run was killed too
+    runs.start(9, endless, tmp_path / "log")
+    os.kill(server(), signal.SIGKILL)
+    with pytest.raises(ServerError, match="has ended 3 times"):
+        wait(runs)
+
+
+@linux
+def test_runs_are_forked_from_a_process_of_one_thread(runs, config, tmp_path):
+    """Python 3.12 and newer warn otherwise: a lock that another thread holds stays held in the child for ever."""
+    runs.start(1, config, tmp_path / "log")
+    wait(runs)
+    assert len(os.listdir(f"/proc/{server()}/task")) == 1
+
+
+PRELOAD = """
+import os
+import poise.comparison.preload
+import pyarrow  # as transformers does, if scikit-learn is installed
+names = [open(f"/proc/self/task/{number}/comm").read().strip() for number in os.listdir("/proc/self/task")]
+print(names)
+"""
+
+
+@linux
+def test_what_every_run_imports_starts_no_thread_however_the_process_was_started():
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "16", "OMP_NUM_THREADS": "16", "MKL_NUM_THREADS": "16"}
+    done = subprocess.run([sys.executable, "-c", PRELOAD], env=env, capture_output=True, text=True, check=True)
+    assert len(ast.literal_eval(done.stdout)) == 1
+
+
+SHADOWED = """
+import sys
+from pathlib import Path
+from poise.comparison.processes import Processes
+from poise.config.schema import load
+if __name__ == "__main__":
+    Path("file").touch()
+    config = load("demo", ["device=cpu", "run=file"])
+    runs = Processes()
+    runs.start(1, config, Path("log"))
+    while not (ended := runs.wait(60)):
+        pass
+    print(ended[0].status)
+"""
+
+
+def test_a_file_in_the_current_folder_does_not_stand_for_a_library(tmp_path):
+    (tmp_path / "selectors.py").write_text("raise SystemExit('shadowed')")
+    (tmp_path / "torch.py").write_text("raise SystemExit('shadowed')")
+    (tmp_path / "script").mkdir()
+    script = tmp_path / "script" / "main.py"
+    script.write_text(SHADOWED)
+    env = os.environ | {"PYTHONPATH": str(Path(poise.__file__).parents[1])}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(FAILED), done.stderr
+    assert "is a file" in (tmp_path / "log").read_text()
 
 
 def test_a_run_on_data_that_were_edited_meanwhile_does_not_begin(tmp_path, capsys, monkeypatch):
@@ -63,56 +146,11 @@ def test_a_run_on_data_that_were_edited_meanwhile_does_not_begin(tmp_path, capsy
         monkeypatch.setenv(name, "1")
     rows = write_rows(tmp_path / "rows.jsonl")
     config = load(None, ["model=embedded", f"data={rows}", "reward=math", "device=cpu", f"run={tmp_path / 'run'}"])
-    sent = []
-    nursery = Nursery()
-    nursery._send = sent.append
-    nursery.start(1, config, tmp_path / "log")
+    data = data_fingerprint(config.task.build())
     rows.write_text(rows.read_text().replace("3 + 1?", "4 + 0?"))
-    assert carry_out(sent[0]["config"], threads=1, data=sent[0]["data"]) == FAILED
+    assert carry_out(config.model_dump(mode="json"), threads=1, data=data) == FAILED
     assert "the data were edited since the comparison began" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_runs_are_not_blamed_for_the_death_of_what_started_them(config, tmp_path):
-    nursery = scripted(DIES)
-    for number in range(Nursery.MOST_STARTS):
-        nursery.start(number, config, tmp_path / "log")
-        assert wait(nursery) == [Ended(number, STOPPED)]
-    with pytest.raises(NurseryError, match="has ended 3 times"):
-        nursery.start(9, config, tmp_path / "log")
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
-def test_runs_are_forked_from_a_process_of_one_thread(config, tmp_path, monkeypatch):
-    """Python 3.12 and newer warn otherwise: a lock that another thread holds stays held in the child for ever."""
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "16")  # NumPy and SciPy would each start one per core, up to so many
-    nursery = Nursery(threads=3)
-    nursery._launch()
-    threads = Path(f"/proc/{nursery._process.pid}/task")
-    assert len(list(threads.iterdir())) == 1
-    (tmp_path / "run").touch()
-    nursery.start(1, config.model_copy(update={"run": str(tmp_path / "run")}), tmp_path / "log")
-    assert wait(nursery) == [Ended(1, FAILED)]  # a file is no run folder
-    assert "is a file" in (tmp_path / "log").read_text()
-    assert len(list(threads.iterdir())) == 1
-    nursery.close()
-
-
-PRELOAD = """
-import os
-from poise.comparison import nursery
-nursery._preload()
-import pyarrow  # as transformers does, if scikit-learn is installed
-names = [open(f"/proc/self/task/{number}/comm").read().strip() for number in os.listdir("/proc/self/task")]
-print(names)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
-def test_what_every_run_imports_starts_no_thread_however_the_process_was_started():
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "16", "OMP_NUM_THREADS": "16", "MKL_NUM_THREADS": "16"}
-    done = subprocess.run([sys.executable, "-c", PRELOAD], env=env, capture_output=True, text=True, check=True)
-    assert len(ast.literal_eval(done.stdout)) == 1
 
 
 def test_how_a_run_ended_in_words(tmp_path):

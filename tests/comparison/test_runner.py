@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from poise.comparison import tuning
-from poise.comparison.forecast import Forecast
-from poise.comparison.nursery import FAILED, STOPPED
 from poise.comparison.plan import read_plan
 from poise.comparison.processes import Ended
 from poise.comparison.runner import Runner
+from poise.comparison.worker import FAILED, STOPPED
 from poise.runs.folder import RunFolder
 from support.comparisons import SMALL, evaluation, finish, make
 
@@ -24,7 +22,7 @@ class Fake:
 
     def __init__(self, behave=None, slow=False):
         self.behave, self.slow = behave or (lambda run: finish(run) or 0), slow
-        self.started, self.running, self.signals, self.most, self.closed = [], {}, [], 0, False
+        self.started, self.running, self.stops, self.most, self.closed = [], {}, 0, 0, False
         self.runs, self.before = {}, []
 
     def start(self, number, config, log, before=None):
@@ -38,15 +36,15 @@ class Fake:
 
     def wait(self, seconds):
         del seconds
-        if self.signals:
+        if self.stops:
             ended, self.running = [Ended(number, STOPPED) for number in self.running], {}
             return ended
         number, run = next(iter(self.running.items()))
         del self.running[number]
         return [Ended(number, self.behave(self.runs[run]))]
 
-    def signal(self, number):
-        self.signals.append(number)
+    def stop(self):
+        self.stops += 1
 
     def close(self):
         self.closed = True
@@ -56,7 +54,8 @@ class Silent:
     def __init__(self):
         self.notes, self.ends = [], []
 
-    def ended(self, run, result, why):
+    def ended(self, run, result, why, status):
+        del status
         self.ends.append((run.name, result.state if result else None, why))
 
     def note(self, text):
@@ -87,7 +86,7 @@ def test_seed_by_seed_over_all_arms_and_nothing_twice(tmp_path):
     runner, started = carry_out(plan)
     assert started == [f"{arm}/seed-{seed}" for seed in range(3) for arm in ("grpo", "ar")]
     assert runner.processes.most == 2
-    assert (runner.view.status.done, runner.view.status.total) == (6, 6)
+    assert (runner.view.status.done, runner.view.status.waiting) == (6, 0)
     _, again = carry_out(plan)
     assert again == []
     _, more = carry_out(make(tmp_path, "seeds=4", regulator="grpo; ar; lopti"))
@@ -161,27 +160,6 @@ def test_each_arm_gets_the_rate_that_its_tuning_seeds_choose(tmp_path):
     assert told[0]["rates"][2] == {"rate": 4e-4, "scores": [0.9, 0.0], "mean": pytest.approx(0.45), "diverged": 1}
 
 
-def test_runs_at_a_rate_that_was_given_up_are_told(tmp_path):
-    def behave(run):
-        finish(run, 0.9 if run.variant.rate == 4e-4 else 0.414 if run.variant.rate == 1e-4 else 0.3)
-        return 0
-
-    carry_out(make(tmp_path, "optim.lr=1e-4,2e-4", "tune=1", "seeds=2"), behave)
-    plan = make(tmp_path, "optim.lr=1e-4,2e-4,4e-4", "tune=1", "seeds=2")
-    runner, started = carry_out(plan, behave)
-    assert len(started) == 6
-    others = tuning.not_compared(plan, runner.result)
-    assert [(part, arm.name, arm.settings["optim.lr"], sorted(arm.runs)) for part, arm in others[:4]] == [
-        ("tuning", "grpo", 1e-4, [10_000]), ("earlier rate", "grpo", 1e-4, [0, 1]),
-        ("tuning", "grpo", 2e-4, [10_000]), ("tuning", "grpo", 4e-4, [10_000]),
-    ]  # fmt: skip
-    said = tuning.sentences(others)
-    assert len(said) == 2
-    assert said[0].startswith(
-        "grpo: the rate is chosen anew after 2 comparison runs at 1e-4 had finished (accuracy 41.4)"
-    )
-
-
 def test_a_diverged_run_is_a_result(tmp_path):
     def behave(run):
         if run.name == "ar, seed 1":
@@ -202,9 +180,7 @@ def test_a_failure_is_recorded_and_retried_by_the_next_command(tmp_path):
 
     def behave(run):
         if run.name == "ar, seed 0" and broken:
-            from poise.comparison.record import log_of
-
-            log_of(plan, run.variant, run.seed).write_text("step 1\npoise: no space left\n")
+            plan.log_of(run).write_text("step 1\npoise: no space left\n")
             return FAILED
         finish(run)
         return 0
@@ -251,41 +227,11 @@ def test_no_more_runs_after_the_first_ones_all_failed(tmp_path):
 def test_an_interruption_lets_runs_save_and_starts_no_more(tmp_path):
     looks = iter([False, True, True, True, True])
     runner, started = carry_out(make(tmp_path), interrupted=lambda: next(looks))
-    assert runner.processes.signals == [signal.SIGTERM]
+    assert runner.processes.stops == 1
     assert len(started) == 2
     assert runner.stopped
     assert not runner.failures
     assert len(carry_out(make(tmp_path))[1]) == 5
-
-
-def test_a_budget_of_tokens_ends_with_whole_seeds(tmp_path):
-    runner, started = carry_out(make(tmp_path, "seeds=5", "tokens=650"), jobs=1)  # a run takes 100, a seed 200
-    assert started == [f"{arm}/seed-{seed}" for seed in range(3) for arm in ("grpo", "ar")]
-    assert runner.spent
-    assert "tokens=650" in runner.view.notes[0]
-    assert len(carry_out(make(tmp_path, "seeds=5", "tokens=650"), jobs=1)[1]) == 0
-    assert len(carry_out(make(tmp_path, "seeds=5", "tokens=1000"), jobs=1)[1]) == 4
-
-
-def test_a_budget_of_tokens_counts_all_runs_in_the_folder(tmp_path):
-    def behave(run):
-        finish(run, {1e-4: 0.4, 2e-4: 0.3, 4e-4: 0.9}[run.variant.rate])
-        return 0
-
-    def plan(tokens):
-        return make(tmp_path, "optim.lr=1e-4,2e-4,4e-4", "tune=1", "seeds=2", f"tokens={tokens}")
-
-    carry_out(make(tmp_path, "optim.lr=1e-4,2e-4", "tune=1", "seeds=2"), behave)  # 4 runs to tune and 4 to compare
-    grpo = plan(1).arms[0]
-    for variant in grpo.variants[1:]:  # stopped after the first of two steps, one at a rate that will not be chosen
-        run = plan(1).run(grpo, variant, 1)
-        RunFolder.create(run.folder, run.config.model_dump(mode="json")).log(1, {"tokens/sampled": 50.0})
-    runner, started = carry_out(plan(1449), behave, jobs=1)  # 2 runs more to tune, and 2 for each seed
-    assert len(started) == 4
-    assert runner.tokens(apart=()) == 12 * 100 + 2 * 50
-    assert runner.tokens(apart={run.folder for run in runner.left()}) == 12 * 100 + 50  # one of them goes on
-    assert runner.spent
-    assert len(carry_out(plan(1450), behave, jobs=1)[1]) == 2
 
 
 def test_folders_that_are_no_runs_of_the_plan_are_left_alone(tmp_path):
@@ -295,13 +241,10 @@ def test_folders_that_are_no_runs_of_the_plan_are_left_alone(tmp_path):
         folder = RunFolder.create(plan.folder / "arms" / name, plan.arms[0].variants[0].config.model_dump(mode="json"))
         folder.log(1, {"tokens/sampled": 50.0})
     (plan.folder / "arms/grpo/seed-1.bad/summary.json").write_text("{")
-    for budget in ([], ["tokens=10000"]):
-        runner, started = carry_out(make(tmp_path, f"seeds={4 + len(budget)}", *budget))
-        assert len(started) == 2
-    assert runner.tokens(apart=()) == 10 * 100
+    assert len(carry_out(make(tmp_path, "seeds=4"))[1]) == 2
 
 
-def test_a_budget_of_time_is_kept_by_forecast(tmp_path):
+def test_hours_end_with_whole_seeds(tmp_path):
     now = [0.0]
 
     def behave(run):
@@ -310,5 +253,8 @@ def test_a_budget_of_time_is_kept_by_forecast(tmp_path):
         return 0
 
     plan = make(tmp_path, "seeds=9", f"hours={7.5 / 60}")
-    _, started = carry_out(plan, behave, jobs=1, clock=lambda: now[0], forecast=Forecast((55.0, 10.0)))
+    runner, started = carry_out(plan, behave, jobs=1, clock=lambda: now[0])
     assert len(started) == 6
+    assert runner.out_of_time
+    assert "hours=0.125" in runner.view.notes[0]
+    assert len(carry_out(plan, behave, jobs=1, clock=lambda: now[0])[1]) == 6  # the same command goes on

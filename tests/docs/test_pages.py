@@ -68,7 +68,7 @@ def test_the_diagnosis_of_the_dominance_page():
 def test_the_comparison_of_the_compare_page(capsys):
     left = run_snippets(ROOT / "docs/compare.md")
     assert left["found"]["arms"][1]["difference"]["p_adjusted"] == 2 / 2**8
-    assert "against grpo, better" in capsys.readouterr().out
+    assert "against grpo: better" in capsys.readouterr().out
 
 
 def test_the_detectable_differences_of_the_compare_page():

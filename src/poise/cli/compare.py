@@ -12,7 +12,7 @@ from poise.cli.common import explained
 
 def compare(
     args: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it costs, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and a forecast, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")] = False,
 ) -> None:
     """Compare methods over several seeds: train every arm with every seed, side by side, and test the differences.
@@ -23,8 +23,8 @@ def compare(
 
     Settings of the comparison: `seeds` (10: seeds 0 to 9; or 20-29), `run` (its folder), `baseline` (an arm), `tune`
     (so many other seeds choose a learning rate for each arm among those of `optim.lr`), `jobs` (runs side by side),
-    `threads` (of a run on a CPU: 1), `hours` and `tokens` (a budget), `retries` (of a run that fails: 0), `keep`
-    (`models`, or only `results`: without checkpoints, of which each takes 14 to 16 bytes for a parameter).
+    `threads` (of a run on a CPU: 1), `hours` (then no more runs are started), `retries` (of a run that fails: 0),
+    `keep` (`models`, or only `results`: without checkpoints, of which each takes 14 to 16 bytes for a parameter).
 
     The same command goes on after Ctrl-C or a kill, and with more arms or seeds; nothing is done twice. docs/compare.md
     says how a comparison is made fair.

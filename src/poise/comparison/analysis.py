@@ -6,32 +6,21 @@ corrected p: the test is that of the main score.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
-from math import inf, isfinite
+from dataclasses import fields
+from math import isfinite
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from poise.comparison import curves
-from poise.comparison.curves import By, Reached, compare_reach
 from poise.comparison.results import ACCURACY, Arm, Cost, Point, RunResult
 from poise.comparison.sign_flip import holm
-from poise.comparison.statistics import (
-    LEVEL,
-    POWER,
-    Difference,
-    detectable,
-    difference,
-    sources,
-    student_factor,
-    student_interval,
-)
+from poise.comparison.statistics import LEVEL, POWER, Difference, detectable, difference, student_interval
 from poise.comparison.verdict import verdict
 
 Document = dict[str, Any]
+DROP = 0.1  # a final accuracy so far below the run's own best is a collapse, or below half of a best under 0.2
 
 
 def analyse(
@@ -50,12 +39,10 @@ def analyse(
     for row in rows:
         row["difference"] = None
         if found := against.get(row["name"]):
-            arm = next(arm for arm in arms if arm.name == row["name"])
             row["difference"] = {
                 **_difference(found),
                 **_power([found], len(against), level),
                 "p_adjusted": adjusted[row["name"]],
-                "sources": _sources(arm, base, found.seeds, level),
             }
     document: Document = {
         "baseline": baseline,
@@ -63,7 +50,6 @@ def analyse(
         "level": level,
         "power": POWER,
         "seeds": planned,
-        "problems": max((len(run.per_problem) for arm in arms for run in arm.runs.values()), default=0),
         **_power(list(against.values()), len(against), level),
         "arms": rows,
     }
@@ -88,9 +74,6 @@ def _arm(arm: Arm, base: Arm, planned: Sequence[int], score: str, level: float) 
         "results": {str(seed): value for seed, value in results.items()},
         "before": _mean(run.curve[0].scores.get(score) for run in done.values()),
         "scores": {name: _summary(own, other, arm is base, level) for name, (own, other) in secondary.items()},
-        "area": _summary(*_areas(arm, base, score), arm is base, level),
-        "reach": None if arm is base else {by: asdict(_reach(arm, base, score, by)) for by in ("steps", "tokens")},
-        "fit": _fits(done.values(), score),
         "stability": _stability(done.values()),
         "cost": _cost(done.values()),
         "curve": _band(list(done.values()), score, level),
@@ -134,69 +117,20 @@ def _power(found: Sequence[Difference], comparisons: int, level: float) -> Docum
     return {"detectable": effect if isfinite(effect) else None, "spread": median(spreads)}
 
 
-def _sources(arm: Arm, base: Arm, seeds: Sequence[int], level: float) -> Document | None:
-    """Where the spread comes from, over the seeds whose runs both have results by problem.
-
-    ``interval`` is the difference on other problems too, by Student's t.
-    """
-    pairs = [(arm.runs[seed].per_problem, base.runs[seed].per_problem) for seed in seeds]
-    rows = [np.subtract(own, other) for own, other in pairs if own and len(own) == len(other)]
-    rows = [row for row in rows if len(row) == len(rows[0])]
-    found = sources(np.stack(rows)) if rows else None
-    if found is None:
-        return None
-    mean, margin = float(np.mean(rows)), student_factor(len(rows), level) * found.error
-    return asdict(found) | {"seeds_used": len(rows), "interval": [mean - margin, mean + margin]}
-
-
-def _areas(arm: Arm, base: Arm, score: str) -> tuple[dict[int, float], dict[int, float]]:
-    """The mean score over training, up to the last step of the longest run that both could compare."""
-    done = [run for each in (arm, base) for run in each.runs.values() if run.state != "unfinished"]
-    end = max((run.steps for run in done), default=0)
-
-    def areas(each: Arm) -> dict[int, float]:
-        runs = ((seed, each.runs[seed]) for seed in each.results(score))
-        found = {seed: curves.area(curves.points(run, score=score), end) for seed, run in runs}
-        return {seed: value for seed, value in found.items() if value is not None}
-
-    return areas(arm), areas(base)
-
-
-def _reach(arm: Arm, base: Arm, score: str, by: By) -> curves.Reach:
-    """The cost to reach the final score that the baseline has with the same seed."""
-    goals = base.results(score)
-
-    def reached(each: Arm) -> dict[int, Reached]:
-        found = {}
-        for seed in each.results(score).keys() & goals.keys():
-            run = each.runs[seed]
-            points = curves.points(run, by, score)
-            observed = inf if run.state == "diverged" else points[-1][0]
-            found[seed] = Reached(curves.reach(points, goals[seed]), observed)
-        return found
-
-    return compare_reach(reached(arm), reached(base))
-
-
-def _fits(runs: Iterable[RunResult], score: str) -> Document:
-    """Asymptote and rate per step, as means over the runs whose curve could be fitted; why the others could not."""
-    fits = [curves.fit(curves.points(run, score=score)) for run in runs]
+def _stability(runs: Collection[RunResult]) -> Document:
+    tenths = [max(1, len(run.entropy) // 10) for run in runs]
     return {
-        "asymptote": _mean(fit.asymptote for fit in fits),
-        "rate": _mean(fit.rate for fit in fits),
-        "fitted": sum(not fit.failure for fit in fits),
-        "failures": dict(Counter(fit.failure for fit in fits if fit.failure)),
+        "collapsed": sum(_collapsed(run) for run in runs),
+        "entropy_start": _mean(_mean(run.entropy[:n]) for run, n in zip(runs, tenths, strict=True)),
+        "entropy_end": _mean(_mean(run.entropy[-n:]) for run, n in zip(runs, tenths, strict=True)),
     }
 
 
-def _stability(runs: Iterable[RunResult]) -> Document:
-    found = [curves.stability(run) for run in runs]
-    return {
-        "collapsed": sum(each.collapsed for each in found),
-        "spikes": sum(each.spikes for each in found),
-        "entropy_start": _mean(each.entropy_start for each in found),
-        "entropy_end": _mean(each.entropy_end for each in found),
-    }
+def _collapsed(run: RunResult) -> bool:
+    """Whether the final accuracy is far below the run's own best."""
+    scores = [point.scores[ACCURACY] for point in run.curve if ACCURACY in point.scores]
+    best = max(scores, default=0.0)
+    return bool(scores) and best - scores[-1] > max(DROP / 2, min(DROP, best / 2))
 
 
 def _cost(runs: Collection[RunResult]) -> Document:
@@ -215,7 +149,10 @@ def _band(runs: Sequence[RunResult], score: str, level: float) -> Document:
     steps = sorted({point.step for points in measured for point in points})
 
     def at(step: int, value: Callable[[Point], float]) -> list[float]:
-        return [curves.score_at([(point.step, value(point)) for point in points], step) for points in measured]
+        return [
+            float(np.interp(step, [point.step for point in points], [value(point) for point in points]))
+            for points in measured
+        ]
 
     scores = [at(step, lambda point: point.scores[score]) for step in steps]
     ends = [_ends(student_interval(values, level)) for values in scores]
@@ -234,5 +171,5 @@ def _ends(interval: tuple[float, float] | None) -> list[float] | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and isfinite(value)]
     return fmean(known) if known else None

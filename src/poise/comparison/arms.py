@@ -230,4 +230,4 @@ def _check_distinct(arms: Sequence[PlannedArm]) -> None:
 
 
 # The keys of a comparison itself, beside the settings of its runs.
-OWN = ("seeds", "tune", "baseline", "jobs", "threads", "hours", "tokens", "retries", "keep", "axes", "arms")
+OWN = ("seeds", "tune", "baseline", "jobs", "threads", "hours", "retries", "keep", "axes", "arms")

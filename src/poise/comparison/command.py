@@ -8,11 +8,11 @@ from contextlib import closing, nullcontext
 
 import torch
 
-from poise.comparison import description, matched, mps, output, record, trial, tuning
+from poise.comparison import description, mps, output, record, trial, tuning
 from poise.comparison.analysis import Document, analyse
 from poise.comparison.arms import RATE
 from poise.comparison.plan import Plan, read_plan
-from poise.comparison.processes import Nursery
+from poise.comparison.processes import Processes
 from poise.comparison.results import Arm
 from poise.comparison.runner import Runner
 from poise.comparison.view import Progress
@@ -29,25 +29,25 @@ INTERRUPTED = 130
 
 def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = False, quiet: bool = False) -> int:
     """Carry out a comparison, or what is left of it; the exit code: 0, 1 if a run failed, 130 if it was interrupted."""
-    plan = record.check(read_plan(recipe, overrides))
+    plan = read_plan(recipe, overrides)
+    record.check(plan)
     _check_models(plan)
     if dry_run:
         _foretell(plan)
         return 0
     with owned(plan.folder, make=True):
-        plan = record.check(plan)  # again: another process may have begun one meanwhile
+        record.check(plan)  # again: another process may have begun one meanwhile
         record.write(plan)
-        with Progress(quiet=quiet) as view, Stopper(view.note) as stopper:
+        view = Progress(quiet=quiet)
+        with Stopper(view.note) as stopper:
             for line in description.heading(plan):
                 view.note(line)
             jobs, parallel = _side_by_side(plan)
-            runner = Runner(plan, Nursery(plan.limits.threads), view, jobs)
-            with mps.served(plan.folder, view.note) if parallel else nullcontext(), closing(runner.processes):
+            runner = Runner(plan, Processes(plan.limits.threads), view, jobs)
+            with mps.served(view.note) if parallel else nullcontext(), closing(runner.processes):
                 if runner.status().done < plan.size:
                     first = ", and measuring its accuracy before training" if runner.unmeasured() else ""
                     view.note(f"loading the model{first} …")
-                if plan.limits.budget():
-                    _announce_budget(plan, runner, stopper)
                 runner.run(lambda: stopper.requested)
         return _finish(plan, runner)
 
@@ -66,7 +66,7 @@ def _check_models(plan: Plan) -> None:
     try:
         check([variant.config for arm in plan.arms for variant in arm.variants])
     except ModelError:  # only then look which runs are done
-        check([run.config for run in Runner(plan, Nursery(), Progress(quiet=True), jobs=1).left()])
+        check([run.config for run in Runner(plan, Processes(), Progress(quiet=True), jobs=1).left()])
 
 
 def default_jobs(gpu: bool) -> int:
@@ -85,43 +85,23 @@ def _side_by_side(plan: Plan) -> tuple[int, bool]:
 
 
 def _foretell(plan: Plan) -> None:
-    """Print what the plan does, and what it costs by a trial run. Nothing is written."""
+    """Print what the plan does, and how long it takes by a trial run. Nothing is written."""
     for line in description.heading(plan):
         print(visible(line))
     print("measuring two steps of a run …", flush=True)
     jobs = _side_by_side(plan)[0]
-    with closing(Nursery(plan.limits.threads)) as nursery:
-        runner = Runner(plan, nursery, Progress(quiet=True), jobs)
-        runner.forecast.trial = trial.measure(plan, nursery)
-    for line in _cost(runner):
-        print(visible(line))
-    for line in description.power(plan):
-        print(line)
-
-
-def _announce_budget(plan: Plan, runner: Runner, stopper: Stopper) -> None:
-    """Say how many runs fit, before the first begins."""
-    runner.forecast.trial = trial.measure(plan, runner.processes, lambda: stopper.requested)
-    for line in _cost(runner):
-        runner.view.note(line)
-
-
-def _cost(runner: Runner) -> list[str]:
-    spent = runner.tokens(apart={run.folder for run in runner.left()})
-    return description.cost(runner.plan, runner.forecast, runner.jobs, runner.status().done, spent)
+    with closing(Processes(plan.limits.threads)) as processes:
+        done = Runner(plan, processes, Progress(quiet=True), jobs).status().done
+        seconds = trial.measure(plan, processes)
+    print(description.forecast(plan, seconds, jobs, done))
+    print(description.power(plan))
 
 
 def _finish(plan: Plan, runner: Runner) -> int:
     """Write the results, print them, and return the exit code."""
     arms = _collect(plan, runner)
-    document = analyse(arms, plan.baseline.name, plan.seeds)
-    pairs = matched.compare(arms, plan.baseline.name, (RATE,) if plan.tuning_seeds else ())
-    one_rate = len({variant.rate for arm in plan.arms for variant in arm.variants}) == 1
-    document["verdict"] += matched.sentences(pairs, arms, plan.baseline.name, one_rate=one_rate)
-    others = tuning.not_compared(plan, runner.result)
-    document["verdict"] += tuning.sentences(others)
-    document |= _conditions(plan, runner) | {"matched": pairs}
-    output.write(plan.folder, document, arms, others)
+    document = analyse(arms, plan.baseline.name, plan.seeds) | _conditions(plan, runner)
+    output.write(plan.folder, document, arms)
     with Console(0) as console:
         output.show(document, console)
     for line in description.tuned(document["tuning"]):
@@ -132,10 +112,9 @@ def _finish(plan: Plan, runner: Runner) -> int:
     if runner.failures:
         print("the same command tries failed runs again")
         return 1
-    if runner.stopped:
+    if runner.stopped or runner.out_of_time:
         print("stopped; the same command goes on")
-        return INTERRUPTED
-    return 0
+    return INTERRUPTED if runner.stopped else 0
 
 
 def _conditions(plan: Plan, runner: Runner) -> Document:
@@ -145,8 +124,6 @@ def _conditions(plan: Plan, runner: Runner) -> Document:
         "tuning": tuning.report(plan, runner.result),
         "tuning_seeds": list(plan.tuning_seeds),
         "held_out": {"problems": config.evaluation.problems, "seed": config.evaluation.seed},
-        "budget": plan.limits.budget() or None,
-        "budget_spent": runner.spent,
         "failures": list(runner.failures.values()),
         "settings": plan.baseline.variants[0].identity,
     }

@@ -2,7 +2,7 @@
 
 comparison.json  everything
 comparison.csv   one row for each arm
-runs.csv         one row for each run; its part tells compared runs from those of tuning and of an earlier rate
+runs.csv         one row for each run that is compared
 comparison.html  the page; it opens from disk and needs no network
 comparison.png   the forest plot and the curves
 """
@@ -29,17 +29,13 @@ Row = dict[str, Any]
 SCRIPTS = ("draw.js", "comparison.js")
 
 
-def write(folder: str | Path, document: Document, arms: Sequence[Arm], others: Sequence[tuple[str, Arm]] = ()) -> None:
-    """Write all files of the results into the comparison's folder. ``document`` is that of ``analyse(arms, …)``.
-
-    ``others`` are runs that are not compared, with what they are: tuning, earlier rate.
-    """
+def write(folder: str | Path, document: Document, arms: Sequence[Arm]) -> None:
+    """Write all files of the results into the comparison's folder. ``document`` is that of ``analyse(arms, …)``."""
     folder = Path(folder)
     with replacing(folder / "comparison.json") as file:
         file.write(dumps(document, indent=1))
     _write_csv(folder / "comparison.csv", [_arm_row(arm, document["baseline"]) for arm in document["arms"]])
-    parts = [*(("compared", arm) for arm in arms), *others]
-    _write_csv(folder / "runs.csv", [row for part, arm in parts for row in _run_rows(arm, part)])
+    _write_csv(folder / "runs.csv", [row for arm in arms for row in _run_rows(arm)])
     write_page(folder / "comparison.html", document)
     picture(folder / "comparison.png", document)
 
@@ -98,8 +94,6 @@ def _arm_row(arm: Mapping[str, Any], baseline: str) -> Row:
         "p_adjusted": found.get("p_adjusted"),
         "detectable": found.get("detectable"),
         **{name: score["mean"] for name, score in arm["scores"].items()},
-        "area": arm["area"]["mean"],
-        "asymptote": arm["fit"]["asymptote"],
         "collapsed": arm["stability"]["collapsed"],
         **arm["cost"],
     }
@@ -111,11 +105,10 @@ def _settings(settings: Mapping[str, Any]) -> Row:
     return {f"settings.{key}": value for key, value in shown.items()}
 
 
-def _run_rows(arm: Arm, part: str) -> list[Row]:
+def _run_rows(arm: Arm) -> list[Row]:
     return [
         {
             "arm": arm.name,
-            "part": part,
             **_settings(arm.settings),
             "seed": seed,
             "state": run.state,

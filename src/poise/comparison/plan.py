@@ -1,4 +1,4 @@
-"""The plan of a comparison: its arms, seeds and budget, and the runs that follow from them.
+"""The plan of a comparison: its arms, seeds and limits, and the runs that follow from them.
 
 Every run is an ordinary one, in the folder ``arms/VARIANT/seed-N`` of the comparison. A variant is an arm at a
 learning rate. Tuning takes seeds from ``TUNING`` on, and held-out problems of its own, neither of which the comparison
@@ -8,7 +8,7 @@ uses again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -51,15 +51,9 @@ class Limits:
 
     jobs: int | None = None  # runs side by side; None: chosen by the device
     threads: int = 1  # of a run, on a CPU
-    hours: float = inf
-    tokens: float = inf  # sampled for training, over all runs
+    hours: float = inf  # after which no more runs are started
     retries: int = 0  # of a run that fails
     keep: str = "models"  # what stays of a finished run: one of ``KEPT``
-
-    def budget(self) -> str:
-        """The budget as it was typed."""
-        parts = {"hours": self.hours, "tokens": self.tokens}
-        return " ".join(f"{key}={limit:g}" for key, limit in parts.items() if limit < inf)
 
 
 @dataclass(frozen=True)
@@ -72,19 +66,19 @@ class Plan:
     seeds: tuple[int, ...]
     tuning_seeds: tuple[int, ...] = ()
     limits: Limits = field(default_factory=Limits)
-    former: Mapping[str, str] = field(default_factory=dict)  # names that variants had in an earlier plan of the folder
-
-    def place(self, variant: Variant) -> str:
-        """The name of the folder of a variant's runs."""
-        return folder_name(self.former.get(variant.name, variant.name))
 
     def run(self, arm: PlannedArm, variant: Variant, seed: int) -> PlannedRun:
         """The run of a variant with a seed."""
-        update: dict[str, Any] = {"seed": seed, "run": str(self.folder / "arms" / self.place(variant) / f"seed-{seed}")}
+        folder = self.folder / "arms" / folder_name(variant.name) / f"seed-{seed}"
+        update: dict[str, Any] = {"seed": seed, "run": str(folder)}
         evaluation = variant.config.evaluation
         if seed in self.tuning_seeds:
             update["evaluation"] = evaluation.model_copy(update={"seed": evaluation.seed + TUNING})
         return PlannedRun(arm, variant, seed, variant.config.model_copy(update=update))
+
+    def log_of(self, run: PlannedRun) -> Path:
+        """Where a run's output is written."""
+        return self.folder / "logs" / f"{folder_name(run.variant.name)}-seed-{run.seed}.log"
 
     def tuning_runs(self) -> list[PlannedRun]:
         """The runs that choose a learning rate for each arm, seed by seed."""
@@ -100,10 +94,6 @@ class Plan:
         """Every run that the plan may come to, at any learning rate."""
         variants = [(arm, variant) for arm in self.arms for variant in arm.variants]
         return [*self.tuning_runs(), *(self.run(*each, seed) for seed in self.seeds for each in variants)]
-
-    def seed_runs(self, seed: int, choose: Callable[[PlannedArm], Variant]) -> list[PlannedRun]:
-        """The runs of all arms with a seed of the comparison; ``choose`` names the variant of each."""
-        return [self.run(arm, choose(arm), seed) for arm in self.arms]
 
     @property
     def size(self) -> int:
@@ -138,8 +128,7 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     limits = Limits(
         jobs=_count(own, "jobs", 1, 1024) if own.get("jobs") is not None else None,
         threads=_count(own, "threads", 1, 1024) if "threads" in own else 1,
-        hours=_amount(own, "hours"),
-        tokens=_amount(own, "tokens"),
+        hours=_hours(own),
         retries=_count(own, "retries", 0, 100),
         keep=_kept(own),
     )
@@ -207,10 +196,10 @@ def _count(own: Document, key: str, low: int, high: int) -> int:
     return value
 
 
-def _amount(own: Document, key: str) -> float:
-    value = own.get(key, inf)
+def _hours(own: Document) -> float:
+    value = own.get("hours", inf)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ConfigError([f"{key} = {short(value)}: must be a number above 0"])
+        raise ConfigError([f"hours = {short(value)}: must be a number above 0"])
     return value
 
 

@@ -1,22 +1,31 @@
-"""Runs in processes of their own, from the side of the comparison that starts them; ``nursery`` is the other side."""
+"""Runs in processes of their own, forked from a server that has imported torch and the trainer (``preload``).
+
+A run that crashes, or that the system kills, ends alone. If the comparison is killed, the system kills the server and
+with it the runs (Linux).
+"""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
-import sys
-import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from poise.comparison.nursery import STOPPED
+from poise.comparison import worker
 from poise.config.schema import Config
 from poise.tasks import data_fingerprint
 from poise.training.resume import TrainError
+
+MOST_LOSSES = 3  # of the server: it does so little that it should never die
+LOST = 255  # multiprocessing's exit code of a process whose server has died
+
+
+class ServerError(TrainError):
+    """The process that starts runs cannot be started."""
 
 
 class Ended(NamedTuple):
@@ -26,37 +35,15 @@ class Ended(NamedTuple):
     status: int
 
 
-class Processes(Protocol):
-    """What carries out runs."""
-
-    def start(self, number: int, config: Config, log: Path, before: Path | None = None) -> None:
-        """Begin a run, or go on with it; ``before`` has its accuracy before training, if another run measured it."""
-
-    def wait(self, seconds: float) -> list[Ended]:
-        """The runs that have ended meanwhile, after at most this time."""
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every run."""
-
-    def close(self) -> None:
-        """Kill what still runs."""
-
-
-class NurseryError(TrainError):
-    """The process that starts runs cannot be started."""
-
-
-class Nursery:
-    """Runs as children of one process that imports torch and the trainer once; it is started when first needed."""
-
-    COMMAND = (sys.executable, "-P", "-m", "poise.comparison.nursery")
-    MOST_STARTS = 3  # of that process: it does so little that it should never die
+class Processes:
+    """The runs under way, by number. The server that forks them is started with the first one."""
 
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
-        self._process: subprocess.Popen[bytes] | None = None
-        self._running: set[int] = set()
-        self._rest, self._starts = b"", 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["poise.comparison.preload"])
+        self._running: dict[int, multiprocessing.context.ForkServerProcess] = {}
+        self._losses = 0
 
     def start(self, number: int, config: Config, log: Path, before: Path | None = None) -> None:
         """Begin a run, or go on with it, and write what it says to the end of ``log``.
@@ -64,92 +51,60 @@ class Nursery:
         The file ``before`` has its accuracy before training, if another run has measured it.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        settings = config.model_dump(mode="json")
-        self._running.add(number)
-        known = None if before is None else str(before)
         data = data_fingerprint(config.task.build())
-        self._send(
-            {
-                "start": number, "config": settings, "log": str(log), "threads": self.threads, "before": known,
-                "data": data,
-            }
-        )  # fmt: skip
+        arguments = (config.model_dump(mode="json"), log, self.threads, before, data)
+        process = self._context.Process(target=worker.main, args=arguments)
+        try:
+            with _safe_path():
+                process.start()  # waits for the server's imports: they are not a run's time
+        except (OSError, EOFError) as error:
+            raise ServerError("the process that starts runs has ended: see what it printed above") from error
+        self._running[number] = process
 
     def wait(self, seconds: float) -> list[Ended]:
         """The runs that have ended meanwhile, after at most this time."""
-        if self._process is None:
-            return []
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
-        if not ready:
-            return []
-        part = os.read(self._process.stdout.fileno(), 1 << 20)
-        if not part:
-            return self._lost()
-        *lines, self._rest = (self._rest + part).split(b"\n")
-        ended = [Ended(news["ended"], news["status"]) for news in map(json.loads, lines) if "ended" in news]
-        self._running -= {each.number for each in ended}
-        return ended
+        ready = connection.wait([process.sentinel for process in self._running.values()], seconds)
+        ended = {number: process for number, process in self._running.items() if process.sentinel in ready}
+        if any(process.exitcode == LOST for process in ended.values()):
+            self._losses += 1
+            if self._losses == MOST_LOSSES:
+                raise ServerError(
+                    f"the process that starts runs has ended {MOST_LOSSES} times: is there enough memory?"
+                )
+            ended = dict(self._running)  # which die with their server, and are not to blame
+        found = []
+        for number, process in ended.items():
+            process.join()
+            del self._running[number]
+            found.append(Ended(number, worker.STOPPED if process.exitcode == LOST else process.exitcode or 0))
+        return found
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every run."""
-        if self._process is not None:
-            self._send({"signal": number.name})
+    def stop(self) -> None:
+        """Ask every run to finish its step and save it."""
+        for process in self._running.values():
+            process.terminate()
 
     def close(self) -> None:
         """Kill what still runs."""
-        if self._process is not None:
-            self._finalizer()
-            self._process = None
-
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._process is None:
-            self._launch()
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died, and ``wait`` finds that out
-            self._process.stdin.write(json.dumps(message).encode("ascii") + b"\n")
-            self._process.stdin.flush()
-
-    def _launch(self) -> None:
-        self._starts += 1
-        if self._starts > self.MOST_STARTS:
-            raise NurseryError(
-                f"the process that starts runs has ended {self.MOST_STARTS} times: see what it printed above"
-            )
-        self._process = subprocess.Popen(
-            self.COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C on the terminal reaches the comparison alone
-        )
-        self._finalizer = weakref.finalize(self, _end, self._process, os.getpid())
-        assert self._process.stdout is not None
-        self._rest = self._process.stdout.readline()[:0]  # wait until it is ready: imports are not a run's time
-
-    def _lost(self) -> list[Ended]:
-        """The nursery has died, and the system has killed its children, which are not to blame."""
-        assert self._process is not None
-        self._finalizer()
-        self._process = None
-        lost, self._running = self._running, set()
-        return [Ended(number, STOPPED) for number in sorted(lost)]
+        for process in self._running.values():
+            process.kill()
+        for process in self._running.values():
+            process.join()
+        self._running.clear()
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() != owner:
-        return
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with suppress(OSError):
-        process.stdin.close()  # the nursery kills its children and ends
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Inside, a Python that starts imports nothing from the current folder, where a file may have a library's name."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def ending(status: int) -> str:

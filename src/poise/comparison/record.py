@@ -1,6 +1,6 @@
 """What a comparison's folder remembers, so that the same command goes on, and another one is refused.
 
-plan.json          the variants and seeds of all plans so far
+plan.json          the variants and seeds of the plan
 arms/…/seed-0/     the runs, ordinary run folders
 logs/              what each run has said
 failures.json      the runs that ended without a result, with the last lines of their logs
@@ -9,13 +9,10 @@ comparison.json    the results
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from poise._lib.errors import short
 from poise._lib.files import dumps, read_json, replacing
-from poise.comparison.arms import RATE, Variant, shown_rate
 from poise.comparison.plan import Plan, PlannedRun
 from poise.config.differences import differences
 from poise.config.documents import ConfigError, Document
@@ -26,11 +23,8 @@ from poise.tasks import data_fingerprint
 ANOTHER = "or begin another comparison with run=DIR"
 
 
-def check(plan: Plan) -> Plan:
-    """The plan, with the folders of runs that are there already.
-
-    A folder that holds something else is refused, and so is a comparison whose runs would not fit this plan.
-    """
+def check(plan: Plan) -> None:
+    """Refuse a folder that holds something else, or a comparison whose runs would not fit this plan."""
     if plan.folder.exists() and not plan.folder.is_dir():
         raise ConfigError([f"run={plan.folder} is a file: choose another run=DIR"])
     recorded = _read(plan.folder)
@@ -40,53 +34,43 @@ def check(plan: Plan) -> Plan:
         if others:
             what = "is the folder of a run" if "config.json" in others else "is not empty, and holds no comparison"
             raise ConfigError([f"run={plan.folder} {what}: choose another run=DIR"])
-        return plan
+    elif any(plan.folder.glob("arms/*/seed-*/config.json")):  # else there is nothing to be compared with
+        _check_plan(plan, recorded)
+        _check_runs(plan)
+
+
+def _check_plan(plan: Plan, recorded: Document) -> None:
+    """Refuse changed settings, arms and seeds that are missing, and rates or tuning seeds that were changed."""
+    there = f"the comparison in {plan.folder}"
+    before = recorded["variants"]
     now = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
-    former: dict[str, str] = {}
-    for name, saved in recorded["variants"].items():
-        for key, before, after in differences(saved, now.get(name, saved)):
+    for name, saved in before.items():
+        if name not in now:
+            raise ConfigError(
+                [f"{there} also has the arm {name!r}, and a result is never dropped: name it too, {ANOTHER}"]
+            )
+        for key, old, new in differences(saved, now[name]):
             raise ConfigError(
                 [
-                    f"{key} = {short(after)}, but the comparison in {plan.folder} has {short(before)}: its runs could "
-                    f"not be compared with new ones; leave {key} as it was, {ANOTHER}"
+                    f"{key} = {short(new)}, but {there} has {short(old)}: its runs could not be compared with new "
+                    f"ones; leave {key} as it was, {ANOTHER}"
                 ]
             )
-        same = [other for other, identity in now.items() if not [*differences(saved, identity)]]
-        if not same and RATE not in name and (rate := _rate_alone(saved, now.values())):
-            raise ConfigError(
-                [
-                    f"the comparison in {plan.folder} was begun without learning rates to choose from: its arm "
-                    f"{name!r} has {RATE}={shown_rate(rate)}, and a result is never dropped; add this rate to "
-                    f"{RATE}, {ANOTHER}"
-                ]
-            )
-        if not same:
-            raise ConfigError(
-                [
-                    f"the comparison in {plan.folder} also has the arm {name!r}, and a result is never dropped: "
-                    f"name it too, {ANOTHER}"
-                ]
-            )
-        former[same[0]] = name  # an axis that was added changes the names of arms
     if missing := sorted(set(recorded["seeds"]) - set(plan.seeds)):
         raise ConfigError(
             [
-                f"the comparison in {plan.folder} also has seed {missing[0]}, and a result is never dropped: add seeds "
-                f"instead of taking some away, {ANOTHER}"
+                f"{there} also has seed {missing[0]}, and a result is never dropped: add seeds instead of taking some "
+                f"away, {ANOTHER}"
             ]
         )
-    plan = replace(plan, former=former)
-    _check_runs(plan)
-    return plan
-
-
-def _rate_alone(saved: Document, now: Iterable[Document]) -> float | None:
-    """The learning rate of a saved variant, if one of today's differs from it in nothing else."""
-    for identity in now:
-        for key, before, _ in (found := [*differences(saved, identity)]):
-            if key == RATE and len(found) == 1:
-                return float(before)
-    return None
+    rates = [[variant.name in before for variant in arm.variants] for arm in plan.arms]
+    if recorded["tuning_seeds"] != list(plan.tuning_seeds) or any(any(known) > all(known) for known in rates):
+        raise ConfigError(
+            [
+                f"{there} was begun with other learning rates, or another tune=N: an arm might get another rate, and "
+                f"a result is never dropped; leave them as they were, {ANOTHER}"
+            ]
+        )
 
 
 def _check_runs(plan: Plan) -> None:
@@ -119,18 +103,10 @@ def _check_data(run: PlannedRun) -> None:
 
 
 def write(plan: Plan) -> None:
-    """Remember this plan."""
-    recorded = _read(plan.folder) or {"variants": {}, "seeds": []}
-    new = (variant for arm in plan.arms for variant in arm.variants if variant.name not in plan.former)
-    variants = {variant.name: variant.identity for variant in new}
-    seeds = sorted({*recorded["seeds"], *plan.seeds})
+    """Remember a plan that passed ``check``."""
+    variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
     with replacing(plan.folder / PLAN) as file:
-        file.write(dumps({"variants": recorded["variants"] | variants, "seeds": seeds}, indent=1))
-
-
-def log_of(plan: Plan, variant: Variant, seed: int) -> Path:
-    """Where a run's words are written."""
-    return plan.folder / "logs" / f"{plan.place(variant)}-seed-{seed}.log"
+        file.write(dumps({"variants": variants, "seeds": plan.seeds, "tuning_seeds": plan.tuning_seeds}, indent=1))
 
 
 def _read(folder: Path) -> Document | None:
@@ -142,7 +118,8 @@ def _read(folder: Path) -> Document | None:
     except ValueError:
         data = None
     match data:
-        case {"variants": dict(variants), "seeds": list()} if all(isinstance(v, dict) for v in variants.values()):
-            begun = any(folder.glob("arms/*/seed-*/config.json"))  # else there is nothing to be compared with
-            return dict(data) if begun else {"variants": {}, "seeds": []}
+        case {"variants": dict(variants), "seeds": list(), "tuning_seeds": list()} if all(
+            isinstance(variant, dict) for variant in variants.values()
+        ):
+            return dict(data)
     raise ConfigError([f"{path} does not hold a plan as poise writes it: put the file back from a copy, {ANOTHER}"])

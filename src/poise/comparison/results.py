@@ -63,8 +63,6 @@ class RunResult:
     curve: tuple[Point, ...]  # in the order of steps; the first is before training
     cost: Cost = field(default_factory=Cost)
     entropy: tuple[float, ...] = ()  # by step, NaN where it was not measured
-    grad_norm: tuple[float, ...] = ()
-    per_problem: tuple[float, ...] = ()  # share of right samples of each held-out problem, after training
     why: str = ""  # it diverged
     folder: str = ""
 
@@ -108,9 +106,7 @@ class RunResult:
             planned=planned,
             curve=tuple(curve),
             cost=costs[-1] if costs else Cost(),
-            entropy=_series(lines, "rollout/entropy"),
-            grad_norm=_series(lines, "optim/grad_norm"),
-            per_problem=_per_problem(folder) if state == "finished" else (),
+            entropy=tuple(nan if (value := line.get("rollout/entropy")) is None else float(value) for line in lines),
             why=(diverged or "") if state == "diverged" else "",
             folder=str(folder.path),
         )
@@ -204,8 +200,7 @@ def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator
     total = Cost(flop=None if parameters is None else 0.0)
     for line in lines:
         first = responses * (line.get("rollout/length") or 0.0)
-        tokens = line.get("tokens/sampled")
-        tokens = first if tokens is None else tokens
+        tokens = line.get("tokens/sampled") or 0.0
         phases = sum(key.startswith("reg/") and key.endswith("/kl_weight_mean") for key in line)
         passes = phases * (1 - (line.get("reward/no_spread") or 0.0))
         flop = None
@@ -233,31 +228,12 @@ def _trained(line: Line, sampled: float, first: float, responses: int) -> float:
 
 
 def _parameters(folder: RunFolder) -> tuple[int | None, dict[str, int]]:
-    """The number of parameters of the policy, None if it is unknown, and those of frozen models, by name.
-
-    An older version did not write the latter; they count as the policy's.
-    """
+    """The number of parameters of the policy, None if it is unknown, and those of frozen models, by name."""
     environment = read_json(folder, "environment.json")
     environment = environment if isinstance(environment, dict) else {}
     own, others = environment.get("parameters"), environment.get("parameters_of")
     others = others if isinstance(others, dict) else {}
-    known = {name: count for name, count in others.items() if type(count) is int}
-    return own if type(own) is int else None, known
-
-
-def _series(lines: Sequence[Line], key: str) -> tuple[float, ...]:
-    return tuple(nan if (value := line.get(key)) is None else float(value) for line in lines)
-
-
-def _per_problem(folder: RunFolder) -> tuple[float, ...]:
-    """Empty for a run of an older version, which did not write them."""
-    data = read_json(folder, "problems.json")
-    if data is None:
-        return ()
-    counts, samples = (data.get("correct"), data.get("samples")) if isinstance(data, dict) else (None, None)
-    if not isinstance(counts, list) or type(samples) is not int or not all(type(count) is int for count in counts):
-        raise ValueError(f"{folder.path}/problems.json does not hold the results by problem as poise writes them")
-    return tuple(count / samples for count in counts)
+    return own if type(own) is int else None, {name: n for name, n in others.items() if type(n) is int}
 
 
 def _whole(folder: RunFolder, config: Line, name: str) -> int:

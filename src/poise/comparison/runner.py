@@ -7,56 +7,24 @@ was: finished and diverged runs are results, and all others are begun or resumed
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from poise._lib.files import dumps, remove, replacing
 from poise.comparison import shared_start, tuning
 from poise.comparison.arms import PlannedArm, Variant
-from poise.comparison.forecast import Forecast
-from poise.comparison.nursery import STOPPED
 from poise.comparison.plan import Plan, PlannedRun
 from poise.comparison.processes import Ended, Processes, ending, last_lines
-from poise.comparison.record import log_of
 from poise.comparison.results import RunResult, result_of
+from poise.comparison.view import Progress, Status
+from poise.comparison.worker import STOPPED
 
 HOPELESS = 3  # the first runs all fail: what is wrong with them is wrong with the others too
 PAUSE = 0.25  # seconds between looks
-
-
-class View(Protocol):
-    """Shows the progress."""
-
-    def ended(self, run: PlannedRun, result: RunResult | None, why: str) -> None:
-        """A run has ended: with a result, or without one and ``why``."""
-
-    def note(self, text: str) -> None:
-        """Show a message."""
-
-    def update(self, status: Status) -> None:
-        """Show how far the comparison is."""
-
-
-@dataclass(frozen=True)
-class Status:
-    """How far a comparison is. Times are in seconds; ``left`` is None until a run has told how long one takes."""
-
-    done: int
-    total: int
-    running: list[tuple[PlannedRun, float]]  # each with its time so far
-    failed: int
-    left: float | None
-
-    @property
-    def waiting(self) -> int:
-        """The runs that are neither done nor under way, and have not failed."""
-        return self.total - self.done - len(self.running) - self.failed
 
 
 @dataclass
@@ -74,9 +42,8 @@ class Runner:
 
     plan: Plan
     processes: Processes
-    view: View
+    view: Progress
     jobs: int
-    forecast: Forecast = field(default_factory=Forecast)
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -85,9 +52,10 @@ class Runner:
         self._tries: dict[Path, int] = {}
         self._count = self._succeeded = 0
         self._begin = self.clock()
-        self.spent = False  # the budget
+        self._seconds: list[float] = []  # of the runs that were begun and finished since
         self.failures: dict[str, dict[str, Any]] = {}
         self.stopped = False
+        self.out_of_time = False
 
     # What is known of a run
 
@@ -104,12 +72,6 @@ class Runner:
     def unmeasured(self) -> bool:
         """Whether the first run that is left has to measure its accuracy before training: none has done so yet."""
         return any(self._before(run) is None for run in self.left()[:1])
-
-    def tokens(self, apart: Collection[Path]) -> float:
-        """Sampled by all runs of the plan, finished or not, at any rate; without those in ``apart``."""
-        folders = [run.folder for run in self.plan.all_runs() if run.folder not in apart]
-        begun = [folder for folder in folders if (folder / "config.json").exists()]
-        return sum((self.result(each) or RunResult.read(each)).cost.tokens for each in begun)
 
     def chosen(self, arm: PlannedArm) -> Variant | None:
         """The variant of an arm that is compared; None while it is tuned."""
@@ -128,7 +90,7 @@ class Runner:
             while True:
                 if interrupted() and not asked:
                     asked = self.stopped = True
-                    self.processes.signal(signal.SIGTERM)
+                    self.processes.stop()
                 while not self.stopped and len(self._running) < self.jobs and (run := self._next()):
                     self._start(run)
                 if not self._running:
@@ -142,32 +104,26 @@ class Runner:
             self.processes.close()
 
     def _next(self) -> PlannedRun | None:
-        """The run to start next; None if there is none, none that the budget allows, or all must wait."""
+        """The run to start next; None if there is none, no time for one, or all must wait."""
         under_way = {started.run.folder for started in self._running.values()}
 
-        def open_runs(runs: list[PlannedRun]) -> Iterator[PlannedRun]:
-            for run in runs:
-                tried = self._tries.get(run.folder, 0) > self.plan.limits.retries
-                if run.folder not in under_way and not tried and self.result(run.folder) is None:
-                    yield run
+        def is_open(run: PlannedRun) -> bool:
+            tried = self._tries.get(run.folder, 0) > self.plan.limits.retries
+            return run.folder not in under_way and not tried and self.result(run.folder) is None
 
-        if not self.spent and self.clock() - self._begin > self.plan.limits.hours * 3600:
-            self._stop_at_budget()
-        if self.spent:
-            return None
-        if runs := list(open_runs(self.plan.tuning_runs())):
-            return self._first_ready(runs)
-        for seed in self.plan.seeds:
-            ready = [self.plan.run(arm, variant, seed) for arm in self.plan.arms if (variant := self.chosen(arm))]
-            runs = list(open_runs(ready))
-            if not runs:
-                continue
-            begun = len(runs) < len(ready)  # then all its arms are trained, if there is time
-            if not begun and not self._fits(runs):
-                self._stop_at_budget()
-                return None
-            return self._first_ready(runs)
+        for runs in self._rounds():
+            if waiting := [run for run in runs if is_open(run)]:
+                begun = len(waiting) < len(runs)  # then all its arms are trained, if there is time
+                if self._too_late([] if begun else waiting):
+                    return None
+                return self._first_ready(waiting)
         return None
+
+    def _rounds(self) -> Iterator[list[PlannedRun]]:
+        """The runs in their order: those that tune, then those of each seed."""
+        yield self.plan.tuning_runs()
+        for seed in self.plan.seeds:
+            yield [self.plan.run(arm, variant, seed) for arm in self.plan.arms if (variant := self.chosen(arm))]
 
     def _first_ready(self, runs: Sequence[PlannedRun]) -> PlannedRun | None:
         """The first of these runs that need not wait for its accuracy before training, which another is measuring."""
@@ -182,7 +138,7 @@ class Runner:
         self._tries[run.folder] = self._tries.get(run.folder, 0) + 1
         self.failures.pop(str(run.folder), None)
         fresh = not (run.folder / "config.json").exists()
-        self.processes.start(self._count, run.config, log_of(self.plan, run.variant, run.seed), self._before(run))
+        self.processes.start(self._count, run.config, self.plan.log_of(run), self._before(run))
         self._running[self._count] = Started(run, self.clock(), fresh)  # after imports, which take no run's time
 
     def _before(self, run: PlannedRun) -> Path | None:
@@ -194,13 +150,12 @@ class Runner:
         run, seconds = started.run, self.clock() - started.since
         self._results.pop(run.folder, None)
         result = self.result(run.folder)
-        self.view.update(self.status())
         if result is not None:
             self._succeeded += 1
             self._thin(run.folder)
             if started.fresh and result.state == "finished":
-                self.forecast.measured.append(seconds)
-            self.view.ended(run, result, "")
+                self._seconds.append(seconds)
+            self.view.ended(run, result, "", self.status())
         elif ended.status == STOPPED or self.stopped:
             self._tries[run.folder] -= 1
         else:
@@ -213,7 +168,7 @@ class Runner:
                 remove(checkpoint)
 
     def _fail(self, run: PlannedRun, status: int) -> None:
-        log = log_of(self.plan, run.variant, run.seed)
+        log = self.plan.log_of(run)
         lines = last_lines(log)
         why = lines[-1] if lines and status > 0 else ending(status)
         self.failures[str(run.folder)] = {
@@ -221,54 +176,41 @@ class Runner:
         }  # fmt: skip
         with replacing(self.plan.folder / "failures.json") as file:
             file.write(dumps(self.failures, indent=1))
-        self.view.ended(run, None, why)
+        self.view.ended(run, None, why, self.status())
         if not self._succeeded and len(self.failures) >= HOPELESS and not self.stopped:
             self.stopped = True
-            self.view.note(
-                f"the first {len(self.failures)} runs all failed: no more are started; mend it and run again"
-            )
+            self.view.note(f"the first {len(self.failures)} runs all failed: no more are started; fix it and run again")
 
-    # Budget and time
+    # Time
 
-    def _fits(self, runs: Sequence[PlannedRun]) -> bool:
-        """Whether the budget still has room for these runs."""
-        limits, forecast = self.plan.limits, self.forecast
-        if forecast.seconds is not None:
-            elapsed = self.clock() - self._begin
-            work = self._left_of_running() + len(runs) * forecast.seconds
-            if elapsed + max(work / self.jobs, forecast.seconds) > limits.hours * 3600:
-                return False
-        if limits.tokens == inf:
-            return True
-        ahead = {run.folder for run in (*runs, *(each.run for each in self._running.values()))}
-        spent = self.tokens(apart=ahead)
-        whole = [result.cost.tokens for result in self._results.values() if result]
-        each = fmean(whole) if whole else forecast.tokens
-        return each is None or spent + len(ahead) * each <= limits.tokens
+    def _too_late(self, runs: Sequence[PlannedRun]) -> bool:
+        """Whether ``hours`` are over, or would be before these runs end, if they take as long as those before."""
+        ahead = 0.0
+        if runs and self._seconds:
+            ahead = max((self._left_of_running() + len(runs) * self._mean()) / self.jobs, self._mean())
+        hours = self.plan.limits.hours
+        if not self.out_of_time and self.clock() - self._begin + ahead > hours * 3600:
+            self.out_of_time = True
+            self.view.note(f"hours={hours:g} have no room for another seed of all arms: no more runs are started")
+        return self.out_of_time
 
-    def _stop_at_budget(self) -> None:
-        self.spent = True
-        budget = self.plan.limits.budget()
-        self.view.note(f"the budget ({budget}) has no room for another seed of all arms: no more runs are started")
+    def _mean(self) -> float:
+        return fmean(self._seconds)
 
     def _left_of_running(self) -> float:
         """Seconds of work that the runs under way still need."""
-        whole = self.forecast.seconds or 0.0
-        now = self.clock()
+        whole, now = self._mean(), self.clock()
         return sum(max(whole - (now - each.since), 0.05 * whole) for each in self._running.values())
 
     def status(self) -> Status:
         """How far the comparison is."""
-        runs = self.runs()
+        runs, running = self.runs(), [each.run for each in self._running.values()]
         done = sum(run is not None and self.result(run.folder) is not None for run in runs)
-        waiting = len(runs) - done - len(self._running) - len(self.failures)
-        left = None
-        if self.forecast.seconds is not None:
-            whole = 0 if self.spent or self.stopped else waiting * self.forecast.seconds
-            left = (self._left_of_running() + whole) / min(self.jobs, max(1, waiting + len(self._running)))
-        now = self.clock()
-        running = [(each.run, now - each.since) for each in self._running.values()]
-        return Status(done, len(runs), running, len(self.failures), left)
+        waiting, left = len(runs) - done - len(running) - len(self.failures), None
+        if self._seconds:
+            whole = 0 if self.out_of_time or self.stopped else waiting * self._mean()
+            left = (self._left_of_running() + whole) / min(self.jobs, max(1, waiting + len(running)))
+        return Status(done, waiting, running, left)
 
     def runs(self) -> list[PlannedRun | None]:
         """All runs of the plan; None for those whose learning rate is not chosen yet."""

@@ -4,9 +4,9 @@ If two methods do not differ, a seed's difference is as likely to be d as −d. 
 asks how often the mean is at least as far from 0 as the measured one. It assumes symmetry, no normal distribution, and
 is exact: with no effect, p ≤ α happens in at most a share α of all comparisons, however few seeds there are.
 
-The interval holds every shift δ that the test of d − δ does not reject. Its ends are means of subsets of the
-differences (Hartigan, 1969): for δ below the mean, a flip of the subset I reaches the observed mean if and only if the
-mean of I, or that of its complement, is at most δ.
+The interval inverts the test: it holds every shift δ for which the test of d − δ does not reject. No search is needed,
+because its ends are means of subsets of the differences (Hartigan, 1969). Take a δ below the mean: flipping a subset of
+d − δ gives a mean as far from 0 as the observed one exactly if the mean of the subset, or of the rest, is at most δ.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ Interval = tuple[float, float]
 EXACT = 20  # up to so many differences all flips are counted: 2^19, since a flip and its opposite are alike
 RANDOM = 99_999  # beyond, so many random flips
 _ROUNDING = 1e-12  # sums that are equal on paper differ by less, relative to the differences
-
-
-def smallest_p(n: int) -> float:
-    """The smallest p that the test can give to n differences: 2/2ⁿ, reached if all have one sign."""
-    return 2.0 ** (1 - n) if n <= EXACT else 1 / (1 + RANDOM)
 
 
 def p_value(differences: Sequence[float]) -> float:

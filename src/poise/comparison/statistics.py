@@ -1,4 +1,4 @@
-"""Statistics over seeds: the paired difference between two arms, what could be detected, and where the spread is from.
+"""Statistics over seeds: the paired difference between two arms, and the smallest difference that could be found.
 
 The seed is the unit. All arms of a seed see the same problems in the same order, so differences are taken seed by seed.
 """
@@ -11,7 +11,6 @@ from functools import lru_cache
 from math import ceil, inf, isfinite, log2, sqrt
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from poise._lib.errors import check_range
 from poise.comparison import sign_flip
@@ -34,7 +33,6 @@ class Difference:
     exact: Interval | None  # by inverting the sign-flip test; None: too few seeds, no difference can be excluded
     student: Interval | None  # Student's t, which assumes normal differences; None with fewer than two seeds
     p: float  # of the two-sided sign-flip test, not corrected for the number of arms
-    level: float = LEVEL
 
     @property
     def interval(self) -> Interval | None:
@@ -58,7 +56,7 @@ def difference(
     values = tuple(arm[seed] - baseline[seed] for seed in seeds)
     incomplete = tuple(sorted({*arm, *baseline, *planned} - {*seeds}))
     if not values:
-        return Difference(seeds, values, incomplete, None, None, None, None, 1.0, level)
+        return Difference(seeds, values, incomplete, None, None, None, None, 1.0)
     exact = sign_flip.interval(values, level)
     return Difference(
         seeds,
@@ -69,7 +67,6 @@ def difference(
         exact=exact if isfinite(exact[0]) and isfinite(exact[1]) else None,
         student=student_interval(values, level),
         p=sign_flip.p_value(values),
-        level=level,
     )
 
 
@@ -112,8 +109,8 @@ def detectable(seeds: int, spread: float, comparisons: int = 1, level: float = L
 def _detectable(n: int, comparisons: int, level: float, power: float) -> float:
     """``detectable`` for differences with standard deviation 1.
 
-    A sample z + δ is significant if δ is larger than minus the lower end of the interval of z. So δ is a quantile of
-    those ends over samples with mean 0.
+    Take a sample z with mean 0 and add δ: the sum is significant if its interval lies above 0, so if δ exceeds minus
+    the lower end of the interval of z. The result is the quantile ``power`` of that end over simulated samples.
     """
     alpha = (1 - level) / comparisons
     if n < seeds_needed(comparisons, level):
@@ -121,40 +118,9 @@ def _detectable(n: int, comparisons: int, level: float, power: float) -> float:
     if n <= _SIMULATED:
         generator = np.random.default_rng(0)
         ends = [sign_flip.intervals(generator.standard_normal((500, n)), 1 - alpha) for _ in range(10)]
-        return float(np.quantile([end for low, high in ends for end in (-low, high)], power))  # both are alike
+        return float(np.quantile([end for low, high in ends for end in (-low, high)], power))  # by symmetry, both count
     from scipy.optimize import brentq
     from scipy.stats import nct, t
 
     limit = t.ppf(1 - alpha / 2, n - 1)
     return float(brentq(lambda effect: nct.sf(limit, n - 1, effect * sqrt(n)) - power, 0.0, 100.0 / sqrt(n)))
-
-
-@dataclass(frozen=True)
-class Sources:
-    """The variance of the mean difference, by source. All runs are evaluated on the same held-out problems."""
-
-    seeds: float  # training with other seeds
-    problems: float  # other held-out problems: a difference that all seeds share on these ones
-    noise: float  # seed and problem together, sampling included
-    share: float  # part of the spread over seeds that comes from the finite number of problems and samples
-    error: float  # standard error of the mean difference for other seeds and other problems
-
-
-def sources(differences: ArrayLike) -> Sources | None:
-    """Split the variance of a mean difference; rows are seeds, columns problems. None with fewer than two of either.
-
-    This is the two-way analysis of variance with random effects. It gives in closed form what resampling problems
-    within resampled seeds would estimate.
-    """
-    d_SP = np.asarray(differences, dtype=float)
-    if d_SP.ndim != 2 or min(d_SP.shape) < 2:
-        return None
-    seeds, problems = d_SP.shape
-    by_seed_S, by_problem_P = d_SP.mean(1), d_SP.mean(0)
-    rest_SP = d_SP - by_seed_S[:, None] - by_problem_P[None] + d_SP.mean()
-    noise = float((rest_SP**2).sum()) / ((seeds - 1) * (problems - 1))
-    spread_S, spread_P = float(by_seed_S.var(ddof=1)), float(by_problem_P.var(ddof=1))
-    own_S, own_P = max(0.0, spread_S - noise / problems), max(0.0, spread_P - noise / seeds)
-    parts = own_S / seeds, own_P / problems, noise / (seeds * problems)
-    share = min(1.0, noise / problems / spread_S) if spread_S else 0.0
-    return Sources(*parts, share=share, error=sqrt(sum(parts)))

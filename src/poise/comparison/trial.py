@@ -1,15 +1,13 @@
-"""A trial run of two steps, which tells how long a run takes and how many tokens it samples."""
+"""A trial run of two steps, which tells about how long a run takes."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from statistics import fmean
 
-from poise.comparison.forecast import update_lengths
 from poise.comparison.plan import Plan
 from poise.comparison.processes import Processes, last_lines
 from poise.config.schema import Config
@@ -23,11 +21,11 @@ class TrialError(TrainError):
     """The trial run failed."""
 
 
-def measure(plan: Plan, processes: Processes, interrupted: Callable[[], bool] = lambda: False) -> tuple[float, float]:
-    """Seconds and sampled tokens of a whole run, on average over the arms, from a trial in a temporary folder.
+def measure(plan: Plan, processes: Processes) -> float:
+    """Seconds of a whole run, on average over the arms, from a trial of the baseline in a temporary folder.
 
-    The trial is of the baseline. Other arms are taken to need as much time for a response and, in an update, for each
-    phase. The trial has the device for itself: with many runs side by side each takes longer.
+    Other arms are taken to need as much time for a response and for each phase of an update. The trial has the device
+    for itself: with many runs side by side each takes longer.
     """
     config = plan.baseline.variants[0].config
     with tempfile.TemporaryDirectory() as place:
@@ -36,9 +34,8 @@ def measure(plan: Plan, processes: Processes, interrupted: Callable[[], bool] = 
         folder, log = Path(place) / "run", Path(place) / "log"
         processes.start(0, config.model_copy(update={**changes, "run": str(folder)}), log)
         begin = time.monotonic()
-        while not (ended := processes.wait(0.25)):
-            if interrupted():
-                raise KeyboardInterrupt
+        while not (ended := processes.wait(60)):
+            pass
         total = time.monotonic() - begin
         if ended[0].status:
             lines = last_lines(log)
@@ -47,24 +44,18 @@ def measure(plan: Plan, processes: Processes, interrupted: Callable[[], bool] = 
             raise TrialError("\n".join(["the trial run failed:", *lines]))
         steps = RunFolder.open(folder, resume=False).metrics()
     start = total - sum(step["time/step"] for step in steps)
-    lengths, responses = update_lengths(plan), config.prompts * config.group
-    runs = [whole(arm.variants[0].config, steps[-1], responses, start, lengths[arm.name]) for arm in plan.arms]
-    return fmean(seconds for seconds, _ in runs), fmean(tokens for _, tokens in runs)
+    return fmean(whole(arm.variants[0].config, config, steps[-1], start) for arm in plan.arms)
 
 
-def whole(
-    config: Config, step: dict[str, float], responses: int, start: float, update: float = 1.0
-) -> tuple[float, float]:
-    """Seconds and tokens of a whole run, from the metrics of a step with so many responses and the time of a start.
-
-    Its updates take ``update`` times as long for a response as that of the step.
-    """
-    evaluation = config.evaluation
-    share = evaluation.problems * (evaluation.samples + 1) / responses  # and once greedily
+def whole(config: Config, tried: Config, step: dict[str, float], start: float) -> float:
+    """Seconds of a whole run, from the time of a start and the metrics of a step with the settings ``tried``."""
+    responses = tried.prompts * tried.group
     size = config.prompts * config.group / responses
+    phases = config.build_regulator().phase_count / tried.build_regulator().phase_count
+    a_step = size * (step["time/step"] + (phases - 1) * step["time/update"])
     tokens = size * step["tokens/sampled"]
     steps = min(config.steps, ceil(config.budget / tokens)) if config.budget and tokens else config.steps
+    evaluation = config.evaluation
     evaluations = 2 + (steps - 1) // evaluation.every if evaluation.every else 2
-    a_step = size * (step["time/step"] + (update - 1) * step["time/update"])
-    seconds = start + steps * a_step + evaluations * share * step["time/rollout"]
-    return seconds, steps * tokens
+    share = evaluation.problems * (evaluation.samples + 1) / responses  # and once greedily
+    return start + steps * a_step + evaluations * share * step["time/rollout"]

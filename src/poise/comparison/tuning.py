@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from poise.comparison.arms import RATE, PlannedArm, Variant, shown_rate
+from poise.comparison.arms import PlannedArm, Variant
 from poise.comparison.plan import Plan
-from poise.comparison.results import ACCURACY, Arm, RunResult
+from poise.comparison.results import ACCURACY, RunResult
 
 Results = Callable[[Path], RunResult | None]  # the result of the run in a folder; None while it has none
 
@@ -59,36 +59,3 @@ def report(plan: Plan, results: Results) -> list[dict[str, Any]]:
             )
         told.append({"arm": arm.name, "chosen": chosen.rate if chosen else None, "rates": rates})
     return told
-
-
-def not_compared(plan: Plan, results: Results) -> list[tuple[str, Arm]]:
-    """The runs that have results beside those compared, by arm and rate, and what they are: tuning, or earlier rate.
-
-    When rates or tuning seeds are added to a comparison, an arm may get another rate after runs of it have finished.
-    """
-    found = []
-    for arm in plan.arms:
-        chosen = choose(plan, arm, results)
-        for variant in arm.variants if len(arm.variants) > 1 else ():
-            settings = dict(arm.settings) | {RATE: variant.rate}
-            parts = {"tuning": plan.tuning_seeds, "earlier rate": () if variant is chosen else plan.seeds}
-            for part, seeds in parts.items():
-                runs = {seed: results(plan.run(arm, variant, seed).folder) for seed in seeds}
-                if done := {seed: run for seed, run in runs.items() if run is not None}:
-                    found.append((part, Arm(arm.name, settings, done)))
-    return found
-
-
-def sentences(others: Iterable[tuple[str, Arm]]) -> list[str]:
-    """For the verdict: which comparison runs had finished at a rate that is no longer the arm's."""
-    said = []
-    for part, arm in others:
-        if part == "earlier rate":
-            count, accuracy = len(arm.runs), list(arm.results().values())
-            mean = f" (accuracy {100 * fmean(accuracy):.1f})" if accuracy else ""
-            said.append(
-                f"{arm.name}: the rate is chosen anew after {count} comparison run{'s' * (count > 1)} at "
-                f"{shown_rate(arm.settings[RATE])} had finished{mean}: rates or tuning seeds were added later. "
-                "They are in runs.csv, and not compared."
-            )
-    return said

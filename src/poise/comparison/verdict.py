@@ -1,127 +1,81 @@
-"""The results of a comparison in plain words."""
+"""The results of a comparison in short sentences; the tables say the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
-from poise.comparison.statistics import seeds_needed
+from poise.comparison.statistics import LEVEL, POWER, seeds_needed
 
-NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 DEARER = 1.1  # a cost so many times the baseline's is named
-MUCH = 0.3  # a share of the spread that is worth more held-out problems
+COSTS = {"tokens": "sampled tokens", "optimizer_steps": "optimizer steps", "flop": "FLOP (estimated)"}
 
 
 def verdict(document: Mapping[str, Any]) -> list[str]:
     """Sentences on the results of ``analyse``: first what could be found at all, then each arm, then the cautions."""
-    arms = {arm["name"]: arm for arm in document["arms"]}
-    base = arms.pop(document["baseline"])
-    sentences = [_power(document, len(arms))] if arms else []
-    for arm in arms.values():
-        sentences.append(against(arm, document["baseline"], document["level"]))
-        sentences += _cautions(arm)
-        sentences += _costs(arm, base)
-    return [*sentences, *_cautions(base), *_unfinished([*arms.values(), base]), *_problems(document)]
+    arms = document["arms"]
+    (base,) = (arm for arm in arms if arm["name"] == document["baseline"])
+    others = [arm for arm in arms if arm is not base]
+    compared = [arm["difference"] for arm in others if arm["difference"]["spread"] is not None]
+    if compared:
+        seeds = max(len(found["seeds"]) for found in compared)
+        said = [power(seeds, len(others), document["detectable"], document["spread"], document["level"])]
+    else:
+        said = ["No arm has two seeds in common with the baseline yet: there is nothing to compare."]
+    for arm in others:
+        said += [against(arm, base["name"], document["level"]), *_costs(arm, base)]
+    return [*said, *(caution for arm in arms for caution in _cautions(arm))]
 
 
-def _unfinished(arms: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """One sentence on the runs that are missing, whichever arms they are of."""
-    counts = {arm["name"]: (len(arm["missing"]), len(arm["missing"]) + len(arm["seeds"])) for arm in arms}
-    found = {name: f"{_number(missing)} of {_number(runs)}" for name, (missing, runs) in counts.items() if missing}
-    if len(found) == 1:
-        ((name, share),) = found.items()
-        yield f"{name}: {share} runs {_is(counts[name][0])} not finished yet."
-    elif len(found) == len(arms) and len(set(found.values())) == 1:
-        yield f"Of every arm, {next(iter(found.values()))} runs {_is(next(iter(counts.values()))[0])} not finished yet."
-    elif found:
-        yield f"Runs that are not finished yet: {listed([f'{share} of {name}' for name, share in found.items()])}."
-
-
-def _power(document: Mapping[str, Any], comparisons: int) -> str:
-    compared = [arm["difference"] for arm in document["arms"] if arm["difference"]]
-    seeds = max((len(each["seeds"]) for each in compared if each["spread"] is not None), default=0)
-    if not seeds:
-        return "No arm has two seeds in common with the baseline yet: there is nothing to compare."
-    among = "one comparison" if comparisons == 1 else f"{_number(comparisons)} comparisons"
-    needed = seeds_needed(comparisons, document["level"])
-    if seeds < needed:
-        return (
-            f"{_number(seeds).capitalize()} seeds cannot make any difference significant: {among} at the level "
-            f"{1 - document['level']:.2g} with Holm's correction {'needs' if comparisons == 1 else 'need'} "
-            f"{_number(needed)}."
-        )
+def power(seeds: int, comparisons: int, effect: float | None, spread: float, level: float = LEVEL) -> str:
+    """The smallest difference that so many seeds can find."""
+    if effect is None or not isfinite(effect):
+        needed = seeds_needed(comparisons, level)
+        return f"{seeds} seeds cannot make a difference significant: {needed} can (comparisons: {comparisons})."
     return (
-        f"The smallest difference that {_number(seeds)} seeds would find with a chance of "
-        f"{100 * document['power']:.0f} % is {points(document['detectable'])} points ({among}, Holm's correction, "
-        f"a spread of {points(document['spread'])} points over seeds)."
+        f"Smallest difference that {seeds} seeds find with a chance of {100 * POWER:.0f} %: {points(effect)} points, "
+        f"at a spread of {points(spread)} points over seeds (comparisons: {comparisons}, Holm's correction)."
     )
 
 
-def against(arm: Mapping[str, Any], baseline: str, level: float = 0.95) -> str:
+def against(arm: Mapping[str, Any], baseline: str, level: float = LEVEL) -> str:
     """One sentence on an arm: its difference to the baseline, the interval, and what that shows."""
-    found = arm["difference"]
-    name, n = arm["name"], len(found["seeds"])
-    if not n:
-        return f"{name}: no seed is complete yet."
-    if n < 3:  # then there is no interval
-        seen = "one seed" if n == 1 else f"{_number(n)} seeds"
-        return f"{name}: {signed(found['mean'])} points against {baseline} in {seen}, which says nothing about others."
+    found, seeds = arm["difference"], len(arm["difference"]["seeds"])
+    if not seeds:
+        return f"{arm['name']}: no seed is complete yet."
+    shown = f"{arm['name']}: {signed(found['mean'])} points"
+    if not found["interval"]:
+        return f"{shown} against {baseline} (seeds: {seeds}, too few to tell)."
     low, high = found["interval"]
-    shown = f"{name}: {signed(found['mean'])} points [{signed(low)}, {signed(high)}] against {baseline}"
-    if found["p_adjusted"] <= 1 - level + 1e-12:
-        which = "better" if found["mean"] > 0 else "worse"
-        return f"{shown}, {which} (p {_p(found['p_adjusted'])} after Holm's correction, {_number(n)} seeds)."
-    largest = f"no difference larger than {points(found['largest'])} points is compatible with {_number(n)} seeds"
+    shown += f" [{signed(low)}, {signed(high)}] against {baseline}"
+    p, alpha = found["p_adjusted"], 1 - level + 1e-12
+    if p <= alpha:
+        return f"{shown}: {'better' if found['mean'] > 0 else 'worse'} (p {_p(p)})."
+    why = f"p {_p(p)}"
+    if found["p"] <= alpha:
+        why += f"; {_p(found['p'])} before Holm's correction"
     if found["method"] == "student":
-        return f"{shown}; if differences are normal, {largest}, which are too few for an exact interval."
-    if found["p"] <= 1 - level + 1e-12:
-        return (
-            f"{shown}; alone this would be significant (p {_p(found['p'])}), but not after Holm's correction "
-            f"(p {_p(found['p_adjusted'])}); {largest}."
-        )
-    return f"{shown}, {largest} (p {_p(found['p_adjusted'])} after Holm's correction)."
-
-
-def _cautions(arm: Mapping[str, Any]) -> Iterator[str]:
-    name, done = arm["name"], len(arm["seeds"])
-    if diverged := len(arm["diverged"]):
-        yield f"{name}: {_number(diverged)} of {_number(done)} runs diverged{_counted(arm)}."
-    if collapsed := arm["stability"]["collapsed"]:
-        yield f"{name}: {_number(collapsed)} of {_number(done)} runs ended far below {_its(collapsed)} own best."
-
-
-def _counted(arm: Mapping[str, Any]) -> str:
-    """With what the diverged runs of an arm count."""
-    diverged, zero = len(arm["diverged"]), len(arm["counted_as_zero"])
-    if not zero:
-        return f" and {_count(diverged)} with the accuracy last measured during training"
-    if zero == diverged:
-        return f" before any evaluation during training (evaluation.every) and {_count(zero)} as 0"
-    return (
-        f"; {_number(zero)} of them, before any evaluation during training (evaluation.every), {_count(zero)} as 0, "
-        f"the {'other' if diverged - zero == 1 else 'others'} with the accuracy last measured"
-    )
+        why += "; Student's interval, too few seeds for an exact one"
+    return f"{shown}: no significant difference, and none above {points(found['largest'])} points ({why})."
 
 
 def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
-    names = {"tokens": "sampled tokens", "optimizer_steps": "optimizer steps", "flop": "FLOP (estimated)"}
-    ratios = {
-        words: arm["cost"][key] / base["cost"][key]
-        for key, words in names.items()
-        if arm["cost"][key] is not None and base["cost"][key]
-    }
-    if dearer := [f"{ratio:.2g} times the {words}" for words, ratio in ratios.items() if ratio >= DEARER]:
-        yield f"{arm['name']} takes {listed(dearer)} of {base['name']}."
+    known = {key: words for key, words in COSTS.items() if arm["cost"][key] is not None and base["cost"][key]}
+    ratios = {words: arm["cost"][key] / base["cost"][key] for key, words in known.items()}
+    if dearer := [f"{ratio:.2g} × {words}" for words, ratio in ratios.items() if ratio >= DEARER]:
+        yield f"{arm['name']} costs {', '.join(dearer)} of {base['name']}."
 
 
-def _problems(document: Mapping[str, Any]) -> Iterator[str]:
-    found = [arm["difference"]["sources"] for arm in document["arms"] if arm["difference"]]
-    shares = [each["share"] for each in found if each]
-    if shares and (share := sum(shares) / len(shares)) >= MUCH:
-        yield (
-            f"{100 * share:.0f} % of the spread over seeds comes from the {document['problems']:,} held-out problems "
-            "and their samples: more of them would narrow the intervals."
-        )
+def _cautions(arm: Mapping[str, Any]) -> Iterator[str]:
+    name, done, missing = arm["name"], len(arm["seeds"]), len(arm["missing"])
+    if diverged := len(arm["diverged"]):
+        zero = f"; {len(arm['counted_as_zero'])} before any evaluation, as 0" if arm["counted_as_zero"] else ""
+        yield f"{name}: {diverged} of {done} runs diverged, and count with the accuracy last measured{zero}."
+    if collapsed := arm["stability"]["collapsed"]:
+        yield f"{name}: {collapsed} of {done} runs ended far below their best."
+    if missing:
+        yield f"{name}: {missing} of {done + missing} runs are not finished yet."
 
 
 def points(value: float) -> str:
@@ -137,24 +91,3 @@ def signed(value: float) -> str:
 
 def _p(value: float) -> str:
     return f"= {value:.2g}" if value >= 0.001 else "< 0.001"
-
-
-def _number(count: int) -> str:
-    return NUMBERS[count] if count < len(NUMBERS) else str(count)
-
-
-def _is(count: int) -> str:
-    return "is" if count == 1 else "are"
-
-
-def _count(count: int) -> str:
-    return "counts" if count == 1 else "count"
-
-
-def _its(count: int) -> str:
-    return "its" if count == 1 else "their"
-
-
-def listed(texts: Sequence[str]) -> str:
-    """Texts in a sentence: a, b and c."""
-    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1]

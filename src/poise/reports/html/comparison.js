@@ -81,8 +81,6 @@ function bands(by) {
   el("div", { class: "legend" }, arms.map((arm) => el("span", {}, mark(shade(arm), DASHES[comparison.arms.indexOf(arm) % DASHES.length]), `${arm.name} ${points(arm.curve.mean.at(-1))}`)))];
 }
 
-const reached = (reach) => (reach ? `${reach.reached} of ${reach.seeds}${known(reach.median) ? `, median ${large(reach.median)}` : ""}` : "–");
-
 function tables() {
   const names = [...new Set(comparison.arms.flatMap((arm) => Object.keys(arm.scores)))].filter((name) => !name.startsWith("avg@"));
   const result = (arm) => [arm.name, arm.seeds.length, `${points(arm.accuracy)}${range(arm.interval, points)}`,
@@ -92,12 +90,9 @@ function tables() {
     const found = arm.scores[name];
     return found ? `${points(found.mean)}${found.difference ? ` (${signed(found.difference.mean)}${range(found.difference.interval, signed)})` : ""}` : "–";
   };
-  const other = (arm) => [arm.name, points(arm.before), ...names.map((name) => secondary(arm, name)),
-    `${points(arm.area.mean)}${arm.area.difference ? ` (${signed(arm.area.difference.mean)}${range(arm.area.difference.interval, signed)})` : ""}`];
-  const spread = ({ name, difference: d }) => [name, points(d.spread), percent(d.sources?.share),
-    d.sources ? range(d.sources.interval, signed).trim() : "–", points(d.detectable)];
-  const course = (arm) => [arm.name, reached(arm.reach?.steps), reached(arm.reach?.tokens), points(arm.fit.asymptote),
-    known(arm.fit.rate) ? arm.fit.rate : "–", `${arm.fit.fitted} of ${arm.seeds.length}`, Object.keys(arm.diverged).length, arm.stability.collapsed, arm.stability.spikes,
+  const other = (arm) => [arm.name, points(arm.before), ...names.map((name) => secondary(arm, name))];
+  const spread = ({ name, difference: d }) => [name, points(d.spread), points(d.detectable)];
+  const course = (arm) => [arm.name, Object.keys(arm.diverged).length, arm.stability.collapsed,
     known(arm.stability.entropy_start) ? `${number(arm.stability.entropy_start)} → ${number(arm.stability.entropy_end)}` : "–"];
   const seeds = (arm) => [arm.name, ...comparison.seeds.map((seed) => (String(seed) in arm.results
     ? `${points(arm.results[seed])}${String(seed) in arm.diverged ? " (diverged)" : ""}` : "not finished"))];
@@ -109,28 +104,23 @@ function tables() {
     table(["arm", "seeds", "accuracy", "difference", "p", "tokens", "≈ FLOP", "optimizer steps", "seconds"], comparison.arms.map(result)),
     el("h2", {}, "Other scores"),
     el("p", { class: "muted" }, "In points; in brackets the difference to the baseline. These intervals are not corrected for their number."),
-    table(["arm", "before", ...names, "mean over training"], comparison.arms.map(other)),
+    table(["arm", "before", ...names], comparison.arms.map(other)),
     el("h2", {}, "Spread of the differences"),
-    el("p", { class: "muted" }, "Standard deviation over seeds; the share of it (as variance) that comes from the finite number of held-out problems and samples; "
-      + "Student's interval for other problems too; the smallest difference that would be found. All in points."),
-    table(["arm", "spread", "from problems", "interval, other problems", "detectable"], rivals.map(spread)),
+    el("p", { class: "muted" }, "Standard deviation over seeds, and the smallest difference that would be found, in points."),
+    table(["arm", "spread", "detectable"], rivals.map(spread)),
     el("h2", {}, "Course of training"),
-    el("p", { class: "muted" }, "Steps and tokens to reach the baseline's final accuracy with the same seed; asymptote and rate of a fitted curve; runs that diverged or ended far below their best; gradient spikes in all runs; entropy at start and end."),
-    table(["arm", "reach it: steps", "reach it: tokens", "asymptote", "rate per step", "fitted", "diverged", "collapsed", "spikes", "entropy"], comparison.arms.map(course)),
+    el("p", { class: "muted" }, "Runs that diverged or ended far below their best; entropy at start and end."),
+    table(["arm", "diverged", "collapsed", "entropy"], comparison.arms.map(course)),
     el("h2", {}, "Every seed"), table(["arm", ...comparison.seeds.map((seed) => `seed ${seed}`)], comparison.arms.map(seeds)),
     el("h2", {}, "Settings"), table(["arm", ...differing], comparison.arms.map((arm) => [arm.name, ...differing.map((key) => (!(key in arm.settings) ? "–" : typeof arm.settings[key] === "number" ? rate(arm.settings[key]) : String(arm.settings[key])))])),
   ];
 }
 
-// How the comparison was made: controls with as many optimizer steps, learning rates, runs without a result.
+// How the comparison was made: learning rates, runs without a result.
 function conditions() {
-  const { matched = [], tuning = [], failures = [] } = comparison;
+  const { tuning = [], failures = [] } = comparison;
   const rates = (tuned) => tuned.rates.map((each) => `${rate(each.rate)}: ${points(each.mean)}${each.diverged ? ` (${each.diverged} diverged)` : ""}`).join(", ");
   return [
-    matched.length && [el("h2", {}, "Beside as many optimizer steps"),
-      el("p", { class: "muted" }, "Arms that take more optimizer steps than the baseline, against plain GRPO with as many; p is corrected over these pairs."),
-      table(["arm", "control", "difference", "p"], matched.map((pair) => [pair.arm, pair.control ?? "none: add one",
-        `${signed(pair.mean)}${range(pair.interval, signed)}`, known(pair.p_adjusted) ? chance(pair.p_adjusted) : "–"]))],
     tuning.length && [el("h2", {}, "Learning rates"),
       el("p", { class: "muted" }, "Mean accuracy of each on the tuning seeds, which the comparison does not use again."),
       table(["arm", "chosen", "all"], tuning.map((tuned) => [tuned.arm, known(tuned.chosen) ? rate(tuned.chosen) : "not yet", rates(tuned)]))],

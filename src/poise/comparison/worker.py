@@ -1,0 +1,95 @@
+"""One run, in a process that was forked for it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+DONE, FAILED, STOPPED = 0, 1, 75  # exit codes of a run; a diverged one has failed, and says so in its folder
+WAIT = 60.0  # seconds to wait for a process of a killed comparison that still trains in the folder
+PR_SET_PDEATHSIG = 1
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def main(settings: dict[str, Any], log: Path, threads: int, before: Path | None, data: str | None) -> NoReturn:
+    """Carry out a run, write what it says to the end of ``log``, and end the process."""
+    from poise._lib import user_code
+
+    code = FAILED
+    try:
+        die_with_parent()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the trainer has a handler of its own
+        with suppress(OSError):  # if memory runs out, the system should choose a run, not what watches over them
+            Path("/proc/self/oom_score_adj").write_text("500")
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        user_code.FOLDERS.append(os.getcwd())
+        code = carry_out(settings, threads=threads, before=before, data=data)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def die_with_parent() -> None:
+    """Let the system kill this process when its parent dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # it has died already
+        os._exit(FAILED)
+
+
+def carry_out(settings: dict[str, Any], *, threads: int, before: Path | None = None, data: str | None = None) -> int:
+    """Begin the run with these settings, or go on with it; its exit code. What went wrong is printed.
+
+    The file ``before`` has the accuracy before training, if another run has measured it. ``data`` is the fingerprint of
+    the data that the comparison was planned with: a run on others could not be compared.
+    """
+    import torch
+
+    from poise.comparison import shared_start
+    from poise.config.schema import restore
+    from poise.tasks import TaskError, data_fingerprint
+
+    os.environ.update(dict.fromkeys(THREADS, str(threads)))  # of processes that it starts
+    torch.set_num_threads(threads)
+    try:
+        config = restore(settings, trust=True)  # the user typed them
+        if data is not None and data != data_fingerprint(config.task.build()):
+            raise TaskError("the data were edited since the comparison began: put them back, or begin another run=DIR")
+        _train(config, None if before is None else shared_start.read(before, config))
+    except KeyboardInterrupt:
+        return STOPPED
+    except Exception as error:
+        traceback.print_exc()
+        why = str(error) or type(error).__name__
+        print(f"poise: {why}", file=sys.stderr)  # the last line is what the user is shown
+        return FAILED
+    return DONE
+
+
+def _train(config: Any, before: dict[str, Any] | None) -> None:
+    from poise import trainer
+    from poise.runs.lock import BusyError
+
+    end = time.monotonic() + WAIT
+    while True:
+        try:
+            begun = (Path(config.run) / "config.json").exists()
+            trainer.train(config, resume=begun, before=before, renumber=False)
+            return
+        except BusyError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
