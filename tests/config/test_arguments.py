@@ -48,9 +48,9 @@ def test_a_recipe_is_found_again(recipe):
 def test_only_what_differs_is_named():
     assert arguments(configs.load("ar", ["model=a/b", "steps=3"])) == ["ar", "model=a/b", "steps=3"]
     assert arguments(configs.load("demo", ["lora.rank=8"])) == ["demo", "lora.rank=8"]
-    assert arguments(configs.load("demo", ["task.name=countdown", "seed=1"]), ["seed"]) == [
+    assert arguments(configs.load("demo", ["task.name=sokoban", "seed=1"]), ["seed"]) == [
         "demo",
-        "task.name=countdown",
+        "task.name=sokoban",
     ]
 
 

@@ -30,7 +30,7 @@ def warmstart(
 
     - `poise warmstart my-model steps=2000 batch=128`
     - `poise warmstart my-model task.noise=0.1 task.people=2-4 layers=6 workers=8`
-    - `poise warmstart my-model model=Qwen/Qwen2.5-0.5B-Instruct task.name=countdown steps=500 batch=32 lr=1e-5`
+    - `poise warmstart my-model model=Qwen/Qwen2.5-0.5B-Instruct task.name=kk steps=500 batch=32 lr=1e-5`
     """
     check_folder_is_free(out, "choose another folder; poise warmstart OTHER model=FOLDER goes on from the model in one")
     with loading():

@@ -26,7 +26,6 @@ from poise.objective import Settings
 from poise.rewards.names import TABLE as REWARDS
 from poise.runs.metric_names import METRICS, find
 from poise.tasks.environment import Environment, EnvironmentOfRows
-from poise.tasks.gym import Gym
 from poise.tasks.reasoning_gym import ReasoningGym
 
 LONGEST = 40  # characters of a default; longer ones are texts for the model
@@ -199,7 +198,7 @@ def _value(value: Any) -> str:
 
 def task_classes() -> dict[str, Any]:
     """The tasks, with the class behind each name."""
-    return {**tasks.TASKS, "environment": Environment, "gym/ID": Gym, "rg/NAME": ReasoningGym}
+    return {**tasks.TASKS, "environment": Environment, "rg/NAME": ReasoningGym}
 
 
 def _methods(title: str, how: str, table: Mapping[str, Callable[..., Any]], *more: str) -> Iterator[str]:
