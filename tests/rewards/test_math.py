@@ -347,7 +347,7 @@ def test_no_process_is_left(busy):
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 1
         if busy:
-            wait_until(lambda: len(session(pids[0])) == 2)  # math-verify, and the fork that checks
+            wait_until(lambda: len(session(pids[0])) == 3)  # its supervisor, math-verify, and the fork that checks
             parent.kill()
         parent.wait(60)
     wait_until(lambda: not any(session(pid) for pid in pids))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 from poise._lib.errors import check_range, how_to_install
 from poise.rewards import answers, equality, formulas
 from poise.rewards.base import RewardError, gold_of, text_of, wrong
-from poise.rewards.processes import LOADING, LostError, Process
+from poise.rewards.calling import LostError, Process
 
 MOST_WORKERS = 4
 REMEMBERED = 20_000  # pairs of answer and gold: a group of responses often has the same answer many times
@@ -144,15 +143,10 @@ class Checks:
 
 
 def _started() -> Process:
-    process = Process("math")
     try:
-        reply = process.ask({"path": sys.path}, LOADING)
+        return Process("math")
     except LostError as error:
-        reply = {"wrong": str(error)}
-    if "wrong" in reply:
-        process.kill()
-        raise RewardError(f"reward 'math' could not start math-verify: {reply['wrong']}; {MISSING}")
-    return process
+        raise RewardError(f"reward 'math' could not start math-verify: {error}; {MISSING}") from None
 
 
 def _processors() -> int:

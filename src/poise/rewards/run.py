@@ -78,7 +78,7 @@ class Rewards:
 
     def _caller(self, name: str, spec: Spec) -> InProcess | InWorker:
         isolated = spec.foreign or getattr(spec.reward, "isolated", False)
-        return InWorker(name, spec, self.timeout) if isolated and not self.quick else InProcess(name, spec.reward)
+        return InWorker(name, spec, self.timeout) if isolated and not self.quick else InProcess(name, spec)
 
     def feedback(self, text: str, parts: Mapping[str, float]) -> str:
         """What is wrong with a reply, reward by reward; ``parts`` are those of its verdict.
