@@ -25,7 +25,6 @@ from poise.config.values import Group
 from poise.objective import Settings
 from poise.rewards.names import TABLE as REWARDS
 from poise.runs.metric_names import METRICS, find
-from poise.tasks.environment import Environment, EnvironmentOfRows
 from poise.tasks.reasoning_gym import ReasoningGym
 
 LONGEST = 40  # characters of a default; longer ones are texts for the model
@@ -198,7 +197,7 @@ def _value(value: Any) -> str:
 
 def task_classes() -> dict[str, Any]:
     """The tasks, with the class behind each name."""
-    return {**tasks.TASKS, "environment": Environment, "rg/NAME": ReasoningGym}
+    return {**tasks.TASKS, "rg/NAME": ReasoningGym}
 
 
 def _methods(title: str, how: str, table: Mapping[str, Callable[..., Any]], *more: str) -> Iterator[str]:
@@ -208,9 +207,7 @@ def _methods(title: str, how: str, table: Mapping[str, Callable[..., Any]], *mor
     for name, kind in table.items():
         yield f"### {title.lower().removesuffix('s')} `{name}`\n"
         yield _wrapped(about(kind))
-        if name == "environment":
-            yield _wrapped(f"With `file` (or `data=FILE`): {about(EnvironmentOfRows)}")
-        rows = list(method_settings(EnvironmentOfRows if name == "environment" else kind))
+        rows = list(method_settings(kind))
         if any(row[3] for row in rows):
             yield _table(["setting", "type", "default", "note"], rows)
         elif rows:

@@ -2,7 +2,7 @@ r"""Where in a reply its answer is: the one place that decides it. Everything he
 
 The order: ``<answer>…</answer>``; else the last ``\boxed{…}``; else the last line that begins with ``####``, as in
 GSM8K; else what follows the last "the answer is" or "answer:". Only the last statement counts: a reply cannot hedge.
-What stands before ``</think>`` is not looked at, and a reply that never closes its ``<think>`` has no answer.
+What stands before ``</think>`` is not looked at, and a reply has no answer while a ``<think>`` is not closed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ def gold(text: str) -> str:
 
 
 def conclusion(text: str) -> str:
-    """What follows the reasoning: nothing, if ``<think>`` was opened and never closed."""
-    _, closed, after = text.rpartition("</think>")
-    if closed:
-        return after
-    return "" if "<think>" in text else text
+    """What follows the reasoning; nothing while a ``<think>`` is not closed. Rewards and tasks share this rule."""
+    after = text.rpartition("</think>")[2]
+    return "" if "<think>" in after else after
+
+
+def last_answer(text: str) -> str | None:
+    """What stands in the last ``<answer>…</answer>`` behind the reasoning; None where there is none."""
+    inside = tagged(conclusion(text), "answer")
+    return None if inside is None else inside.strip()
 
 
 def tagged(text: str, tag: str) -> str | None:

@@ -44,7 +44,7 @@ class Math:
             raise ValueError(MISSING)
 
     def __call__(
-        self, completions: list[Any], log_metric: Callable[[str, float], None] | None = None, **columns: Any
+        self, /, completions: list[Any], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
         """One value per completion; None where the data has no answer."""
         golds = gold_of("math", columns, self.column, len(completions))

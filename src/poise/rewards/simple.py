@@ -19,7 +19,7 @@ class Compares:
     column: str | None
     form: ClassVar[str] = "Write the answer between <answer> and </answer>."
 
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
+    def __call__(self, /, completions: list[Any], **columns: Any) -> list[float | None]:
         """One value per completion."""
         golds = gold_of(self.__name__, columns, self.column, len(completions))
         texts = [text_of(completion) for completion in completions]
@@ -195,7 +195,7 @@ class Regex:
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"regex: pattern {short(self.pattern)} is not a regular expression: {error}") from None
 
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
+    def __call__(self, /, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
         """One value per completion."""
         pattern = re.compile(self.pattern, re.IGNORECASE if self.ignore_case else 0)
         return [float(bool(pattern.search(text_of(completion)))) for completion in completions]
@@ -224,7 +224,7 @@ class Format:
             raise ValueError(f"format: tags must be names such as ('think', 'answer'), got {short(self.tags)}")
         object.__setattr__(self, "tags", tags)
 
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
+    def __call__(self, /, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
         """One value per completion."""
         return [float(self._holds(text_of(completion))) for completion in completions]
 
@@ -269,7 +269,7 @@ class Overlong:
         check_range("overlong", "max_tokens", self.max_tokens, 1)
         check_range("overlong", "buffer", self.buffer, 0, self.max_tokens)
 
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float | None]:  # noqa: ARG002
+    def __call__(self, /, completion_ids: list[list[int]], **columns: Any) -> list[float | None]:  # noqa: ARG002
         """One value per completion."""
         return [self._penalty(len(ids)) for ids in completion_ids]
 

@@ -39,7 +39,7 @@ from poise.tasks.base import (
     training_problems,
 )
 from poise.tasks.data import Data, Math
-from poise.tasks.environment import environment
+from poise.tasks.environment import Environment
 from poise.tasks.feedback import feedback_on
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.gold import gold_answer
@@ -52,7 +52,7 @@ from poise.tasks.sokoban import Sokoban
 TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
     "data": Data,
-    "environment": environment,
+    "environment": Environment,
     "frozenlake": FrozenLake,
     "sokoban": Sokoban,
     "search-qa": SearchQA,

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poise._lib.errors import short, unknown
+from poise.rewards.answers import conclusion
 from poise.tasks.base import Message
-from poise.tasks.replies import spoken
 
 LONGEST = 20_000  # characters of a call
 MOST = 16  # calls in a reply that are answered
@@ -48,7 +48,7 @@ class Call:
 
 def calls_in(reply: str) -> list[Call]:
     """The calls that a reply makes, malformed ones included; none where it makes none. Reasoning does not count."""
-    said = spoken(reply).strip()
+    said = conclusion(reply).strip()
     if _OPEN in said:
         return [_tagged(block) for block in said.split(_OPEN, MOST)[1:]]
     for mark in _MARKS:
@@ -160,7 +160,7 @@ def answer_all(
         else:
             try:
                 content = str(tools[call.name](**call.arguments))
-            except Exception as error:  # the tool's own way to say that it refuses
+            except (Exception, SystemExit) as error:  # the tool's own way to say that it refuses
                 content = str({"error": str(error)})  # in TRL's form
         messages.append(answer(call, content))
     return messages

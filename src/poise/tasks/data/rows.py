@@ -62,6 +62,18 @@ def read(source: str, split: str = "train") -> Rows:
     raise DataError(f"data {source}: there is no such file or folder; files that can be read end in {_ENDINGS}")
 
 
+def read_all(source: str) -> list[tuple[int, Row]]:
+    """The rows of a file; raises where a line cannot be read, or where there are none."""
+    found = read(source)
+    if found.unreadable:
+        number, why = found.unreadable[0]
+        more = f" ({len(found.unreadable)} such lines)" if len(found.unreadable) > 1 else ""
+        raise DataError(f"data {source}, line {number}: {why}{more}")
+    if not found.rows:
+        raise DataError(f"data {source} has no rows")
+    return found.rows
+
+
 def splits_of(source: str) -> list[str]:
     """The names of the splits that a folder saved by ``datasets`` has; none for anything else."""
     try:

@@ -18,7 +18,6 @@ from poise.tasks.data.rows import DataError, Row, Rows, read, some, splits_of
 from poise.tasks.data.splits import fingerprint, share
 
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
-RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")  # not handed over as columns
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -154,7 +153,7 @@ class Data:
     def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
         """What the rewards say, all in one call."""
         rows = [attempt.problem.data["row"] for attempt in attempts]
-        names = {name: None for row in rows for name in row if name not in RESERVED}
+        names = {name: None for row in rows for name in row}
         verdicts = self.rewards.score(
             [a.prompt if a.problem.data["chat"] else a.problem.data["text"] for a in attempts],
             [a.completion if a.problem.data["chat"] else a.completion[-1]["content"] for a in attempts],
