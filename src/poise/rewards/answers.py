@@ -15,7 +15,8 @@ _PHRASE = re.compile(r"\banswer[\s*_]{0,6}(?:is|was|=|:)\s{0,4}:?", re.IGNORECAS
 _HASHES = re.compile(r"^[ \t]{0,8}####", re.MULTILINE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+", re.ASCII)
-_EDGES = " \t\r\n*_`\"'"
+_EDGES = " \t\r\n*_`"
+_QUOTES = _EDGES + "\"'"
 
 
 def stated(text: str) -> str | None:
@@ -99,10 +100,12 @@ def numbers(text: str) -> list[str]:
 
 
 def tidy(text: str) -> str:
-    """Without the blanks, quotes and stars around it, and without the full stop of its sentence."""
+    """Without the blanks, quotes and stars around it, and without the full stop of its sentence. f' keeps its prime."""
     text = text.strip(_EDGES)
+    ends = _QUOTES if text.startswith("'") else _EDGES + '"'
+    text = text.lstrip(_QUOTES).rstrip(ends)
     if text.endswith(".") and not text.endswith(".."):
-        text = text[:-1].rstrip(_EDGES)
+        text = text[:-1].rstrip(ends)
     return text
 
 

@@ -240,7 +240,7 @@ def serve_math(connection: Connection) -> NoReturn:
         reply(connection, {"number": int.from_bytes(current[:], "big")}, equal=None)
 
 
-def _check_all(connection: Connection, check: Callable[[str, str], bool], current: mmap.mmap) -> NoReturn:
+def _check_all(connection: Connection, check: Callable[[str, str, bool], bool], current: mmap.mmap) -> NoReturn:
     limit_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while True:
@@ -248,7 +248,7 @@ def _check_all(connection: Connection, check: Callable[[str, str], bool], curren
         current[:] = request["number"].to_bytes(8, "big")
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         try:
-            equal = check(request["gold"], request["answer"])
+            equal = check(*request["pair"])
         except MemoryError:
             os._exit(1)
         except Exception:
@@ -265,7 +265,7 @@ def limit_memory(size: int = 4 << 30) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _math_check() -> Callable[[str, str], bool]:
+def _math_check() -> Callable[[str, str, bool], bool]:
     """A function of two formulas, warmed up: the first use of a part of sympy is slow."""
     import logging
     from dataclasses import replace
@@ -275,17 +275,20 @@ def _math_check() -> Callable[[str, str], bool]:
     logging.disable(logging.CRITICAL)
     # Formulas alone: what math-verify reads as plain expressions, it evaluates as Python. Units are gone already, and
     # what it takes for one may be a product: 3\sqrt{2}ab.
-    rules = replace(LatexExtractionConfig().normalization_config, units=False)
-    formulas = [
-        LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False, normalization_config=rules)
-    ]
+    own = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+    ours = replace(own, normalization_config=replace(own.normalization_config, units=False))
 
-    def read(formula: str) -> Any:
-        boxed = f"\\boxed{{{formula}}}"
-        return parse(boxed, extraction_config=formulas, fallback_mode="no_fallback", parsing_timeout=None)
-
-    def check(gold: str, answer: str) -> bool:
-        return bool(verify(read(gold), read(answer), timeout_seconds=None, raise_on_error=True))
+    def check(gold: str, answer: str, lenient: bool = False) -> bool:
+        read = [
+            parse(
+                f"\\boxed{{{formula}}}",
+                extraction_config=[own if lenient else ours],
+                fallback_mode="no_fallback",
+                parsing_timeout=None,
+            )
+            for formula in (gold, answer)
+        ]
+        return bool(verify(*read, timeout_seconds=None, raise_on_error=True))
 
     for gold, answer in WARM_UP:
         check(gold, answer)

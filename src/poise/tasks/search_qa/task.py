@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from poise._lib.errors import check_range
 from poise._lib.quotes import quote
 from poise.rewards.answers import conclusion, last_answer
-from poise.tasks.arithmetic import evaluate, number_text
+from poise.rewards.arithmetic import evaluate, number_text
 from poise.tasks.base import Message, Problem, Score, Split, check_split
 from poise.tasks.search_qa.world import follow, world
 from poise.tasks.streams import check_whole, draw_of_split, sizes
