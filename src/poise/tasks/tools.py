@@ -138,15 +138,12 @@ def _either(wanted: Any) -> str:
     return " or ".join(map(str, wanted)) if isinstance(wanted, list) else str(wanted)
 
 
-def answer(call: Call, content: str) -> Message:
-    """The message with a tool's result; templates that lack the role get it as the user's."""
-    return {"role": "tool", "name": call.name, "content": content}
-
-
 def answer_all(
     reply: str, tools: Mapping[str, Callable[..., Any]], schemas: Sequence[Schema] | None = None
 ) -> list[Message]:
     """A message per call of the reply, with the tool's result or what is wrong with the call.
+
+    Templates that lack the role get it as the user's.
 
     With ``schemas``, arguments must fit them before a tool is called. A tool that raises is answered with its error.
     """
@@ -162,5 +159,6 @@ def answer_all(
                 content = str(tools[call.name](**call.arguments))
             except (Exception, SystemExit) as error:  # the tool's own way to say that it refuses
                 content = str({"error": str(error)})  # in TRL's form
-        messages.append(answer(call, content))
+        name = call.name if call.name in tools else ""  # what else a model calls is no name, and may hold anything
+        messages.append({"role": "tool", "name": name, "content": content})
     return messages
