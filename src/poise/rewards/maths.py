@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, how_to_install
@@ -104,15 +103,11 @@ class Checks:
     def equal(self, pairs: Sequence[Pair], seconds: float) -> tuple[dict[Pair, bool], int]:
         """Whether gold and answer are equal, per pair; and how many checks of these were cut off, now or earlier."""
         with self._lock:
-            open_pairs: SimpleQueue[Pair] = SimpleQueue()
-            for pair in pairs:
-                if pair not in self._found:
-                    open_pairs.put(pair)
-            count = min(_processors(), MOST_WORKERS, -(-open_pairs.qsize() // 4))
-            if count:
+            unknown = [pair for pair in pairs if pair not in self._found]
+            if count := min(_processors(), MOST_WORKERS, -(-len(unknown) // 4)):
                 with ThreadPoolExecutor(count) as pool:
-                    for done in [pool.submit(self._work, open_pairs, seconds) for _ in range(count)]:
-                        done.result()
+                    checked = pool.map(lambda pair: self._check(pair, seconds), unknown)
+                    self._found.update(zip(unknown, checked, strict=True))
             found = {pair: self._found[pair] for pair in pairs}
             while len(self._found) > REMEMBERED:
                 self._found.popitem(last=False)
@@ -123,22 +118,19 @@ class Checks:
         while self._idle:
             self._idle.pop().kill()
 
-    def _work(self, pairs: SimpleQueue[Pair], seconds: float) -> None:
-        process = self._idle.pop() if self._idle else None
-        while not pairs.empty():
-            try:
-                pair = pairs.get_nowait()
-            except Empty:  # another thread has taken it
-                break
-            request = {"pair": pair, "seconds": seconds}
-            self._found[pair] = None
-            for _ in range(2):  # a worker that somebody killed is no fault of the answer
-                process = process if process is not None and process.alive else _started()
-                with suppress(LostError):
-                    self._found[pair] = process.ask(request, PATIENCE)["equal"]
-                    break
-        if process is not None and process.alive:
-            self._idle.append(process)
+    def _check(self, pair: Pair, seconds: float) -> bool | None:
+        for again in (False, True):  # a worker that somebody killed is no fault of the answer
+            process = _started() if again else self._idle_or_started()
+            with suppress(LostError):
+                equal: bool | None = process.ask({"pair": pair, "seconds": seconds}, PATIENCE)["equal"]
+                self._idle.append(process)
+                return equal
+        return None
+
+    def _idle_or_started(self) -> Process:
+        with suppress(IndexError):
+            return self._idle.pop()
+        return _started()
 
 
 def _started() -> Process:
