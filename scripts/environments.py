@@ -1,9 +1,9 @@
-"""What scripted experts and random policies reach in the games and in countdown: the table of docs/environments.md.
+"""What scripted experts and random policies reach in the games: the table of docs/environments.md.
 
     python scripts/environments.py --episodes 2000
 
 Held-out problems, one attempt each. A random policy names a move at random; in search-qa it searches once for a name in
-the question and answers with a random thing of the passages it found; in countdown it combines the numbers at random.
+the question and answers with a random thing of the passages it found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 from poise import tasks
 from poise.tasks import Problem
-from poise.tasks.countdown import _combine
 from poise.tasks.grid import DIRECTIONS
 
 Policy = Callable[[Any, Random], str]
@@ -75,15 +74,6 @@ def main() -> None:
         for who, policy in (("expert", expert), ("random", blind)):
             rng = Random(0)
             print(line(name, settings, who, [play(task, problem, policy, rng) for problem in problems]), flush=True)
-    countdown: Any = tasks.get("countdown")
-    rng = Random(0)
-    results: dict[str, list[tuple[bool, int]]] = {"expert": [], "random": []}
-    for problem in islice(countdown.problems("test", 0), count):
-        blind_answer = f"<answer>{_combine(problem.data['numbers'], rng).expression}</answer>"
-        results["expert"].append((countdown.score(problem, countdown.demonstration(problem)).correct, 1))
-        results["random"].append((countdown.score(problem, blind_answer).correct, 1))
-    for who, found in results.items():
-        print(line("countdown", {}, who, found))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ PRETRAINED = [
 SMALL = ["width=256", "layers=6", "heads=8", "batch=256", "lr=1e-3", "steps=3000", "workers=4", "compile=false"]
 SMALL_RL = ["steps=200", "group=16", "optim.lr=1e-4", "optim.warmup_steps=5", *EVALUATION, *KEPT]
 SUMS = [OWN + "Sums", "task.low=10", "task.high=99", "task.digits=true"]
-COUNTDOWN = ["task.name=countdown", "task.numbers=3", "task.largest=40"]
 LAKE = ["task.name=frozenlake", "task.side=4", "task.turns=12"]
 EMBEDDED = ["task.name=kk", "task.people=2-3", "style=compact", "noise=0.2", "wording=1.0"]
 
@@ -80,11 +79,6 @@ def studies(smollm2: str) -> list[Study]:
             "small-sums",
             [*SUMS, *SMALL_RL, *short],
             [*SUMS, *SMALL, "vocabulary=300", "stop_at=0.3", "max_tokens=8"],
-        ),
-        Study(
-            "small-countdown",
-            [*COUNTDOWN, *SMALL_RL, "rollout.max_tokens=128", "prompts=32"],
-            [*COUNTDOWN, *SMALL, "vocabulary=600", "stop_at=0.2", "max_tokens=128", "steps=2000"],
         ),
         Study(
             "small-frozenlake",

@@ -301,9 +301,9 @@ def test_the_task_of_a_foreign_run_runs_no_code(task):
 @pytest.mark.parametrize(
     ("task", "asks"),
     [
-        ({"name": "kk"}, False), ({"name": "rg/chain_sum"}, False), ({"name": "gym/some.module:Env-v0"}, True),
+        ({"name": "kk"}, False), ({"name": "rg/chain_sum"}, False),
         ({"name": "data", "file": "a.b:c", "reward": "regex(pattern='a.b:(c|d)')"}, False),
-        ({"name": "poise.tasks.Countdown"}, False), ({"name": "poise.py:Mine"}, True), ("kk", False),
+        ({"name": "poise.tasks.Sokoban"}, False), ({"name": "poise.py:Mine"}, True), ("kk", False),
     ],
 )  # fmt: skip
 def test_which_tasks_ask_for_code(task, asks):

@@ -317,7 +317,7 @@ def test_tasks():
         (["train", "model=nobody/nothing"], "no task is named: write task.name=NAME (kk,"),
         (["train", "task=kk"], "task.name=kk"),
         (["tasks", "show"], "no task is named"),
-        (["tasks", "show", "kk", "countdown"], "one task at a time, got kk and countdown"),
+        (["tasks", "show", "kk", "sokoban"], "one task at a time, got kk and sokoban"),
         (["tasks", "show", "kk", "people=4"], "unknown key 'people'; did you mean 'task.people'?"),
         (["tasks", "show", "kk", "task.peple=4"], "unknown key 'task.peple'; did you mean 'task.people'?"),
         (["tasks", "show", "kk", "steps=4"], "unknown key 'steps'"),

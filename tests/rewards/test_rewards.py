@@ -171,3 +171,10 @@ def test_rows_of_uneven_length():
 def test_no_torch_and_nothing_heavy():
     code = "import sys, poise.rewards; print([m for m in ('torch', 'numpy', 'sympy', 'asyncio') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("spec", ["exact", "choice", "number", "math", "format", "regex(pattern='B')"])
+def test_columns_that_bear_names_of_python(spec):
+    columns = {key: ["B"] for key in ("self", "args", "text", "name", "reward", "answer")}
+    with Rewards(spec, quick=True) as several:
+        assert several.score(["?"], ["B"], [[]], columns, ["1"])[0].failed is None

@@ -111,7 +111,7 @@ def test_the_gold_answer(text, answer):
     ],
 )
 def test_plain_numbers_are_read_exactly(text, value):
-    found = formulas.number(formulas.clean(text))
+    found = formulas.number_in(formulas.clean(text))
     assert (None if found is None else formulas.canonical(found)) == value
 
 
@@ -178,6 +178,25 @@ def test_plain_numbers_are_read_exactly(text, value):
         ("number", "The answer is that it’s 5", "5", 1.0),
         ("number", "The answer is that it isn’t 5", "5", 0.0),
         ("number", r"\boxed{n = 5\text{ cm}}", "5", 1.0),
+        ("number", r"\boxed{-(5)}", "5", 0.0),  # signs in front of brackets and quotes
+        ("number", "<answer>−[5]</answer>", "5", 0.0),
+        ("number", '<answer>-"5"</answer>', "5", 0.0),
+        ("number", r"\boxed{-(-5)}", "-5", 0.0),
+        ("number", r"\boxed{not x=5}", "5", 0.0),
+        ("number", r"\boxed{0=5}", "5", 0.0),
+        ("number", r"\boxed{2+3=5}", "5", 1.0),
+        ("number", r"\boxed{a/5}", "5", 0.0),
+        ("number", r"\boxed{5/a}", "5", 0.0),
+        ("number", "<answer>1 000</answer>", "1000", 1.0),
+        ("number", "<answer>1 000 000</answer>", "1000000", 1.0),
+        ("number", "<answer>1 00</answer>", "100", 0.0),
+        ("number", "42", "42.0", 1.0),
+        ("exact", "42", 42.0, 1.0),
+        ("exact", "42", "42.0", 1.0),
+        ("exact", "42.5", 42.5, 1.0),
+        ("exact", "Zu\u0308rich", "Z\u00fcrich", 1.0),
+        ("exact", "<answer>'Paris'</answer>", "Paris", 1.0),
+        ("exact", 'The answer is "Paris".', "Paris", 1.0),
     ],
 )
 def test_values(spec, text, gold, value):

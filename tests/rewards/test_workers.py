@@ -1,5 +1,6 @@
 """Rewards in processes of their own: what hangs, dies or prints there, and that nothing is left running."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,12 +11,13 @@ import pytest
 
 from poise._lib import user_code
 from poise.rewards import RewardError, Rewards, TrainerState
-from poise.rewards.processes import LostError, Process
+from poise.rewards.calling import LostError, Process
 from support.process_table import alive, children, session, wait_until
 
 MODULE = """
 import asyncio, os, sys, time
 calls = 0
+PIDS = os.path.join(os.path.dirname(__file__), "pids")
 
 def length(completions, **kwargs):
     return [float(len(text)) for text in completions]
@@ -48,8 +50,19 @@ def moody(completions, **kwargs):
         if "exit" in text: sys.exit("bye")
         if "child" in text:
             import subprocess
-            subprocess.Popen(["sleep", "1000"]); time.sleep(1000)
+            subprocess.Popen(["sleep", "1000"])
+            away = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            open(PIDS, "a").write(f"{away.pid}\\n"); time.sleep(1000)
     return [0.5] * len(completions)
+
+def forks(completions, **kwargs):
+    if "fork" in completions: os.fork()
+    return [float(len(text)) for text in completions]
+
+def once(completions, **kwargs):
+    if not os.path.exists(PIDS):
+        open(PIDS, "w").close(); os._exit(3)
+    return [1.0] * len(completions)
 
 def slow(completions, **kwargs):
     time.sleep(0.2 * len(completions))
@@ -156,11 +169,13 @@ def test_a_reward_that_never_runs_starts_no_process():
 
 
 @pytest.mark.parametrize("how", ["sleep", "spin", "die", "segfault", "child"])
-def test_a_row_that_hangs_fails_and_the_others_keep_their_values(how):
+def test_a_row_that_hangs_fails_and_the_others_keep_their_values(tmp_path, how):
     texts = ["fine"] * 19 + [how]
     verdicts = score("moody length", texts, timeout=2.0)
     assert [v.reward for v in verdicts[:19]] == [4.5] * 19
     assert all(v.failed is None for v in verdicts[:19])
+    if how == "child":  # one in its own session too
+        wait_until(lambda: not alive(map(int, (tmp_path / "pids").read_text().split())))
     said = {"die": "exit code 3", "segfault": "SIGSEGV"}.get(how, "took longer than 2 seconds")
     assert verdicts[19].failed.startswith("reward 'moody' ")
     assert said in verdicts[19].failed
@@ -168,6 +183,28 @@ def test_a_row_that_hangs_fails_and_the_others_keep_their_values(how):
     assert verdicts[19].reward == 0.0
     assert not verdicts[19].correct
     assert verdicts[19].applies
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_batch_of_one_row_gets_a_second_try():
+    with pytest.warns(RuntimeWarning, match=r"'once' ended its process \(exit code 3\)"):
+        (verdict,) = score("once", ["a"])
+    assert (verdict.reward, verdict.failed) == (1.0, None)
+
+
+def test_a_reward_that_forks_answers_each_request_once():
+    with Rewards("moody_rewards.forks") as rewards:
+        for text in ("fork", "a", "bb", "fork", "ccc"):
+            assert rewards.score(["?"], [text], [[]], {}, ["1"])[0].reward == len(text)
+
+
+def test_an_answer_to_another_request_is_refused(tmp_path):
+    process = Process("reward", module=str(tmp_path / "moody_rewards.py"), name="length", args=None, settings={})
+    request = {"arguments": {"completions": ["a"]}, "count": 1, "state": {}}
+    process._connection.send_bytes(json.dumps({**request, "number": 1}).encode())  # an answer that nobody waits for
+    with pytest.raises(LostError, match="another request"):
+        process.ask(request, 30)
+    assert not process.alive
 
 
 def test_many_rows_that_hang_stop_early():
@@ -246,7 +283,9 @@ def test_nothing_is_left_when_the_parent_ends_or_is_killed(tmp_path, text):
     assert len(pids) == 2
     if text:
         time.sleep(0.5)  # let the call begin
+        wait_until(lambda: text != "child" or (tmp_path / "pids").exists())
         pids += session(pids[1])
+        pids += map(int, (tmp_path / "pids").read_text().split()) if text == "child" else []
         parent.send_signal(signal.SIGKILL)
     parent.wait(60)
     parent.stdout.close()
@@ -264,12 +303,14 @@ def test_a_thread_that_started_a_worker_may_end():
     assert len(found) == 1
 
 
-def test_a_worker_that_is_stopped_does_not_block_the_sender():
-    process = Process()
-    os.kill(process.pid, signal.SIGSTOP)
+def test_a_worker_that_is_stopped_does_not_block_the_sender(tmp_path):
+    process = Process("reward", module=str(tmp_path / "moody_rewards.py"), name="length", args=None, settings={})
+    stopped = session(process.pid) - {process.pid}
+    assert len(stopped) == 1
+    os.kill(*stopped, signal.SIGSTOP)
     with pytest.raises(LostError, match="took longer"):
-        process.ask({"do": "call", "arguments": {"completions": ["x" * 1_000_000]}, "count": 1, "state": {}}, 0.5)
-    assert not alive([process.pid])
+        process.ask({"arguments": {"completions": ["x" * 1_000_000]}, "count": 1, "state": {}}, 0.5)
+    assert not alive({process.pid} | stopped)
 
 
 def test_the_worker_imports_neither_poise_nor_torch(tmp_path):

@@ -333,3 +333,37 @@ def test_feedback_does_not_depend_on_the_right_answer(tmp_path):
         assert not any(score.correct for score in task.score_all(tried))
         said.append([attempt.episode.feedback() for attempt in tried])
     assert said[0] == said[1]
+
+
+# What would be lost without a word
+
+
+def test_a_column_or_key_that_is_there_twice_is_named(tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer,answer\nWhat?,1,2\n")
+    with pytest.raises(DataError, match="the column 'answer' is there twice"):
+        Data(str(tmp_path / "rows.csv"), reward="exact")
+    twice = '{"question": "What?", "answer": "1", "answer": "2"}'
+    task = Data(jsonl(tmp_path / "rows.jsonl", [*ROWS, twice]), reward="exact")
+    assert "1 row cannot be read and is left out: line 201" in task.notes[0]
+    assert "the key 'answer' is there twice" in task.notes[0]
+    (tmp_path / "rows.json").write_text(f"[{twice}]")
+    with pytest.raises(DataError, match="the key 'answer' is there twice"):
+        Data(str(tmp_path / "rows.json"), reward="exact")
+
+
+def test_rows_without_an_answer_are_named(tmp_path):
+    rows = [*ROWS, {"question": "And?", "answer": None}, {"question": "Or?"}, {"question": "But?", "answer": ""}]
+    file = jsonl(tmp_path / "rows.jsonl", rows)
+    assert "3 rows have no answer, and get no reward" in Data(file, reward="exact").notes[0]
+    assert Data(file, reward="exact").notes[0].endswith("lines 201, 202, 203")
+    assert Data(file, reward="regex(pattern='a')").notes == []
+
+
+def test_messages_with_parts_of_text(tmp_path):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
+    rows = [{"messages": [{"role": "user", "content": parts}], "answer": "4"}] * 3
+    task = Data(jsonl(tmp_path / "rows.jsonl", rows), reward="exact", held_out=0.0)
+    assert task.epoch("train", 0, 0)[0].prompt == "What is 2 + 2?"
+    picture = [{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "answer": "4"}]
+    with pytest.raises(DataError, match=r"has a question in column 'messages' .*a content of text"):
+        Data(jsonl(tmp_path / "pictures.jsonl", picture), reward="exact")

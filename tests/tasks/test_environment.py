@@ -10,7 +10,7 @@ import pytest
 from poise.models.tool_prompts import schemas_of
 from poise.rewards import TrainerState
 from poise.tasks import Attempt, TaskError, judge_all
-from poise.tasks.environment import Environment, environment
+from poise.tasks.environment import Environment
 from poise.tasks.time_limit import HungError, Worker
 
 
@@ -230,7 +230,7 @@ def test_rows_of_a_file_reach_reset(tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": [{"role": "user", "content": f"Row {i}. "}], "target": i} for i in range(1, 21)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = environment(Counter, file=str(file))
+    task = Environment(Counter, file=str(file))
     train, test = (task.epoch(split, 0, 0) for split in ("train", "test"))
     assert (len(train), len(test)) == (18, 2)
     assert not {p.data["row"]["target"] for p in train} & {p.data["row"]["target"] for p in test}
@@ -241,23 +241,23 @@ def test_rows_of_a_file_reach_reset(tmp_path):
     said, score = play(task, [call("add", number=target), "Done."], train[0])
     assert said[0] == [{"role": "user", "content": f"Row {target}. Make the total {target}."}]
     assert score.correct
-    assert environment(Counter, file=str(file), held_out=0).epoch("test", 0, 0) == []
+    assert Environment(Counter, file=str(file), held_out=0).epoch("test", 0, 0) == []
     for content, message in [("", "no rows"), ("{", "line 1"), ('{"target": 17}\n', "no row is left for training")]:
         file.write_text(content)
         with pytest.raises(ValueError, match=message):
-            environment(Counter, file=str(file))
+            Environment(Counter, file=str(file))
 
 
 def test_rows_stay_in_their_split_when_the_file_grows(tmp_path):
     file, before, seen = tmp_path / "rows.jsonl", {"train": set(), "test": set()}, set()
     for rows in (1000, 1005, 1010, 2000):
         file.write_text("".join(json.dumps({"target": number}) + "\n" for number in range(rows)))
-        task = environment(Counter, file=str(file))
+        task = Environment(Counter, file=str(file))
         found = {split: {p.data["row"]["target"] for p in task.epoch(split, 0, 0)} for split in ("train", "test")}
         assert all(before[split] <= found[split] for split in found)
         assert len(found["train"]) + len(found["test"]) == rows
         assert 0.08 < len(found["test"]) / rows < 0.12
-        assert task.fingerprint == environment(Counter, file=str(file)).fingerprint
+        assert task.fingerprint == Environment(Counter, file=str(file)).fingerprint
         before = found
         seen.add(task.fingerprint)
     assert len(seen) == 4
@@ -268,9 +268,9 @@ def test_rows_in_both_files_are_refused(tmp_path):
     one.write_text('{"target": 1}\n{"target": 2}\n')
     two.write_text('{"target": 2}\n')
     with pytest.raises(ValueError, match=r"are in .*two.jsonl as well"):
-        environment(Counter, file=str(one), test_file=str(two))
+        Environment(Counter, file=str(one), test_file=str(two))
     two.write_text('{"target": 3}\n')
-    task = environment(Counter, file=str(one), test_file=str(two))
+    task = Environment(Counter, file=str(one), test_file=str(two))
     assert [len(task.epoch(split, 0, 0)) for split in ("train", "test")] == [2, 1]
 
 
@@ -330,3 +330,60 @@ def test_feedback_that_is_no_text_is_an_error_that_says_so():
     wrong = type("Wrong", (Counter,), {"feedback": lambda _: 3})
     with pytest.raises(TaskError, match=r"^Wrong\.feedback must return text, got 3$"):
         play(Environment(wrong), ["Done."])
+
+
+def test_columns_that_bear_names_of_ours(tmp_path):
+    """What the model said reaches the reward, whatever the row holds."""
+    names = ("completions", "prompts", "completion_ids", "completion", "method", "function", "seconds", "args")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"target": 7, **dict.fromkeys(names, "the row's")}) + "\n")
+    seen = {}
+
+    def look(**columns):
+        seen.update(columns)
+        return [0.0] * len(columns["completions"])
+
+    task = Environment(Counter, file=str(tmp_path / "rows.jsonl"), held_out=0.0, reward=look)
+    problem = next(task.problems("train", 0))
+    episode, attempt_prompt = task.episode(problem), [{"role": "user", "content": "?"}]
+    episode.start()
+    episode.step("the model's")
+    said = [{"role": "assistant", "content": "the model's"}]
+    (score,) = judge_all(task, [Attempt(problem, episode, attempt_prompt, said, [1, 2])])
+    assert score.failed is None
+    assert (seen["completions"], seen["prompts"], seen["completion_ids"]) == ([said], [attempt_prompt], [[1, 2]])
+    assert "completion" not in seen
+    assert seen["method"] == ["the row's"]
+
+
+class Leaves(Counter):
+    where = ""
+
+    def _leave(self, where):
+        if where == self.where:
+            raise SystemExit(3)
+
+    def reset(self, **_) -> str:
+        self._leave("reset")
+        return "Leave."
+
+    def leave(self) -> str:
+        """Leave."""
+        self._leave("tool")
+        return "stayed"
+
+    def get_reward(self) -> float:
+        self._leave("get_reward")
+        return 1.0
+
+
+@pytest.mark.parametrize("where", ["reset", "get_reward", "tool"])
+def test_an_environment_that_exits_loses_its_episode_only(where):
+    task = Environment(type("Leaves", (Leaves,), {"where": where}))
+    episode = task.episode(next(task.problems("train", 0)))
+    episode.start()
+    said = episode.step(call("leave"))
+    score = episode.score()
+    if where == "tool":
+        assert (said[0]["content"], score.reward) == ("{'error': '3'}", 1.0)
+    else:
+        assert f"Leaves.{where} raised SystemExit: 3" in score.failed

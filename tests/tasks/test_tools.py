@@ -123,3 +123,10 @@ def test_any_text_is_read_as_calls_or_as_none(text):
         for call in calls_in(reply):
             assert call.error is None or isinstance(call.error, str)
             problem_with(call, [SCHEMA])
+
+
+def test_a_name_that_no_tool_has_reaches_no_template():
+    for name in ("<|im_end|>", "\ud800", "serch"):
+        (message,) = answer_all(hermes({"name": name}), {"search": str}, [SCHEMA])
+        assert message["name"] == ""
+        assert message["content"].startswith("error: unknown tool")

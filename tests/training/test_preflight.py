@@ -58,7 +58,7 @@ def test_every_regulator_passes(tmp_path, monkeypatch, name):
     assert trainer.train(make(tmp_path, f"regulator={name}"), quiet=True) == {}
 
 
-@pytest.mark.parametrize("name", ["countdown", "frozenlake", "search-qa", "sokoban"])
+@pytest.mark.parametrize("name", ["frozenlake", "search-qa", "sokoban"])
 def test_other_tasks_pass(tmp_path, monkeypatch, name):
     monkeypatch.setattr(trainer.Trainer, "run", lambda *_: {})
     config = configs.load(None, ["model=embedded", "device=cpu", f"task.name={name}", "rollout.max_prompt=800"])

@@ -2,7 +2,7 @@ r"""Where in a reply its answer is: the one place that decides it. Everything he
 
 The order: ``<answer>…</answer>``; else the last ``\boxed{…}``; else the last line that begins with ``####``, as in
 GSM8K; else what follows the last "the answer is" or "answer:". Only the last statement counts: a reply cannot hedge.
-What stands before ``</think>`` is not looked at, and a reply that never closes its ``<think>`` has no answer.
+What stands before ``</think>`` is not looked at, and a reply has no answer while a ``<think>`` is not closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _PHRASE = re.compile(r"\banswer[\s*_]{0,6}(?:is|was|=|:)\s{0,4}:?", re.IGNORECAS
 _HASHES = re.compile(r"^[ \t]{0,8}####", re.MULTILINE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+", re.ASCII)
-_EDGES = " \t\r\n*_`\"'"
+_EDGES = " \t\r\n*_`"
+_QUOTES = _EDGES + "\"'"
 
 
 def stated(text: str) -> str | None:
@@ -44,11 +45,15 @@ def gold(text: str) -> str:
 
 
 def conclusion(text: str) -> str:
-    """What follows the reasoning: nothing, if ``<think>`` was opened and never closed."""
-    _, closed, after = text.rpartition("</think>")
-    if closed:
-        return after
-    return "" if "<think>" in text else text
+    """What follows the reasoning; nothing while a ``<think>`` is not closed. Rewards and tasks share this rule."""
+    after = text.rpartition("</think>")[2]
+    return "" if "<think>" in after else after
+
+
+def last_answer(text: str) -> str | None:
+    """What stands in the last ``<answer>…</answer>`` behind the reasoning; None where there is none."""
+    inside = tagged(conclusion(text), "answer")
+    return None if inside is None else inside.strip()
 
 
 def tagged(text: str, tag: str) -> str | None:
@@ -95,10 +100,12 @@ def numbers(text: str) -> list[str]:
 
 
 def tidy(text: str) -> str:
-    """Without the blanks, quotes and stars around it, and without the full stop of its sentence."""
+    """Without the blanks, quotes and stars around it, and without the full stop of its sentence. f' keeps its prime."""
     text = text.strip(_EDGES)
+    ends = _QUOTES if text.startswith("'") else _EDGES + '"'
+    text = text.lstrip(_QUOTES).rstrip(ends)
     if text.endswith(".") and not text.endswith(".."):
-        text = text[:-1].rstrip(_EDGES)
+        text = text[:-1].rstrip(ends)
     return text
 
 

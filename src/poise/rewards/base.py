@@ -81,7 +81,7 @@ def wrong(said: str | None, text: str, form: str) -> str:
     """
     if said is not None:
         return f"Your answer was read as {quote(said)}, and it is wrong."
-    if "<think>" in text and "</think>" not in text:
+    if "<think>" in text.rpartition("</think>")[2]:
         return f"No answer could be read: <think> is never closed. {form}"
     stated = answers.stated(text)
     return f"No answer could be read{f' in {quote(stated)}' if stated else ''}. {form}"

@@ -2,21 +2,125 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from poise._lib.errors import short
+from poise._lib.errors import counted, short
 from poise.rewards import worker
 from poise.rewards.base import RewardError, TrainerState
-from poise.rewards.processes import LOADING, LostError, Process
 
 if TYPE_CHECKING:
     from poise.rewards.names import Spec
 
+LOADING = 300.0  # seconds that a worker may take to import what it needs
 MOST_FAILED = 0.05  # of a batch's rows; with more, waiting for each would take hours
+
+
+class LostError(Exception):
+    """A worker that did not answer in time, or that has ended. It is killed already."""
+
+
+class Process:
+    """A process that runs ``worker.py``. It dies with this object, and with this process, however that ends.
+
+    It is started as a script: multiprocessing's own way would run the user's script a second time in it.
+    """
+
+    def __init__(self, service: str, **load: Any) -> None:
+        self._connection, end = Pipe()
+        command = [sys.executable, "-P", worker.__file__, str(end.fileno()), service]
+        with end:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(end.fileno(),), start_new_session=True
+            )
+        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, os.getpid())
+        self._asked = 0
+        loaded = self.ask({"path": sys.path, **load}, LOADING)
+        if "wrong" in loaded:
+            self.kill()
+            raise LostError(loaded["wrong"])
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was not killed yet."""
+        return self._finalizer.alive
+
+    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+        """Its reply. A worker that takes longer than ``seconds``, or dies, is killed: ``LostError``."""
+        self._asked += 1
+        data = json.dumps({**request, "number": self._asked}).encode()
+        late = threading.Event()
+        timer = threading.Timer(seconds, _hang_up, (self._connection, late))
+        timer.daemon = True
+        timer.start()
+        try:
+            self._connection.send_bytes(data)
+            reply = json.loads(self._connection.recv_bytes())
+            if reply["number"] != self._asked:
+                raise LostError("gave an answer to another request")
+        except (OSError, EOFError):
+            self.kill()
+            if late.is_set():
+                raise LostError(f"took longer than {seconds:g} seconds") from None
+            raise LostError(f"ended its process ({_ending(self._process.returncode)})") from None
+        except BaseException:  # interrupted half-way: what it says next would be taken for the answer to something else
+            self.kill()
+            raise
+        finally:
+            timer.cancel()
+            timer.join()
+        if late.is_set():  # just now: the connection is gone
+            self.kill()
+        return reply
+
+    def kill(self) -> None:
+        """End it, with all that it has started."""
+        self._finalizer()
+
+
+def _hang_up(connection: Connection, late: threading.Event | None = None) -> None:
+    """End a connection at both ends, whoever else holds a copy of it; who waits for it wakes up."""
+    if late is not None:
+        late.set()
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.shutdown(socket.SHUT_RDWR)
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
+    if os.getpid() != owner:  # a fork of the owner is about to end: the worker is not its own
+        return
+    _hang_up(connection)  # at which the worker's supervisor kills it
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    connection.close()
+
+
+def _ending(code: int) -> str:
+    with suppress(ValueError):
+        return f"signal {signal.Signals(code - 128).name}"
+    return f"exit code {code}"
 
 
 @dataclass
@@ -62,11 +166,11 @@ class Outcome:
         return whole
 
 
-class Caller:
-    """What both ways to call a reward share."""
+class InProcess:
+    """A reward that runs in this process. Nothing can cut it off."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, spec: Spec):
+        self.name, self.spec = name, spec
 
     def values(self, batch: Batch) -> Outcome:
         """Call the reward on the whole batch. What is wrong with it becomes a ``RewardError`` that names the row."""
@@ -81,7 +185,12 @@ class Caller:
         """Free what it holds."""
 
     def _attempt(self, batch: Batch, rows: Sequence[int]) -> Outcome:
-        raise NotImplementedError
+        log = worker.Log(len(rows))
+        arguments = batch.arguments(rows)
+        arguments |= {"trainer_state": batch.state, "log_extra": log.log_extra, "log_metric": log.log_metric}
+        if batch.environments is not None:
+            arguments["environments"] = [batch.environments[row] for row in rows]
+        return Outcome(worker.call(self.spec.reward, arguments, len(rows)), log.extra, log.metrics)
 
     def _culprit(self, batch: Batch, error: worker.WrongError) -> tuple[int | None, str]:
         """The row that makes the reward raise, which the exception does not tell, and what it raises there."""
@@ -95,33 +204,17 @@ class Caller:
         return None, error.text
 
 
-class InProcess(Caller):
-    """A reward that runs in this process. Nothing can cut it off."""
-
-    def __init__(self, name: str, reward: Callable[..., Any]):
-        super().__init__(name)
-        self.reward = reward
-
-    def _attempt(self, batch: Batch, rows: Sequence[int]) -> Outcome:
-        log = worker.Log(len(rows))
-        arguments = batch.arguments(rows)
-        arguments |= {"trainer_state": batch.state, "log_extra": log.log_extra, "log_metric": log.log_metric}
-        if batch.environments is not None:
-            arguments["environments"] = [batch.environments[row] for row in rows]
-        return Outcome(worker.call(self.reward, arguments, len(rows)), log.extra, log.metrics)
-
-
-class InWorker(Caller):
+class InWorker(InProcess):
     """A reward that runs in a process of its own. A call that takes too long is cut off."""
 
     def __init__(self, name: str, spec: Spec, timeout: float):
-        super().__init__(name)
-        self.spec, self.timeout = spec, timeout
+        super().__init__(name, spec)
+        self.timeout = timeout
         self._process: Process | None = None
         self._warned = False
 
     def values(self, batch: Batch) -> Outcome:
-        """As in ``Caller``; where the call is cut off, row by row, and rows that hang by themselves have failed."""
+        """As in this process; where the call is cut off, row by row, and rows that hang by themselves have failed."""
         try:
             return super().values(batch)
         except LostError as error:
@@ -134,8 +227,6 @@ class InWorker(Caller):
 
     def _one_by_one(self, batch: Batch, why: str) -> Outcome:
         count, parts, failed = len(batch.ids), [], 0
-        if count == 1:
-            return Outcome.joined([f"reward {self.name!r} {why} (row {batch.ids[0]})"])
         for row, row_id in enumerate(batch.ids):
             part: Outcome | str
             try:
@@ -154,7 +245,7 @@ class InWorker(Caller):
         if not failed and not self._warned:
             self._warned = True
             warnings.warn(
-                f"reward {self.name!r} {why} on {count} rows together, and did not on any row alone: it was called "
+                f"reward {self.name!r} {why} on {counted(count, 'row')} together, and did not when it was called again "
                 "row by row, which is slow; give it a longer time limit (reward_timeout)",
                 RuntimeWarning,
                 stacklevel=2,
@@ -165,35 +256,33 @@ class InWorker(Caller):
         if self._process is None or not self._process.alive:
             self._process = self._started()
         arguments = batch.arguments(rows)
-        request = {"do": "call", "count": len(rows), "arguments": arguments, "state": asdict(batch.state)}
+        request = {"count": len(rows), "arguments": arguments, "state": asdict(batch.state)}
         try:
             reply = self._process.ask(request, self.timeout)
         except (TypeError, ValueError) as error:
             raise self._cannot_send(arguments, error) from error
         if "wrong" in reply:
             raise worker.WrongError(reply["wrong"], reply["row"], reply["raised"])
+        if len(reply["values"]) != len(rows):
+            self._process.kill()
+            raise LostError("gave an answer to other rows")
         return Outcome(reply["values"], reply["extra"], [(name, value) for name, value in reply["metrics"]])
 
     def _started(self) -> Process:
-        spec, process = self.spec, Process()
-        found = {"module": spec.module, "name": spec.name, "args": spec.args, "settings": spec.settings}
+        spec = self.spec
         try:
-            reply = process.ask({"do": "load", **found, "path": sys.path}, LOADING)
+            return Process("reward", module=spec.module, name=spec.name, args=spec.args, settings=spec.settings)
         except LostError as error:
-            reply = {"wrong": str(error)}
-        if "wrong" in reply:
-            process.kill()
             raise RewardError(
-                f"reward {self.name!r} could not be loaded in a process of its own: {reply['wrong']}; "
+                f"reward {self.name!r} could not be loaded in a process of its own: {error}; "
                 "reward_quick=true runs it in the trainer's process"
-            )
-        return process
+            ) from None
 
     def _cannot_send(self, arguments: Mapping[str, Any], error: Exception) -> RewardError:
         for name, values in arguments.items():
             for value in values:
                 try:
-                    worker.pack(value)
+                    json.dumps(value)
                 except (TypeError, ValueError):
                     return RewardError(
                         f"reward {self.name!r}: column {name!r} has {short(value)}, which cannot be sent to the "

@@ -1,9 +1,9 @@
 r"""Numbers and simple LaTeX, compared exactly and without evaluating anything.
 
 ``clean`` brings a formula into a common spelling: ``\dfrac12`` is ``\frac{1}{2}``, ``1{,}234`` is ``1234``, and what
-does not change a value is dropped (spaces, ``\left``, ``\$``, degrees, units). ``number`` reads integers, decimals,
-fractions, mixed numbers and powers of ten as exact fractions. Units are dropped and not compared, and the percent sign
-is a unit: ``10%`` is 10, and not 0.1.
+does not change a value is dropped (spaces, ``\left``, ``\$``, degrees, ``\text{ cm}``). ``number`` reads integers,
+decimals, fractions, mixed numbers and powers of ten as exact fractions, ``number_in`` also one among words ("5 a day").
+Units are dropped and not compared, and the percent sign is a unit: ``10%`` is 10, and not 0.1.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import re
 import unicodedata
 from fractions import Fraction
 from functools import lru_cache
-
-from poise.rewards import units
 
 LONGEST = 500  # characters of an answer that are worth comparing
 _SIGNS = str.maketrans({
@@ -40,11 +38,11 @@ _SPELLINGS = [
     (re.compile(r"\{,\}"), ""),
     (re.compile(r"\^\s?(?:\{\s?\\prime\s?\}|\\prime(?![a-zA-Z]))"), "'"),
 ]
-_POWER = r"(?:\^\s?(?:\{\s?[23]\s?\}|[23]))?"
-_TEXT = re.compile(rf"\\(text|mathrm)\s?\{{([^{{}}]*)\}}{_POWER}")
 _WHOLE = re.compile(r"\\(?:text|mathrm|mathbf|mathit|operatorname)\s?\{([^{}]*)\}")
-_UNIT = re.compile(rf"(?<=[\d}}\s])([A-Za-z]{{1,20}}(?:\.?(?:\s|\s?/\s?)[A-Za-z]{{1,20}}){{0,4}}\.?)\s?{_POWER}$")
-_PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_LAST_TEXT = re.compile(r"(?<=.)\\(text|mathrm)\s?\{([^{}]*)\}\s?(?:\^\s?\{?[23]\}?)?\s?/?\s?$")
+_LETTERS = frozenset("mgshLlNJWVKCF")  # units in \mathrm: 5\mathrm{i} is a formula
+_GLUED = re.compile(r"(?:[mcdk]m|[mk]?g|m[lL]|ft|in|lbs?|oz|hrs?|mins?|secs?|mph|kph|USD|EUR)(?:\^?[23])?(?!\w)")
+_PLAIN = r"(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+(?![ \d]))|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"([-+]?)\s*({_PLAIN})(?:\s*[eE]([-+]?\d+)|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{{?([-+]?\d+)\}}?)?", re.ASCII
 )
@@ -56,7 +54,22 @@ _FRACTION = re.compile(
 _POINT = re.compile(
     r"(?<![\d.^_])(?:(?<!,)|(?!\d{3}\.))(\d*)\.(\d+)(?![\d.]|\s?\\(?:overline|bar|[lc]?dots?(?![a-z])))", re.ASCII
 )
+_ONE = re.compile(rf"[-+]?(?:{_PLAIN})(?:/\d+)?", re.ASCII)
+_BESIDE = re.compile(r"[\w'\",.:;()\[\]?\s-]*")  # what may stand around a number that is the answer
 _LARGEST_EXPONENT = 300
+# With one of these words a number is another number, or not a plain one: "5 million", "not 5", "5 pm", "5 or more".
+_CHANGING_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion"
+    " quadrillion lakh crore dozen half halve halves third quarter twice double triple thrice"
+    " not no none never neither nor isn isnt except without more less fewer greater smaller larger higher lower least"
+    " most than above below under over between beyond almost nearly exceed or false wrong incorrect negative"
+    " pi sqrt log ln lg sin cos tan cot csc sinh cosh tanh arcsin arccos arctan exp mod modulo base remainder factorial"
+    " squared cubed choose power root plus minus times infinity inf divided multiplied"
+    " am pm noon midnight morning afternoon evening bc ad bce ce north south east west"
+)
+_CHANGING = frozenset(_CHANGING_WORDS.split())
+_ORDINAL = re.compile(r"(?!month|teeth|cloth|length|width|depth)[a-z]{2,}ths?")  # 3 tenths, 7 hundredths
 
 
 @lru_cache(4096)  # the right answer is asked for again for every response of a group
@@ -70,38 +83,48 @@ def clean(text: str) -> str:
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
     text = " ".join(_DROPPED.sub(" ", text).split())
-    return _without_units(text).strip()
+    while whole := _WHOLE.fullmatch(text):
+        text = whole[1].strip()
+    while (last := _LAST_TEXT.search(text)) and _is_unit(last[2], upright=last[1] == "text"):
+        text = text[: last.start()].rstrip()
+    return text.strip()
 
 
-def _without_units(text: str) -> str:
-    whole = _WHOLE.fullmatch(text)
-    if whole:
-        return _without_units(whole[1].strip())
-    head = text
-    while head.endswith(("}", "}^2", "}^3")) and (last := _last_text(head)):
-        before = head[: last.start()].rstrip(" /")
-        if not units.is_unit(last[2], upright=True, named=last[1] == "mathrm" or not _ends_plain(before)):
-            return head
-        head = before
-    unit = _UNIT.search(head[-120:])
-    if unit is None:
-        return head
-    before = head[: len(head) - len(unit[0])]
-    plain, apart = number(before) is not None, before.endswith(" ")
-    if (plain or apart) and units.is_unit(unit[1], upright=False, named=not (plain and apart)):
-        return before.rstrip()
-    return head
+def _is_unit(text: str, upright: bool) -> bool:
+    r"""Whether what stands in ``\text`` (``upright``) or ``\mathrm`` behind a formula leaves its value as it is."""
+    words = re.split(r"[\s/]+", text.strip().replace(".", ""))
+    return not changes_value(text) and all(
+        word.isascii() and word.isalpha() and (upright or len(word) > 1 or word in _LETTERS) for word in words
+    )
 
 
-def _ends_plain(text: str) -> bool:
-    """Whether units follow a plain number here, or such a number with further units."""
-    last = _last_text(text)
-    return number(text) is not None or (last is not None and number(text[: last.start()]) is not None)
+def changes_value(text: str) -> bool:
+    """Whether a word in the text makes another number of a number: ``million``, ``thirds``, ``not``, ``isn't``."""
+    for word in re.findall(r"[a-z]+(?:'[a-z]+)?", text.lower().replace(".", "")):
+        if word in _CHANGING or word.removesuffix("s") in _CHANGING or word.endswith("n't") or _ORDINAL.fullmatch(word):
+            return True
+    return False
 
 
-def _last_text(text: str) -> re.Match[str] | None:
-    start = max(text.rfind("\\text"), text.rfind("\\mathrm"))
-    return _TEXT.fullmatch(text, start) if start > 0 else None
+def number_in(text: str) -> Fraction | None:
+    """The number that a clean text is; else the only one in it ("about 5 of them"). None where there are several.
+
+    None too where it is part of a formula (``x^5``, ``5k``, ``-(5)``), or a word changes it ("not 5", "5 million").
+    """
+    value = number(text)
+    found = [] if value is not None else _ONE.findall(text)
+    if len(found) != 1:
+        return value
+    before, _, after = text.partition(found[0])
+    after = after[unit.end() :] if (unit := _GLUED.match(after)) else after
+    after = re.sub(r"(?<=[A-Za-z]{2})/(?:[hs]\b)?", " ", after)  # km/h
+    if after.startswith("'") and not before.endswith("'"):  # a prime
+        return None
+    if not (_BESIDE.fullmatch(before) and _BESIDE.fullmatch(after)):
+        return None
+    formula = before[-1:].isalnum() or after[:1].isalnum() or re.search(r"(?<!\w)-|-(?!\w)", f"{before} {after}")
+    variable = re.search(r"(?<![\w'])[b-zB-HJ-Z](?!\w)", f"{before} {after}")  # any letter but a and I
+    return None if formula or variable or changes_value(f"{before} {after}") else number(found[0])
 
 
 def number(text: str) -> Fraction | None:

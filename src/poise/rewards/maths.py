@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, how_to_install
 from poise.rewards import answers, equality, formulas
 from poise.rewards.base import RewardError, gold_of, text_of, wrong
-from poise.rewards.processes import LOADING, LostError, Process
+from poise.rewards.calling import LostError, Process
 
 MOST_WORKERS = 4
 REMEMBERED = 20_000  # pairs of answer and gold: a group of responses often has the same answer many times
 PATIENCE = 300.0  # seconds of a stuck machine: the limit of a check is processor time, and far smaller
+Pair = tuple[str, str, bool]  # gold, answer, and whether math-verify's own rules hold
 MISSING = f"math needs math-verify; {how_to_install('math')} (for plain numbers, the reward 'number' does without it)"
 
 
@@ -31,12 +30,13 @@ class Math:
 
     ``equality`` says what is decided without computer algebra. For the rest math-verify has ``seconds`` of processor
     time a check. What takes longer is wrong, and counted: the metric ``math/cut_off``. With ``last_number`` a reply
-    that states no answer is taken at its last number. ``column`` holds the right answer; without it, common names are
-    looked for.
+    that states no answer is taken at its last number. With ``lenient`` math-verify alone decides, by its own rules.
+    ``column`` holds the right answer; without it, common names are looked for.
     """
 
     seconds: float = 1.0
     last_number: bool = False
+    lenient: bool = False
     column: str | None = None
     __name__: ClassVar[str] = "math"
 
@@ -46,12 +46,12 @@ class Math:
             raise ValueError(MISSING)
 
     def __call__(
-        self, completions: list[Any], log_metric: Callable[[str, float], None] | None = None, **columns: Any
+        self, /, completions: list[Any], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
         """One value per completion; None where the data has no answer."""
         golds = gold_of("math", columns, self.column, len(completions))
         said = [self._stated(text_of(completion)) for completion in completions]
-        open_pairs: dict[tuple[str, str], bool] = {}
+        open_pairs: dict[Pair, bool] = {}
         values = [self._decide(answer, gold, open_pairs) for answer, gold in zip(said, golds, strict=True)]
         found, cut_off = checks().equal(list(open_pairs), self.seconds) if open_pairs else ({}, 0)
         if log_metric is not None:
@@ -73,9 +73,7 @@ class Math:
             said = answers.last_number(answers.conclusion(text))
         return said
 
-    def _decide(
-        self, answer: str | None, golds: list[str], open_pairs: dict[tuple[str, str], bool]
-    ) -> float | list[tuple[str, str]] | None:
+    def _decide(self, answer: str | None, golds: list[str], open_pairs: dict[Pair, bool]) -> float | list[Pair] | None:
         """The value, or the pairs of which one must be equal; those go to ``open_pairs`` too."""
         if not golds:
             return None
@@ -84,13 +82,12 @@ class Math:
         pairs = []
         for text in golds:
             gold = answers.gold(text)
-            verdict = equality.equal(answer, gold)
+            verdict = (answer == gold or None) if self.lenient else equality.equal(answer, gold)
             if verdict:
                 return 1.0
-            if verdict is None:
-                pair = (formulas.exact(formulas.clean(gold)), formulas.exact(formulas.clean(answer)))
-                if equality.worth_checking(pair[1], pair[0]):
-                    pairs.append(pair)
+            spell = str if self.lenient else lambda formula: formulas.exact(formulas.clean(formula))
+            if verdict is None and equality.worth_checking(pair := (spell(gold), spell(answer), self.lenient)):
+                pairs.append(pair)
         open_pairs.update(dict.fromkeys(pairs, True))
         return pairs or 0.0
 
@@ -100,22 +97,18 @@ class Checks:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self._found: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
+        self._found: OrderedDict[Pair, bool | None] = OrderedDict()
         self._lock = threading.Lock()
         self._idle: list[Process] = []
 
-    def equal(self, pairs: Sequence[tuple[str, str]], seconds: float) -> tuple[dict[tuple[str, str], bool], int]:
+    def equal(self, pairs: Sequence[Pair], seconds: float) -> tuple[dict[Pair, bool], int]:
         """Whether gold and answer are equal, per pair; and how many checks of these were cut off, now or earlier."""
         with self._lock:
-            open_pairs: SimpleQueue[tuple[str, str]] = SimpleQueue()
-            for pair in pairs:
-                if pair not in self._found:
-                    open_pairs.put(pair)
-            count = min(_processors(), MOST_WORKERS, -(-open_pairs.qsize() // 4))
-            if count:
+            unknown = [pair for pair in pairs if pair not in self._found]
+            if count := min(_processors(), MOST_WORKERS, -(-len(unknown) // 4)):
                 with ThreadPoolExecutor(count) as pool:
-                    for done in [pool.submit(self._work, open_pairs, seconds) for _ in range(count)]:
-                        done.result()
+                    checked = pool.map(lambda pair: self._check(pair, seconds), unknown)
+                    self._found.update(zip(unknown, checked, strict=True))
             found = {pair: self._found[pair] for pair in pairs}
             while len(self._found) > REMEMBERED:
                 self._found.popitem(last=False)
@@ -126,34 +119,26 @@ class Checks:
         while self._idle:
             self._idle.pop().kill()
 
-    def _work(self, pairs: SimpleQueue[tuple[str, str]], seconds: float) -> None:
-        process = self._idle.pop() if self._idle else None
-        while not pairs.empty():
-            try:
-                pair = pairs.get_nowait()
-            except Empty:  # another thread has taken it
-                break
-            request = {"gold": pair[0], "answer": pair[1], "seconds": seconds}
-            self._found[pair] = None
-            for _ in range(2):  # a worker that somebody killed is no fault of the answer
-                process = process if process is not None and process.alive else _started()
-                with suppress(LostError):
-                    self._found[pair] = process.ask(request, PATIENCE)["equal"]
-                    break
-        if process is not None and process.alive:
-            self._idle.append(process)
+    def _check(self, pair: Pair, seconds: float) -> bool | None:
+        for again in (False, True):  # a worker that somebody killed is no fault of the answer
+            process = _started() if again else self._idle_or_started()
+            with suppress(LostError):
+                equal: bool | None = process.ask({"pair": pair, "seconds": seconds}, PATIENCE)["equal"]
+                self._idle.append(process)
+                return equal
+        return None
+
+    def _idle_or_started(self) -> Process:
+        with suppress(IndexError):
+            return self._idle.pop()
+        return _started()
 
 
 def _started() -> Process:
-    process = Process("math")
     try:
-        reply = process.ask({"path": sys.path}, LOADING)
+        return Process("math")
     except LostError as error:
-        reply = {"wrong": str(error)}
-    if "wrong" in reply:
-        process.kill()
-        raise RewardError(f"reward 'math' could not start math-verify: {reply['wrong']}; {MISSING}")
-    return process
+        raise RewardError(f"reward 'math' could not start math-verify: {error}; {MISSING}") from None
 
 
 def _processors() -> int:

@@ -15,6 +15,7 @@ from poise.rewards.base import TrainerState, Verdict, text_of
 from poise.rewards.calling import Batch, InProcess, InWorker, Outcome
 from poise.rewards.names import TABLE, Spec, find
 
+RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")  # columns that rewards do not get
 LONGEST_ANSWER = 1000  # characters that are kept, to count equal answers
 Named = str | Callable[..., Any]
 
@@ -57,7 +58,8 @@ class Rewards:
         environments: Sequence[Any] | None = None,
     ) -> list[Verdict]:
         """One verdict per completion. ``columns`` are the data's, a value per row; ``ids`` name rows in messages."""
-        shared = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        shared = {**given, **{name: values for name, values in columns.items() if name not in RESERVED}}
         batch = Batch(shared, list(ids), state or TrainerState(), environments)
         if not batch.ids:
             return []
@@ -78,7 +80,7 @@ class Rewards:
 
     def _caller(self, name: str, spec: Spec) -> InProcess | InWorker:
         isolated = spec.foreign or getattr(spec.reward, "isolated", False)
-        return InWorker(name, spec, self.timeout) if isolated and not self.quick else InProcess(name, spec.reward)
+        return InWorker(name, spec, self.timeout) if isolated and not self.quick else InProcess(name, spec)
 
     def feedback(self, text: str, parts: Mapping[str, float]) -> str:
         """What is wrong with a reply, reward by reward; ``parts`` are those of its verdict.

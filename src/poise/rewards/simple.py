@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, short
-from poise.rewards import answers, equality, formulas, units
+from poise.rewards import answers, equality, formulas
 from poise.rewards.base import gold_of, text_of, wrong
 
 
@@ -22,7 +23,7 @@ class Compares:
     column: str | None
     form: ClassVar[str] = "Write the answer between <answer> and </answer>."
 
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
+    def __call__(self, /, completions: list[Any], **columns: Any) -> list[float | None]:
         """One value per completion."""
         golds = gold_of(self.__name__, columns, self.column, len(completions))
         texts = [text_of(completion) for completion in completions]
@@ -66,7 +67,8 @@ class Exact(Compares):
         return self._spelling(answers.gold(text))
 
     def _spelling(self, text: str) -> str | None:
-        text = " ".join(text.split())
+        text = unicodedata.normalize("NFC", " ".join(text.split()))
+        text = text.removesuffix(".0") if re.fullmatch(r"-?\d+\.0", text) else text  # a whole number in a float column
         return (text.casefold() if self.ignore_case else text) or None
 
 
@@ -160,31 +162,9 @@ class Number(Compares):
         return float(any(gold is not None and abs(value - gold) <= room * abs(gold) for gold in right))
 
 
-_BESIDE = re.compile(r"[\w'\",.:;()\[\]?\s-]*")  # what may stand around a number that is the answer
-
-
 def _number_in(text: str) -> Fraction | None:
-    """The number that the text is; else the only one in it ("about 5 of them"). None where there are several.
-
-    None too where it is part of a formula (``x^5``, ``5k``), or a word changes it ("not 5", "5 million").
-    """
-    if len(text) > formulas.LONGEST:
-        return None
-    text = equality.right_side(formulas.clean(text.replace("**", " ")))
-    value = formulas.number(text)
-    if value is not None:
-        return value
-    found = answers.numbers(text)
-    if len(found) != 1:
-        return None
-    before, _, after = text.partition(found[0])
-    if not (_BESIDE.fullmatch(before) and _BESIDE.fullmatch(after)):
-        return None
-    formula = before[-1:].isalnum() or after[:1].isalnum() or "-" in before.rstrip()[-1:] + after.lstrip()[:1]
-    words = re.findall(r"[\w']+", f"{before} {after}")
-    variables = any(len(word) == 1 and word not in "aAI" for word in words)
-    changed = any(units.changes_value(word) or word.endswith("n't") for word in words)  # "5 million" is not 5
-    return None if formula or variables or changed else formulas.number(found[0])
+    """The number that a stated answer gives."""
+    return None if len(text) > formulas.LONGEST else equality.stated_number(formulas.clean(text.replace("**", " ")))
 
 
 @dataclass(frozen=True)
@@ -207,7 +187,7 @@ class Regex:
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"regex: pattern {short(self.pattern)} is not a regular expression: {error}") from None
 
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
+    def __call__(self, /, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
         """One value per completion."""
         pattern = re.compile(self.pattern, re.IGNORECASE if self.ignore_case else 0)
         return [float(bool(pattern.search(text_of(completion)))) for completion in completions]
@@ -236,7 +216,7 @@ class Format:
             raise ValueError(f"format: tags must be names such as ('think', 'answer'), got {short(self.tags)}")
         object.__setattr__(self, "tags", tags)
 
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
+    def __call__(self, /, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
         """One value per completion."""
         return [float(self._holds(text_of(completion))) for completion in completions]
 
@@ -281,7 +261,7 @@ class Overlong:
         check_range("overlong", "max_tokens", self.max_tokens, 1)
         check_range("overlong", "buffer", self.buffer, 0, self.max_tokens)
 
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float | None]:  # noqa: ARG002
+    def __call__(self, /, completion_ids: list[list[int]], **columns: Any) -> list[float | None]:  # noqa: ARG002
         """One value per completion."""
         return [self._penalty(len(ids)) for ids in completion_ids]
 

@@ -1,30 +1,31 @@
 """How a reward is called; and, run as a script, a process of its own in which one is called, so that it can be killed.
 
-As a script it needs the standard library alone: it imports neither poise nor torch, unless the reward does. It reads
-requests from standard input and writes replies to standard output, each as JSON behind its length in four bytes.
+As a script it needs the standard library alone: it imports neither poise nor torch, unless the reward does. Requests
+and replies are JSON, and nothing is unpickled. A reply carries the number of its request.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import importlib.util
 import inspect
 import json
 import math
+import mmap
 import os
 import resource
 import select
 import signal
-import struct
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, NoReturn
 
 HANDED = ("trainer_state", "log_extra", "log_metric", "environments")  # arguments that are no columns
 
@@ -41,9 +42,7 @@ def call(reward: Callable[..., Any], arguments: Mapping[str, Any], count: int) -
     """The reward's values for ``count`` completions, as Python's own numbers."""
     _check_arguments(reward, arguments)
     try:
-        values = reward(**arguments)
-        if inspect.isawaitable(values):
-            values = _awaited(values)
+        values = settled(reward(**arguments))
     except (Exception, SystemExit) as error:
         raise WrongError(f"raised {type(error).__name__}: {error}{_place(error)}", raised=True) from error
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
@@ -101,30 +100,18 @@ def _check_arguments(reward: Callable[..., Any], arguments: Mapping[str, Any]) -
         )
 
 
-def _awaited(values: Any) -> Any:
+def settled(value: Any) -> Any:
+    """The value, or what a coroutine returns. In a notebook a loop is running here, so it runs in another thread."""
+    if not inspect.isawaitable(value):
+        return value
+
     async def outcome() -> Any:
-        return await values
+        return await value
 
-    import asyncio
+    import asyncio  # takes longer to import than all else here
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(outcome())
-    found: list[Any] = []  # in a notebook a loop is running here: wait in a thread of one's own
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(outcome()))
-        except BaseException as error:
-            found.extend((None, error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if len(found) == 2:
-        raise found[1]
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, outcome()).result()
 
 
 def _place(error: BaseException) -> str:
@@ -184,136 +171,90 @@ class Log:
         self.metrics.append((str(name), float(value)))
 
 
-def pack(message: Any, default: Callable[[Any], Any] | None = None) -> bytes:
-    """A message as it travels: JSON behind its length. Raises ``TypeError`` for what JSON lacks."""
-    data = json.dumps(message, default=default).encode()
-    return struct.pack(">I", len(data)) + data
+def receive(connection: Connection) -> dict[str, Any]:
+    """The next request. Ends the process where there are no more."""
+    try:
+        return json.loads(connection.recv_bytes())  # type: ignore[no-any-return]
+    except (EOFError, OSError):
+        sys.exit()
 
 
-def read(stream: BinaryIO) -> Any:
-    """The next message; ``EOFError`` where there is none."""
-    head = stream.read(4)
-    if len(head) < 4:
-        raise EOFError
-    return json.loads(stream.read(struct.unpack(">I", head)[0]))
+def reply(connection: Connection, request: Mapping[str, Any], **answer: Any) -> None:
+    """Answer a request."""
+    with suppress(BrokenPipeError):  # nobody waits for it any more
+        connection.send_bytes(json.dumps({"number": request["number"], **answer}, default=str).encode())
 
 
-class Server:
-    """The worker's side: one reward, loaded once, and called as often as it is asked for."""
-
-    def __init__(self) -> None:
-        self.reward: Callable[..., Any] | None = None
-
-    def load(self, module: str, name: str, args: list[Any] | None, settings: dict[str, Any], path: list[str]) -> Any:
-        """Import and make the reward, with the parent's search path."""
-        sys.path[:] = path
-        try:
-            self.reward = build(resolve(module, name), args, settings)
-        except (Exception, SystemExit) as error:
-            return {"wrong": f"{type(error).__name__}: {error}{_place(error)}"}
-        return {}
-
-    def call(self, count: int, arguments: dict[str, Any], state: dict[str, Any]) -> Any:
-        """Call it on a batch."""
-        assert self.reward is not None
-        log = Log(count)
-        handed = {"trainer_state": SimpleNamespace(**state), "log_extra": log.log_extra, "log_metric": log.log_metric}
-        try:
-            values = call(self.reward, {**arguments, **handed}, count)
-        except WrongError as error:
-            return {"wrong": error.text, "row": error.row, "raised": error.raised}
-        return {"values": values, "extra": log.extra, "metrics": log.metrics}
+def serve_reward(connection: Connection) -> NoReturn:
+    """Load one reward, and call it as often as it is asked for."""
+    owner, request = os.getpid(), receive(connection)
+    sys.path[:] = request["path"]
+    try:
+        reward = build(resolve(request["module"], request["name"]), request["args"], request["settings"])
+    except (Exception, SystemExit) as error:
+        reply(connection, request, wrong=f"{type(error).__name__}: {error}{_place(error)}")
+        sys.exit()
+    reply(connection, request)
+    while True:
+        request = receive(connection)
+        answer = _outcome(reward, request["count"], request["arguments"], request["state"])
+        if os.getpid() != owner:  # the reward forked, and the fork came back here as well
+            os._exit(0)
+        reply(connection, request, **answer)
 
 
-def die_with(parent: int) -> None:
-    """Let the system kill this process and its children when the last one that holds the pipe's other end is gone.
-
-    A thread could watch the pipe, but no Python runs while a product of huge numbers is computed. So the system sends
-    the signal where it can (Linux). ``prctl`` would not do: it looks at the thread that started us, which may end.
-    """
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(parent, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(parent, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
-        if select.select([parent], [], [], 0)[0]:  # gone already
-            os._exit(1)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+def _outcome(
+    reward: Callable[..., Any], count: int, arguments: dict[str, Any], state: dict[str, Any]
+) -> dict[str, Any]:
+    log = Log(count)
+    handed = {"trainer_state": SimpleNamespace(**state), "log_extra": log.log_extra, "log_metric": log.log_metric}
+    try:
+        values = call(reward, {**arguments, **handed}, count)
+    except WrongError as error:
+        return {"wrong": error.text, "row": error.row, "raised": error.raised}
+    return {"values": values, "extra": log.extra, "metrics": log.metrics}
 
 
-def _watch(parent: int) -> None:
-    os.read(parent, 1)
-    os.killpg(0, signal.SIGKILL)
-
-
-class Pipes:
-    """Requests in, replies out. What the reward itself prints goes to standard error, and it has nothing to read."""
-
-    def __init__(self) -> None:
-        self.requests, self.replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(2, 1)
-
-    def read(self) -> Any:
-        """The next request; None where there are no more."""
-        try:
-            return read(self.requests)
-        except EOFError:
-            return None
-
-    def write(self, reply: Any) -> None:
-        """Send a reply."""
-        self.replies.write(pack(reply, default=str))
-        self.replies.flush()
-
-
-def serve_reward(pipes: Pipes) -> None:
-    """Answer requests until there are no more."""
-    server = Server()
-    while (request := pipes.read()) is not None:
-        pipes.write(getattr(server, request.pop("do"))(**request))
-
-
-def serve_math(pipes: Pipes) -> None:
-    """Compare formulas with math-verify until there are no more. It is loaded once; the checks run in a fork.
+def serve_math(connection: Connection) -> NoReturn:
+    """Compare formulas with math-verify. It is loaded once; the checks run in a fork.
 
     A check that takes longer than its share of processor time is killed with the fork by the system, and another fork
     takes its place in a few milliseconds. Time that others take on a busy machine does not count.
     """
-    if (request := pipes.read()) is None:
-        return
+    request = receive(connection)
     sys.path[:] = request["path"]
     try:
         check = _math_check()
     except Exception as error:
-        pipes.write({"wrong": f"{type(error).__name__}: {error}"})
-        return
-    pipes.write({})
+        reply(connection, request, wrong=f"{type(error).__name__}: {error}")
+        sys.exit()
+    reply(connection, request)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # parsers complain there about what models write
+    current = mmap.mmap(-1, 8)  # the number of the request that the fork works on
     while True:
-        fork = os.fork()
-        if fork == 0:
-            _check_all(pipes, check)
+        if (fork := os.fork()) == 0:
+            _check_all(connection, check, current)
         code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
         if code in (0, -signal.SIGKILL, -signal.SIGTERM):  # no more requests, or killed by somebody else
             sys.exit(abs(code))
-        pipes.write({"equal": None})
+        reply(connection, {"number": int.from_bytes(current[:], "big")}, equal=None)
 
 
-def _check_all(pipes: Pipes, check: Callable[[str, str], bool]) -> None:
+def _check_all(connection: Connection, check: Callable[[str, str, bool], bool], current: mmap.mmap) -> NoReturn:
     limit_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    while (request := pipes.read()) is not None:
+    while True:
+        request = receive(connection)
+        current[:] = request["number"].to_bytes(8, "big")
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         try:
-            equal = check(request["gold"], request["answer"])
+            equal = check(*request["pair"])
         except MemoryError:
             os._exit(1)
         except Exception:
             equal = False
         signal.setitimer(signal.ITIMER_PROF, 0)
-        pipes.write({"equal": equal})
-    os._exit(0)
+        reply(connection, request, equal=equal)
 
 
 def limit_memory(size: int = 4 << 30) -> None:
@@ -324,7 +265,7 @@ def limit_memory(size: int = 4 << 30) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _math_check() -> Callable[[str, str], bool]:
+def _math_check() -> Callable[[str, str, bool], bool]:
     """A function of two formulas, warmed up: the first use of a part of sympy is slow."""
     import logging
     from dataclasses import replace
@@ -334,17 +275,20 @@ def _math_check() -> Callable[[str, str], bool]:
     logging.disable(logging.CRITICAL)
     # Formulas alone: what math-verify reads as plain expressions, it evaluates as Python. Units are gone already, and
     # what it takes for one may be a product: 3\sqrt{2}ab.
-    rules = replace(LatexExtractionConfig().normalization_config, units=False)
-    formulas = [
-        LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False, normalization_config=rules)
-    ]
+    own = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+    ours = replace(own, normalization_config=replace(own.normalization_config, units=False))
 
-    def read(formula: str) -> Any:
-        boxed = f"\\boxed{{{formula}}}"
-        return parse(boxed, extraction_config=formulas, fallback_mode="no_fallback", parsing_timeout=None)
-
-    def check(gold: str, answer: str) -> bool:
-        return bool(verify(read(gold), read(answer), timeout_seconds=None, raise_on_error=True))
+    def check(gold: str, answer: str, lenient: bool = False) -> bool:
+        read = [
+            parse(
+                f"\\boxed{{{formula}}}",
+                extraction_config=[own if lenient else ours],
+                fallback_mode="no_fallback",
+                parsing_timeout=None,
+            )
+            for formula in (gold, answer)
+        ]
+        return bool(verify(*read, timeout_seconds=None, raise_on_error=True))
 
     for gold, answer in WARM_UP:
         check(gold, answer)
@@ -358,10 +302,52 @@ WARM_UP = (
 )  # fmt: skip
 
 
+def supervise(worker: int, connection: Connection) -> NoReturn:
+    """Wait until the worker ends, or the trainer does or hangs up; then kill all that the worker has started.
+
+    No code of a user runs here, so nothing can keep this process from it. Orphans become its children (on Linux), those
+    in a session of their own too.
+    """
+    threading.Thread(target=_kill_at_hang_up, args=(worker, connection), daemon=True).start()
+    while True:
+        ended, status = os.wait()
+        if ended == worker:
+            break
+    if sys.platform != "linux":
+        os.killpg(0, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            for children in Path("/proc/self/task").glob("*/children"):
+                for child in children.read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+            os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _kill_at_hang_up(worker: int, connection: Connection) -> None:
+    poll = select.poll()
+    poll.register(connection, 0)  # reports nothing but that the other end is gone
+    poll.poll()
+    os.kill(worker, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux's alone."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
 def main() -> None:
-    """Serve what the command line asks for. It has the parent's pipe and the service."""
-    die_with(int(sys.argv[1]))
-    {"reward": serve_reward, "math": serve_math}[sys.argv[2]](Pipes())
+    """Serve what the command line asks for. It has the descriptor of the connection and the service."""
+    connection, service = Connection(int(sys.argv[1])), sys.argv[2]
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    if worker := os.fork():
+        supervise(worker, connection)
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should somebody kill the supervisor
+    {"reward": serve_reward, "math": serve_math}[service](connection)
 
 
 if __name__ == "__main__":

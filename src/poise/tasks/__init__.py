@@ -37,13 +37,11 @@ from poise.tasks.base import (
     several_turns,
     training_problems,
 )
-from poise.tasks.countdown import Countdown
 from poise.tasks.data import Data, Math
-from poise.tasks.environment import environment
+from poise.tasks.environment import Environment
 from poise.tasks.feedback import feedback_on
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.gold import gold_answer
-from poise.tasks.gym import gym
 from poise.tasks.kinds import check_kinds
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.tasks.reasoning_gym import reasoning_gym
@@ -52,9 +50,8 @@ from poise.tasks.sokoban import Sokoban
 
 TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
-    "countdown": Countdown,
     "data": Data,
-    "environment": environment,
+    "environment": Environment,
     "frozenlake": FrozenLake,
     "sokoban": Sokoban,
     "search-qa": SearchQA,
@@ -63,7 +60,6 @@ TASKS: dict[str, Callable[..., Any]] = {
 # Of ``rg/chain_sum`` the row "rg" is given "chain_sum", and returns what builds that task from its settings. A
 # ValueError says that there is no such task.
 PREFIXES: dict[str, Callable[[str], Callable[..., Any]]] = {
-    "gym": gym,
     "rg": reasoning_gym,
 }
 
@@ -180,8 +176,6 @@ def _maker(name: str) -> Callable[..., Any]:
         return TASKS[name]
     prefix, slash, rest = name.partition("/")
     if slash and prefix in PREFIXES:
-        if _user_code.is_foreign(rest):  # gymnasium imports the module in "module:Name"
-            _user_code.check_trusted(f"task {name!r}", name)
         return PREFIXES[prefix](rest)
     if not any(sign in name for sign in ".:"):
         raise ValueError(unknown("task", name, names()) + "; for one of your own write file.py:Class")

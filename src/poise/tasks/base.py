@@ -242,9 +242,9 @@ def explained(task: Task, problem: Problem, what: str = "score()") -> Iterator[N
         yield
     except (RewardError, TaskError):  # says it all already
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raised = f"raised {type(error).__name__}: {error}{place_of(error)}"
-        raise RewardError(f"{what} of task {task.name!r} {raised} (problem {problem.id})") from error
+        raise RewardError(f"{what} of task {task.name!r} {raised} (problem {problem.id})") from _cause(error)
 
 
 @contextmanager
@@ -252,10 +252,17 @@ def _blamed(task: Task, what: str) -> Iterator[None]:
     """Errors of the user's own code, where there is no problem yet, become one with file and line."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, TaskError | RewardError) or not (place := place_of(error)):
             raise
-        raise TaskError(f"{what} of task {task.name!r} raised {type(error).__name__}: {error}{place}") from error
+        raise TaskError(f"{what} of task {task.name!r} raised {type(error).__name__}: {error}{place}") from _cause(
+            error
+        )
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """The error, unless it is a StopIteration: contextlib would raise that again in place of what it caused."""
+    return None if isinstance(error, StopIteration) else error
 
 
 def heard(task: Task, problem: Problem, said: Any) -> list[Message]:

@@ -26,11 +26,12 @@ from poise._lib import user_code as _user_code
 from poise._lib.errors import check_range, short
 from poise._lib.quotes import quote
 from poise.rewards import Rewards
+from poise.rewards.worker import settled
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, TaskError, check_split
-from poise.tasks.data.rows import DataError, read
+from poise.tasks.data.rows import DataError, read_all
 from poise.tasks.data.splits import fingerprint, share
 from poise.tasks.streams import check_whole, draw_of_split
-from poise.tasks.time_limit import HungError, Worker, settled
+from poise.tasks.time_limit import HungError, Worker
 from poise.tasks.tools import answer_all
 
 EMPTY: list[Message] = [{"role": "user", "content": ""}]  # TRL's prompt where there is no data
@@ -41,13 +42,17 @@ _NOT_TOOLS = ("reset", "get_reward")
 class Environment:
     """An environment in the shape of TRL's ``environment_factory``: ``environment=my_env.py:Env``.
 
-    ``factory`` is a class or function, or where it is. ``reward`` names reward functions, which get ``environments=``,
-    with ``reward_weights`` (default: 1 each); the environment's own ``get_reward`` is added with weight 1. An attempt
-    is correct if its reward reaches ``correct_at``. ``turns`` is the most replies of an episode, ``timeout`` the
-    seconds that one call may take.
+    ``factory`` is a class or function, or where it is. With ``file``, ``reset`` gets its rows, epoch after epoch;
+    ``test_file`` holds those for testing, or the share ``held_out`` is chosen by a hash of the row. ``reward`` names
+    reward functions, which get ``environments=``, with ``reward_weights`` (default: 1 each); the environment's own
+    ``get_reward`` is added with weight 1. An attempt is correct if its reward reaches ``correct_at``. ``turns`` is the
+    most replies of an episode, ``timeout`` the seconds that one call may take.
     """
 
     factory: str | Callable[[], Any]
+    file: str | None = None
+    test_file: str | None = None
+    held_out: float = 0.1
     reward: Any = ()
     reward_weights: Sequence[float] | None = None
     correct_at: float = 1.0
@@ -55,6 +60,10 @@ class Environment:
     timeout: float = 30.0
     _pool: _Pool = field(init=False, repr=False, compare=False)
     _rewards: Rewards | None = field(init=False, repr=False, compare=False)
+    # Only where there is a file: the order of a split's rows in one epoch, and what tells the rows from others.
+    epoch: Callable[[Split, int, int], Sequence[Problem]] = field(init=False, repr=False, compare=False)
+    fingerprint: str = field(init=False, repr=False, compare=False)
+    _of_file: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)  # by split
 
     name: ClassVar[str] = "environment"
     concurrent: ClassVar[bool] = True
@@ -76,14 +85,27 @@ class Environment:
                 f"environment: {self._pool.kind.__name__} has no get_reward, and no reward is given: nothing would "
                 "be learned; write that method, or name a reward function with reward="
             )
+        check_range("environment", "held_out", self.held_out, 0.0, 0.9)
+        if self.file is not None:
+            object.__setattr__(self, "_of_file", _split(self.file, self.test_file, self.held_out))
+            object.__setattr__(self, "fingerprint", fingerprint(self._of_file))
+            object.__setattr__(self, "epoch", self._epoch)
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Rows for ``reset``: without data there is only a number, of which one in ten is for testing."""
+        """Rows for ``reset``, epoch after epoch; without data a number alone, of which one in ten is for testing."""
         check_split(split)
+        if self.file is not None:
+            for number in count() if self._of_file[split] else ():
+                yield from self._epoch(split, seed, number)
+            return
         rng = Random(f"environment {seed}")
         while True:
             number = draw_of_split("environment", split, rng, _draw_number)
             yield Problem(f"environment/{number}", "", "all", {"row": {"prompt": EMPTY}, "number": number})
+
+    def _epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
+        check_split(split)
+        return Random(f"epoch {seed} {number} {split}").sample(self._of_file[split], len(self._of_file[split]))
 
     def episode(self, problem: Problem) -> EnvironmentEpisode:
         """One episode, with an environment of its own while it lasts."""
@@ -96,7 +118,7 @@ class Environment:
         if self._rewards is not None and alive:
             chosen = [attempts[at] for at in alive]
             rows = [attempt.problem.data["row"] for attempt in chosen]
-            names = {name for row in rows for name in row if name != "prompt"}
+            names = {name for row in rows for name in row}
             verdicts = self._rewards.score(
                 prompts=[attempt.prompt for attempt in chosen],
                 completions=[attempt.completion for attempt in chosen],
@@ -123,78 +145,21 @@ class Environment:
         return Score(reward, right, {**own.parts, **verdict.parts}, verdict.answer, failed)
 
 
-@dataclass(frozen=True)
-class EnvironmentOfRows(Environment):
-    """An environment whose ``reset`` gets the rows of a file, epoch after epoch.
-
-    ``file`` holds the rows, ``test_file`` those for testing; without one, the share ``held_out`` is chosen by a hash of
-    the row.
-    """
-
-    file: str = ""
-    test_file: str | None = None
-    held_out: float = 0.1
-    fingerprint: str = field(init=False, repr=False, compare=False)  # another one: the rows are others
-    _problems: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("environment", "held_out", self.held_out, 0.0, 0.9)
-        found = _problems_of(self.file)
-        if self.test_file:
-            test = _problems_of(self.test_file)
-        else:
-            test = [problem for problem in found if share(_meaning(problem)) < self.held_out]
-        known = {_meaning(problem) for problem in test}
-        if self.test_file and any(_meaning(problem) in known for problem in found):
-            raise DataError(f"data {self.file}: some of its rows are in {self.test_file} as well: take them out of one")
-        train = [problem for problem in found if _meaning(problem) not in known]
-        if not train:
-            raise DataError(f"data {self.file}: no row is left for training: give more rows, or lower held_out")
-        object.__setattr__(self, "_problems", {"train": train, "test": test})
-        object.__setattr__(self, "fingerprint", fingerprint(self._problems))
-
-    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """The rows of a split, epoch after epoch."""
-        for number in count():
-            if not self._problems[split]:
-                return
-            yield from self.epoch(split, seed, number)
-
-    def epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
-        """The rows of a split in the order of an epoch."""
-        check_split(split)
-        return Random(f"epoch {seed} {number} {split}").sample(self._problems[split], len(self._problems[split]))
-
-
-def environment(
-    factory: str | Callable[[], Any],
-    file: str | None = None,
-    test_file: str | None = None,
-    held_out: float = 0.1,
-    reward: Any = (),
-    reward_weights: Sequence[float] | None = None,
-    correct_at: float = 1.0,
-    turns: int = 16,
-    timeout: float = 30.0,
-) -> Environment:
-    """An environment in TRL's shape, on rows of a file or without data. The settings are those of ``Environment``."""
-    own = (factory, reward, reward_weights, correct_at, turns, timeout)
-    if file is None:
-        return Environment(*own)
-    return EnvironmentOfRows(*own, file=file, test_file=test_file, held_out=held_out)
+def _split(file: str, test_file: str | None, held_out: float) -> dict[str, list[Problem]]:
+    """The rows of a file as problems, and those held out: of ``test_file``, or chosen by a hash of the row."""
+    found = _problems_of(file)
+    test = _problems_of(test_file) if test_file else [each for each in found if share(_meaning(each)) < held_out]
+    known = {_meaning(problem) for problem in test}
+    train = [problem for problem in found if _meaning(problem) not in known]
+    if test_file and len(train) < len(found):
+        raise DataError(f"data {file}: some of its rows are in {test_file} as well: take them out of one")
+    if not train:
+        raise DataError(f"data {file}: no row is left for training: give more rows, or lower held_out")
+    return {"train": train, "test": test}
 
 
 def _problems_of(file: str) -> list[Problem]:
-    """The rows of a file as problems."""
-    found = read(file)
-    if found.unreadable:
-        number, why = found.unreadable[0]
-        more = f" ({len(found.unreadable)} such lines)" if len(found.unreadable) > 1 else ""
-        raise DataError(f"data {file}, line {number}: {why}{more}")
-    if not found.rows:
-        raise DataError(f"data {file} has no rows")
-    return [Problem(f"{file}:{number}", "", "all", {"row": row, "number": number}) for number, row in found.rows]
+    return [Problem(f"{file}:{number}", "", "all", {"row": row, "number": number}) for number, row in read_all(file)]
 
 
 def _meaning(problem: Problem) -> str:
@@ -247,14 +212,14 @@ class _Pool:
         except IndexError:
             return self._make()
 
-    def run(self, function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **settings: Any) -> Any:
         """A call into user code, within the time limit."""
         return self.worker.run(self.timeout, function, *args, **settings)
 
     def _make(self) -> Any:
         try:
             return self.run(self.factory)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"environment: making one failed: {type(error).__name__}: {error}") from error
 
 
@@ -358,13 +323,13 @@ class EnvironmentEpisode:
             self.pool.free.append(self.environment)
         self.environment = None
 
-    def _call(self, method: str, **settings: Any) -> Any:
+    def _call(self, method: str, /, **settings: Any) -> Any:
         """A method of the environment; where it fails, the episode is lost."""
         try:
             if self.environment is None:
                 self.environment = self.pool.take()
             return self.pool.run(getattr(self.environment, method), **settings)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = str(error) if isinstance(error, HungError) else f"raised {type(error).__name__}: {error}"
             self.failed = f"{self.pool.kind.__name__}.{method} {what}"
             return None

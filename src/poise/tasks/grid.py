@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
+from poise.rewards.answers import conclusion
 from poise.tasks.base import Message, Problem, Score
-from poise.tasks.replies import spoken
 
 Place = tuple[int, int]  # row, column
 DIRECTIONS: dict[str, Place] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -20,12 +20,12 @@ State = TypeVar("State", bound=Hashable)
 
 
 def moves_in(reply: str, most: int = 1) -> list[str]:
-    """The last ``most`` moves that a reply names, in their order. What comes before ``</think>`` does not count.
+    """The last ``most`` moves that a reply names, in their order. Reasoning does not count.
 
     >>> moves_in("Up is a hole, so I go left.")
     ['left']
     """
-    return list(deque((match[0].lower() for match in _MOVE.finditer(spoken(reply))), maxlen=most))
+    return list(deque((match[0].lower() for match in _MOVE.finditer(conclusion(reply))), maxlen=most))
 
 
 def shortest(

@@ -25,9 +25,9 @@ from random import Random
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, how_to_install, unknown
-from poise.tasks.arithmetic import ExpressionError, evaluate
+from poise.rewards.answers import last_answer
+from poise.rewards.arithmetic import ExpressionError, evaluate
 from poise.tasks.base import Problem, Score, Split, check_split
-from poise.tasks.replies import last_answer
 from poise.tasks.streams import PATIENCE, split_of
 from poise.tasks.time_limit import HungError, Worker
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from poise.rewards.worker import settled
 
 
 class HungError(RuntimeError):
@@ -25,7 +25,7 @@ class Worker:
         self._jobs: queue.SimpleQueue[Any] | None = None
         self._lock = threading.Lock()
 
-    def run(self, seconds: float, function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    def run(self, seconds: float, function: Callable[..., Any], /, *args: Any, **settings: Any) -> Any:
         """The function's result; a coroutine is run to its end. What it raises is raised here."""
         with self._lock:
             if self._jobs is None:
@@ -55,8 +55,3 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
             results.put((settled(function(*args, **settings)), None))
         except BaseException as error:  # the one who asked decides what it means
             results.put((None, error))
-
-
-def settled(value: Any) -> Any:
-    """The value, or what a coroutine returns."""
-    return asyncio.run(value) if inspect.iscoroutine(value) else value

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poise._lib.errors import short, unknown
+from poise.rewards.answers import conclusion
 from poise.tasks.base import Message
-from poise.tasks.replies import spoken
 
 LONGEST = 20_000  # characters of a call
 MOST = 16  # calls in a reply that are answered
@@ -48,7 +48,7 @@ class Call:
 
 def calls_in(reply: str) -> list[Call]:
     """The calls that a reply makes, malformed ones included; none where it makes none. Reasoning does not count."""
-    said = spoken(reply).strip()
+    said = conclusion(reply).strip()
     if _OPEN in said:
         return [_tagged(block) for block in said.split(_OPEN, MOST)[1:]]
     for mark in _MARKS:
@@ -138,15 +138,12 @@ def _either(wanted: Any) -> str:
     return " or ".join(map(str, wanted)) if isinstance(wanted, list) else str(wanted)
 
 
-def answer(call: Call, content: str) -> Message:
-    """The message with a tool's result; templates that lack the role get it as the user's."""
-    return {"role": "tool", "name": call.name, "content": content}
-
-
 def answer_all(
     reply: str, tools: Mapping[str, Callable[..., Any]], schemas: Sequence[Schema] | None = None
 ) -> list[Message]:
     """A message per call of the reply, with the tool's result or what is wrong with the call.
+
+    Templates that lack the role get it as the user's.
 
     With ``schemas``, arguments must fit them before a tool is called. A tool that raises is answered with its error.
     """
@@ -160,7 +157,8 @@ def answer_all(
         else:
             try:
                 content = str(tools[call.name](**call.arguments))
-            except Exception as error:  # the tool's own way to say that it refuses
+            except (Exception, SystemExit) as error:  # the tool's own way to say that it refuses
                 content = str({"error": str(error)})  # in TRL's form
-        messages.append(answer(call, content))
+        name = call.name if call.name in tools else ""  # what else a model calls is no name, and may hold anything
+        messages.append({"role": "tool", "name": name, "content": content})
     return messages

@@ -119,10 +119,10 @@ def test_mistakes_are_named(tmp_path: Path, file: str, puzzles: list[Puzzle]) ->
     good = row(puzzles[0])
     wrong = {
         "no such": ("gone.jsonl", None),
-        "no puzzle": ("empty.jsonl", []),
+        "no rows": ("empty.jsonl", []),
         "row 2: no field 'solution'": ("missing.jsonl", [good, {k: v for k, v in good.items() if k != "solution"}]),
         "lies.jsonl:1 has another solution": ("lies.jsonl", [good | {"solution": [not x for x in good["solution"]]}]),
-        "must end in": ("puzzles.csv", []),
+        "must end in": ("puzzles.txt", []),
     }
     for message, (name, rows) in wrong.items():
         path = tmp_path / name

@@ -38,7 +38,7 @@ def test_rows_are_read_in_order(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 1: not JSON"),
-        ("[]", "row 1: expected an object"),
+        ("[]", "line 1: not an object"),
         (json.dumps({"quiz": ""}), "no field 'names'"),
         (json.dumps(row(statements="__import__('os')")), "row 1: "),
         (json.dumps(row(statements="(")), "row 1: "),
@@ -53,11 +53,12 @@ def test_bad_rows_are_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="must end in"):
-        read(tmp_path / "a.csv")
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(ImportError, match="needs pyarrow"):
-        read(tmp_path / "a.parquet")
+    for name, message in (("a.txt", "must end in"), ("a.parquet", "needs pyarrow"), ("b.jsonl", "no such file")):
+        if name[0] == "a":
+            (tmp_path / name).touch()
+        monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / name)
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -62,6 +63,18 @@ def read(source: str, split: str = "train") -> Rows:
     raise DataError(f"data {source}: there is no such file or folder; files that can be read end in {_ENDINGS}")
 
 
+def read_all(source: str) -> list[tuple[int, Row]]:
+    """The rows of a file; raises where a line cannot be read, or where there are none."""
+    found = read(source)
+    if found.unreadable:
+        number, why = found.unreadable[0]
+        more = f" ({len(found.unreadable)} such lines)" if len(found.unreadable) > 1 else ""
+        raise DataError(f"data {source}, line {number}: {why}{more}")
+    if not found.rows:
+        raise DataError(f"data {source} has no rows")
+    return found.rows
+
+
 def splits_of(source: str) -> list[str]:
     """The names of the splits that a folder saved by ``datasets`` has; none for anything else."""
     try:
@@ -105,7 +118,8 @@ def _read_line(found: Rows, number: int, line: bytes) -> None:
     if not line.strip():
         return
     try:
-        found.add(number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        found.add(number, json.loads(text, object_pairs_hook=_object))
     except UnicodeDecodeError:
         found.unreadable.append((number, "not UTF-8"))
     except json.JSONDecodeError as error:  # whose own text says "line 1", which is the line in question
@@ -114,10 +128,22 @@ def _read_line(found: Rows, number: int, line: bytes) -> None:
         found.unreadable.append((number, f"not JSON: {error}"))
 
 
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    """A JSON object. Of a key that is there twice, Python would keep the last value without a word."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} is there twice")
+    return row
+
+
+def _twice(names: Sequence[str]) -> str:
+    return next(name for name in names if names.count(name) > 1)
+
+
 def _read_json(found: Rows, path: Path) -> None:
     """A list of objects, or an object with one such list."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8-sig"))
+        whole = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise DataError(f"data {found.source} is not JSON: {error}; for one object per line name it .jsonl") from None
     lists = [whole] if isinstance(whole, list) else [v for v in getattr(whole, "values", list)() if isinstance(v, list)]
@@ -130,6 +156,9 @@ def _read_json(found: Rows, path: Path) -> None:
 def _read_csv(found: Rows, lines: TextIO) -> None:
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(lines, strict=True)
+    columns = list(reader.fieldnames or ())
+    if len({*columns}) < len(columns):
+        raise DataError(f"data {found.source}: the column {_twice(columns)!r} is there twice; rename one")
     for row in reader:
         extra = row.pop(None, None)
         if extra or None in row.values():

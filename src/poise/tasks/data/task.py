@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,7 +17,6 @@ from poise.tasks.data.rows import DataError, Row, Rows, read, some, splits_of
 from poise.tasks.data.splits import fingerprint, share
 
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
-RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")  # not handed over as columns
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -138,9 +136,8 @@ class Data:
             if out:
                 gone = {problem.id for problem in out}
                 problems[:] = [problem for problem in problems if problem.id not in gone]
-                lines = some([int(problem.id.rpartition(":")[2]) for problem in out])
                 number = counted(len(out), f"{split} problem is", f"{split} problems are")
-                self.notes.append(f"{number} left out, {why}: {lines}")
+                self.notes.append(f"{number} left out, {why}: {_places(out)}")
         self._order.cache_clear()  # type: ignore[attr-defined]
 
     def sizes(self) -> str:
@@ -158,7 +155,7 @@ class Data:
     def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
         """What the rewards say, all in one call."""
         rows = [attempt.problem.data["row"] for attempt in attempts]
-        names = {name: None for row in rows for name in row if name not in RESERVED}
+        names = {name: None for row in rows for name in row}
         verdicts = self.rewards.score(
             [a.prompt if a.problem.data["chat"] else a.problem.data["text"] for a in attempts],
             [a.completion if a.problem.data["chat"] else a.completion[-1]["content"] for a in attempts],
@@ -195,10 +192,9 @@ class Data:
         known = {_key(problem) for problem in held_out}
         both = [problem for problem in first if _key(problem) in known]
         if both:
-            lines = some([int(problem.id.rpartition(":")[2]) for problem in both])
             notes.append(
                 f"{len(both)} of {counted(len(first), 'question')} in {self.file} {'is' if len(both) == 1 else 'are'} "
-                f"also among the held-out ones, and left out of training: {lines}"
+                f"also among the held-out ones, and left out of training: {_places(both)}"
             )
         return {"train": [problem for problem in first if _key(problem) not in known], "test": held_out}
 
@@ -240,14 +236,19 @@ class Data:
             notes.append(f"{source}: {said} left out: {some(empty)}")
         if not problems:
             asked = counted(len(rows), "row")
-            raise DataError(f"data {source}: none of its {asked} has a question in column {question!r}")
+            why = f" ({wrong[0][1]})" if wrong else ""
+            raise DataError(f"data {source}: none of its {asked} has a question in column {question!r}{why}")
         self._check_answers([*columns, *([renamed] if answer else [])], source)
-        copies = [p for p, first in zip(problems, _first(problems), strict=True) if not first]
+        golds = [name or (renamed if answer else GOLD_COLUMNS[0]) for name in self.rewards.answer_columns()]
+        unknown = [p for p in problems if any(p.data["row"].get(name) in (None, "") for name in golds)]
+        if unknown:
+            said = counted(len(unknown), "row has no answer, and gets", "rows have no answer, and get")
+            notes.append(f"{source}: {said} no reward from rewards that compare with it: {_places(unknown)}")
+        copies = _repeated(problems)
         if copies:
-            lines = some([int(problem.id.rpartition(":")[2]) for problem in copies])
             said = counted(len(copies), "row repeats", "rows repeat")
             kept = "is kept" if len(copies) == 1 else "are kept"
-            notes.append(f"{source}: {said} an earlier question, and {kept}: {lines}")
+            notes.append(f"{source}: {said} an earlier question, and {kept}: {_places(copies)}")
         return problems
 
     def _check_answers(self, columns: Sequence[str], source: str) -> None:
@@ -294,9 +295,17 @@ class Math(Data):
 
 
 def _message(value: Any) -> Message:
-    if not isinstance(value, dict) or not isinstance(value.get("content"), str) or value.get("role") not in ROLES:
+    content = value.get("content") if isinstance(value, dict) else None
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+    if not isinstance(content, str) or value.get("role") not in ROLES:
         raise ValueError(f"a message must have a role ({', '.join(ROLES)}) and a content of text, got {short(value)}")
-    return {"role": value["role"], "content": value["content"]}
+    return {"role": value["role"], "content": content}
+
+
+def _places(problems: Sequence[Problem]) -> str:
+    """The lines of problems, for a message."""
+    return some([int(problem.id.rpartition(":")[2]) for problem in problems])
 
 
 def _column(what: str, name: str | None, usual: Sequence[str], columns: Sequence[str], source: str) -> str:
@@ -323,15 +332,10 @@ def _key(problem: Problem) -> str:
     return " ".join(problem.data["text"].casefold().split())
 
 
-def _first(problems: Sequence[Problem]) -> list[bool]:
-    """Whether each is the first with its question."""
-    seen: Counter[str] = Counter()
-    firsts = []
-    for problem in problems:
-        key = _key(problem)
-        seen[key] += 1
-        firsts.append(seen[key] == 1)
-    return firsts
+def _repeated(problems: Sequence[Problem]) -> list[Problem]:
+    """Those whose question an earlier one has."""
+    first: dict[str, Problem] = {}
+    return [problem for problem in problems if first.setdefault(_key(problem), problem) is not problem]
 
 
 def _lines(found: Rows) -> str:

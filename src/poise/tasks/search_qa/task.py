@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from poise._lib.errors import check_range
 from poise._lib.quotes import quote
-from poise.tasks.arithmetic import evaluate, number_text
+from poise.rewards.answers import conclusion, last_answer
+from poise.rewards.arithmetic import evaluate, number_text
 from poise.tasks.base import Message, Problem, Score, Split, check_split
-from poise.tasks.replies import last_answer, spoken
 from poise.tasks.search_qa.world import follow, world
 from poise.tasks.streams import check_whole, draw_of_split, sizes
 from poise.tasks.tools import Schema, answer_all, calls_in, problem_with
@@ -127,7 +127,7 @@ class SearchEpisode:
         if calls_in(last):
             return None
         tagged = last_answer(last)
-        return normal(spoken(last) if tagged is None else tagged) or None
+        return normal(conclusion(last) if tagged is None else tagged) or None
 
     def feedback(self) -> str:
         """What came of it, in a few sentences. The right answer is not given away."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise.tasks.arithmetic import ExpressionError, evaluate, number_text
+from poise.rewards.arithmetic import ExpressionError, evaluate, number_text
 
 
 @pytest.mark.parametrize(
