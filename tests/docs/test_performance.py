@@ -249,14 +249,6 @@ def test_kernels_of_sampling() -> None:
         assert f"| {kind} | {' | '.join(cells)} |" in DETAILS
 
 
-def test_nthr_in_a_step() -> None:
-    steps = raw("h200/step_nthr")["fixed"]
-    nthr, grpo = (median(row["time/step"] for row in steps[name]) for name in ("nthr", "grpo"))
-    assert f"A step with `nthr` takes {nthr:.2f} s, one with `grpo` {grpo:.2f} s ({nthr / grpo - 1:.1%})" in (
-        PAGE.replace(" %)", "%)")
-    )
-
-
 def test_turns_and_runs_side_by_side() -> None:
     kept, again = (median(raw("h200/turns")["wall_s"][way]) for way in ("kept", "anew"))
     assert f"{kept:.2f} s against {again:.2f} s" in PAGE

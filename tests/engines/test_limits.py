@@ -159,16 +159,6 @@ class TestMemory:
             build_sampler(asked, policy, said.append, responses=1 << 14)
             assert f"rollout.{limit}, and 0.0 GiB are free" in said[-1]
 
-    def test_hidden_states_that_may_not_fit_are_announced(self, monkeypatch):
-        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: None)
-        asked, said, width = {"max_prompt": 24, "max_tokens": 1000}, [], 32
-        fit = (2 << 30) // (1000 * width * 4)
-        for hidden in (0, fit, fit + 1):
-            announce(NativeEngine(tiny("llama")), said.append, responses=1 << 20, hidden=hidden, **asked)
-        (note,) = said
-        assert f"2.0 GiB if all of {fit + 1} responses reached rollout.max_tokens=1000" in note
-        announce(CachedEngine(tiny("llama")), pytest.fail, responses=4, hidden=1 << 20, **asked)  # keeps none
-
     def test_an_engine_with_memory_of_its_own_is_left_alone(self):
         announce(object(), pytest.fail, responses=1 << 40, max_prompt=1, max_tokens=1)
 

@@ -11,7 +11,6 @@ from transformers.cache_utils import DynamicCache
 from poise._lib import cuda_memory
 from poise.engines.hf import CachedEngine
 from poise.engines.native import graphs
-from poise.engines.native.drawn_states import most_bytes
 from poise.engines.native.engine import PROMPT_STEP, NativeEngine
 from poise.rollout.types import Engine
 
@@ -27,12 +26,10 @@ def announce(
     max_prompt: int,
     max_tokens: int,
     max_episode: int | None = None,
-    hidden: int = 0,
 ) -> None:
     """Tell how much memory sampling may need, or refuse if not even one response fits.
 
-    ``max_episode`` limits episodes of several turns, whose whole dialogue is in the memory. ``hidden`` is the
-    number of responses whose hidden states are kept too, for a regulator.
+    ``max_episode`` limits episodes of several turns, whose whole dialogue is in the memory.
 
     On CUDA a slot has room for the longest possible response, so fewer responses are decoded at a time if that is long.
     Elsewhere memory is taken as responses grow, and the figure assumes that all of them reach their limit.
@@ -47,35 +44,18 @@ def announce(
         slot = graphs.slot_bytes(engine.shapes, length, next(engine.policy.trunk.parameters()).element_size())
         free_now = cuda_memory.free_bytes(device)
         fit = graphs.affordable(together, slot, free_now, length)
-        _announce_hidden(engine, note, hidden, max_tokens, most_bytes(device, free_now - fit * slot))
         if fit < together:
             note(
                 f"sampling: the keys and values of a response take {slot / GIB:.2f} GiB (rollout.max_prompt + "
                 f"rollout.{limit} = {length} tokens), so about {fit} of {together} responses are decoded at a time"
             )
         return
-    if isinstance(engine, NativeEngine):
-        _announce_hidden(engine, note, hidden, max_tokens, most_bytes(device))
     free, need = free_bytes(device), together * length * token_bytes(engine)
     if free is not None and need > LARGE * free:
         note(
             f"sampling: keys and values would take {need / GIB:.1f} GiB if all of {together} responses reached "
             f"rollout.{limit}={after}, and {free / GIB:.1f} GiB are free; memory is taken as responses grow: "
             f"if it runs out, lower rollout.{limit} or rollout.batch"
-        )
-
-
-def _announce_hidden(
-    engine: NativeEngine, note: Callable[[str], None], responses: int, max_tokens: int, most: float
-) -> None:
-    """Tell if the hidden states of so many responses, for which there are ``most`` bytes, may not be kept."""
-    weight = engine.policy.head().weight
-    need = responses * max_tokens * weight.shape[1] * next(engine.policy.trunk.parameters()).element_size()
-    if need > most:
-        note(
-            f"sampling: the hidden states that the regulator reads would take {need / GIB:.1f} GiB if all of "
-            f"{responses} responses reached rollout.max_tokens={max_tokens}; a step whose states take more than "
-            f"{most / GIB:.1f} GiB computes them by another forward pass"
         )
 
 

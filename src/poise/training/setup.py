@@ -27,20 +27,18 @@ def build_sampler(
     *,
     responses: int,
     task: Task | None = None,
-    hidden: int = 0,
     **more: Any,
 ) -> Sampler:
     """A sampler for the config's task, or for ``task``. ``note`` receives messages for the user.
 
-    ``responses`` is the largest number of responses that one call will sample, ``hidden`` that of responses whose
-    hidden states will be kept.
+    ``responses`` is the largest number of responses that one call will sample.
     """
     rollout = config.rollout
     engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)
     task = task or config.task.build()
     announce(
         engine, note, responses=responses, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens,
-        max_episode=rollout.max_episode_tokens if several_turns(task) else None, hidden=hidden,
+        max_episode=rollout.max_episode_tokens if several_turns(task) else None,
     )  # fmt: skip
     prefill = config.task.prefill
     check_data(task, policy, rollout.max_prompt - len(policy.encode_prefill(prefill)), note)
