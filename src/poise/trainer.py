@@ -33,7 +33,6 @@ from poise.runs.trackers import check_trackers
 from poise.tasks import training_problems
 from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
-from poise.training.evaluate import at_once
 from poise.training.evaluations import Evaluations
 from poise.training.frozen import Frozen, FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
@@ -101,9 +100,7 @@ class Trainer:
             config, self.policy, self.algorithm, self.notes.append, folder,
             reference=bool(config.objective.kl_coef),
         )  # fmt: skip
-        per_evaluation = at_once(config.evaluation.problems, config.evaluation.samples, self.policy.device)
-        responses = max(config.prompts * config.group, per_evaluation)
-        self.sampler = build_sampler(config, self.policy, self.notes.append, responses=responses, clock=self.clock)
+        self.sampler = build_sampler(config, self.policy, self.notes.append, clock=self.clock)
         self.sampler = self.frozen.beside(self.sampler)
         check_same_data(self.sampler.task, folder)
         self.master_weights = self.policy.master_weights = MasterWeights(self.policy.model)

@@ -62,9 +62,8 @@ class Algorithm(Protocol):
     """Decides what to sample for the problems of a step.
 
     An algorithm with ``metrics(samples) -> dict[str, float]`` adds to the metrics of a step. One with ``models``, a
-    dict of sources by name, finds a sampler of each frozen model in ``sampler.others`` (``training/frozen.py``);
-    ``attempts`` is how many attempts at a problem such a model makes at most. ``check(sampler, note)`` may refuse a
-    task or a model before the run starts.
+    dict of sources by name, finds a sampler of each frozen model in ``sampler.others`` (``training/frozen.py``).
+    ``check(sampler, note)`` may refuse a task or a model before the run starts.
     """
 
     def collect(

@@ -78,7 +78,7 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
         from poise.models.policy import load_policy
         from poise.runs.console import Console, visible
         from poise.training.accuracy import without_repeats
-        from poise.training.evaluate import at_once, held_out
+        from poise.training.evaluate import held_out
         from poise.training.interrupts import Stopper
         from poise.training.records import shown
         from poise.training.setup import arrive, build_sampler, steps_taken
@@ -88,7 +88,7 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
         config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code, longest=rollout.longest
     )
     note = partial(print, file=sys.stderr)
-    sampler = build_sampler(config, policy, note, responses=at_once(asked.problems, asked.samples, policy.device))
+    sampler = build_sampler(config, policy, note)
     arrive(sampler, config, steps_taken(config.model))
     print(visible(f"{config.model} on task {describe_task(config)}, split test, seed {asked.seed}:"))
     sampling = describe_sampling(config, config.test_temperature)

@@ -23,7 +23,6 @@ from poise.algorithms import Algorithm
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.engines.choose import choose
-from poise.engines.forecast import GIB, announce
 from poise.engines.limits import check_settings
 from poise.models.places import locate
 from poise.models.policy import ModelError, Policy, load_policy
@@ -134,7 +133,6 @@ class FrozenModels:
 
     def _sampler(self, name: str, frozen: Frozen, like: Sampler) -> Sampler:
         rollout = self.config.rollout
-        most = self.config.prompts * getattr(self.algorithm, "attempts", self.config.group)
 
         def note(line: str) -> None:
             self.note(f"{name}: {line}")
@@ -142,7 +140,6 @@ class FrozenModels:
         with frozen.active():
             # vLLM copies weights with their adapter, and a second one would take its share of the memory again.
             engine = choose(frozen.policy, "auto" if rollout.engine == "vllm" else rollout.engine, rollout.batch, note)
-        announce(engine, note, responses=most, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens)
         # No limit on prompts: another tokenizer may need more tokens for them. The clock is the algorithm's.
         return replace(
             like, policy=frozen.policy, engine=FrozenEngine(frozen, engine), max_prompt=None,
@@ -185,7 +182,7 @@ class FrozenModels:
             return f"{what}: the policy without its LoRA adapter, no second copy of the weights"
         if shared:
             return f"{what}, in the copy that {shared} uses"
-        return f"{what}, frozen: the weights take {frozen.nbytes / GIB:.2f} GiB more on {frozen.policy.device}"
+        return f"{what}, frozen: the weights take {frozen.nbytes / 2**30:.2f} GiB more on {frozen.policy.device}"
 
 
 def starting_weights(config: Config, folder: RunFolder) -> str:
