@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poise._lib.cuda_start import cuda_starts
 from poise._lib.imports import quick_imports
 from poise.cli.common import Model, Settings, Trust, explained, home
 
@@ -73,7 +72,7 @@ def _conditions(model: str, config: Config) -> dict[str, Any]:
 
 def _measure(config: Config, show: int) -> dict[str, Any]:
     """Evaluate as the settings say; print the conditions, some samples and the figures."""
-    with cuda_starts(config.device), quick_imports():
+    with quick_imports():
         from poise.config.run_settings import describe_sampling, describe_task
         from poise.models.policy import load_policy
         from poise.runs.console import Console, visible
