@@ -91,7 +91,7 @@ class Trainer:
         self.policy = load_policy(
             starting_weights(config, folder), device=config.device, dtype=config.dtype, lora=config.lora,
             seed=derived_seed(config.seed, 0), remote_code=config.remote_code, compiled=config.compile,
-            work=config.work(*folder.progress()), longest=config.rollout.longest,
+            tokens=config.tokens_left(*folder.progress()), longest=config.rollout.longest,
         )  # fmt: skip
         self.notes: list[str] = []  # shown as soon as there is a console
         self.clock = Clock()

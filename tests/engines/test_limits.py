@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 
 import pytest
-import torch
 import transformers
 from typer.testing import CliRunner
 
@@ -17,7 +16,7 @@ from poise.models.policy import ModelError, load_policy
 from poise.reports.diagnose import diagnose
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
-from poise.trainer import Trainer, TrainError, train
+from poise.trainer import TrainError, train
 from poise.training.evaluate import evaluate
 from poise.training.setup import build_sampler
 from support.tiny_models import COMMON, LEARNED, Policy, Words, learned, sample, tiny
@@ -137,5 +136,6 @@ def test_a_run_is_refused_if_not_even_one_sequence_fits(task, length, tmp_path, 
     token = graphs.slot_bytes(NativeEngine(policy).shapes, 1, 4)
     for fits in (True, False):
         held[:] = [(length + 1 if fits else length - 1) * token / graphs.CACHE_SHARE]
-        with nullcontext() if fits else pytest.raises(ModelError, match=rf"{length} tokens .* lower rollout.max_tokens"):
+        refused = pytest.raises(ModelError, match=rf"{length} tokens .* lower rollout\.max_tokens")
+        with nullcontext() if fits else refused:
             build_sampler(asked, policy, pytest.fail)

@@ -101,7 +101,6 @@ class FrozenModels:
                     f"{name} = {source!r} is this run's own folder, and a frozen model cannot be in training: write "
                     f"{START!r} for the weights that the run starts with, or name another run"
                 )
-        self.work = config.work(*(folder.progress() if folder is not None else ()))
         self.places = _places(self.start, users.values(), folder)
         self.by_source: dict[str, Frozen] = {}
         first: dict[str, str] = {}  # who asked for a source first
@@ -154,8 +153,7 @@ class FrozenModels:
             policy = load_policy(
                 self._name(source), device=config.device, dtype=config.dtype,
                 remote_code=config.remote_code, longest=config.rollout.longest,
-                compiled=config.compile if source in self.models.values() else False,
-                work=self.work._replace(tokens=0),
+                compiled=bool(config.compile) and source in self.models.values(),
             )  # fmt: skip
             check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
         except ModelError as error:

@@ -25,7 +25,7 @@ from poise._lib.errors import check_range
 from poise.algorithms.sampler import Sampler
 from poise.engines.choose import choose
 from poise.head import token_logp
-from poise.models.compilation import Work, compiling_pays
+from poise.models.compilation import compiling_pays
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import EMBEDDED, Policy, load_policy, resolve_device
 from poise.models.prompts import turn_end
@@ -90,10 +90,9 @@ class Warmstart:
                     raise ValueError(f"warmstart: {own.name} is of a new model, and this starts from {self.model}")
 
     @property
-    def work(self) -> Work:
-        """What there is to do if ``stop_at`` is never reached and all replies have ``max_tokens``."""
-        looks = 0 if self.stop_at is None else self.steps // MEASURE_EVERY
-        return Work(self.steps * self.batch * self.max_tokens, looks * self.max_tokens)
+    def tokens(self) -> int:
+        """The most tokens to train on."""
+        return self.steps * self.batch * self.max_tokens
 
     def build_task(self) -> Task:
         """The task with these settings."""
@@ -263,7 +262,7 @@ def gradient(
 def _policy(settings: Warmstart, task: Task, device: str) -> Policy:
     """What is trained: bfloat16 on CUDA, float32 elsewhere."""
     if settings.model is not None:
-        policy = load_policy(settings.model, device=device, compiled=settings.compile, work=settings.work)
+        policy = load_policy(settings.model, device=device, compiled=settings.compile, tokens=settings.tokens)
         end = turn_end(policy.tokenizer, policy.end_tokens)[-1]
         if end not in policy.end_tokens:  # the model learns to write it, so its replies must end there
             policy.model.generation_config.eos_token_id = [*policy.end_tokens, end]
@@ -271,7 +270,7 @@ def _policy(settings: Warmstart, task: Task, device: str) -> Policy:
     where = resolve_device(device)
     tokenizer = build_tokenizer(task, settings.vocabulary, settings.seed)
     model = build_model(settings, tokenizer).to(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
-    compiled = compiling_pays(model, settings.work) if settings.compile is None else settings.compile
+    compiled = compiling_pays(model, settings.tokens) if settings.compile is None else settings.compile
     return Policy(model, tokenizer, compiled=compiled)
 
 
