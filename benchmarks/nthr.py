@@ -114,9 +114,6 @@ def one_group(head: Tensor, length: int, device: str, rounds: int, blocks: list[
     contenders: dict[str, Way] = {
         "poise": partial(scores, head, positive, negative),
         f"poise, {other}": partial(scores, head, positive, negative, form=other),
-        "poise, linear, kept": partial(scores, head, positive, negative, form="linear", keep=1 << 32),
-        "poise, split": partial(scores, head, positive, negative, form="pair", split=True),
-        "poise, all pairs": partial(scores, head, positive, negative, form="pair", split=False),
         "naive float32": partial(naive, *inputs[full]),
         "naive bfloat16": partial(naive, *inputs[low]),
     }
@@ -132,9 +129,8 @@ def one_group(head: Tensor, length: int, device: str, rounds: int, blocks: list[
     for name, run in contenders.items():
         row, result = rows[name], run()
         assert isinstance(result, Scores)
-        pairs = name.startswith("naive") or name in ("poise, split", "poise, all pairs")
-        form = other if name == f"poise, {other}" else "pair" if pairs else "linear" if "kept" in name else chosen
-        row["tflops"] = flop(form, length, width, vocabulary) / row["ms"] / 1e9  # as if all pairs were taken
+        form = other if name == f"poise, {other}" else "pair" if name.startswith("naive") else chosen
+        row["tflops"] = flop(form, length, width, vocabulary) / row["ms"] / 1e9
         row["error"] = relative(result.negative, exact.negative)
         row["flags_differ"] = float((flags(result) != flags(exact)).double().mean())
         print(

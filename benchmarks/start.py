@@ -79,17 +79,17 @@ def child(file: Path, begun: float, words: list[str]) -> None:
     from poise.cli import train
 
     command: Any = train
-    starts = command.cuda_starts
+    starts = command.quick_imports
 
     @contextmanager
-    def cuda_starts(device: str) -> Iterator[None]:
+    def quick_imports() -> Iterator[None]:
         marks.part("settings")
-        with starts(device):
+        with starts():
             yield
         marks.part("imports")
         _watch(marks, file)
 
-    command.cuda_starts = cuda_starts
+    command.quick_imports = quick_imports
     sys.argv = ["poise", "train", *words]
     main()
 

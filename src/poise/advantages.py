@@ -4,9 +4,8 @@
 and groups may differ in size. A group of one has no baseline: it is an error, except in ``reinforce_pp`` without
 groups.
 
-Large rewards are first divided by a power of two, so that neither their sums nor their squares overflow. That division
-is exact. The mean is subtracted twice: where rewards are large and close together, the rounding error of the mean is as
-large as their spread, and the second subtraction removes it.
+The mean is subtracted twice: where rewards are large and close together, the rounding error of the mean is as large as
+their spread, and the second subtraction removes it.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ from torch import Tensor
 
 def group_zscore(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
     """GRPO: ``(r − mean) / (std + eps)`` within the group, std unbiased. Exactly 0 in a group of equal rewards."""
-    centered, scale, index, count = _centered(rewards, groups)
+    centered, index, count = _centered(rewards, groups)
     variance = _group_sum(centered.square(), index, len(count)) / (count - 1)
-    return centered / (variance.sqrt()[index] + eps / scale)
+    return centered / (variance.sqrt()[index] + eps)
 
 
 def group_centered(rewards: Tensor, groups: Tensor) -> Tensor:
     """Dr. GRPO (arXiv 2503.20783): ``r − mean`` within the group, not divided by the standard deviation."""
-    centered, scale, _, _ = _centered(rewards, groups)
-    return _in_range(rewards, centered * scale)
+    return _centered(rewards, groups)[0]
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """RLOO (arXiv 2402.14740): ``r`` minus the mean of the *other* responses of the group."""
-    centered, scale, index, count = _centered(rewards, groups)
-    return _in_range(rewards, centered * (count.to(centered.dtype) / (count - 1))[index] * scale)
+    centered, index, count = _centered(rewards, groups)
+    return centered * (count.to(centered.dtype) / (count - 1))[index]
 
 
 def reinforce_pp(
@@ -50,12 +48,10 @@ def reinforce_pp(
     values, times = rewards[weight > 0], weight[weight > 0]
     if len(values) == 0 or bool(values.max() == values.min()):
         return torch.zeros_like(rewards)
-    scale = _scale(values.abs().max())
-    values = values / scale
     for _ in range(2):
         values = values - (values * times).sum() / times.sum()
     variance = (values.square() * times).sum() / times.sum()
-    advantages = values * (variance + eps / scale / scale).rsqrt()
+    advantages = values * (variance + eps).rsqrt()
     return torch.zeros_like(rewards).masked_scatter_(weight > 0, advantages)
 
 
@@ -70,16 +66,20 @@ TABLE: dict[str, Estimate] = {  # the names of the setting ``advantage``
     "reinforce-pp-baseline": lambda rewards, groups, _: reinforce_pp(rewards, groups),
     "reinforce-pp-baseline-tokens": lambda rewards, groups, mask: reinforce_pp(rewards, groups, mask=mask),
 }
+LARGEST = 1e15  # size of a reward: the sums of squares of many must not overflow float32
 WITHOUT_GROUPS = ("reinforce-pp", "reinforce-pp-tokens")  # estimates that compare no responses to one prompt
 
 
 def _finite(rewards: Tensor) -> Tensor:
     if rewards.dim() != 1:
         raise ValueError(f"rewards must be (B,), got {tuple(rewards.shape)}")
-    bad = ~torch.isfinite(rewards)
+    bad = ~(rewards.abs() <= LARGEST)
     if bad.any():
         at = int(bad.nonzero()[0])
-        raise ValueError(f"rewards[{at}] = {float(rewards[at])}: rewards must be finite")
+        raise ValueError(
+            f"rewards[{at}] = {float(rewards[at])}: rewards must be finite and at most {LARGEST:.0e} in size; divide "
+            "larger ones by a constant"
+        )
     return rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
 
 
@@ -103,34 +103,14 @@ def _group_sum(values: Tensor, index: Tensor, n_groups: int) -> Tensor:
     return values.new_zeros(n_groups).index_add_(0, index, values)
 
 
-def _centered(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(r − group mean) / scale``, the scale of each response, its group's index, and the size of each group.
+def _centered(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``r − group mean``, the group index of each response, and the size of each group.
 
     Exactly 0 where a group's rewards are equal: the rounding error of the mean must not look like signal.
     """
-    rewards, index, count = _prepare(rewards, groups)
-    low = rewards.new_full((len(count),), torch.inf).scatter_reduce_(0, index, rewards, "amin")
-    high = rewards.new_full((len(count),), -torch.inf).scatter_reduce_(0, index, rewards, "amax")
-    scale = _scale(torch.maximum(low.abs(), high.abs()))[index]
-    centered = rewards / scale
+    centered, index, count = _prepare(rewards, groups)
+    low = centered.new_full((len(count),), torch.inf).scatter_reduce_(0, index, centered, "amin")
+    high = centered.new_full((len(count),), -torch.inf).scatter_reduce_(0, index, centered, "amax")
     for _ in range(2):
         centered = centered - (_group_sum(centered, index, len(count)) / count)[index]
-    return torch.where((low == high)[index], 0.0, centered), scale, index, count
-
-
-def _scale(size: Tensor) -> Tensor:
-    """The power of two, at least 1, such that ``size / scale < 2``."""
-    mantissa, _ = torch.frexp(size)  # at least 1/2
-    return torch.where(size > 1, size / (2 * mantissa), 1.0)
-
-
-def _in_range(rewards: Tensor, advantages: Tensor) -> Tensor:
-    too_large = ~torch.isfinite(advantages)
-    if too_large.any():
-        at = int(too_large.nonzero()[0])
-        kind = str(advantages.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"rewards[{at}] = {float(rewards[at]):.4g}: its distance from the others overflows {kind}; "
-            "divide all rewards by a constant"
-        )
-    return advantages
+    return torch.where((low == high)[index], 0.0, centered), index, count

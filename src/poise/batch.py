@@ -118,12 +118,6 @@ class TokenBatch:
             raise ValueError(f"TokenBatch: hidden(rows) must return {expected}, got {tuple(hidden.shape)}")
         return hidden.detach()
 
-    def without_hidden(self) -> TokenBatch:
-        """The same without hidden states, which hold memory that an update needs."""
-        part = copy.copy(self)
-        part._set("hidden", None)
-        return part
-
     def rows(self, ix: Rows) -> TokenBatch:
         """The batch restricted to some rows (a mini- or micro-batch). Not checked again; a slice copies nothing."""
         part = copy.copy(self)

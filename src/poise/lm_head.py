@@ -18,8 +18,8 @@ class Head:
     """``softcap · tanh(scale · (W h + b) / softcap) / temperature``: the logits that sampling used.
 
     Everything after ``W h`` is elementwise, so a slice of the vocabulary can be computed alone, and no tensor of size
-    tokens × vocabulary is needed. A callable ``hidden → logits`` works wherever a ``Head`` does, but it only computes
-    whole rows.
+    tokens × vocabulary is needed. A callable ``hidden → logits`` can stand for a ``Head`` only where whole rows are
+    computed, as in diagnostics.
     """
 
     weight: Tensor  # (V, d)

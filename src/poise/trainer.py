@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,9 +31,8 @@ from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.runs.trackers import check_trackers
 from poise.tasks import training_problems
-from poise.training.batches import release_hidden, stack, token_batch, with_verdict, without_consolidated
+from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
-from poise.training.evaluate import at_once
 from poise.training.evaluations import Evaluations
 from poise.training.frozen import Frozen, FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
@@ -93,7 +91,7 @@ class Trainer:
         self.policy = load_policy(
             starting_weights(config, folder), device=config.device, dtype=config.dtype, lora=config.lora,
             seed=derived_seed(config.seed, 0), remote_code=config.remote_code, compiled=config.compile,
-            work=config.work(*folder.progress()), longest=config.rollout.longest,
+            tokens=config.tokens_left(*folder.progress()), longest=config.rollout.longest,
         )  # fmt: skip
         self.notes: list[str] = []  # shown as soon as there is a console
         self.clock = Clock()
@@ -102,14 +100,7 @@ class Trainer:
             config, self.policy, self.algorithm, self.notes.append, folder,
             reference=bool(config.objective.kl_coef),
         )  # fmt: skip
-        per_evaluation = at_once(config.evaluation.problems, config.evaluation.samples, self.policy.device)
-        responses = max(config.prompts * config.group, per_evaluation)
-        # Old log-probabilities from a forward pass go with hidden states from one.
-        self.keeps_hidden = "hidden" in self.regulator.needs and config.rollout.old_logp == "sampled"
-        self.sampler = build_sampler(
-            config, self.policy, self.notes.append, responses=responses, clock=self.clock,
-            hidden=config.prompts * config.group if self.keeps_hidden else 0,
-        )  # fmt: skip
+        self.sampler = build_sampler(config, self.policy, self.notes.append, clock=self.clock)
         self.sampler = self.frozen.beside(self.sampler)
         check_same_data(self.sampler.task, folder)
         self.master_weights = self.policy.master_weights = MasterWeights(self.policy.model)
@@ -195,10 +186,9 @@ class Trainer:
         self.sampler.turns.clear()
         with clock("problems"):
             problems = training_problems(task, seed=config.seed, step=step, step_seed=seed, count=config.prompts)
-        sampler = replace(self.sampler, hidden=True) if self.keeps_hidden else self.sampler
         with model_errors():
             samples, memory = collect(
-                self.algorithm, problems, sampler, seed, self.memory,
+                self.algorithm, problems, self.sampler, seed, self.memory,
                 name=config.algorithm, advantage=config.advantage,
             )  # fmt: skip
             samples, failed = with_verdict(samples)
@@ -209,7 +199,6 @@ class Trainer:
                 rows, phases, dropped = phases_of(
                     self.regulator, samples, batch, drop_equal_groups=config.drop_equal_groups
                 )
-            batch = release_hidden(samples, batch)
         with clock("record"):
             if config.rollouts_every and (step == 1 or step % config.rollouts_every == 0):
                 self.folder.save_rollouts(step, response_records(step, samples, task))

@@ -133,7 +133,7 @@ def test_a_finite_task_gives_all_it_has_and_an_empty_one_says_so():
 
 def test_the_evaluation_of_a_finite_task():
     config = load("demo", ["rollout.max_tokens=8", "device=cpu"])
-    sampler = build_sampler(config, load_policy("embedded", device="cpu"), print, responses=8, task=Together(size=5))
+    sampler = build_sampler(config, load_policy("embedded", device="cpu"), print, task=Together(size=5))
     found = evaluate(sampler, problems=200, samples=2)
     assert len(found.sampled) == len(found.greedy) == 5
 
@@ -156,6 +156,6 @@ def test_an_evaluation_at_temperature_0_decodes_once(temperature):
 def test_an_evaluation_in_which_everything_fails_says_so_at_once():
     config = load("demo", ["rollout.max_tokens=8", "device=cpu"])
     task = Together(size=5, failing=tuple(range(10)))
-    sampler = build_sampler(config, load_policy("embedded", device="cpu"), print, responses=8, task=task)
+    sampler = build_sampler(config, load_policy("embedded", device="cpu"), print, task=task)
     with pytest.raises(TaskError, match="none of the 10 attempts got a verdict: it took too long"):
         evaluate(sampler, problems=5, samples=2)

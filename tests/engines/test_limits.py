@@ -1,21 +1,22 @@
 """Lengths that do not fit the model are refused before anything is computed, with the numbers and the remedy."""
 
+from contextlib import nullcontext
+
 import pytest
-import torch
 import transformers
 from typer.testing import CliRunner
 
 from poise import config
 from poise.algorithms.sampler import Sampler
-from poise.engines.forecast import announce, free_bytes, token_bytes
 from poise.engines.hf import CachedEngine
 from poise.engines.limits import positions
+from poise.engines.native import graphs
 from poise.engines.native.engine import NativeEngine
 from poise.models.policy import ModelError, load_policy
 from poise.reports.diagnose import diagnose
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
-from poise.trainer import Trainer, TrainError, train
+from poise.trainer import TrainError, train
 from poise.training.evaluate import evaluate
 from poise.training.setup import build_sampler
 from support.tiny_models import COMMON, LEARNED, Policy, Words, learned, sample, tiny
@@ -119,61 +120,22 @@ def test_a_held_out_problem_that_is_too_long_stops_training(tmp_path):
         train(config.load("demo", [f"run={tmp_path / 'run'}", "rollout.max_prompt=9", "device=cpu"]), quiet=True)
 
 
-class TestMemory:
-    @pytest.mark.parametrize("engine", ENGINES)
-    def test_what_a_token_takes(self, engine):
-        assert token_bytes(engine(tiny("llama"))) == 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
+def test_what_a_token_takes_in_the_cache():
+    assert NativeEngine(tiny("llama")).token_bytes == 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
 
-    def test_free_memory_is_known_here(self):
-        free = free_bytes(torch.device("cpu"))
-        assert free is None or 0 < free < 1 << 50
 
-    @pytest.mark.parametrize("engine", ENGINES)
-    def test_much_is_announced_with_the_figure_and_little_is_not(self, engine, monkeypatch):
-        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 8 << 30)
-        said = []
-        asked = {"max_prompt": 24, "max_tokens": 1000}
-        announce(engine(tiny("llama")), said.append, responses=4 << 10, **asked)  # 1.5 GiB
-        announce(engine(tiny("llama"), batch=4), said.append, responses=1 << 20, **asked)
-        assert not said
-        announce(engine(tiny("llama")), said.append, responses=1 << 14, **asked)
-        (note,) = said
-        assert "6.0 GiB if all of 16384 responses" in note
-        assert "8.0 GiB are free" in note
-        assert "rollout.max_tokens=1000" in note
-
-    def test_episodes_of_several_turns_count_whole(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 8 << 30)
-        asked, said = {"max_prompt": 24, "max_tokens": 100}, []
-        for most, free in ((None, ""), (1000, "6.0 GiB if all of 16384 responses")):
-            announce(NativeEngine(tiny("llama")), said.append, responses=1 << 14, **asked, max_episode=most)
-            assert free in "".join(said)
-        assert len(said) == 1
-        assert "lower rollout.max_episode_tokens" in said[0]
-        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 1 << 20)
-        settings = [f"run={tmp_path}", "device=cpu", "rollout.max_tokens=32", "rollout.max_episode_tokens=64"]
-        policy = load_policy("embedded", device="cpu")
-        for task, limit in (("kk", "max_tokens=32"), ("frozenlake", "max_episode_tokens=64")):
-            said.clear()
-            asked = config.load("grpo", [*settings, "model=embedded", f"task.name={task}"])
-            build_sampler(asked, policy, said.append, responses=1 << 14)
-            assert f"rollout.{limit}, and 0.0 GiB are free" in said[-1]
-
-    def test_hidden_states_that_may_not_fit_are_announced(self, monkeypatch):
-        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: None)
-        asked, said, width = {"max_prompt": 24, "max_tokens": 1000}, [], 32
-        fit = (2 << 30) // (1000 * width * 4)
-        for hidden in (0, fit, fit + 1):
-            announce(NativeEngine(tiny("llama")), said.append, responses=1 << 20, hidden=hidden, **asked)
-        (note,) = said
-        assert f"2.0 GiB if all of {fit + 1} responses reached rollout.max_tokens=1000" in note
-        announce(CachedEngine(tiny("llama")), pytest.fail, responses=4, hidden=1 << 20, **asked)  # keeps none
-
-    def test_an_engine_with_memory_of_its_own_is_left_alone(self):
-        announce(object(), pytest.fail, responses=1 << 40, max_prompt=1, max_tokens=1)
-
-    def test_training_says_it_before_the_run(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("poise.engines.forecast.free_bytes", lambda _: 1 << 20)
-        asked = config.load("demo", [f"run={tmp_path / 'run'}", "device=cpu"])
-        held = Trainer(asked, RunFolder.create(asked.run, asked.model_dump(mode="json")), quiet=True)
-        assert any("GiB are free" in note for note in held.notes)
+@pytest.mark.parametrize(("task", "length"), [("kk", 64 + 32), ("frozenlake", 64 + 128)])
+def test_a_run_is_refused_if_not_even_one_sequence_fits(task, length, tmp_path, monkeypatch):
+    """On CUDA, where a slot has room for the longest episode."""
+    monkeypatch.setattr(NativeEngine, "_graphs", True)
+    held = []
+    monkeypatch.setattr("poise._lib.cuda_memory.free_bytes", lambda _: held[0])
+    policy = load_policy("embedded", device="cpu")
+    settings = ["rollout.max_prompt=40", "rollout.max_tokens=32", "rollout.max_episode_tokens=128"]
+    asked = config.load("grpo", [f"run={tmp_path}", "device=cpu", "model=embedded", f"task.name={task}", *settings])
+    token = graphs.slot_bytes(NativeEngine(policy).shapes, 1, 4)
+    for fits in (True, False):
+        held[:] = [(length + 1 if fits else length - 1) * token / graphs.CACHE_SHARE]
+        refused = pytest.raises(ModelError, match=rf"{length} tokens .* lower rollout\.max_tokens")
+        with nullcontext() if fits else refused:
+            build_sampler(asked, policy, pytest.fail)

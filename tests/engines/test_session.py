@@ -245,31 +245,6 @@ class TestMemory:
         assert set(calls._rows) == {3}
 
 
-def in_place(policy):
-    with torch.no_grad():
-        next(policy.trunk.parameters()).mul_(0.8)
-
-
-def fused_step(policy):
-    """What the trainer's optimizer does: the parameters' version counters do not see it."""
-    for parameter in policy.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    torch.optim.AdamW(policy.model.parameters(), lr=0.3, fused=True).step()
-
-
-@pytest.mark.parametrize("change", [in_place, fused_step])
-def test_keys_of_other_weights_are_never_continued(change):
-    policy = tiny("llama")
-    with NativeEngine(policy).session() as calls:
-        out = calls.sample([Request(p, 6, keep=True) for p in prompts(3)], GREEDY, 0)
-        said = [[*p, *t[:n], 9] for p, t, n in zip(out.prompts, out.tokens.tolist(), out.lengths, strict=True)]
-        change(policy)
-        found = calls.sample([Request(p, 6, continues=i) for i, p in enumerate(said)], GREEDY, 1)
-        assert (calls.continued, calls.reread) == (0, 3)
-    fresh = CachedEngine(policy).sample([Request(p, 6) for p in said], GREEDY, 1)
-    assert torch.equal(found.tokens, fresh.tokens)
-
-
 def test_an_interrupted_call_leaves_nothing_to_continue(monkeypatch):
     with NativeEngine(tiny("llama")).session() as calls:
         out = calls.sample([Request([7, 8], 4, keep=True)], GREEDY, 0)

@@ -5,7 +5,6 @@ import torch
 
 from poise._lib import cuda_memory
 from poise.engines.choose import choose
-from poise.engines.forecast import announce
 from poise.engines.hf import CachedEngine
 from poise.engines.native import graphs
 from poise.engines.native.engine import NativeEngine, supports
@@ -329,17 +328,13 @@ def test_memory_that_is_not_there_is_said_early():
         graphs.affordable(4, per_slot=2 << 40, free=cuda_memory.free_bytes(torch.device("cuda")), length=100)
 
 
-def test_slots_that_do_not_all_fit_are_announced_before_the_run(monkeypatch):
-    engine, said = NativeEngine(tiny("llama", "cuda", torch.bfloat16)), []
+def test_a_run_is_refused_if_not_even_one_slot_fits(monkeypatch):
+    engine = NativeEngine(tiny("llama", "cuda", torch.bfloat16))
     slot = graphs.slot_bytes(engine.shapes, 64 + 128, 2)
-    announce(engine, said.append, responses=8, max_prompt=40, max_tokens=128)
-    assert not said
-    monkeypatch.setattr(cuda_memory, "free_bytes", lambda _: 5 * slot)
-    announce(engine, said.append, responses=8, max_prompt=40, max_tokens=128)
-    assert "about 4 of 8 responses" in said[0]
+    engine.check_memory(40, 128)
     monkeypatch.setattr(cuda_memory, "free_bytes", lambda _: slot)
     with pytest.raises(ModelError, match=r"lower rollout\.max_tokens"):
-        announce(engine, said.append, responses=8, max_prompt=40, max_tokens=128)
+        engine.check_memory(40, 128)
 
 
 def test_a_long_limit_grows_what_is_kept_of_the_responses():

@@ -1,8 +1,7 @@
 """A problem's text is text: no control token comes out of it, and without one the ids are transformers' own."""
 
-import tracemalloc
 from datetime import datetime
-from functools import cache, partial
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from poise.models.policy import EMBEDDED, load_policy
-from poise.models.prompts import PROMPT_BYTES, TOKEN_BYTES, KnownPrompts, PromptError, encode, encode_next, plain
+from poise.models.prompts import PromptError, encode, encode_next, plain
 
 TEMPLATES = {
     "embedded": (EMBEDDED / "chat_template.jinja").read_text(),
@@ -172,36 +171,6 @@ def test_a_response_is_read_without_the_token_that_ended_it():
     assert policy.decode([]) == ""
 
 
-def test_a_prompt_is_encoded_once_until_the_template_changes(monkeypatch):
-    policy, texts = load_policy("embedded", device="cpu"), []
-
-    def counted(tokenizer, messages, *more):
-        texts.append(messages)
-        return encode(tokenizer, messages, *more)
-
-    monkeypatch.setattr("poise.models.policy.encode", counted)
-    first = policy.encode("Ada")
-    expected = list(first)
-    first.append(0)  # the caller's own list
-    assert policy.encode("Ada") == expected
-    assert texts == ["Ada"]
-    policy.tokenizer.chat_template = None
-    assert policy.encode("Ada") != expected
-    assert texts == ["Ada", "Ada"]
-
-
-def test_known_prompts_are_forgotten_when_they_are_too_many(monkeypatch):
-    monkeypatch.setattr("poise.models.prompts.MOST_KNOWN", 2 * (PROMPT_BYTES + 2 * TOKEN_BYTES))
-    known, encoded = KnownPrompts(), []
-
-    def get(key):
-        return known.get(str(key), "template", lambda: encoded.append(key) or [key] * 2)
-
-    assert [get(key) for key in (1, 2, 1, 3, 3, 1)] == [[1, 1], [2, 2], [1, 1], [3, 3], [3, 3], [1, 1]]
-    assert encoded == [1, 2, 3, 1]
-    assert known.get("1", "another template", lambda: [4]) == [4]
-
-
 def test_the_date_of_a_chat_template_does_not_change_at_midnight(monkeypatch):
     class Clock(datetime):
         day_of_month = 16
@@ -219,17 +188,3 @@ def test_the_date_of_a_chat_template_does_not_change_at_midnight(monkeypatch):
     Clock.day_of_month = 17
     assert first == policy.tokenizer.decode(policy.encode("Ada"))
     assert first.replace("Ada", "Bob") == policy.tokenizer.decode(policy.encode("Bob"))
-
-
-@pytest.mark.parametrize(("letters", "tokens"), [(20_000, 3), (0, 0), (0, 1000)])
-def test_known_prompts_take_no_more_memory_than_they_may(monkeypatch, letters, tokens):
-    """However long their texts are, and however few tokens they have."""
-    monkeypatch.setattr("poise.models.prompts.MOST_KNOWN", 1_000_000)
-    known = KnownPrompts()
-    tracemalloc.start()
-    try:
-        for number in range(3000):
-            known.get(f"{number}" + "x" * letters, None, partial(list, range(10**6, 10**6 + tokens)))
-            assert tracemalloc.get_traced_memory()[0] < 1_500_000
-    finally:
-        tracemalloc.stop()

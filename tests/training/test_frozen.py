@@ -173,17 +173,12 @@ def test_weights_that_do_not_fit_beside_the_policy(tmp_path, monkeypatch):
         FrozenModels(config, policy, Asks(), print)
 
 
-def test_memory_for_its_keys_is_announced(tmp_path, monkeypatch):
-    from poise.engines import forecast
+def test_its_sampler_is_like_the_policys(tmp_path):
     from poise.training.setup import build_sampler
 
     models, policy, said = build(tmp_path)
-    sampler = build_sampler(models.config, policy, said.append, responses=16)
-    monkeypatch.setattr(forecast, "free_bytes", lambda _: 1000)
-    del said[:]
+    sampler = build_sampler(models.config, policy, said.append)
     receiver = models.beside(sampler).others["receiver"]
-    (line,) = said
-    assert line.startswith("receiver: sampling: keys and values would take")
     assert receiver.task is sampler.task
     assert (receiver.max_prompt, receiver.max_tokens) == (None, sampler.max_tokens)
     assert receiver.engine.engine is not sampler.engine  # keys and values of its own

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from poise._lib.user_code import mark
-from poise.rollout.drawn import Drawn
 from poise.tasks import Episode, Message, Problem, Score
 
 if TYPE_CHECKING:
@@ -26,8 +25,7 @@ class Sample:
     """One row to train on: a prompt, and everything after it up to the model's last token.
 
     ``own`` marks the tokens that the model wrote. The others are the environment's: the model reads them, but they
-    have no weight, no log-probability and do not count in the denominator. All tensors are (n,), on the host; only the
-    states of ``drawn`` are on the device.
+    have no weight, no log-probability and do not count in the denominator. All tensors are (n,), on the host.
     """
 
     problem: Problem
@@ -46,7 +44,6 @@ class Sample:
     role: str = FIRST  # what the row is to its algorithm; summaries of rewards and lengths are over first attempts
     notes: Mapping[str, float] = field(default_factory=dict)  # what the algorithm found out about it; recorded
     episode: Episode | None = None  # the episode itself, ended: for its feedback
-    drawn: Drawn | None = None  # the hidden states that its own tokens were drawn from, if the sampler keeps them
 
 
 def algorithm(thing: F) -> F:
@@ -65,9 +62,8 @@ class Algorithm(Protocol):
     """Decides what to sample for the problems of a step.
 
     An algorithm with ``metrics(samples) -> dict[str, float]`` adds to the metrics of a step. One with ``models``, a
-    dict of sources by name, finds a sampler of each frozen model in ``sampler.others`` (``training/frozen.py``);
-    ``attempts`` is how many attempts at a problem such a model makes at most. ``check(sampler, note)`` may refuse a
-    task or a model before the run starts.
+    dict of sources by name, finds a sampler of each frozen model in ``sampler.others`` (``training/frozen.py``).
+    ``check(sampler, note)`` may refuse a task or a model before the run starts.
     """
 
     def collect(

@@ -74,11 +74,6 @@ class Rltr:
         """The frozen models that it needs."""
         return {"receiver": self.receiver}
 
-    @property
-    def attempts(self) -> int:
-        """How many attempts at a problem the receiver makes at most."""
-        return self.group * self.continuations
-
     def check(self, sampler: Sampler, note: Callable[[str], None]) -> None:
         """Before a run: refuse tasks of several turns; say how prefixes reach a receiver with another vocabulary."""
         if several_turns(sampler.task):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,7 +19,6 @@ from poise.models.policy import Policy
 from poise.models.prompts import PromptError
 from poise.models.tool_prompts import Tools, tools_of
 from poise.rewards import TrainerState
-from poise.rollout.drawn import Drawn, Part
 from poise.rollout.sampling import Sampling
 from poise.rollout.session import Session, session
 from poise.rollout.types import Engine, Request, Rollouts
@@ -74,7 +72,6 @@ class Sampler:
     # Of episodes with several turns: how many later turns "continued" from kept keys, and "reread" their dialogue.
     turns: Counter[str] = field(default_factory=Counter)
     prefill: str = ""  # what every reply begins with: given to the model, scored with the reply, no part of the loss
-    hidden: bool = False  # whether samples bring the hidden states that their tokens were drawn from, if there are any
     name: str = POLICY
     tokens: Counter[str] = field(default_factory=Counter)
 
@@ -120,7 +117,6 @@ class Sampler:
                     number,
                     keep=keep,
                     continues=number if turn else None,
-                    hidden=self.hidden,
                 )
                 for number, game in zip(live, playing, strict=True)
             ]
@@ -223,7 +219,6 @@ class _Turn:
     logp: Tensor
     entropy: Tensor
     sampler_logp: Tensor | None = None
-    hidden: tuple[Tensor, int] | None = None  # the states of all replies of a call, and the place of this one's
 
 
 @dataclass(eq=False)
@@ -293,11 +288,10 @@ class _Game:
         turns = self.turns if self.turns[-1].own else self.turns[:-1]
         of_sampler = [turn.sampler_logp if turn.sampler_logp is not None else turn.logp for turn in turns]
         given = any(turn.sampler_logp is not None for turn in turns)
-        tokens = _join([turn.tokens for turn in turns])
         return Sample(
             self.problem,
             self.prompt,
-            tokens,
+            _join([turn.tokens for turn in turns]),
             _join([torch.full(turn.tokens.shape, turn.own) for turn in turns]),
             self.score,
             "\n".join(self.replies),
@@ -307,24 +301,11 @@ class _Game:
             messages=self.messages[self.opening :],
             episode=self.episode,
             sampler_logp=_join(of_sampler) if given else None,
-            drawn=_drawn(self.prompt, tokens, turns),
         )
 
 
 def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _drawn(prompt: list[int], tokens: Tensor, turns: Sequence[_Turn]) -> Drawn | None:
-    """The hidden states of a row; None unless those of all its replies were kept."""
-    parts, column = [], 0
-    for turn in turns:
-        if turn.own and turn.hidden is None:
-            return None
-        if turn.hidden is not None:
-            parts.append(Part(column, *turn.hidden, len(turn.tokens)))
-        column += len(turn.tokens)
-    return Drawn(prompt, tokens, parts)
 
 
 def _turn_seed(seed: int, turn: int) -> int:
@@ -360,13 +341,11 @@ class _Replies:
     def finish(self, rollouts: Rollouts) -> None:
         """Every game gets its reply and the environment's answer."""
         host = rollouts.to_host()
-        first = [0, *accumulate(host.lengths)]
         for i, (game, length) in enumerate(zip(self.games, host.lengths, strict=True)):
             tokens = host.tokens[i, :length]
             text, said, score = self.begun[i].result() if i in self.begun else self._answer(i, tokens.tolist())
             sampler_logp = None if host.sampler_logp is None else host.sampler_logp[i, :length]
-            hidden = None if host.hidden is None else (host.hidden, first[i])
-            turn = _Turn(tokens, True, host.logp[i, :length], host.entropy[i, :length], sampler_logp, hidden)
+            turn = _Turn(tokens, True, host.logp[i, :length], host.entropy[i, :length], sampler_logp)
             game.answered(turn, bool(host.finished[i]), text, said, score)
 
     def _answer(self, i: int, tokens: list[int]) -> tuple[str, list[Message], Score | None]:

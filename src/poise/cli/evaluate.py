@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poise._lib.cuda_start import cuda_starts
 from poise._lib.imports import quick_imports
 from poise.cli.common import Model, Settings, Trust, explained, home
 
@@ -73,12 +72,12 @@ def _conditions(model: str, config: Config) -> dict[str, Any]:
 
 def _measure(config: Config, show: int) -> dict[str, Any]:
     """Evaluate as the settings say; print the conditions, some samples and the figures."""
-    with cuda_starts(config.device), quick_imports():
+    with quick_imports():
         from poise.config.run_settings import describe_sampling, describe_task
         from poise.models.policy import load_policy
         from poise.runs.console import Console, visible
         from poise.training.accuracy import without_repeats
-        from poise.training.evaluate import at_once, held_out
+        from poise.training.evaluate import held_out
         from poise.training.interrupts import Stopper
         from poise.training.records import shown
         from poise.training.setup import arrive, build_sampler, steps_taken
@@ -88,7 +87,7 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
         config.model, device=config.device, dtype=config.dtype, remote_code=config.remote_code, longest=rollout.longest
     )
     note = partial(print, file=sys.stderr)
-    sampler = build_sampler(config, policy, note, responses=at_once(asked.problems, asked.samples, policy.device))
+    sampler = build_sampler(config, policy, note)
     arrive(sampler, config, steps_taken(config.model))
     print(visible(f"{config.model} on task {describe_task(config)}, split test, seed {asked.seed}:"))
     sampling = describe_sampling(config, config.test_temperature)

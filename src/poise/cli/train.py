@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from poise._lib.cuda_start import cuda_starts
 from poise._lib.imports import quick_imports
 from poise.cli.common import Trust, explained, fail, loading
 
@@ -59,7 +58,7 @@ def train(
         if not resume:
             with owned(expand(config.run), make=False):  # else it is in use
                 check_free(expand(config.run))
-        with loading(quiet=quiet), cuda_starts(config.device), quick_imports():
+        with loading(quiet=quiet), quick_imports():
             from poise import trainer
             from poise.training.results import show
 

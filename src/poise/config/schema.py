@@ -60,7 +60,6 @@ from poise.runs.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from poise.algorithms import Algorithm
-    from poise.models.compilation import Work
     from poise.regulators import Regulator
 
 __all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "restore"]
@@ -131,15 +130,11 @@ class Config(Group):
         except OSError as error:
             raise ValueError(str(error)) from None
 
-    def work(self, steps: int = 0, tokens: int = 0) -> Work:
-        """What is left of the run after so many steps and sampled tokens, if responses are as long as they may be."""
-        from poise.models.compilation import Work
-
-        responses = self.prompts * self.group
-        draws = (self.steps - steps) * max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
-        if self.budget is not None:
-            draws = min(draws, -((tokens - self.budget) // responses))
-        return Work(draws * responses, draws)
+    def tokens_left(self, steps: int = 0, tokens: int = 0) -> int:
+        """Response tokens that a run may still sample after so many steps and tokens."""
+        longest = max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
+        most = (self.steps - steps) * self.prompts * self.group * longest
+        return most if self.budget is None else min(most, self.budget - tokens)
 
     @property
     def test_temperature(self) -> float:

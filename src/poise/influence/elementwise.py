@@ -53,9 +53,8 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
 
     With ``update``, the slice enters ``rows``, and ``raw`` becomes ``exp(logit − top)`` with 0 for the sampled token,
     whose value is known only after the last slice. Without, ``rows`` is final, and ``raw`` becomes ``π − e_y``; the
-    sampled token's entry is ``−others / norm``, so that 1 − π is never computed. Without ``write``,
-    half-precision ``raw`` stays as it is, but for the sampled token's entry, which a call without ``update`` does not
-    read; any other ``raw`` is undefined. Returns the (N,) factors by which earlier values of ``exp(−top)`` shrink.
+    sampled token's entry is ``−others / norm``, so that 1 − π is never computed. Without ``write``, ``raw``
+    is undefined afterwards. Returns the (N,) factors by which earlier values of ``exp(−top)`` shrink.
     """
     width = raw.shape[1]
     logits = head.finish(raw, slice(start, start + width))

@@ -9,21 +9,16 @@ Two forms of the same sum, for N tokens of which N⁺ belong to correct response
 - pair: every pair (k, k'). One pass over the vocabulary, ``2·N·V·(d + N⁺)`` FLOP: products of exponentials are summed
   before the normalisers are known, as in flash attention, and divided by them at the end;
 - linear: with ``G = Σ_k (e_y − π) hᵀ`` (V × d) the score of k' is ``(e_y' − π')ᵀ G h'``. Two passes, since G needs the
-  normalisers: ``6·N·V·d`` FLOP. If there is memory for the group's logits (``keep``), they are computed once:
-  ``4·N·V·d``.
+  normalisers: ``6·N·V·d`` FLOP.
 
-So the pair form is cheaper if N⁺ ≤ 2·d. Its inner products are symmetric, and a correct response's product with itself
-does not count, so half of those among the correct tokens are enough: ``split`` multiplies response by response and
-leaves the others out, which saves a fifth to a third of ``2·N·V·N⁺``. Smaller products take more launches, so on a GPU
-all pairs are the default. Both forms process the vocabulary in slices: neither G nor any tokens × vocabulary
-array exists as a whole. A head that is an opaque callable cannot be sliced: the pair form then processes blocks of rows
-and calls the head repeatedly on the same rows. For many tokens pass a ``Head``.
+So the pair form is cheaper if N⁺ ≤ 2·d. Both forms process the vocabulary in slices: neither G nor any tokens ×
+vocabulary array exists as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from types import ModuleType
 from typing import Literal, NamedTuple
 
@@ -58,9 +53,9 @@ def default_block(device: torch.device, tokens: int, vocabulary: int) -> int:
     return 1 << 20 if device.type == "cpu" else min(max(tokens * vocabulary // 5, 1 << 24), 1 << 25)
 
 
-def cheaper_form(partners: float, width: int) -> Form:
-    """The form with fewer FLOP, if a token is multiplied by so many others on average: N⁺, without ``split``."""
-    return "pair" if partners <= 2 * width else "linear"
+def cheaper_form(positive: int, width: int) -> Form:
+    """The form with fewer FLOP for N⁺ = ``positive`` tokens of correct responses."""
+    return "pair" if positive <= 2 * width else "linear"
 
 
 @torch.no_grad()
@@ -73,17 +68,12 @@ def scores(
     form: Form = "auto",
     block: int | None = None,
     half: bool | None = None,
-    split: bool | None = None,
-    keep: int = 0,
 ) -> Scores:
     """Score the tokens of the incorrect responses, and each correct response, against the correct responses.
 
     ``positive`` has one entry per correct response, none of them empty; ``negative`` has the tokens of all incorrect
     ones. A correct response is scored against the others, or with ``self_inclusive`` also against itself. ``block`` is
     the number of elements of the largest temporary tensor (``default_block``).
-
-    ``split`` leaves out products of pairs that others give; None: on a CPU. If the half-precision logits of a group
-    have at most ``keep`` elements, the linear form keeps them between its two passes.
 
     Half-precision hidden states on a GPU stay half precision in matrix products, which accumulate in float32;
     everything between the products is float32. On a CPU they are converted to float32. ``half`` overrides the choice.
@@ -92,9 +82,8 @@ def scores(
     targets = torch.cat([y for _, y in positive] + [negative[1]])
     group = [*(len(y) for _, y in positive), len(negative[1])]
     return group_scores(
-        head, hidden, targets, [group], self_inclusive=self_inclusive, form=form, block=block, half=half, split=split,
-        keep=keep,
-    )  # fmt: skip
+        head, hidden, targets, [group], self_inclusive=self_inclusive, form=form, block=block, half=half
+    )
 
 
 @torch.no_grad()
@@ -108,8 +97,6 @@ def group_scores(
     form: Form = "auto",
     block: int | None = None,
     half: bool | None = None,
-    split: bool | None = None,
-    keep: int = 0,
 ) -> Scores:
     """``scores`` of several groups, without waiting for the device.
 
@@ -118,13 +105,11 @@ def group_scores(
     """
     check_choice("scores", "form", form, ("auto", "pair", "linear"))
     head = as_head(head)
-    if form == "linear" and not isinstance(head, Head):
-        raise ValueError("scores: the linear form needs a head that can be sliced: a weight or a poise.Head")
+    if not isinstance(head, Head):
+        raise TypeError("scores: a head that is an opaque callable cannot be sliced: give its weight, or a poise.Head")
     if half is None:
         half = hidden.is_cuda and hidden.element_size() == 2
-    if split is None:
-        split = not hidden.is_cuda
-    if isinstance(head, Head) and not half:  # a callable gets the hidden states unchanged
+    if not half:
         hidden = hidden.to(accumulator(hidden.dtype))
     counts = send([count for group in groups for count in group], hidden.device)
     owner = torch.repeat_interleave(counts, output_size=len(hidden))  # (N,) the response of each token
@@ -134,7 +119,7 @@ def group_scores(
         for *lengths, rest in groups:
             tokens = slice(begin, begin + sum(lengths) + rest)
             group = _Group(hidden[tokens], targets[tokens], owner[tokens], lengths, rows.part(tokens))
-            sums.append(_sums(head, group, self_inclusive, form, block, half, split, keep))
+            sums.append(_sums(head, group, self_inclusive, form, block))
             correct.append(slice(first, first + len(lengths)))
             wrong.append(slice(tokens.stop - rest, tokens.stop))
             begin, first = tokens.stop, first + len(lengths) + 1
@@ -151,101 +136,49 @@ class _Group(NamedTuple):
     rows: Rows  # before the first slice
 
 
-def _sums(
-    head: Head | Callable[[Tensor], Tensor],
-    group: _Group,
-    self_inclusive: bool,
-    form: Form,
-    block: int | None,
-    half: bool,
-    split: bool,
-    keep: int,
-) -> Tensor:
-    """(N,) the score of each token. In a correct response only the sum is right: no form needs to compute more."""
-    if not isinstance(head, Head):
-        return _opaque(head, group, self_inclusive, block, half)
+def _sums(head: Head, group: _Group, self_inclusive: bool, form: Form, block: int | None) -> Tensor:
+    """(N,) the score of each token. In a correct response only the sum is right: the linear form computes no more."""
     if form == "auto":
-        form = cheaper_form(_partners(group, self_inclusive, split), group.hidden.shape[1])
+        form = cheaper_form(sum(group.lengths), group.hidden.shape[1])
     block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)
-    if form == "linear":
-        return _linear(head, group, self_inclusive, block, keep)
-    return _pair(head, group, self_inclusive, block, split)
+    return (_linear if form == "linear" else _pair)(head, group, self_inclusive, block)
 
 
-def _partners(group: _Group, self_inclusive: bool, split: bool) -> float:
-    """By how many tokens a token is multiplied in the pair form, on average."""
-    lengths, count = group.lengths, len(group.hidden)
-    if not split:
-        return sum(lengths)
-    steps = _staircase(lengths, count - sum(lengths), self_inclusive)
-    return sum(length * width for length, (_, width) in zip(lengths, steps, strict=True)) / count
-
-
-def _pair(head: Head, group: _Group, self_inclusive: bool, block: int, split: bool) -> Tensor:
+def _pair(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor:
     hidden, targets, owner, lengths, rows = group
-    n_positive, rest = sum(lengths), len(hidden) - sum(lengths)
-    exact = accumulator(hidden.dtype)
+    n_positive, exact = sum(lengths), accumulator(hidden.dtype)
     if not n_positive:
         return hidden.new_zeros(len(hidden), dtype=exact)
-    if split:  # incorrect responses first, so that the partners of a response are the tokens before it
-        hidden, targets, owner = (torch.cat([x[n_positive:], x[:n_positive]]) for x in (hidden, targets, owner))
     steps = _steps(hidden)
-    parts = _staircase(lengths, rest, self_inclusive) if split else [(slice(0, n_positive), len(hidden))]
-    parts = [(left, width) for left, width in parts if left.start < left.stop]  # a response may be empty
-    pairs = [hidden.new_empty(left.stop - left.start, width, dtype=exact) for left, width in parts]
+    pairs = hidden.new_empty(n_positive, len(hidden), dtype=exact)
     for start, raw in _products(head, hidden, _width(block, len(hidden))):
         shrink = steps.walk(raw, head, start, targets, rows, update=True, write=True)
         values = stored(raw)
-        for sums_of, (left, width) in zip(pairs, parts, strict=True):
-            if start:
-                steps.rescale(sums_of, shrink[left], shrink[:width])
-            multiply(sums_of, values[left], values[:width].T, add=start > 0)
+        if start:
+            steps.rescale(pairs, shrink[:n_positive], shrink)
+        multiply(pairs, values[:n_positive], values.T, add=start > 0)
     del raw, values  # free the slice for what follows
 
     at_targets = head.weight[targets].to(hidden.dtype)
-    found = []  # for each part, what it adds to the tokens before its end
-    for sums_of, (left, width) in zip(pairs, parts, strict=True):
-        added = []
-        for part in _blocks(len(sums_of), max(1, block // (4 * len(hidden)))):
-            k = slice(left.start + part.start, left.start + part.stop)
-            products = sums_of.new_empty(part.stop - part.start, width)
-            multiply(products, hidden[k], hidden[:width].T)
-            left_at_right, right_at_left = hidden[k] @ at_targets[:width].T, at_targets[k] @ hidden[:width].T
-            added.append(
-                steps.columns(
-                    sums_of[part], products, left_at_right, right_at_left, head, targets, owner, rows, k.start,
-                    self_inclusive,
-                )
-            )  # fmt: skip
-        found.append(torch.stack(added).sum(0) if len(added) > 1 else added[0])
-    if not split:
-        return found[0]
-    sums = hidden.new_zeros(len(hidden), dtype=exact)
-    for added_by, (left, width) in zip(found, parts, strict=True):
-        sums[:width] += added_by
-        # A pair of correct responses counts for both; which of its tokens has the sum does not matter.
-        sums[left.start] += added_by[rest : left.start].sum()
-    return torch.cat([sums[rest:], sums[:rest]])
+    added = []  # what the tokens of each part add to all tokens
+    for part in _blocks(n_positive, max(1, block // (4 * len(hidden)))):
+        products = pairs.new_empty(part.stop - part.start, len(hidden))
+        multiply(products, hidden[part], hidden.T)
+        left_at_right, right_at_left = hidden[part] @ at_targets.T, at_targets[part] @ hidden.T
+        added.append(
+            steps.columns(
+                pairs[part], products, left_at_right, right_at_left, head, targets, owner, rows, part.start,
+                self_inclusive,
+            )
+        )  # fmt: skip
+    return torch.stack(added).sum(0)
 
 
-def _staircase(lengths: list[int], rest: int, self_inclusive: bool) -> list[tuple[slice, int]]:
-    """For each correct response its tokens, and how many tokens before them it is paired with.
-
-    Every two responses are paired once: the inner product is symmetric. A response is not paired with itself, unless
-    its own part counts.
-    """
-    firsts = [rest, *(rest + end for end in accumulate(lengths))]
-    responses = [slice(first, end) for first, end in pairwise(firsts)]
-    return [(own, own.stop if self_inclusive else own.start) for own in responses]
-
-
-def _linear(head: Head, group: _Group, self_inclusive: bool, block: int, keep: int) -> Tensor:
+def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor:
     hidden, targets, _, lengths, rows = group
     steps, n_positive = _steps(hidden), sum(lengths)
-    kept = hidden.element_size() == 2 and len(hidden) * head.vocabulary <= keep
-    for start, raw in _products(head, hidden, head.vocabulary if kept else _width(block, len(hidden))):
+    for start, raw in _products(head, hidden, _width(block, len(hidden))):
         steps.walk(raw, head, start, targets, rows, update=True, write=False)
-    logits = raw if kept else None
     del raw
 
     exact = accumulator(hidden.dtype)
@@ -255,7 +188,7 @@ def _linear(head: Head, group: _Group, self_inclusive: bool, block: int, keep: i
     wider = torch.finfo(exact).bits // torch.finfo(hidden.dtype).bits  # G_i is float32
     width = _width(block, max(len(hidden), wider * len(lengths) * hidden.shape[1]))
     parts = hidden.new_empty(len(lengths), min(width, head.vocabulary), hidden.shape[1], dtype=exact)
-    for start, raw in _products(head, hidden, width) if logits is None else _cut(logits, width):
+    for start, raw in _products(head, hidden, width):
         steps.walk(raw, head, start, targets, rows, update=False, write=True)
         errors = stored(raw)  # π − e_y
         slices = parts[:, : raw.shape[1]]  # of −G_i, one for each correct response
@@ -272,31 +205,6 @@ def _linear(head: Head, group: _Group, self_inclusive: bool, block: int, keep: i
     return sums
 
 
-def _opaque(
-    head: Callable[[Tensor], Tensor], group: _Group, self_inclusive: bool, block: int | None, half: bool
-) -> Tensor:
-    hidden, targets, owner, lengths, _ = group
-
-    def errors(part: slice) -> Tensor:
-        logits = head(hidden[part])
-        pi = logits.to(accumulator(logits.dtype)).softmax(-1).neg_()
-        pi.scatter_add_(1, targets[part, None], torch.ones_like(pi[:, :1]))
-        return pi.bfloat16() if half else pi
-
-    n_positive, vocabulary = sum(lengths), head(hidden[:1]).shape[-1]
-    size = max(1, (block or default_block(hidden.device, len(hidden), vocabulary)) // vocabulary)
-    exact = hidden.to(accumulator(hidden.dtype))
-    pairs = exact.new_empty(n_positive, len(hidden))
-    for left in _blocks(n_positive, 8 * size):  # each block costs a pass of the head over all tokens
-        ours = errors(left)
-        for right in _blocks(len(hidden), size):
-            multiply(pairs[left, right], ours, errors(right).T)
-    pairs *= exact[:n_positive] @ exact.T
-    if not self_inclusive:
-        pairs.masked_fill_(owner[:n_positive, None] == owner, 0)
-    return pairs.sum(0)
-
-
 def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
     """``W h`` of every token, (N, width) per slice of the vocabulary. All slices reuse the same memory."""
     memory = hidden.new_empty(len(hidden), min(width, head.vocabulary))
@@ -304,12 +212,6 @@ def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Ten
         raw = memory[:, : vocabulary.stop - vocabulary.start]
         torch.mm(hidden, head.weight[vocabulary].to(hidden.dtype).T, out=raw)
         yield vocabulary.start, raw
-
-
-def _cut(logits: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
-    """The slices of ``W h`` that is there as a whole."""
-    for vocabulary in _blocks(logits.shape[1], width):
-        yield vocabulary.start, logits[:, vocabulary]
 
 
 def _operand(hidden: Tensor) -> torch.dtype:

@@ -6,22 +6,20 @@ layer runs the uncompiled code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from poise._lib import triton as _triton
-from poise.models.fused_projections import compiler, join_projections
 from poise.models.packing import Packed
 
 FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
-COST = 15.0  # seconds of compiling, on a machine that has not done it before
-# Seconds that it saves on an H200 (docs/measurements.md, docs/log.md): for each token, layer and channel of the update,
-SAVED_TRAINING = 1.1e-10
-SAVED_DECODING = 5.6e-5  # and for each layer of a decoding step of the model's own code
-FUSED = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})  # have another one (engines/native/fused_step.py)
+# Tokens × layers × width of the updates from which on compiling saves more time than it takes. On an H200 it takes 15 s
+# and saves 1.1e-10 s for each.
+WORTH = 1.36e11
 
 
 def can_compile(device: torch.device) -> bool:
@@ -29,24 +27,11 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cuda" and _triton.available()
 
 
-class Work(NamedTuple):
-    """What a run has left to do if every response is as long as it may be."""
-
-    tokens: int  # of responses, to train on
-    draws: int  # decoding steps, each of which draws a token of many responses
-
-
-def compiling_pays(model: Any, work: Work) -> bool:
-    """Whether compiling saves more time than it takes. Of a model whose size its configuration does not tell: yes."""
-    if not can_compile(model.device):
-        return False
+def compiling_pays(model: Any, tokens: float) -> bool:
+    """Whether compiling is worth its time for training on so many tokens. True if the config lacks the model's size."""
     config = model.config.get_text_config()
-    layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
-    if layers is None or width is None:
-        return True
-    fused = config.model_type in FUSED and not hasattr(model, "peft_config")
-    a_layer = SAVED_TRAINING * work.tokens * width + (0.0 if fused else SAVED_DECODING * work.draws)
-    return bool(a_layer * layers > COST)
+    layers, width = (getattr(config, name, None) or math.inf for name in ("num_hidden_layers", "hidden_size"))
+    return can_compile(model.device) and tokens * layers * width > WORTH
 
 
 def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:
@@ -55,14 +40,12 @@ def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:
     Each call of a layer chooses by its ``packing`` and ``decoding`` keywords. Gradient checkpointing calls the layer
     again in the backward pass, and that call must choose the same code.
     """
-    join_projections(trunk)
-    own_backend = compiler(backend)
     for name in ("rotary_emb", "norm"):  # uncompiled, each is many small kernels
         if isinstance(getattr(trunk, name, None), nn.Module):
-            getattr(trunk, name).compile(dynamic=True, backend=own_backend)
+            getattr(trunk, name).compile(dynamic=True, backend=backend)
     layers = getattr(trunk, "layers", None)
     for layer in layers if isinstance(layers, nn.ModuleList) else ():
-        layer.forward = _dispatch(layer.forward, torch.compile(layer.forward, dynamic=True, backend=own_backend))
+        layer.forward = _dispatch(layer.forward, torch.compile(layer.forward, dynamic=True, backend=backend))
 
 
 def _dispatch(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,21 +2,17 @@
 
 The cost of a small model's decoding step is the number of its kernels. This module places the weights of such layers
 side by side in memory, each still the module's own parameter, so that one matrix product covers them all. The fused
-decoding step uses that (``engines/native/fused_step.py``), and code that torch.compile traces without gradients: there
-each layer computes the whole product and takes its slice, and ``compiler`` merges the equal products into one. All
-other code runs unchanged.
+decoding step uses that (``engines/native/fused_step.py``); all other code runs unchanged.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -26,26 +22,19 @@ class Joined(nn.Linear):
 
     whole: Tensor
     whole_bias: Tensor | None
-    first: int
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """The layer's own output."""
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            return linear(input, self.whole, self.whole_bias)[..., self.first : self.first + self.out_features]
-        return super().forward(input)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
         """A plain linear layer: a copy of ``whole`` would not follow the copy's weight."""
         plain = nn.Linear.__new__(nn.Linear)
         memo[id(self)] = plain
-        own = {key: value for key, value in self.__dict__.items() if key != "first"}
+        own = dict(self.__dict__)
         own["_buffers"] = {key: value for key, value in self._buffers.items() if key not in {"whole", "whole_bias"}}
         plain.__dict__.update(copy.deepcopy(own, memo))
         return plain
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Moving to another device or dtype separates the weights: become a plain linear layer again."""
-        del self.whole, self.whole_bias, self.first
+        del self.whole, self.whole_bias
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return nn.Linear._apply(self, fn, recurse)  # type: ignore[no-any-return]
 
@@ -73,29 +62,7 @@ def _join(layers: Sequence[nn.Linear]) -> None:
         if bias is not None:
             layer.bias.data = bias[rows]
         layer.__class__ = Joined
-        layer.first = first  # type: ignore[assignment]
         # Not saved with the model: these are views of the parameters.
         layer.register_buffer("whole", whole, persistent=False)
         layer.register_buffer("whole_bias", bias, persistent=False)
         first = rows.stop
-
-
-@cache
-def compiler(backend: str) -> Callable[..., Any]:
-    """A torch.compile backend that computes equal linear products once.
-
-    Cached per backend, so that the compiled code of one model serves the next of its kind.
-    """
-
-    def compile_once(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        products: dict[Any, torch.fx.Node] = {}
-        for node in list(module.graph.nodes):
-            if node.target is linear and not node.kwargs:
-                first = products.setdefault(node.args, node)
-                if first is not node:
-                    node.replace_all_uses_with(first)
-                    module.graph.erase_node(node)
-        module.recompile()
-        return torch._dynamo.lookup_backend(backend)(module, inputs)
-
-    return compile_once

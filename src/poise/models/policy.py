@@ -6,6 +6,7 @@ Shapes: B responses, T response tokens (padded), N selected response tokens, L p
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +18,13 @@ from transformers.cache_utils import DynamicCache
 
 from poise.head import Head, token_logp
 from poise.models import attention, memory, rope, trials
-from poise.models.compilation import Work, can_compile, compile_layers, compiling_pays
+from poise.models.compilation import compile_layers, compiling_pays
 from poise.models.errors import ModelError, first_line
 from poise.models.loading import load_model, progress_bars, resolve_device
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import Packed, layout
 from poise.models.places import EMBEDDED
-from poise.models.prompts import KnownPrompts, encode, encode_next
+from poise.models.prompts import encode, encode_next
 from poise.models.tool_prompts import Tools
 from poise.rollout.types import Rollouts
 from poise.tasks import Message
@@ -56,7 +57,6 @@ class Policy:
         self.most_tokens: int | None = None  # upper bound of tokens per pass, set when memory runs out
         self.master_weights: MasterWeights | None = None  # while half-precision weights are trained
         self._texts: dict[int, str] = {}
-        self._prompts = KnownPrompts()
         self.length_limit: int | None = None  # tokens per sequence; the trials below need none
         length_limit = rope.pin(trunk, longest)
         self.packed = attention.adopt(base)
@@ -95,15 +95,8 @@ class Policy:
         return Head.of(self._output, self._config, temperature, master)
 
     def encode(self, messages: str | Sequence[Message], tools: Tools = ()) -> list[int]:
-        """The token ids of messages, through the chat template if the tokenizer has one.
-
-        They are kept: each evaluation of a run, and each epoch, has the same prompts again.
-        """
-        ends = self.end_tokens
-        tokenizing = (self.tokenizer.chat_template, tuple(ends))
-        return self._prompts.get(
-            repr((messages, tools)), tokenizing, lambda: self._known(encode(self.tokenizer, messages, ends, tools))
-        )
+        """The token ids of messages, through the chat template if the tokenizer has one."""
+        return self._known(encode(self.tokenizer, messages, self.end_tokens, tools))
 
     def encode_next(
         self, before: Sequence[Message], said: Sequence[Message], last: int | None, tools: Tools = ()
@@ -286,18 +279,18 @@ def load_policy(
     seed: int = 0,
     remote_code: bool = False,
     compiled: bool | None = False,
-    work: Work | None = None,
+    tokens: float = math.inf,
     longest: int | None = None,
 ) -> Policy:
     """Load a model by hub id, folder, run, checkpoint or adapter, or the ``"embedded"`` one.
 
     ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha and targets; ``seed``
     initialises its adapter and leaves torch's global generator alone. ``remote_code`` lets the model's repository run
-    code. ``compiled`` runs training through torch.compile; None: on CUDA, if that saves more time than it takes in
-    so much ``work`` (None: in much of it). ``longest`` is the largest number of tokens of prompt and response together:
-    rotary embeddings that depend on the length are fixed for it (``poise.models.rope``).
+    code. ``compiled`` runs training through torch.compile; None: on CUDA, if training on so many ``tokens``
+    gains time by it. ``longest`` is the largest number of tokens of prompt and response together: rotary embeddings
+    that depend on the length are fixed for it (``poise.models.rope``).
     """
     model, tokenizer = load_model(name, device=device, dtype=dtype, lora=lora, seed=seed, remote_code=remote_code)
     if compiled is None:
-        compiled = can_compile(model.device) if work is None else compiling_pays(model, work)
+        compiled = compiling_pays(model, tokens)
     return Policy(model, tokenizer, compiled=compiled, longest=longest)

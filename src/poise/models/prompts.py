@@ -6,9 +6,8 @@ turn and let the text speak for the model. Here a message's content is always pl
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -16,30 +15,7 @@ from poise.models.tool_prompts import Tools, announce, known_roles, template_arg
 from poise.tasks import Message
 
 PLACEHOLDER = "PlaceOfContent{}."  # no template treats it specially
-MOST_KNOWN = 40_000_000  # bytes of known prompts; then all are forgotten
-TOKEN_BYTES, PROMPT_BYTES = 40, 400  # what an id takes, and a prompt besides its ids
 Pieces = list[tuple[str, bool]]  # a rendered dialogue: text, and whether it is a message's content
-
-
-class KnownPrompts:
-    """The ids of prompts that were encoded before. Encoding one takes about half a millisecond."""
-
-    def __init__(self) -> None:
-        self._ids: dict[object, list[int]] = {}
-        self._bytes = 0
-
-    def get(self, text: str, tokenizing: Hashable, encoded: Callable[[], list[int]]) -> list[int]:
-        """The ids of ``text``, if known for this way of ``tokenizing``; else those that ``encoded`` returns."""
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()  # a text may have megabytes
-        ids = self._ids.get(key := (digest, tokenizing))
-        if ids is None:
-            ids = encoded()
-            size = PROMPT_BYTES + TOKEN_BYTES * len(ids)
-            self._bytes += size
-            if self._bytes > MOST_KNOWN:
-                self._ids, self._bytes = {}, size
-            self._ids[key] = ids
-        return list(ids)
 
 
 class PromptError(ValueError):

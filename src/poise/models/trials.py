@@ -166,9 +166,9 @@ def logp_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bo
 def _within_rounding(error: Tensor, moved: Tensor, size: Tensor, dtype: torch.dtype) -> bool:
     """Whether errors are at most what is allowed for each, as a root mean square.
 
-    Where rounding moves a value far, more is allowed, but never so much that something else altogether would pass.
+    The allowance grows with how far rounding moves a value, up to the size of the value.
     """
     relative = 3e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
     allowed = relative * size + torch.minimum(2 * moved, size)
-    ratio = error / allowed.clamp(min=torch.finfo(allowed.dtype).tiny)  # 0 / 0: what is the same is right
+    ratio = error / allowed.clamp(min=torch.finfo(allowed.dtype).tiny)  # no 0 / 0 for equal values
     return bool(ratio.square().mean() <= 1)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from poise._lib import cuda_memory
 from poise._lib.errors import check_range
 from poise._lib.transfer import send
 from poise.batch import Phase, TokenBatch
@@ -17,7 +16,6 @@ from poise.regulators.scores import Scorer
 
 TOKENS = 1 << 15  # padded tokens per forward pass of hidden states
 BLOCK = 1 << 27  # elements of the largest temporary on a GPU: small beside an update, large enough for few launches
-KEEP_SHARE = 0.1  # of a GPU's free memory, for the logits of one group: the update needs more than that afterwards
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> _F
     order = send([row for group in groups for row in group.right + group.wrong], device)
     which, column = batch.mask[order].nonzero(as_tuple=True)
     row = order[which]
-    parts, wrong, end, last, keep = [], [], 0, 0, _keep(device)
+    parts, wrong, end, last = [], [], 0, 0
     for batch_groups in _batches(groups, batch.mask.shape[1]):
         begin, end = end, end + sum(sum(group.sizes) for group in batch_groups)
         first, last = last, last + sum(len(group.right + group.wrong) for group in batch_groups)
@@ -175,7 +173,7 @@ def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> _F
         parts.append(
             group_scores(
                 batch.head, hidden, batch.targets[row[tokens], column[tokens]], [group.sizes for group in batch_groups],
-                self_inclusive=self_inclusive, block=BLOCK if hidden.is_cuda else None, keep=keep,
+                self_inclusive=self_inclusive, block=BLOCK if hidden.is_cuda else None,
             )
         )  # fmt: skip
         for group in batch_groups:
@@ -183,13 +181,6 @@ def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> _F
             wrong.append(slice(begin - group.sizes[-1], begin))
     negative, positive = (torch.cat(values) for values in zip(*parts, strict=True))
     return Scores(negative, positive), torch.cat([row[i] for i in wrong]), torch.cat([column[i] for i in wrong])
-
-
-def _keep(device: torch.device) -> int:
-    """How many half-precision logits of a group may be kept: what a share of the memory holds; none on a CPU."""
-    if device.type != "cuda":
-        return 0
-    return min(int(KEEP_SHARE * cuda_memory.free_bytes(device)) // 2, (1 << 31) - 1)  # 32-bit indices reach all of them
 
 
 def _batches(groups: list[_Group], longest: int) -> list[list[_Group]]:

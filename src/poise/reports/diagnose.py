@@ -99,7 +99,7 @@ def diagnose(
     policy.master_weights = MasterWeights(policy.model)
     check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
     frozen = FrozenModels(config, policy, config.build_algorithm(), say, start=starting_model(config.model))
-    sampler = build_sampler(config, policy, say, responses=config.prompts * config.group, task=task)
+    sampler = build_sampler(config, policy, say, task=task)
     sampler = frozen.beside(sampler)
     arrive(sampler, config, steps_taken(config.model))
     optimizer = _warm_optimizer(sampler, config, warmup, say)

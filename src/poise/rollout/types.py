@@ -31,7 +31,6 @@ class Request:
     number: int | None = None
     keep: bool = False  # whether the next call of the session may continue it
     continues: int | None = None  # the number of the request that it continues
-    hidden: bool = False  # whether to return the hidden states that its tokens are drawn from, if the engine has them
 
 
 def repeated(prompts: Sequence[Sequence[int]], group: int, max_tokens: int, stop: Sequence[int]) -> list[Request]:
@@ -79,9 +78,6 @@ class Rollouts:
     sampler_logp: Tensor | None = None
     # (length, own tokens) of each response, if the host knows them already: asking the device would make it wait
     extents: list[tuple[int, int]] | None = None
-    # (n, d) what the model's own tokens were drawn from, row after row, if requests asked for it and the engine has it.
-    # Only on what an engine returns: ``rows`` leaves it out, and ``to_host`` leaves it on the device.
-    hidden: Tensor | None = None
 
     @cached_property
     def _extents(self) -> list[tuple[int, int]]:

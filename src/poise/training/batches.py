@@ -18,7 +18,6 @@ from poise.algorithms.base import CONSOLIDATED, Sample
 from poise.batch import Phase, Rows, TokenBatch
 from poise.models.policy import Policy
 from poise.models.scoring import score_all, score_min_p
-from poise.rollout.drawn import lookup
 from poise.rollout.types import Rollouts
 from poise.tasks import TaskError
 from poise.tasks.base import NO_REWARD
@@ -110,9 +109,9 @@ def token_batch(
     """The ``TokenBatch`` of these samples, which ``stack`` turned into ``rollouts``.
 
     ``recompute`` takes old log-probabilities from a forward pass of the policy instead of the sampler. ``reference``
-    computes the log-probabilities of the KL term. ``hidden`` adds hidden states (those of sampling; with ``recompute``,
-    those of a forward pass) and head for regulators that need them, ``min_p`` the log-probabilities under the policy
-    filtered by it (one more pass), for the surrogate lp-reg.
+    computes the log-probabilities of the KL term. ``hidden`` adds the head, and a
+    function that computes the hidden states (n, T, d) of some rows by a forward pass, for regulators that need them.
+    ``min_p`` adds the log-probabilities under the policy filtered by it (one more pass), for the surrogate lp-reg.
     """
     device = rollouts.mask.device
     rewards = torch.tensor([sample.score.reward for sample in samples], device=device)
@@ -129,48 +128,11 @@ def token_batch(
         ref_logp=reference(rollouts) if reference else None,
         sampler_logp=rollouts.logp if recompute else sampler_logp,
         entropy=rollouts.entropy,
-        hidden=hidden_states(samples, rollouts, policy, drawn=not recompute) if hidden else None,
+        hidden=(lambda rows: policy.padded_hidden(rollouts.rows(rows))) if hidden else None,
         head=policy.head(temperature) if hidden else None,
         targets=rollouts.tokens,
         min_p_logp=None if min_p is None else score_min_p(policy, rollouts, temperature, min_p, micro_tokens),
     )
-
-
-def hidden_states(
-    samples: Sequence[Sample], rollouts: Rollouts, policy: Policy, *, drawn: bool = True
-) -> Callable[[Tensor], Tensor]:
-    """A function from row numbers to their hidden states (n, T, d): those of sampling, where a sample has them.
-
-    The other rows run through the model when they are asked for. Outside the mask states are arbitrary.
-    """
-    kept = [
-        sample.drawn if drawn and sample.drawn is not None and sample.drawn.of(sample.prompt, sample.tokens) else None
-        for sample in samples
-    ]
-    found = lookup(kept, rollouts.mask.shape[1])
-    if found is None:
-        return lambda rows: policy.padded_hidden(rollouts.rows(rows))
-    states, places = found
-    missing = {row for row, of_row in enumerate(kept) if of_row is None}
-
-    def hidden(rows: Tensor) -> Tensor:
-        taken = states[places[rows]]
-        if missing:
-            lacking = [(place, row) for place, row in enumerate(rows.tolist()) if row in missing]
-            if lacking:
-                ran = policy.padded_hidden(rollouts.rows([row for _, row in lacking]))
-                taken[send([place for place, _ in lacking], taken.device)] = ran
-        return taken
-
-    return hidden
-
-
-def release_hidden(samples: Sequence[Sample], batch: TokenBatch) -> TokenBatch:
-    """Free the hidden states of samples and batch, which the regulator has read."""
-    for sample in samples:
-        if sample.drawn is not None:
-            sample.drawn.release()
-    return batch.without_hidden()
 
 
 def group_numbers(groups: Sequence[Hashable]) -> list[int]:

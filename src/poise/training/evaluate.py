@@ -93,11 +93,6 @@ def read_before(folder: RunFolder, done: int) -> dict[str, Any] | None:
     return before
 
 
-def at_once(problems: int, samples: int, device: torch.device) -> int:
-    """The largest number of responses that ``evaluate`` samples in one call."""
-    return min(problems, _chunk(samples, device)) * samples
-
-
 def _chunk(samples: int, device: torch.device) -> int:
     """Problems per call. Their random numbers depend on it, so it depends on nothing that changes from run to run."""
     return CHUNK if device.type == "cpu" else max(CHUNK, GPU_RESPONSES // samples)

@@ -23,7 +23,6 @@ from poise.algorithms import Algorithm
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.engines.choose import choose
-from poise.engines.forecast import GIB, announce
 from poise.engines.limits import check_settings
 from poise.models.places import locate
 from poise.models.policy import ModelError, Policy, load_policy
@@ -102,7 +101,6 @@ class FrozenModels:
                     f"{name} = {source!r} is this run's own folder, and a frozen model cannot be in training: write "
                     f"{START!r} for the weights that the run starts with, or name another run"
                 )
-        self.work = config.work(*(folder.progress() if folder is not None else ()))
         self.places = _places(self.start, users.values(), folder)
         self.by_source: dict[str, Frozen] = {}
         first: dict[str, str] = {}  # who asked for a source first
@@ -134,7 +132,6 @@ class FrozenModels:
 
     def _sampler(self, name: str, frozen: Frozen, like: Sampler) -> Sampler:
         rollout = self.config.rollout
-        most = self.config.prompts * getattr(self.algorithm, "attempts", self.config.group)
 
         def note(line: str) -> None:
             self.note(f"{name}: {line}")
@@ -142,7 +139,6 @@ class FrozenModels:
         with frozen.active():
             # vLLM copies weights with their adapter, and a second one would take its share of the memory again.
             engine = choose(frozen.policy, "auto" if rollout.engine == "vllm" else rollout.engine, rollout.batch, note)
-        announce(engine, note, responses=most, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens)
         # No limit on prompts: another tokenizer may need more tokens for them. The clock is the algorithm's.
         return replace(
             like, policy=frozen.policy, engine=FrozenEngine(frozen, engine), max_prompt=None,
@@ -157,8 +153,7 @@ class FrozenModels:
             policy = load_policy(
                 self._name(source), device=config.device, dtype=config.dtype,
                 remote_code=config.remote_code, longest=config.rollout.longest,
-                compiled=config.compile if source in self.models.values() else False,
-                work=self.work._replace(tokens=0),
+                compiled=bool(config.compile) and source in self.models.values(),
             )  # fmt: skip
             check_settings(policy, config.rollout.max_prompt, config.rollout.max_tokens)
         except ModelError as error:
@@ -185,7 +180,7 @@ class FrozenModels:
             return f"{what}: the policy without its LoRA adapter, no second copy of the weights"
         if shared:
             return f"{what}, in the copy that {shared} uses"
-        return f"{what}, frozen: the weights take {frozen.nbytes / GIB:.2f} GiB more on {frozen.policy.device}"
+        return f"{what}, frozen: the weights take {frozen.nbytes / 2**30:.2f} GiB more on {frozen.policy.device}"
 
 
 def starting_weights(config: Config, folder: RunFolder) -> str:

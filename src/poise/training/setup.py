@@ -11,7 +11,7 @@ from typing import Any
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.engines.choose import choose
-from poise.engines.forecast import announce
+from poise.engines.native.engine import NativeEngine
 from poise.models.places import locate
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
@@ -25,23 +25,16 @@ def build_sampler(
     policy: Policy,
     note: Callable[[str], None],
     *,
-    responses: int,
     task: Task | None = None,
-    hidden: int = 0,
     **more: Any,
 ) -> Sampler:
-    """A sampler for the config's task, or for ``task``. ``note`` receives messages for the user.
-
-    ``responses`` is the largest number of responses that one call will sample, ``hidden`` that of responses whose
-    hidden states will be kept.
-    """
+    """A sampler for the config's task, or for ``task``. ``note`` receives messages for the user."""
     rollout = config.rollout
     engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)
     task = task or config.task.build()
-    announce(
-        engine, note, responses=responses, max_prompt=rollout.max_prompt, max_tokens=rollout.max_tokens,
-        max_episode=rollout.max_episode_tokens if several_turns(task) else None, hidden=hidden,
-    )  # fmt: skip
+    if isinstance(engine, NativeEngine):
+        episode = rollout.max_episode_tokens if several_turns(task) else None
+        engine.check_memory(rollout.max_prompt, episode or rollout.max_tokens)
     prefill = config.task.prefill
     check_data(task, policy, rollout.max_prompt - len(policy.encode_prefill(prefill)), note)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)

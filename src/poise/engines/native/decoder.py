@@ -37,16 +37,8 @@ class Decoder:
         self.tokens = torch.zeros(by_step, dtype=torch.long, device=device)
         self.logp, self.entropy = torch.zeros(by_step, device=device), torch.zeros(by_step, device=device)
         self.step_number = torch.zeros(1, dtype=torch.long, device=device)  # since the last look
-        self.drawn_from: Tensor | None = None  # (steps, S, W) the hidden state of each draw since the last look
-        self.recording = False  # whether a step writes there
         # transformers uses a mask of four dimensions as it is, and builds none of its own.
         self.mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-
-    def record(self, wanted: bool) -> None:
-        """Whether steps from now on record the hidden states that tokens are drawn from."""
-        self.recording = wanted
-        if wanted and self.drawn_from is None:
-            self.drawn_from = self.hidden.new_zeros(self.steps_per_look, *self.hidden.shape)
 
     def decoded_rows(self, taken: int) -> int:
         """How many rows to decode when the first ``taken`` rows hold a sequence."""
@@ -95,8 +87,6 @@ class Decoder:
         """Draw a token (n,) for each row; record it with its log-probability and entropy."""
         records = [record[:, :n] for record in (self.tokens, self.logp, self.entropy)]
         hidden, points = self.hidden[:n], self.points[:, :n]
-        if self.recording and self.drawn_from is not None:
-            self.drawn_from[:, :n].index_copy_(0, self.step_number, hidden[None])
         if sampling.whole and _triton.suits(hidden):
             from poise.engines.native import kernels
 

@@ -17,10 +17,10 @@ from torch.nn.functional import linear
 from poise._lib import triton as _triton
 from poise.engines.native.slot_cache import SlotCache
 from poise.engines.native.turn import Turn
-from poise.models.compilation import FUSED
 from poise.models.fused_projections import Joined, join_projections
 from poise.models.policy import Policy
 
+FUSED = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})  # model types with the usual layers
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 

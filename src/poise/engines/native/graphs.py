@@ -85,7 +85,7 @@ class GraphedDecoder(Decoder):
         super().__init__(policy, cache)
         self.step = step
         self.sizes = sizes(cache.slots)
-        self.graphs: dict[tuple[int, Sampling, bool], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
 
     def decoded_rows(self, taken: int) -> int:
         """The next number of rows for which a graph may be recorded."""
@@ -93,7 +93,7 @@ class GraphedDecoder(Decoder):
 
     def run(self, n: int, steps: int, sampling: Sampling, *, last: bool) -> None:  # noqa: ARG002
         """Replay the step ``steps`` times."""
-        graph = self.graphs.get((n, sampling, self.recording)) or self._record(n, sampling)
+        graph = self.graphs.get((n, sampling)) or self._record(n, sampling)
         self.step_number.zero_()
         for _ in range(steps):
             graph.replay()
@@ -130,7 +130,7 @@ class GraphedDecoder(Decoder):
             step()
         for x, old in zip(state, saved, strict=True):
             x.copy_(old)
-        self.graphs[n, sampling, self.recording] = graph
+        self.graphs[n, sampling] = graph
         return graph
 
 

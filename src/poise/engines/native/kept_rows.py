@@ -9,18 +9,15 @@ the memory are not kept; their dialogues are read again, and counted (``reread``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from poise._lib import cuda_memory
 from poise.engines.limits import positions
 from poise.engines.native.kv_cache import SavedRow
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.engines.native.slot_cache import SlotCache
-from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.session import Session
 from poise.rollout.types import Done, Request, Rollouts
@@ -34,18 +31,13 @@ RESERVED_SHARE = 0.4  # on CUDA, of the free memory, which slots for the longest
 
 
 class NativeSession(Session):
-    """Calls to the native engine, between which keys and values are kept.
-
-    Keys of other weights are never continued: a session whose model's weights have changed reads the dialogues again.
-    """
+    """Calls to the native engine, between which keys and values are kept. End it before the weights change."""
 
     engine: NativeEngine
 
     def __init__(self, engine: NativeEngine, length: int | None = None) -> None:
         super().__init__(engine)
         self._rows: dict[int, SavedRow] = {}  # of the call before, by number
-        optimizer_steps()
-        self._weights: list[tuple[int, int]] = []  # with which these rows were made
         self._length, self._slots = length or 0, 0  # of the cache on CUDA: both only grow, so that graphs stay
 
     def _sample(
@@ -57,11 +49,10 @@ class NativeSession(Session):
             return self.engine.sample(requests, sampling, seed, done)
         if not self.engine.keeps_keys:
             return super()._sample(requests, dialogues, sampling, seed, done)
-        weights = weight_versions(self.engine.policy)
-        kept = KeptRows(self._rows if weights == self._weights else {}, self.engine.token_bytes)
+        kept = KeptRows(self._rows, self.engine.token_bytes)
         self._rows = {}
         rollouts = self.engine.run(requests, sampling, seed, done, kept, self._reserve(requests))
-        self._rows, self._weights = kept.after, weights
+        self._rows = kept.after
         self.continued += kept.continued
         self.reread += kept.reread
         return rollouts
@@ -122,24 +113,3 @@ class KeptRows:
             return KEPT_SHARE * cuda_memory.free_bytes(device)
         blocks = {id(row.block): row.block for row in (*self.before.values(), *self.after.values())}
         return KEPT_BYTES - sum(x.nbytes for block in blocks.values() for x in block)
-
-
-def weight_versions(policy: Policy) -> list[tuple[int, int]]:
-    """Changes whenever the weights do, be it in place or by an optimizer, whose fused step leaves no other trace.
-
-    A change through ``parameter.data`` goes unnoticed.
-    """
-    versions = [(parameter.data_ptr(), parameter._version) for parameter in policy.model.parameters()]
-    return [*versions, (0, optimizer_steps()[0])]
-
-
-@cache
-def optimizer_steps() -> list[int]:
-    """The number of optimizer steps in this process, counted from the first call on, in a list of one."""
-    steps = [0]
-
-    def step(*_: object) -> None:
-        steps[0] += 1
-
-    register_optimizer_step_post_hook(step)
-    return steps

@@ -9,7 +9,6 @@ import torch
 
 from poise._lib.transfer import send
 from poise.engines.native.decoder import Decoder
-from poise.engines.native.drawn_states import DrawnStates
 from poise.engines.native.kept_rows import KeptRows
 from poise.engines.native.kv_cache import FIRST_ROOM, SavedRow
 from poise.models.packing import first_fit
@@ -48,12 +47,10 @@ class Scheduler:
         self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
         self.logp, self.entropy = (torch.zeros(shape, device=self.device) for _ in range(2))
         self.stop_tokens = end_table(requests, self.device)
-        self.drawn = DrawnStates(self.device) if any(request.hidden for request in requests) else None
 
     def work(self) -> Rollouts:
         """Decode until nothing waits and every row is free."""
         self.cache.clear()
-        self.decoder.record(self.drawn is not None)
         while True:
             self._admit()
             self._close_up()
@@ -135,8 +132,6 @@ class Scheduler:
         for store, new in zip((self.tokens, self.logp, self.entropy), decoded, strict=True):
             store.view(-1)[place] = new[:steps, :n]
         lengths, stopped = torch.stack([wanted.sum(0), (stops & wanted).any(0)]).tolist()
-        if self.drawn is not None and self.decoder.drawn_from is not None:
-            self.drawn.take(self.decoder.drawn_from, self.rows, counts, lengths)
         for i, length, stop in zip(self.rows, lengths, stopped, strict=True):
             if i >= 0:
                 self.counts[i] += length
@@ -184,5 +179,4 @@ class Scheduler:
         prompts = [list(request.prompt) for request in self.requests]
         finished = send(torch.tensor(self.stopped), self.device)
         extents = [(count, count) for count in self.counts]
-        hidden = None if self.drawn is None else self.drawn.in_order(self.counts)
-        return Rollouts(prompts, tokens, mask, logp, entropy, finished, extents=extents, hidden=hidden)
+        return Rollouts(prompts, tokens, mask, logp, entropy, finished, extents=extents)

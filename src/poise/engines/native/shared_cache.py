@@ -159,7 +159,8 @@ class SharedPromptCache(KVCache):
         largest = max(len(group) for group in groups)
         members = [row for group in groups for row in [*group, *[group[0]] * (largest - len(group))]]
         self.groups, self.largest_group = len(groups), largest
-        self.members: Tensor | None = None  # (groups · largest,) rows in the order of their groups; None: they lie so
+        # (groups · largest,) rows sorted by group, each group filled up to the largest; None if they are sorted already
+        self.members: Tensor | None = None
         if members != list(range(self.n)):
             place = {row: at for at, row in reversed(list(enumerate(members)))}
             self.members = send(members, self.device)
