@@ -19,7 +19,7 @@ from poise import regulators, surrogates, tasks
 from poise.algorithms.names import TABLE as ALGORITHMS
 from poise.config.schema import Config
 from poise.rewards.names import TABLE as REWARDS
-from poise.tasks.environment import Environment, EnvironmentOfRows
+from poise.tasks.environment import Environment
 from poise.tasks.reasoning_gym import ReasoningGym
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -32,8 +32,7 @@ Method = Callable[..., Any]
 METHODS: dict[str, tuple[str, Mapping[str, Method]]] = {
     "Tasks": (
         "`task.name=NAME`; settings are `task.KEY=VALUE`. More in [tasks.md](tasks.md).",
-        {**tasks.TASKS, "environment": Environment, "environment with data=FILE": EnvironmentOfRows,
-         "rg/NAME": ReasoningGym},
+        {**tasks.TASKS, "environment": Environment, "rg/NAME": ReasoningGym},
     ),
     "Regulators": ('`regulator="NAME(KEY=VALUE)"`. More in [papers.md](papers.md).', regulators.TABLE),
     "Algorithms": ('`algorithm="NAME(KEY=VALUE)"`. More in [erl.md](erl.md) and [rltr.md](rltr.md).', ALGORITHMS),
