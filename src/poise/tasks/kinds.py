@@ -32,7 +32,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 def check_kinds(name: str, maker: Callable[..., Any], settings: Mapping[str, Any]) -> None:
     """Raise if a setting of the task takes text, true or false, or texts, and its value is of another kind.
 
-    Otherwise the task would fail in the midst of a run, or take ``open_think=no-thanks`` for true. Numbers are left to
+    Otherwise the task would fail in the midst of a run, or take ``slippery=no-thanks`` for true. Numbers are left to
     the task, which knows their range, and so are annotations with any other part.
     """
     parameters = signature(maker).parameters

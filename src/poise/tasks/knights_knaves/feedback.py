@@ -12,9 +12,8 @@ from poise.tasks.knights_knaves.wording import listing, role
 MOST = 3  # people who are named
 
 
-def feedback(names: Sequence[str], statements: Sequence[Statement], text: str, *, opened_think: bool = False) -> str:
+def feedback(names: Sequence[str], statements: Sequence[Statement], text: str) -> str:
     """The tags that are wrong, the people left out, or the claims that contradict the answer."""
-    text = TAGS[0] + text if opened_think else text
     answer = answer_of(text)
     if answer is None:
         return tag_fault(text, TAGS) or f"The tags must come in this order: {' '.join(TAGS)}."

@@ -49,15 +49,15 @@ class Puzzle:
         """The right answer, as it should stand between the answer tags."""
         return answer_text(self.names, self.solution)
 
-    def problem(self, instruction: str = "", ending: str = "") -> Problem:
-        """This puzzle as a problem: the prompt is the instruction, the quiz and the ending."""
+    def problem(self, instruction: str = "") -> Problem:
+        """This puzzle as a problem: the prompt is the instruction and the quiz."""
         data: dict[str, Any] = {
             "names": list(self.names),
             "statements": _as_lists(self.statements),
             "solution": list(self.solution),
             "quiz": self.quiz,
         }
-        prompt = (f"{instruction}\n\n" if instruction else "") + self.quiz + ending
+        prompt = (f"{instruction}\n\n" if instruction else "") + self.quiz
         return Problem(self.id, prompt, str(self.people), data)
 
     @classmethod

@@ -19,10 +19,8 @@ from poise.tasks.knights_knaves.wording import ROLE, role
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def score(names: Sequence[str], solution: Sequence[bool], text: str, *, opened_think: bool = False) -> Score:
-    """Score a response. ``opened_think``: the prompt ended with ``<think>``, so that the response lacks it."""
-    if opened_think:
-        text = TAGS[0] + text
+def score(names: Sequence[str], solution: Sequence[bool], text: str) -> Score:
+    """Score a response."""
     answer = answer_of(text)
     if answer is None:
         return _score(-1.0, -2.0)
