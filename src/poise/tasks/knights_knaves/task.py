@@ -10,14 +10,12 @@ from typing import ClassVar
 
 from poise._lib.files import expand
 from poise.tasks.base import Problem, Score, Split, TaskError, check_split
-from poise.tasks.data.splits import fingerprint
-from poise.tasks.knights_knaves.feedback import feedback
+from poise.tasks.data.rows import fingerprint
 from poise.tasks.knights_knaves.generator import check_settings, draw, tell
 from poise.tasks.knights_knaves.meaning import split_of
-from poise.tasks.knights_knaves.puzzle import Puzzle, answer_text
-from poise.tasks.knights_knaves.reader import read
+from poise.tasks.knights_knaves.puzzle import Puzzle, answer_text, read
 from poise.tasks.knights_knaves.statements import solve
-from poise.tasks.knights_knaves.verifier import score
+from poise.tasks.knights_knaves.verifier import feedback, score
 from poise.tasks.knights_knaves.wording import NAMES
 from poise.tasks.streams import sizes
 
