@@ -16,7 +16,7 @@ from typing import Any
 from metric_names import METRICS
 
 from poise import regulators, surrogates, tasks
-from poise.algorithms.names import TABLE as ALGORITHMS
+from poise.algorithms import TABLE as ALGORITHMS
 from poise.config.schema import Config
 from poise.rewards.names import TABLE as REWARDS
 from poise.tasks.environment import Environment

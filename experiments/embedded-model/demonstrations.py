@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.models.policy import Policy
 from poise.models.prompts import encode_next, plain, turn_end
 from poise.models.tool_prompts import Tools, tools_of

@@ -76,14 +76,6 @@ def test_solutions_are_right_and_the_noise_of_the_task_is_their_default(style: s
     assert all(careless.score(problem, careless.demonstration(problem, noise=0.0)).correct for problem in some)
 
 
-def test_a_prompt_that_opens_think() -> None:
-    task = WorkedKnights(people=3, open_think=True, style="compact")
-    problem = next(task.problems("test", 0))
-    text = task.demonstration(problem)
-    assert "<think>" not in text
-    assert task.score(problem, text).reward == 3.0
-
-
 def test_public_rows_are_solved_as_they_say() -> None:
     for index, puzzle in enumerate(read(public_rows())[::9]):
         assert score(puzzle.names, puzzle.solution, worked(puzzle, style=STYLES[index % len(STYLES)])).reward == 3.0

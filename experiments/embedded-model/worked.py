@@ -57,7 +57,6 @@ class WorkedKnights(KnightsKnaves):
         check_range("WorkedKnights", "wording", self.wording, 0.0, 1.0)
 
     def demonstration(self, problem: Problem, seed: int = 0, noise: float | None = None) -> str:
-        """A worked solution. With ``open_think`` the prompt already has its first tag."""
+        """A worked solution."""
         noise = self.noise if noise is None else noise
-        text = worked(Puzzle.of(problem), style=self.style, noise=noise, seed=seed, wording=self.wording)
-        return text.removeprefix("<think>") if self.open_think else text
+        return worked(Puzzle.of(problem), style=self.style, noise=noise, seed=seed, wording=self.wording)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poise._lib.device import accumulator
 from poise._lib.errors import check_range
-from poise._lib.float32 import accumulator
 
 
 @dataclass(frozen=True, eq=False)

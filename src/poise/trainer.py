@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from poise import regulators
+from poise._lib.device import keep_freed_memory
 from poise._lib.files import expand
-from poise._lib.heap import keep_freed_memory
 from poise._lib.user_code import blamed
 from poise.algorithms import Memory, Sample
 from poise.algorithms.collected import collect
@@ -65,7 +65,7 @@ def train(
     ``before`` is the accuracy before training, if another run of the same model has measured it in the same way. If
     the folder has a run already, this one goes to the next free folder, such as ``runs/mine-2``; with
     ``renumber=False`` that is an error. On a CPU the C library is told to keep freed memory, from then on
-    (``_lib/heap.py``).
+    (``_lib/device.py``).
     """
     if renumber and not resume:
         config = in_free_folder(config, quiet=quiet)

@@ -8,7 +8,7 @@ import pytest
 
 COUNT = """
 import resource, sys
-from poise._lib.heap import keep_freed_memory
+from poise._lib.device import keep_freed_memory
 
 keep = sys.argv[1] == "keep"
 assert not keep or keep_freed_memory()
@@ -34,7 +34,7 @@ def test_memory_that_was_freed_is_used_again_without_page_faults():
 
 
 def test_a_c_library_that_cannot_be_told_is_left_alone(monkeypatch):
-    from poise._lib import heap
+    from poise._lib import device
 
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: object())
-    assert heap.keep_freed_memory() is False
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda _: object())
+    assert device.keep_freed_memory() is False

@@ -58,7 +58,6 @@ def test_a_foreign_run_runs_no_code(regulator):
     fails("diagnose", "run", "--out", "there")  # has no use for it, and ends for want of a model
     fails("eval", "run")
     poise("report", "run")
-    fails("tokens", "run")
     assert not Path("ran").exists()
 
 

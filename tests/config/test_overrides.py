@@ -66,7 +66,6 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("task.name={a: 1}", "task.name = {'a': 1}: must be text: the name of a task"),
         ("task=[kk]", "task = ['kk']: must be a group of settings, key: value"),
         ("task.instruction=[1]", "task: kk: instruction must be text, got [1]"),
-        ("task.open_think=perhaps", "task: kk: open_think must be true or false, got 'perhaps'"),
         ("task.names=3", "task: kk: names must be a list of texts, got 3"),
         ("task.file={}", "task: kk: file must be text or null, got {}"),
         ("regulator=[ar, lopti]", "regulator = ['ar', 'lopti']: must be text: a method, or several joined by |, such"),

@@ -8,8 +8,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 import torch
 import transformers
 
-from poise._lib import cuda_memory
-from poise._lib import triton as _triton
+from poise._lib import device as _device
 from poise.engines.native import engine, fused_step, graphs, kernels
 from support.tiny_models import ARCHITECTURES, COMMON, tiny
 
@@ -20,7 +19,7 @@ ARCHITECTURES["biased"] = lambda: transformers.LlamaConfig(**COMMON, attention_b
 @torch.no_grad()
 def states(policy, step, count):
     """The hidden states of some steps, in kernels or, without ``step``, by plain torch and the model's own code."""
-    _triton.suits = lambda _: step is not None
+    _device.suits_triton = lambda _: step is not None
     like = next(policy.trunk.parameters())
     decoder = engine._new_decoder(policy, engine.layer_shapes(policy), *engine.TRIAL_CACHE, like, step)
     prompts, prompt_of, tokens = engine._trial_texts(policy)
@@ -35,10 +34,10 @@ def states(policy, step, count):
 
 def main():
     graphs.usable, kernels._processors = lambda *_: True, lambda _: 132
-    cuda_memory.free_bytes = lambda _: 1 << 34
+    _device.free_bytes = lambda _: 1 << 34
     for name in ("llama", "qwen2", "qwen3", "mistral", "smollm3", "biased"):
         policy = tiny(name)
-        _triton.suits = lambda _: True
+        _device.suits_triton = lambda _: True
         step = fused_step.fused_step(policy)
         assert step is not None, name
         count = 10 if name == "mistral" else 3  # enough for its window of 8 tokens to leave keys out

@@ -43,7 +43,7 @@ def test_no_fused_step_without_triton_and_cuda():
 @pytest.fixture
 def step(monkeypatch):
     """The fused step of a model, as on CUDA."""
-    monkeypatch.setattr("poise.engines.native.fused_step._triton.suits", lambda _: True)
+    monkeypatch.setattr("poise.engines.native.fused_step._device.suits_triton", lambda _: True)
     return fused_step
 
 

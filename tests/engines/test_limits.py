@@ -129,7 +129,7 @@ def test_a_run_is_refused_if_not_even_one_sequence_fits(task, length, tmp_path, 
     """On CUDA, where a slot has room for the longest episode."""
     monkeypatch.setattr(NativeEngine, "_graphs", True)
     held = []
-    monkeypatch.setattr("poise._lib.cuda_memory.free_bytes", lambda _: held[0])
+    monkeypatch.setattr("poise._lib.device.free_bytes", lambda _: held[0])
     policy = load_policy("embedded", device="cpu")
     settings = ["rollout.max_prompt=40", "rollout.max_tokens=32", "rollout.max_episode_tokens=128"]
     asked = config.load("grpo", [f"run={tmp_path}", "device=cpu", "model=embedded", f"task.name={task}", *settings])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from poise._lib import cuda_memory
+from poise._lib import device as _device
 from poise.engines.choose import choose
 from poise.engines.hf import CachedEngine
 from poise.engines.native import graphs
@@ -325,14 +325,14 @@ class TestDrawing:
 
 def test_memory_that_is_not_there_is_said_early():
     with pytest.raises(torch.OutOfMemoryError, match=r"rollout\.max_tokens"):
-        graphs.affordable(4, per_slot=2 << 40, free=cuda_memory.free_bytes(torch.device("cuda")), length=100)
+        graphs.affordable(4, per_slot=2 << 40, free=_device.free_bytes(torch.device("cuda")), length=100)
 
 
 def test_a_run_is_refused_if_not_even_one_slot_fits(monkeypatch):
     engine = NativeEngine(tiny("llama", "cuda", torch.bfloat16))
     slot = graphs.slot_bytes(engine.shapes, 64 + 128, 2)
     engine.check_memory(40, 128)
-    monkeypatch.setattr(cuda_memory, "free_bytes", lambda _: slot)
+    monkeypatch.setattr(_device, "free_bytes", lambda _: slot)
     with pytest.raises(ModelError, match=r"lower rollout\.max_tokens"):
         engine.check_memory(40, 128)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from poise._lib import cuda_memory
+from poise._lib import device as _device
 from poise.engines.native.engine import NativeEngine, continues
 from poise.models.attention import text_over_keys, text_over_slots
 from poise.rollout.sampling import Sampling
@@ -120,6 +120,6 @@ def test_long_dialogues_are_not_reserved_where_memory_is_short(monkeypatch):
     engine = NativeEngine(tiny("llama", "cuda", torch.bfloat16))
     whole = 9 * 250 * engine.token_bytes
     for free, reserved in ((whole, False), (10 * whole, True)):
-        monkeypatch.setattr(cuda_memory, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr(_device, "free_bytes", lambda _, free=free: free)
         dialogues(engine, length=250, **LONG)
         assert (engine._decoder.cache.length == 250) == reserved

@@ -63,7 +63,7 @@ def test_a_kernel_without_the_surrogate_leaves_it_to_plain_torch(monkeypatch: py
     kernels = SimpleNamespace(supports=lambda rule: isinstance(rule, Clip))
     monkeypatch.setitem(sys.modules, "poise.head.kernels", kernels)
     monkeypatch.setattr("poise.head.kernels", kernels, raising=False)
-    monkeypatch.setattr("poise._lib.triton.suits", lambda _: True)
+    monkeypatch.setattr("poise._lib.device.suits_triton", lambda _: True)
     states = torch.zeros(1)
     assert loss._row_pass(states, Clip()) is kernels
     assert loss._row_pass(states, Sapo()) is rows

@@ -9,8 +9,8 @@ from poise import tasks
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("kk", {"open_think": 1}),
-        ("kk", {"open_think": np.True_}),
+        ("frozenlake", {"slippery": 1}),
+        ("frozenlake", {"slippery": np.True_}),
         ("kk", {"names": np.array(["Ada", "Bob", "Cleo", "Dan", "Eve", "Flo", "Gil", "Hal"])}),
         ("kk", {"names": dict.fromkeys(["Ada", "Bob", "Cleo", "Dan", "Eve", "Flo", "Gil", "Hal"]).keys()}),
         ("frozenlake", {"slippery": 0}),
@@ -21,17 +21,17 @@ def test_what_means_the_same_is_taken(name, settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("name", "settings", "words"),
     [
-        ({"open_think": 2}, "open_think must be true or false, got 2"),
-        ({"open_think": [1]}, "open_think must be true or false"),
-        ({"names": "Ada"}, "names must be a list of texts"),
-        ({"names": [1, 2]}, "names must be a list of texts"),
+        ("frozenlake", {"slippery": 2}, "slippery must be true or false, got 2"),
+        ("frozenlake", {"slippery": [1]}, "slippery must be true or false"),
+        ("kk", {"names": "Ada"}, "names must be a list of texts"),
+        ("kk", {"names": [1, 2]}, "names must be a list of texts"),
     ],
 )
-def test_what_means_something_else_is_refused(settings, words):
+def test_what_means_something_else_is_refused(name, settings, words):
     with pytest.raises(TypeError, match=words):
-        tasks.get("kk", **settings)
+        tasks.get(name, **settings)
 
 
 def test_an_environment_takes_functions_as_rewards():

@@ -8,9 +8,8 @@ import pytest
 
 from poise import tasks
 from poise.tasks.search_qa import SearchQA
-from poise.tasks.search_qa.search import Index
 from poise.tasks.search_qa.task import normal
-from poise.tasks.search_qa.world import World
+from poise.tasks.search_qa.world import Index, World
 
 
 def questions(task, split="train", seed=0, count=60):

@@ -1,8 +1,40 @@
-"""Algorithms decide what to sample for a step, and which samples are normalised together."""
+"""Algorithms decide what to sample for a step, and which samples are normalised together. One table of names."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+
+from poise._lib import user_code as _user_code
+from poise._lib.calls import read_call
+from poise._lib.errors import short, unknown
 from poise.algorithms.base import Algorithm, Memory, Sample, algorithm
+from poise.algorithms.erl import Erl
 from poise.algorithms.grpo import Grpo
-from poise.algorithms.names import TABLE, get
 from poise.algorithms.rltr import Rltr
 
 __all__ = ["TABLE", "Algorithm", "Grpo", "Memory", "Rltr", "Sample", "algorithm", "get"]
+
+TABLE: dict[str, Callable[..., Algorithm]] = {"grpo": Grpo, "erl": Erl, "rltr": Rltr}
+
+
+def get(text: str, group: int) -> Algorithm:
+    """Build an algorithm from its text form, such as ``"grpo"``, with ``group`` attempts at each problem.
+
+    User code is named by its dotted path and marked with ``@poise.algorithm``.
+    """
+    name, args, settings = read_call(text)
+    if name not in TABLE and not any(sign in name for sign in ".:"):
+        raise ValueError(unknown("algorithm", name, TABLE))
+    factory = TABLE.get(name) or _user_code.load("algorithm", name)
+    allowed = list(signature(factory).parameters)
+    if args:
+        raise TypeError(f"{name}: pass an algorithm's settings by name, {name}(setting=value)")
+    for key in settings:
+        if key not in allowed:
+            raise TypeError(unknown(f"setting of {name}", key, allowed) + _user_code.forgotten_dataclass(factory))
+    if "group" in allowed:
+        settings.setdefault("group", group)
+        if type(settings["group"]) is not int or settings["group"] < 1:
+            raise ValueError(f"{name}: group must be a whole number of at least 1, got {short(settings['group'])}")
+    return factory(**settings)

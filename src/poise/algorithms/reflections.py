@@ -13,7 +13,7 @@ from poise.algorithms.base import Sample
 from poise.engines.limits import most_tokens
 from poise.models.tool_prompts import Tools
 from poise.tasks import Message, Problem, Score, Split, Task
-from poise.tasks.feedback import feedback_on
+from poise.tasks.base import feedback_on
 
 if TYPE_CHECKING:
     from poise.algorithms.sampler import Sampler

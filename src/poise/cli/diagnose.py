@@ -13,7 +13,7 @@ from poise.cli.common import Model, Settings, Trust, check_folder_is_free, expla
 
 if TYPE_CHECKING:
     from poise.config.schema import Config
-    from poise.diagnostics.intervals import Intervals
+    from poise.diagnostics.dominance import Intervals
 
 
 def diagnose(
@@ -66,7 +66,7 @@ def diagnose(
 
 
 def _intervals(edges: str) -> Intervals:
-    from poise.diagnostics.intervals import Intervals
+    from poise.diagnostics.dominance import Intervals
 
     try:
         return Intervals.cut([float(edge) for edge in edges.split(",")])

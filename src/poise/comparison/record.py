@@ -14,8 +14,8 @@ from pathlib import Path
 from poise._lib.errors import short
 from poise._lib.files import dumps, read_json, replacing
 from poise.comparison.plan import Plan, PlannedRun
-from poise.config.differences import differences
 from poise.config.documents import ConfigError, Document
+from poise.config.run_settings import differences
 from poise.runs.folder import RunFolder
 from poise.runs.listing import PLAN
 from poise.tasks import data_fingerprint

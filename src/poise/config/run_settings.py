@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from poise import regulators
+from poise._lib import user_code
 from poise._lib.errors import short
 from poise.config.documents import SHORT_FORMS, ConfigError, Document, merge, parse, read, split_overrides
 from poise.config.groups import EvaluationConfig, RolloutConfig
@@ -156,3 +158,38 @@ def describe_sampling(config: Config, temperature: float) -> str:
     rollout = config.rollout
     limits = f"top_p {rollout.top_p:g}, top_k {rollout.top_k}, up to {rollout.max_tokens} tokens"
     return f"temperature {temperature:g}, {limits}"
+
+
+class Difference(NamedTuple):
+    """One setting that differs: its dotted key and both values."""
+
+    key: str
+    saved: Any
+    now: Any
+
+
+def differences(saved: Document, now: Document) -> Iterator[Difference]:
+    """What differs. A setting that an older version lacked counts as equal, and so does a regulator written otherwise.
+
+    ``now`` is the user's own; ``saved`` may be anybody's, and code that it alone names is not loaded.
+    """
+    for found in _differences(merge(now, saved), now, ""):
+        if found.key != "regulator" or not _same_regulator(found.saved, found.now):
+            yield found
+
+
+def _differences(saved: Document, now: Document, prefix: str) -> Iterator[Difference]:
+    for key, value in saved.items():
+        if isinstance(value, dict) and isinstance(now.get(key), dict):
+            yield from _differences(value, now[key], f"{prefix}{key}.")
+        elif value != now.get(key):
+            yield Difference(f"{prefix}{key}", value, now.get(key))
+
+
+def _same_regulator(saved: Any, now: Any) -> bool:
+    """Whether two texts mean the same: ``ar`` and ``ar(alpha=0.2)``."""
+    try:
+        with user_code.untrusted("the run", [now]):
+            return regulators.text(regulators.parse(saved)) == regulators.text(regulators.parse(now))
+    except (ValueError, TypeError):
+        return False

@@ -47,14 +47,19 @@ from poise.config.documents import (
     too_deep,
 )
 from poise.config.groups import (
+    Count,
+    CountOrZero,
     EvaluationConfig,
+    Group,
     LoraConfig,
     OptimConfig,
+    Real,
     RolloutConfig,
     TaskConfig,
+    Text,
+    TokenCount,
 )
 from poise.config.messages import explain
-from poise.config.values import Count, CountOrZero, Group, Real, Text, TokenCount
 from poise.objective_settings import Settings
 from poise.runs.trackers import TRACKERS
 

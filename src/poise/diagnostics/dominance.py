@@ -21,6 +21,8 @@ For each regulator, with K intervals:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,10 +30,84 @@ from torch import Tensor
 
 from poise.batch import Phase, TokenBatch
 from poise.diagnostics.displacement import likelihood_displacement
-from poise.diagnostics.intervals import Intervals
 from poise.diagnostics.loop import Loop, gradient_of, inner, step, unchanged
-from poise.diagnostics.sizes import token_gradient_sizes
+from poise.lm_head import HeadLike, as_head
 from poise.regulators.base import Regulator
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Intervals of [0, 1], by default its quarters. Each includes its lower end, the last one also its upper end."""
+
+    edges: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+    def __post_init__(self) -> None:
+        rising = all(low < high for low, high in pairwise(self.edges))
+        if len(self.edges) < 3 or not rising or self.edges[0] != 0 or self.edges[-1] != 1:
+            raise ValueError(
+                f"intervals: edges must rise from 0 to 1 and form at least two intervals, such as 0, 0.5, 1; "
+                f"got {', '.join(f'{edge:g}' for edge in self.edges)}"
+            )
+
+    @classmethod
+    def cut(cls, inner: Sequence[float]) -> Intervals:
+        """From the inner edges, without 0 and 1."""
+        return cls((0.0, *inner, 1.0))
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    @property
+    def names(self) -> list[str]:
+        """``0–0.25`` and so on."""
+        return [f"{low:g}–{high:g}" for low, high in pairwise(self.edges)]
+
+    def masks(self, batch: TokenBatch) -> Tensor:
+        """(K, B, T) bool: the response tokens of each interval; each token is in exactly one."""
+        inner = torch.tensor(self.edges[1:-1], dtype=batch.dtype, device=batch.mask.device)
+        number = torch.bucketize(batch.prob, inner, right=True)
+        return (number == torch.arange(len(self), device=number.device)[:, None, None]) & batch.mask
+
+
+BLOCK = 1 << 24  # elements of logits in memory at a time
+
+
+@torch.no_grad()
+def gradient_sizes(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: int = BLOCK) -> Tensor:
+    """(N,) ``‖e_y − π‖`` of N tokens: the norm of ``∂ log π(y) / ∂ logits``, π the distribution that sampling used.
+
+    ``‖e_y − π‖² = (1 − π(y))² + Σ_{v≠y} π(v)²``. It lies between ``1 − p`` and ``√2·(1 − p)``, nearer to the
+    upper end the fewer rivals the token has. In the loss, a token's weight, advantage and ratio multiply it.
+    """
+    head = as_head(head)
+    norms = []
+    size = 1
+    start = 0
+    while start < len(hidden):
+        logits = head(hidden[start : start + size])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        others = logits.softmax(-1)
+        others.scatter_(1, targets[start : start + size, None], 0.0)  # 1 − p is their sum: nothing cancels
+        norms.append((others.sum(1).square() + others.square().sum(1)).sqrt())
+        start += size
+        size = max(1, block // logits.shape[-1])  # the first row gives the vocabulary size
+    return torch.cat(norms) if norms else hidden.new_zeros(0)
+
+
+def token_gradient_sizes(batch: TokenBatch) -> Tensor | None:
+    """(B, T) ``gradient_sizes`` of the response tokens, 0 elsewhere; None if the batch has no hidden states."""
+    if batch.hidden is None or batch.head is None or batch.targets is None:
+        return None
+    sizes = torch.zeros_like(batch.mask, dtype=batch.dtype)
+    alone = [[row] for row in range(len(batch.mask))]
+    for rows in batch.group_members() if batch.groups is not None else alone:
+        ix = torch.tensor(rows, device=batch.mask.device)
+        mask, part = batch.mask[ix], sizes[ix]
+        norms = gradient_sizes(batch.hidden_of(ix)[mask], batch.targets[ix][mask], batch.head)
+        part[mask] = norms.to(batch.dtype)
+        sizes[ix] = part
+    return sizes
+
 
 Gradient = list[Tensor | None]
 BINS = 40  # of the histogram of probabilities

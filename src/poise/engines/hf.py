@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.engines.limits import check_lengths
 from poise.engines.native.kv_cache import FIRST_ROOM
 from poise.models.policy import Policy, pad_left

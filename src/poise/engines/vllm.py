@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from poise._lib.random_numbers import same_random_numbers
+from poise._lib.device import same_random_numbers
 from poise.models.errors import first_line
 from poise.models.policy import ModelError, Policy
 from poise.models.scoring import score_all

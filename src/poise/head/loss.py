@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from poise._lib import triton as _triton
-from poise._lib.float32 import accumulator, multiply
+from poise._lib import device as _device
+from poise._lib.device import accumulator, multiply
 from poise.batch import Phase, TokenBatch
 from poise.head import rows
 from poise.lm_head import Head, HeadLike, as_head
@@ -223,7 +223,7 @@ def _row_pass(hidden: Tensor, surrogate: Surrogate | None = None) -> ModuleType:
 
     Plain torch also for a surrogate that the kernels do not have.
     """
-    if _triton.suits(hidden):
+    if _device.suits_triton(hidden):
         from poise.head import kernels
 
         if surrogate is None or kernels.supports(surrogate):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from poise._lib.float32 import accumulator
+from poise._lib.device import accumulator
 from poise.lm_head import Head
 
 LAG = 20.0  # how far the maximum may rise before the sums are rescaled to it

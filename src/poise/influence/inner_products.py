@@ -25,10 +25,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from poise._lib import triton as _triton
+from poise._lib import device as _device
+from poise._lib.device import accumulator, multiply, send
 from poise._lib.errors import check_choice
-from poise._lib.float32 import accumulator, multiply
-from poise._lib.transfer import send
 from poise.influence import elementwise as in_torch
 from poise.influence.elementwise import Rows, stored
 from poise.lm_head import Head, HeadLike, as_head
@@ -228,7 +227,7 @@ def _blocks(count: int, size: int) -> list[slice]:
 
 
 def _steps(hidden: Tensor) -> ModuleType:
-    if _triton.suits(hidden):
+    if _device.suits_triton(hidden):
         from poise.influence import kernels
 
         return kernels

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poise._lib import triton as _triton
+from poise._lib import device as _device
 from poise.models.packing import Packed
 
 FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
@@ -24,7 +24,7 @@ WORTH = 1.36e11
 
 def can_compile(device: torch.device) -> bool:
     """Whether torch.compile can run on this device, and makes passes faster there."""
-    return device.type == "cuda" and _triton.available()
+    return device.type == "cuda" and _device.has_triton()
 
 
 def compiling_pays(model: Any, tokens: float) -> bool:

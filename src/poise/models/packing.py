@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.rollout.types import Rollouts
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.head import min_p_logp
 from poise.models.packing import pack
 from poise.models.policy import Policy

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from poise._lib.device import send
 from poise._lib.errors import check_range
-from poise._lib.transfer import send
 from poise.batch import Phase, TokenBatch
 from poise.influence import Scores, group_scores
 from poise.regulators.scores import Scorer

@@ -17,8 +17,7 @@ from poise.algorithms.sampler import Sampler
 from poise.batch import Phase, TokenBatch
 from poise.config.run_settings import starting_model
 from poise.config.schema import Config
-from poise.diagnostics.dominance import dominance
-from poise.diagnostics.intervals import Intervals
+from poise.diagnostics.dominance import Intervals, dominance
 from poise.engines.limits import check_settings
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy

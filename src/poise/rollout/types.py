@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.batch import Rows
 from poise.rollout.sampling import Sampling
 

@@ -31,6 +31,8 @@ from poise.tasks.base import (
     draw,
     epochs,
     explained,
+    feedback_on,
+    gold_answer,
     heard,
     judge,
     judge_all,
@@ -39,14 +41,12 @@ from poise.tasks.base import (
 )
 from poise.tasks.data import Data, Math
 from poise.tasks.environment import Environment
-from poise.tasks.feedback import feedback_on
 from poise.tasks.frozenlake import FrozenLake
-from poise.tasks.gold import gold_answer
-from poise.tasks.kinds import check_kinds
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.tasks.reasoning_gym import reasoning_gym
 from poise.tasks.search_qa import SearchQA
 from poise.tasks.sokoban import Sokoban
+from poise.tasks.streams import check_kinds
 
 TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,

@@ -10,10 +10,12 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from poise._lib.errors import check_choice, counted, short
 from poise._lib.user_code import place_of
-from poise.rewards.base import RewardError, TrainerState
+from poise.rewards.base import GOLD_COLUMNS, RewardError, TrainerState
 
 Split = Literal["train", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
+LONGEST_GOLD = 4000  # characters: data for fine-tuning has whole solutions there
+LONGEST_FEEDBACK = 2000  # characters of what a task of a user's own may say
 NO_REWARD = "no reward applies to it"  # a reason to leave an attempt out that is nobody's fault
 LARGEST_REWARD = 1e30  # training computes in float32, which ends at 3e38: this leaves room for sums over a batch
 
@@ -49,7 +51,7 @@ Message = dict[str, str]  # {"role": …, "content": …}, as chat templates tak
 class Episode(Protocol):
     """One attempt at one problem, in one turn or several.
 
-    It may have ``feedback() -> str``, how it went in words: see ``poise.tasks.feedback``.
+    It may have ``feedback() -> str``, how it went in words: see ``feedback_on``.
     """
 
     def start(self) -> list[Message]:
@@ -368,3 +370,48 @@ def _number_or_none(value: Any) -> float | None:
 def check_split(split: str) -> None:
     """Raise unless ``split`` is one there is."""
     check_choice("problems", "split", split, SPLITS)
+
+
+def gold_answer(task: Task, problem: Problem) -> str | None:
+    """The right answer in words, for people, not for the model; None where there is none to show.
+
+    A task may have ``gold(problem)``. For any other, it is the first text or number called answer, solution or
+    ground_truth in the problem's data, or in the row of a file that the data hold.
+    """
+    if callable(own := getattr(task, "gold", None)):  # it may be a setting of the task, such as a column's name
+        with explained(task, problem, "the gold answer"):
+            found = own(problem)
+    else:
+        data: Any = problem.data
+        places = [data, data.get("row")] if isinstance(data, Mapping) else []
+        values = [place.get(key) for place in places if isinstance(place, Mapping) for key in GOLD_COLUMNS]
+        found = next(filter(_is_plain, values), None)
+    return readable(str(found).strip())[:LONGEST_GOLD] or None if _is_plain(found) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, int):
+        return bool(abs(value) < 10**LONGEST_GOLD)  # Python writes no longer one
+    return isinstance(value, str | float)
+
+
+def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, turns: int) -> str:
+    """What the episode says of itself, or a plain sentence where it says nothing. ``turns``: replies that were made.
+
+    ``episode.feedback`` is optional. It is called after the episode has been scored.
+    """
+    said = ""
+    if hasattr(episode, "feedback"):
+        with explained(task, problem, "the feedback"):
+            said = episode.feedback()
+        if not isinstance(said, str):
+            raise RewardError(
+                f"the feedback of task {task.name!r} must be text, got {short(said)} (problem {problem.id})"
+            )
+    return readable(said.strip()[:LONGEST_FEEDBACK]) or plain(score, turns)
+
+
+def plain(score: Score, turns: int) -> str:
+    """What can be said of any attempt."""
+    how = "succeeded" if score.correct else "failed"
+    return f"The attempt {how}: reward {score.reward:.2f} after {turns} turn{'' if turns == 1 else 's'}."

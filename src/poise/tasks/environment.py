@@ -28,8 +28,7 @@ from poise._lib.quotes import quote
 from poise.rewards import Rewards
 from poise.rewards.worker import settled
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, TaskError, check_split
-from poise.tasks.data.rows import DataError, read_all
-from poise.tasks.data.splits import fingerprint, share
+from poise.tasks.data.rows import DataError, fingerprint, read_all, share
 from poise.tasks.streams import check_whole, draw_of_split
 from poise.tasks.time_limit import HungError, Worker
 from poise.tasks.tools import answer_all

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from poise import advantages
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.algorithms.base import CONSOLIDATED, Sample
 from poise.batch import Phase, Rows, TokenBatch
 from poise.models.policy import Policy

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from poise._lib.random_numbers import same_random_numbers
+from poise._lib.device import same_random_numbers
 from poise._lib.user_code import blamed
 from poise.algorithms.base import Sample
 from poise.algorithms.sampler import Sampler

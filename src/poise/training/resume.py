@@ -8,7 +8,7 @@ from itertools import count
 
 from poise._lib.errors import short
 from poise._lib.files import expand
-from poise.config.differences import differences
+from poise.config.run_settings import differences
 from poise.config.schema import Config
 from poise.models.errors import ModelError
 from poise.runs.console import Console

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.batch import Phase, TokenBatch
 from poise.head import policy_loss
 from poise.models.memory import OutOfMemoryError

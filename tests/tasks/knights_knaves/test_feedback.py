@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise.tasks.knights_knaves import KnightsKnaves, generate
-from poise.tasks.knights_knaves.feedback import feedback
 from poise.tasks.knights_knaves.puzzle import answer_text
 from poise.tasks.knights_knaves.statements import holds
+from poise.tasks.knights_knaves.verifier import feedback
 from support.puzzles import GOLD, PEOPLE, quick, response
 
 CLAIMS = (("telling-truth", 2), ("lying", 0), ("and", ("telling-truth", 0), ("lying", 1)))  # the solution is GOLD
@@ -42,7 +42,7 @@ def test_what_is_said(text: str, said: str) -> None:
 
 
 def test_the_task_says_it_without_looking_at_the_solution() -> None:
-    task, opened = KnightsKnaves(people="2-7"), KnightsKnaves(people="2-7", open_think=True)
+    task = KnightsKnaves(people="2-7")
     for problem in islice(task.problems("train", 0), 12):
         names, solution = problem.data["names"], problem.data["solution"]
         blind = replace(problem, data={key: problem.data[key] for key in ("names", "statements")})
@@ -52,7 +52,6 @@ def test_the_task_says_it_without_looking_at_the_solution() -> None:
             assert ("it is right" in said) == (list(roles) == solution)
             assert task.score(problem, text).correct == ("it is right" in said)
             assert len(said.split()) < 60
-            assert opened.feedback(blind, text.removeprefix("<think>")) == said
 
 
 @quick

@@ -27,16 +27,6 @@ def test_problems_are_reproducible_survive_json_and_take_turns() -> None:
         assert problem.prompt.endswith(problem.data["quiz"])
 
 
-def test_a_prompt_that_opens_think() -> None:
-    task = KnightsKnaves(people=3, open_think=True)
-    problem = next(task.problems("test", 0))
-    assert problem.prompt.endswith("\n<think>")
-    text = response(task.gold(problem)).removeprefix("<think>")
-    assert task.score(problem, text).reward == 3.0
-    assert task.score(problem, "<think>" + text).reward == -3.0
-    assert KnightsKnaves(people=3).score(problem, text).reward == -3.0
-
-
 def test_people_come_as_number_range_or_list() -> None:
     assert KnightsKnaves(people=5).counts == (5,)
     assert KnightsKnaves(people="3-7").counts == (3, 4, 5, 6, 7)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from poise._lib import triton as _triton
+from poise._lib import device as _device
 from poise.engines.native.kv_cache import SavedRow, Shape
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.engines.native.slot_cache import SlotCache
@@ -87,7 +87,7 @@ class Decoder:
         """Draw a token (n,) for each row; record it with its log-probability and entropy."""
         records = [record[:, :n] for record in (self.tokens, self.logp, self.entropy)]
         hidden, points = self.hidden[:n], self.points[:, :n]
-        if sampling.whole and _triton.suits(hidden):
+        if sampling.whole and _device.suits_triton(hidden):
             from poise.engines.native import kernels
 
             product = hidden @ head.weight.T.to(hidden.dtype)

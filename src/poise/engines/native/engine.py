@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from poise._lib import cuda_memory
+from poise._lib import device as _device
 from poise.engines.limits import check_lengths
 from poise.engines.native import graphs
 from poise.engines.native.decoder import Decoder, layer_shapes
@@ -79,7 +79,7 @@ class NativeEngine:
         """Raise an error if CUDA has no memory for even one sequence of this length."""
         if self._graphs:
             length = _rounded(prompt) + response
-            graphs.affordable(1, length * self.token_bytes, cuda_memory.free_bytes(self.policy.device), length)
+            graphs.affordable(1, length * self.token_bytes, _device.free_bytes(self.policy.device), length)
 
     def release(self) -> None:
         """Free the memory of the cache; the next call allocates it again."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from poise._lib import triton as _triton
+from poise._lib import device as _device
 from poise.engines.native.slot_cache import SlotCache
 from poise.engines.native.turn import Turn
 from poise.models.fused_projections import Joined, join_projections
@@ -61,7 +61,7 @@ def fused_step(policy: Policy) -> FusedStep | None:
     """The step of a policy's model; None if the model is of another kind, or has other layers, such as LoRA's."""
     trunk = policy.trunk
     config, like = policy.base.config, next(trunk.parameters())
-    if not _triton.suits(like) or config.model_type not in FUSED or config.hidden_act != "silu":
+    if not _device.suits_triton(like) or config.model_type not in FUSED or config.hidden_act != "silu":
         return None
     join_projections(trunk)
     layers = getattr(trunk, "layers", None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poise._lib import cuda_memory
+from poise._lib import device as _device
 from poise.engines.native.decoder import Decoder
 from poise.engines.native.fused_step import FusedStep
 from poise.engines.native.kv_cache import Shape
@@ -39,7 +39,7 @@ def decoder(
 ) -> GraphedDecoder:  # fmt: skip
     """A decoder with ``slots`` slots, or as many as fit into the free memory."""
     per_slot = slot_bytes(shapes, length, like.element_size())
-    slots = affordable(slots, per_slot, cuda_memory.free_bytes(like.device), length)
+    slots = affordable(slots, per_slot, _device.free_bytes(like.device), length)
     return GraphedDecoder(policy, SlotCache(shapes, slots, length, width, like), step)
 
 

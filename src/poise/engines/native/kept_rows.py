@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poise._lib import cuda_memory
+from poise._lib import device as _device
 from poise.engines.limits import positions
 from poise.engines.native.kv_cache import SavedRow
 from poise.engines.native.shared_cache import SharedPromptCache
@@ -68,7 +68,7 @@ class NativeSession(Session):
         self._slots = max(self._slots, slots)
         wanted = max(length, self._length if length <= self._length else 2 * self._length)
         wanted = max(length, min(wanted, positions(self.engine.policy) or wanted))
-        free = cuda_memory.free_bytes(self.engine.policy.device) + self.engine.cache_bytes
+        free = _device.free_bytes(self.engine.policy.device) + self.engine.cache_bytes
         if self._slots * wanted * self.engine.token_bytes > RESERVED_SHARE * free:
             return self._slots, length
         self._length = wanted
@@ -110,6 +110,6 @@ class KeptRows:
 
     def _room(self, device: torch.device) -> float:
         if device.type == "cuda":
-            return KEPT_SHARE * cuda_memory.free_bytes(device)
+            return KEPT_SHARE * _device.free_bytes(device)
         blocks = {id(row.block): row.block for row in (*self.before.values(), *self.after.values())}
         return KEPT_BYTES - sum(x.nbytes for block in blocks.values() for x in block)

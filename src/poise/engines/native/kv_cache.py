@@ -55,7 +55,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.models.attention import text_over_keys
 from poise.models.packing import Packed
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.engines.native.decoder import Decoder
 from poise.engines.native.kept_rows import KeptRows
 from poise.engines.native.kv_cache import FIRST_ROOM, SavedRow

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poise._lib.transfer import send
+from poise._lib.device import send
 from poise.engines.native.kv_cache import FIRST_ROOM, KVCache, SavedRow, Shape, by_block, copy_rows
 from poise.models.packing import Packed
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poise._lib import triton as _triton
-from poise._lib.transfer import send
+from poise._lib import device as _device
+from poise._lib.device import send
 from poise.engines.native.kv_cache import KVCache, SavedRow, Shape, by_block, copy_rows
 from poise.engines.native.turn import Turn
 from poise.models.attention import flash_takes, over_slots, text_over_slots
@@ -128,7 +128,7 @@ class SlotCache(KVCache):
         Without ``turn``, queries and keys are normed and rotated already.
         """
         n, keys, values = len(query), self.keys[layer][: self.n], self.values[layer][: self.n]
-        if _triton.suits(query):
+        if _device.suits_triton(query):
             from poise.engines.native import kernels
 
             if kernels.suits(query, keys):

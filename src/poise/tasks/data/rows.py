@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 
 from poise._lib.errors import how_to_install, short
 from poise._lib.files import expand
+from poise.tasks.base import Problem
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 # What names of other files end in. Names on the hub have dots too (owner/words-v1.5), so this is a list.
@@ -210,3 +212,18 @@ def some(numbers: list[int], limit: int = 5) -> str:
     """The first few line numbers, for a message."""
     shown = ", ".join(map(str, numbers[:limit]))
     return f"line{'s' if len(numbers) > 1 else ''} {shown}{', …' if len(numbers) > limit else ''}"
+
+
+def share(key: str) -> float:
+    """A number from 0 to 1 by a hash of the key: a row stays in its split whatever rows are added beside it."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def fingerprint(problems: Mapping[str, Sequence[Problem]]) -> str:
+    """A hash of the problems of both splits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for split in ("train", "test"):
+        for problem in problems[split]:
+            digest.update(json.dumps([split, problem.id, problem.data], sort_keys=True).encode())
+    return digest.hexdigest()

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 from poise._lib.errors import check_range, counted, short
 from poise.rewards import GOLD_COLUMNS, Rewards, text_of
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, check_split
-from poise.tasks.data.rows import DataError, Row, Rows, read, some, splits_of
-from poise.tasks.data.splits import fingerprint, share
+from poise.tasks.data.rows import DataError, Row, Rows, fingerprint, read, share, some, splits_of
 
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
 ROLES = ("system", "developer", "user", "assistant", "tool")

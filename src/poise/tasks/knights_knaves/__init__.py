@@ -2,8 +2,7 @@
 
 from poise.tasks.knights_knaves.generator import generate
 from poise.tasks.knights_knaves.meaning import canonical, split_of
-from poise.tasks.knights_knaves.puzzle import Puzzle
-from poise.tasks.knights_knaves.reader import read
+from poise.tasks.knights_knaves.puzzle import Puzzle, read
 from poise.tasks.knights_knaves.statements import solve
 from poise.tasks.knights_knaves.task import KnightsKnaves
 

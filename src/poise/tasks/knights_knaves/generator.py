@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from poise._lib.errors import check_choice, check_range
+from poise._lib.errors import check_choice
 from poise.tasks.knights_knaves.puzzle import Puzzle
 from poise.tasks.knights_knaves.statements import (
     CONNECTIVES,
@@ -23,6 +23,7 @@ from poise.tasks.knights_knaves.statements import (
     truth_table,
 )
 from poise.tasks.knights_knaves.wording import NAMES, PHRASINGS, quiz
+from poise.tasks.streams import check_whole
 
 MIN_PEOPLE, MAX_PEOPLE, MAX_DEPTH = 2, 12, 6
 
@@ -50,10 +51,8 @@ def generate(
 
 def check_settings(people: int, depth: int, names: Sequence[str], phrasing: str) -> None:
     """Raise unless ``generate`` can work with these."""
-    for name, value, low, high in (("people", people, MIN_PEOPLE, MAX_PEOPLE), ("depth", depth, 1, MAX_DEPTH)):
-        check_range("knights and knaves", name, value, low, high)
-        if not isinstance(value, int):
-            raise TypeError(f"knights and knaves: {name} must be a whole number, got {value!r}")
+    check_whole("knights and knaves", "people", people, MIN_PEOPLE, MAX_PEOPLE)
+    check_whole("knights and knaves", "depth", depth, 1, MAX_DEPTH)
     check_choice("knights and knaves", "phrasing", phrasing, PHRASINGS)
     if isinstance(names, str) or len(names) < people:
         raise ValueError(f"knights and knaves: {people} people need as many names to draw from, got {names!r}")

@@ -1,11 +1,15 @@
-"""A puzzle, wherever it comes from, and the way between it and a ``Problem``."""
+"""A puzzle, the way between it and a ``Problem``, and puzzles of the public set, from its files."""
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from poise.tasks.base import Problem
+from poise.tasks.data.rows import Row, read_all
 from poise.tasks.knights_knaves.statements import Statement, check
 from poise.tasks.knights_knaves.wording import ROLE, role
 
@@ -49,15 +53,15 @@ class Puzzle:
         """The right answer, as it should stand between the answer tags."""
         return answer_text(self.names, self.solution)
 
-    def problem(self, instruction: str = "", ending: str = "") -> Problem:
-        """This puzzle as a problem: the prompt is the instruction, the quiz and the ending."""
+    def problem(self, instruction: str = "") -> Problem:
+        """This puzzle as a problem: the prompt is the instruction and the quiz."""
         data: dict[str, Any] = {
             "names": list(self.names),
             "statements": _as_lists(self.statements),
             "solution": list(self.solution),
             "quiz": self.quiz,
         }
-        prompt = (f"{instruction}\n\n" if instruction else "") + self.quiz + ending
+        prompt = (f"{instruction}\n\n" if instruction else "") + self.quiz
         return Problem(self.id, prompt, str(self.people), data)
 
     @classmethod
@@ -75,3 +79,22 @@ def answer_text(names: tuple[str, ...], knights: tuple[bool, ...] | list[bool]) 
 
 def _as_lists(value: Any) -> Any:
     return [_as_lists(part) for part in value] if isinstance(value, tuple) else value
+
+
+def read(path: str | PathLike[str]) -> list[Puzzle]:
+    """The puzzles of a file (``.jsonl``, ``.parquet``, …), in file order, their quiz texts as they are."""
+    return [_puzzle(row, Path(path), number) for number, row in read_all(str(path))]
+
+
+def _puzzle(row: Row, path: Path, number: int) -> Puzzle:
+    where = f"{path}, row {number}"
+    missing = [field for field in ("names", "statements", "solution", "quiz") if field not in row]
+    if missing:
+        raise ValueError(f"{where}: no field {missing[0]!r} (there are: {', '.join(row)})")
+    statements = row["statements"]
+    try:
+        if isinstance(statements, str):
+            statements = ast.literal_eval(statements)
+        return Puzzle(tuple(row["names"]), statements, tuple(row["solution"]), row["quiz"], f"{path.name}:{number}")
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{where}: {error}") from None

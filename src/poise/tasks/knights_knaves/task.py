@@ -10,14 +10,12 @@ from typing import ClassVar
 
 from poise._lib.files import expand
 from poise.tasks.base import Problem, Score, Split, TaskError, check_split
-from poise.tasks.data.splits import fingerprint
-from poise.tasks.knights_knaves.feedback import feedback
+from poise.tasks.data.rows import fingerprint
 from poise.tasks.knights_knaves.generator import check_settings, draw, tell
 from poise.tasks.knights_knaves.meaning import split_of
-from poise.tasks.knights_knaves.puzzle import Puzzle, answer_text
-from poise.tasks.knights_knaves.reader import read
+from poise.tasks.knights_knaves.puzzle import Puzzle, answer_text, read
 from poise.tasks.knights_knaves.statements import solve
-from poise.tasks.knights_knaves.verifier import TAGS, score
+from poise.tasks.knights_knaves.verifier import feedback, score
 from poise.tasks.knights_knaves.wording import NAMES
 from poise.tasks.streams import sizes
 
@@ -36,14 +34,12 @@ class KnightsKnaves:
     ``people`` is a number, several, or a range such as ``"3-7"``, which is the default; the numbers take turns. With
     ``file`` the puzzles are those of a file in the public format (``.jsonl``, ``.jsonl.gz``, ``.parquet``), all of them
     unless ``people`` says which. ``depth`` is how deep statements nest, ``instruction`` the text before a puzzle,
-    ``phrasing`` varied or plain, and ``names`` are those of the people. With ``open_think`` the prompt itself ends with
-    ``<think>``, which responses then lack.
+    ``phrasing`` varied or plain, and ``names`` are those of the people.
     """
 
     people: int | str | Sequence[int] | None = None
     depth: int = 1
     instruction: str = INSTRUCTION
-    open_think: bool = False
     phrasing: str = "varied"
     names: Sequence[str] = NAMES
     file: str | None = None
@@ -80,10 +76,7 @@ class KnightsKnaves:
         rng = Random(f"problems {seed}")
         for turn in count():
             people = self.counts[turn % len(self.counts)]
-            yield self._problem(self._puzzle(people, split, rng))
-
-    def _problem(self, puzzle: Puzzle) -> Problem:
-        return puzzle.problem(self.instruction, "\n" + TAGS[0] if self.open_think else "")
+            yield self._puzzle(people, split, rng).problem(self.instruction)
 
     def _puzzle(self, people: int, split: Split, rng: Random) -> Puzzle:
         for _ in range(_PATIENCE):
@@ -104,7 +97,7 @@ class KnightsKnaves:
             raise ValueError(f"KnightsKnaves: file {self.file} has no puzzle{whom}")
         parts: dict[str, list[Problem]] = {"train": [], "test": []}
         for puzzle in puzzles:
-            parts[split_of(puzzle.statements)].append(self._problem(puzzle))
+            parts[split_of(puzzle.statements)].append(puzzle.problem(self.instruction))
         object.__setattr__(self, "people", tuple(sorted({puzzle.people for puzzle in puzzles})))
         object.__setattr__(self, "of_file", parts)
         object.__setattr__(self, "fingerprint", fingerprint(parts))
@@ -123,12 +116,11 @@ class KnightsKnaves:
 
     def score(self, problem: Problem, text: str) -> Score:
         """Format ±1 and answer +2, −1.5 or −2: see ``verifier``."""
-        return score(problem.data["names"], problem.data["solution"], text, opened_think=self.open_think)
+        return score(problem.data["names"], problem.data["solution"], text)
 
     def feedback(self, problem: Problem, text: str) -> str:
         """What is wrong with a response: tags, people left out, or claims that contradict the answer."""
-        data = problem.data
-        return feedback(data["names"], data["statements"], text, opened_think=self.open_think)
+        return feedback(problem.data["names"], problem.data["statements"], text)
 
     def gold(self, problem: Problem) -> str:
         """The right answer, as it should stand between the answer tags."""

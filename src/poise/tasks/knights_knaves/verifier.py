@@ -5,7 +5,7 @@ Answer: between the answer tags the words knight and knave occur once per person
 for everyone; the case of ASCII letters is ignored, and no other letter counts as one of them.
 
 The text is untrusted. Tags are counted, not matched, and the expressions searched for have no repetition in them, so
-that the time is linear in the text.
+that the time is linear in the text. Feedback follows from the claims and the response alone, not from the solution.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from poise.rewards.answers import tag_fault
 from poise.tasks.base import Score
-from poise.tasks.knights_knaves.wording import ROLE, role
+from poise.tasks.knights_knaves.statements import Statement, holds
+from poise.tasks.knights_knaves.wording import ROLE, listing, role
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def score(names: Sequence[str], solution: Sequence[bool], text: str, *, opened_think: bool = False) -> Score:
-    """Score a response. ``opened_think``: the prompt ended with ``<think>``, so that the response lacks it."""
-    if opened_think:
-        text = TAGS[0] + text
+def score(names: Sequence[str], solution: Sequence[bool], text: str) -> Score:
+    """Score a response."""
     answer = answer_of(text)
     if answer is None:
         return _score(-1.0, -2.0)
@@ -70,3 +70,37 @@ def named_roles(answer: str, names: Sequence[str]) -> dict[int, bool]:
         person = next(i for group, i in enumerate(order, 1) if match[group] is not None)
         found[person] = match[len(names) + 1].lower() == "knight"
     return found
+
+
+MOST = 3  # people who are named
+
+
+def feedback(names: Sequence[str], statements: Sequence[Statement], text: str) -> str:
+    """What is wrong with a response: tags, people left out, or claims that contradict the answer."""
+    answer = answer_of(text)
+    if answer is None:
+        return tag_fault(text, TAGS) or f"The tags must come in this order: {' '.join(TAGS)}."
+    roles = roles_of(answer, names)
+    return _left_out(names, answer) if roles is None else _contradictions(names, statements, roles)
+
+
+def _left_out(names: Sequence[str], answer: str) -> str:
+    found = named_roles(answer, names)
+    missing = [name for person, name in enumerate(names) if person not in found]
+    if not missing:
+        return f"The answer must give {len(names)} roles, one for each person, and no more."
+    return f'The answer leaves out {_some(missing)}. Write "NAME is a ROLE" once for each person.'
+
+
+def _contradictions(names: Sequence[str], statements: Sequence[Statement], roles: Sequence[bool]) -> str:
+    said = []
+    for name, statement, knight in zip(names, statements, roles, strict=True):
+        true = holds(statement, roles)
+        if true != knight:
+            truth = "true" if true else "false"
+            said.append(f"{name}'s claim is {truth} under this answer, but you call {name} a {role(knight)}.")
+    return " ".join(said[:MOST]) or "No claim contradicts the answer: it is right."
+
+
+def _some(names: Sequence[str]) -> str:
+    return listing(names) if len(names) <= MOST else f"{', '.join(names[:MOST])} and {len(names) - MOST} more"

@@ -1,0 +1,88 @@
+"""What code must know of the device: kernels, transfers, memory, accumulation, random numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+# Names and values of glibc's mallopt
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+KEPT = 2**31 - 1  # bytes: the most that mallopt can be told
+IN_HEAP = 32 << 20  # bytes of the largest block in the heap: glibc's own upper bound
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed, and a C compiler, which it needs to build kernel launchers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    return find_spec("triton") is not None and compiler is not None
+
+
+def suits_triton(values: Tensor) -> bool:
+    """Whether our kernels take this tensor: on CUDA, and not float64, which plain torch computes."""
+    return values.is_cuda and values.dtype != torch.float64 and has_triton()
+
+
+def send(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Copy values to the device. A plain ``.to(device)`` would block the host until the device finished its queue."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values)
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What CUDA has left, and what torch has reserved and does not use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
+def keep_freed_memory() -> bool:
+    """Let the host's heap keep memory that is freed, for the next allocation. False: this C library cannot be told.
+
+    By default glibc hands it back to the system when an update has freed its activations, and the system clears every
+    page again at its first use in the next one.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # macOS, musl; Windows has no program to look into
+        return False
+    return bool(mallopt(MMAP_THRESHOLD, IN_HEAP) and mallopt(TRIM_THRESHOLD, KEPT))
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Accumulation dtype: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """``out = a b`` or ``out += a b``; operands may be half precision, accumulation is in the dtype of ``out``."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=int(add), out=out)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
+    else:  # a CPU has no mixed product: convert the operands, which gives the same values
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(add), out=out)
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Restore the states of all global random number generators, which a task or a reward may use."""
+    import numpy  # not everyone who installs torch has it
+
+    states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - a user's code may draw from it
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])  # noqa: NPY002
