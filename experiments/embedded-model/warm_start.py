@@ -27,7 +27,7 @@ from poise._lib.errors import check_range
 from poise.algorithms.sampler import Sampler
 from poise.engines.choose import choose
 from poise.head import token_logp
-from poise.models.compilation import can_compile
+from poise.models.layers import can_compile
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import EMBEDDED, Policy, load_policy, resolve_device
 from poise.models.prompts import turn_end

@@ -79,7 +79,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Print the conditions and measure; the folder is removed again if that fails."""
     from poise.config.run_settings import describe_sampling, describe_task
-    from poise.models.memory import OutOfMemoryError
+    from poise.models.layers import OutOfMemoryError
     from poise.reports.diagnose import diagnose as run
     from poise.runs.console import visible
     from poise.runs.folder import RunFolder

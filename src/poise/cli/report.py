@@ -31,8 +31,8 @@ def report(
     """
     from poise._lib.errors import unknown
     from poise.reports.html import serve, write_report
-    from poise.runs.axes import AXES
     from poise.runs.console import visible
+    from poise.runs.metrics_file import AXES
 
     with explained():
         if x not in AXES:

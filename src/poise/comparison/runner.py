@@ -15,11 +15,11 @@ from statistics import fmean
 from typing import Any
 
 from poise._lib.files import dumps, remove, replacing
-from poise.comparison import shared_start, tuning
+from poise.comparison import shared_start
 from poise.comparison.arms import PlannedArm, Variant
 from poise.comparison.plan import Plan, PlannedRun
 from poise.comparison.processes import Ended, Processes, ending, last_lines
-from poise.comparison.results import RunResult, result_of
+from poise.comparison.results import RunResult, choose_rate, result_of
 from poise.comparison.view import Progress, Status
 from poise.comparison.worker import STOPPED
 
@@ -75,7 +75,7 @@ class Runner:
 
     def chosen(self, arm: PlannedArm) -> Variant | None:
         """The variant of an arm that is compared; None while it is tuned."""
-        return tuning.choose(self.plan, arm, self.result)
+        return choose_rate(self.plan, arm, self.result)
 
     # The loop
 

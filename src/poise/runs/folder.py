@@ -51,8 +51,8 @@ from poise._lib.files import (
     verify,
 )
 from poise.runs.console import complain
-from poise.runs.free import check_free, resume_command
 from poise.runs.listing import is_comparison
+from poise.runs.lock import check_free, resume_command
 from poise.runs.metrics_file import COPY, DamagedError, MetricsFile
 
 __all__ = ["CheckpointError", "DamagedError", "RunFolder", "step_of", "verify_model"]
