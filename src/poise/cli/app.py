@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from poise import __version__
-from poise.cli import diagnose, evaluate, inspect, publish, report, train
+from poise.cli import diagnose, evaluate, inspect, publish, train
 
 
 def _version(asked: bool) -> None:
@@ -38,7 +38,7 @@ def build() -> typer.Typer:
     app.command("compare")(train.compare)
     app.command("eval")(evaluate.evaluate)
     app.command("diagnose")(diagnose.diagnose)
-    app.command("report")(report.report)
+    app.command("report")(inspect.report)
     app.command("runs")(inspect.runs)
     app.command("export")(publish.export)
     app.command("push")(publish.push)

@@ -45,9 +45,8 @@ def diagnose(
     """
     with quick_imports():
         from poise.config.run_settings import to_diagnose
-        from poise.reports.diagnose import METHODS
+        from poise.reports.diagnose import METHODS, table
         from poise.reports.html import write_report
-        from poise.reports.verdict import table
         from poise.runs.console import Console, visible
         from poise.runs.listing import is_run
 

@@ -14,8 +14,7 @@ from poise.comparison.arms import RATE
 from poise.comparison.plan import Plan, read_plan
 from poise.comparison.processes import Processes, mps
 from poise.comparison.results import Arm, tuning_report
-from poise.comparison.runner import Runner
-from poise.comparison.view import Progress
+from poise.comparison.runner import Progress, Runner
 from poise.config.schema import Config
 from poise.models.places import ModelError, locate
 from poise.runs.console import Console, visible

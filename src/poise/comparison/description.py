@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from poise.comparison import verdict
+from poise.comparison import analysis
 from poise.comparison.arms import shown_rate
 from poise.comparison.plan import Plan
 from poise.comparison.processes import Processes, last_lines
@@ -54,7 +54,7 @@ def forecast(plan: Plan, seconds: float, jobs: int, done: int) -> str:
 def power(plan: Plan) -> str:
     """The smallest difference that the seeds can find, at a usual spread."""
     seeds, comparisons = len(plan.seeds), len(plan.arms) - 1
-    return verdict.power(seeds, comparisons, detectable(seeds, SPREAD, comparisons), SPREAD)
+    return analysis.power(seeds, comparisons, detectable(seeds, SPREAD, comparisons), SPREAD)
 
 
 def tuned(report: Sequence[dict[str, Any]]) -> list[str]:
@@ -64,7 +64,7 @@ def tuned(report: Sequence[dict[str, Any]]) -> list[str]:
         if arm["chosen"] is None:
             lines.append(f"{arm['arm']}: no learning rate is chosen yet")
             continue
-        scores = ", ".join(f"{shown_rate(rate['rate'])}: {verdict.points(rate['mean'])}" for rate in arm["rates"])
+        scores = ", ".join(f"{shown_rate(rate['rate'])}: {analysis.points(rate['mean'])}" for rate in arm["rates"])
         edge = len(arm["rates"]) > 2 and arm["chosen"] in (arm["rates"][0]["rate"], arm["rates"][-1]["rate"])
         hint = "; it is at the end of the rates, so another one may be better" if edge else ""
         lines.append(f"{arm['arm']}: learning rate {shown_rate(arm['chosen'])} (points by rate: {scores}){hint}")

@@ -64,7 +64,6 @@ class RunResult:
     seed: int
     state: State
     steps: int  # taken
-    planned: int  # steps that its settings ask for
     curve: tuple[Point, ...]  # in the order of steps; the first is before training
     cost: Cost = field(default_factory=Cost)
     entropy: tuple[float, ...] = ()  # by step, NaN where it was not measured
@@ -95,7 +94,7 @@ class RunResult:
         """
         folder = RunFolder.open(path, resume=False)
         config, lines = folder.config, read_metrics(folder)
-        seed, planned, prompts, group = (_whole(folder, config, key) for key in ("seed", "steps", "prompts", "group"))
+        seed, prompts, group, _ = (_whole(folder, config, key) for key in ("seed", "prompts", "group", "steps"))
         reached = lines[-1]["step"] if lines else 0
         after = _final(folder, config, reached)
         costs = list(_costs(folder, prompts * group, lines))
@@ -108,7 +107,6 @@ class RunResult:
             seed=seed,
             state=state,
             steps=reached,
-            planned=planned,
             curve=tuple(curve),
             cost=costs[-1] if costs else Cost(),
             entropy=tuple(nan if (value := line.get("rollout/entropy")) is None else float(value) for line in lines),

@@ -70,11 +70,6 @@ class Policy:
         return self.trunk.device  # type: ignore[return-value]
 
     @property
-    def eager(self) -> bool:
-        """Whether attention is transformers' "eager" code, which takes additive masks instead of boolean ones."""
-        return str(self._config._attn_implementation) == "eager"
-
-    @property
     def end_tokens(self) -> list[int]:
         """The tokens that end a response; those that the model cannot draw are none."""
         ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)

@@ -84,27 +84,6 @@ def encode_next(
     return ids[ids.index(last) + 1 :] if last in ends and last in between else ids
 
 
-def turn_end(tokenizer: Any, ends: Collection[int]) -> list[int]:
-    """What the chat template writes behind a reply, up to the token that ends the turn.
-
-    That token is the first of ``ends``, else the first control token. Without one it is the tokenizer's end token.
-    """
-    nothing = [int(tokenizer.eos_token_id)]
-    if not tokenizer.chat_template:
-        return nothing
-    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
-    try:
-        behind = _pieces(tokenizer, dialogue, {"add_generation_prompt": False})[-1:]
-    except PromptError:
-        return nothing
-    controls = _controls(tokenizer, ends)
-    ids, _ = _encode(tokenizer, behind, controls, ends)
-    for wanted in (ends, controls.values()):
-        if place := next((at for at, token in enumerate(ids, 1) if token in wanted), 0):
-            return ids[:place]
-    return nothing
-
-
 def plain(tokenizer: Any, text: str) -> list[int]:
     """The ids of a plain text: special tokens are neither recognised in it nor added to it."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])

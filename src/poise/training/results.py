@@ -9,10 +9,9 @@ from typing import Any
 from poise.config.schema import Config
 from poise.runs.console import Console
 from poise.runs.folder import RunFolder
-from poise.runs.warnings import RunWarning, read
 from poise.training.accuracy import is_summary, without_repeats
 from poise.training.resume import TrainError
-from poise.training.warnings import TABLE, Progress
+from poise.training.warnings import TABLE, Progress, RunWarning, read
 
 ROSE, FELL, UNCLEAR = "rose", "fell", "no clear change, the 95 % intervals overlap"
 
@@ -118,8 +117,8 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, str]]:
     return [
         {
             "": name,
-            "before": _cell(before[name]),
-            "after": _cell(after[name]),
+            "before": cell(before[name]),
+            "after": cell(after[name]),
             "change": f"{after[name]['value'] - before[name]['value']:+.3f}",
         }
         for name in before
@@ -127,7 +126,8 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _cell(row: dict[str, float]) -> str:
+def cell(row: dict[str, float]) -> str:
+    """A measure with its interval."""
     return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
 
