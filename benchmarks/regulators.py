@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from poise import TokenBatch, regulators
-from poise.influence import scores
+from poise.influence import Scores, group_scores
+
+
+def scores(head: Any, positive: list[Any], negative: tuple[Tensor, Tensor], **settings: Any) -> Scores:
+    """``group_scores`` of one group: (hidden, targets) of each correct response, and of all incorrect ones together."""
+    parts = [*positive, negative]
+    hidden, targets = (torch.cat(each) for each in zip(*parts, strict=True))
+    return group_scores(head, hidden, targets, [[len(y) for _, y in parts]], **settings)
 
 
 def peak_memory(run: Callable[[], Any], device: str) -> float:

@@ -37,10 +37,10 @@ def read(first: Path, *others: Path) -> dict[str, Any]:
     arms: dict[str, dict[str, Any]] = {arm["name"]: {} for arm in known["arms"]}
     for place in (first, *others):
         for folder in sorted(place.glob("arms/*/seed-*")) or [place]:
-            regulator = json.loads((folder / "config.json").read_text())["regulator"]
+            settings = json.loads((folder / "config.json").read_text())
             run, lines = RunResult.read(folder), read_metrics(RunFolder.open(folder, resume=False))
-            arms[regulator][str(run.seed)] = {
-                "state": run.state, "planned": run.planned, "steps": run.steps, "curve": _curve(run, lines),
+            arms[settings["regulator"]][str(run.seed)] = {
+                "state": run.state, "planned": settings["steps"], "steps": run.steps, "curve": _curve(run, lines),
             }  # fmt: skip
     return {"settings": known["settings"], "arms": {arm: dict(sorted(runs.items())) for arm, runs in arms.items()}}
 

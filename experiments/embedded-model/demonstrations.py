@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from poise._lib.device import send
 from poise.models.policy import Policy
-from poise.models.prompts import encode_next, plain, turn_end
+from poise.models.prompts import PromptError, _controls, _encode, _pieces, encode_next, plain
 from poise.models.tool_prompts import Tools, tools_of
 from poise.rollout.types import Rollouts
 from poise.tasks import Message, Problem, Task, begin
@@ -128,3 +128,24 @@ def as_rollouts(rows: Sequence[Row], device: torch.device) -> Rollouts:
         finished=torch.ones(len(rows), dtype=torch.bool, device=device),
         extents=[(len(row.tokens), sum(row.own)) for row in rows],
     )
+
+
+def turn_end(tokenizer: Any, ends: Collection[int]) -> list[int]:
+    """What the chat template writes behind a reply, up to the token that ends the turn.
+
+    That token is the first of ``ends``, else the first control token. Without one it is the tokenizer's end token.
+    """
+    nothing = [int(tokenizer.eos_token_id)]
+    if not tokenizer.chat_template:
+        return nothing
+    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+    try:
+        behind = _pieces(tokenizer, dialogue, {"add_generation_prompt": False})[-1:]
+    except PromptError:
+        return nothing
+    controls = _controls(tokenizer, ends)
+    ids, _ = _encode(tokenizer, behind, controls, ends)
+    for wanted in (ends, controls.values()):
+        if place := next((at for at, token in enumerate(ids, 1) if token in wanted), 0):
+            return ids[:place]
+    return nothing

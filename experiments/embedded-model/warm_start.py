@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import yaml
-from demonstrations import Demonstrations, Row, as_rollouts, check_shows, dialogue
+from demonstrations import Demonstrations, Row, as_rollouts, check_shows, dialogue, turn_end
 from torch import Tensor
 from torch.utils.data import DataLoader
 from worked import WorkedKnights
@@ -27,10 +27,9 @@ from poise._lib.errors import check_range
 from poise.algorithms.sampler import Sampler
 from poise.engines.choose import choose
 from poise.head import token_logp
-from poise.models.compilation import can_compile
+from poise.models.layers import can_compile
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import EMBEDDED, Policy, load_policy, resolve_device
-from poise.models.prompts import turn_end
 from poise.models.scoring import default_micro_tokens
 from poise.rollout.types import Rollouts
 from poise.tasks import Problem, Task

@@ -29,7 +29,7 @@ import numpy as np
 from erl_tasks import ASK, RECALL
 from learning import _latest, read_run
 
-from poise.comparison import mps
+from poise.comparison.processes import mps
 from poise.comparison.sign_flip import interval, p_value
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,7 +341,7 @@ def main() -> None:
     options.start = options.start and options.start.resolve()
     os.chdir(ROOT)  # where the task's file is found
     start = [*WARMSTART, *(TINY_START if options.tiny else []), *options.warm]
-    with mps.served(print):
+    with mps(print):
         study = Study(out, runs, options.seconds)
         model = options.start or study.warm_start(_latest(start), options.warmstart_seconds)
         if not options.only_warmstart:

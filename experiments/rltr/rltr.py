@@ -193,7 +193,7 @@ def upto(runs: Mapping[int, Mapping[str, Any]], step: int, *, observed: bool = F
             cost = Cost(tokens - observed * extra[0], 0.0, seconds - observed * extra[1])
             curve += [Point(at, cost, scores)] if at <= step else []
         if curve and curve[-1].step == step:
-            found[seed] = RunResult(seed, "finished", step, step, tuple(curve), curve[-1].cost)
+            found[seed] = RunResult(seed, "finished", step, tuple(curve), curve[-1].cost)
     return found
 
 

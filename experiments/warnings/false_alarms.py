@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from poise import config as configs
 from poise.config.schema import restore
 from poise.runs.folder import RunFolder
-from poise.training.warnings import Progress, replay
+from poise.training.warnings import Entry, Progress, found
 
 STUDIES = Path(__file__).parents[1]
 
@@ -33,10 +34,19 @@ def recorded() -> Iterator[tuple[str, Progress]]:
 
 def in_folders(paths: list[str]) -> Iterator[tuple[str, Progress]]:
     """All runs in these folders that have metrics."""
-    for path in sorted(found for place in paths for found in Path(place).rglob("metrics.jsonl")):
+    for path in sorted(file for place in paths for file in Path(place).rglob("metrics.jsonl")):
         folder = RunFolder.open(path.parent, resume=False)
         config = restore(folder.config, source=str(folder.path))
         yield str(folder.path), Progress(config, folder.metrics())
+
+
+def replay(run: Progress) -> list[tuple[int, Entry]]:
+    """The warnings that a finished run would have had, each with the number of steps after which."""
+    said: list[tuple[int, Entry]] = []
+    for step in range(len(run.lines) + 1):
+        new = found(replace(run, lines=run.lines[:step]), [entry.name for _, entry in said])
+        said += [(step, entry) for entry in new]
+    return said
 
 
 def main() -> None:

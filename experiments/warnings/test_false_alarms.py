@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from false_alarms import recorded
-
-from poise.training.warnings import replay
+from false_alarms import recorded, replay
 
 pytestmark = pytest.mark.studies
 

@@ -22,8 +22,8 @@ from poise.algorithms.collected import collect
 from poise.batch import Phase, TokenBatch
 from poise.config.schema import Config
 from poise.engines.limits import check_settings
+from poise.models.layers import OutOfMemoryError
 from poise.models.master_weights import MasterWeights
-from poise.models.memory import OutOfMemoryError
 from poise.models.policy import load_policy
 from poise.rollout.sampling import derived_seed
 from poise.rollout.types import Rollouts
@@ -31,12 +31,11 @@ from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.runs.trackers import check_trackers
 from poise.tasks import training_problems
-from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
+from poise.training.batches import on_all_rows, phases_of, stack, token_batch, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluations import Evaluations
 from poise.training.frozen import Frozen, FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
-from poise.training.phases import on_all_rows, phases_of
 from poise.training.preflight import preflight
 from poise.training.records import (
     Clock,

@@ -12,8 +12,7 @@ from poise.algorithms.erl import Erl
 from poise.algorithms.sampler import Sampler
 from poise.objective import Settings
 from poise.tasks import Problem, Score
-from poise.training.batches import stack, token_batch
-from poise.training.phases import phases_of
+from poise.training.batches import phases_of, stack, token_batch
 from poise.training.update import mini_batches, update
 from support.scripted import Scripted
 from support.tiny_models import bytes_policy, exact

@@ -102,7 +102,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch):
     stand_in = Hub()
-    monkeypatch.setattr("poise.models.hub._api", lambda: stand_in)
+    monkeypatch.setattr("poise.models.places._api", lambda: stand_in)
     return stand_in
 
 

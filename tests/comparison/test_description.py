@@ -4,9 +4,9 @@ import pytest
 
 from poise.comparison import command, description
 from poise.comparison.arms import shown_rate
+from poise.comparison.description import TrialError, measure_trial, whole
 from poise.comparison.processes import Ended
-from poise.comparison.trial import TrialError, measure, whole
-from poise.models.errors import ModelError
+from poise.models.places import ModelError
 from poise.runs.folder import RunFolder
 from support.comparisons import finish, make
 
@@ -76,18 +76,20 @@ class Failing(Trial):
 
 
 def test_a_trial_that_fails_says_why(tmp_path):
-    plan, trace = make(tmp_path), ["Traceback (most recent call last):", "poise.models.errors.ModelError: no head"]
+    plan, trace = make(tmp_path), ["Traceback (most recent call last):", "poise.models.places.ModelError: no head"]
     for words, said in (
         ([*trace, "poise: no head"], "the trial run failed: no head"),
         (trace, "the trial run failed:\n" + "\n".join(trace)),
     ):
         with pytest.raises(TrialError) as caught:
-            measure(plan, Failing(*words))
+            measure_trial(plan, Failing(*words))
         assert str(caught.value) == said
 
 
 def test_a_trial_tells_how_long_a_run_takes_on_average(tmp_path):
-    one, two = (measure(make(tmp_path, "steps=10", regulator=arms), Trial()) for arms in ("grpo; ar", "grpo; lopti"))
+    one, two = (
+        measure_trial(make(tmp_path, "steps=10", regulator=arms), Trial()) for arms in ("grpo; ar", "grpo; lopti")
+    )
     assert one == pytest.approx(0, abs=50)
     assert two == pytest.approx(10 * 50, abs=50)
 

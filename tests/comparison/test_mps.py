@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from poise.comparison import mps
+from poise.comparison import processes
 
 CONTROL = """#!/bin/sh
 state="{folder}/state"
@@ -21,17 +21,17 @@ def control(tmp_path, monkeypatch):
     """The folder of a control program that only remembers whether it was started."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    program = folder / mps.CONTROL
+    program = folder / processes.CONTROL
     program.write_text(CONTROL.format(folder=folder))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(mps, "TRIAL", "")
+    monkeypatch.setattr(processes, "TRIAL", "")
     return folder
 
 
 def test_it_is_started_and_stopped(control):
     notes = []
-    with mps.served(notes.append):
+    with processes.mps(notes.append):
         assert (control / "state").exists()
     assert not (control / "state").exists()
     assert notes == []
@@ -39,7 +39,7 @@ def test_it_is_started_and_stopped(control):
 
 def test_somebody_elses_stays(control):
     (control / "state").touch()
-    with mps.served(print):
+    with processes.mps(print):
         pass
     assert (control / "state").exists()
 
@@ -49,12 +49,12 @@ def test_without_it_runs_go_on(control, monkeypatch, trouble):
     if trouble == "refused":
         (control / "refuse").touch()
     elif trouble == "no client":
-        monkeypatch.setattr(mps, "TRIAL", "raise SystemExit(1)")
+        monkeypatch.setattr(processes, "TRIAL", "raise SystemExit(1)")
     else:
-        (control / mps.CONTROL).unlink()
-        monkeypatch.setattr(mps.shutil, "which", lambda _: None)
+        (control / processes.CONTROL).unlink()
+        monkeypatch.setattr(processes.shutil, "which", lambda _: None)
     notes = []
-    with mps.served(notes.append):
+    with processes.mps(notes.append):
         assert not (control / "state").exists()
     assert len(notes) == (trouble != "not installed")
     assert all("slower" in note for note in notes)

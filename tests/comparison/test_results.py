@@ -45,7 +45,7 @@ def summary(steps=4, accuracy=0.75):
 
 def test_a_finished_run(tmp_path):
     found = RunResult.read(folder_of_a_run(tmp_path / "run", summary=summary()))
-    assert (found.seed, found.state, found.steps, found.planned) == (3, "finished", 4, 4)
+    assert (found.seed, found.state, found.steps) == (3, "finished", 4)
     assert [(point.step, point.scores["accuracy"]) for point in found.curve] == [(0, 0.25), (2, 0.2), (4, 0.75)]
     assert found.scores == {"accuracy": 0.75, "avg@4": 0.75, "greedy": 0.375}
     assert found.curve[1].scores == {"accuracy": 0.2, "avg@4": 0.2, "greedy": 0.5}
@@ -131,7 +131,7 @@ def test_a_run_that_reached_its_goal_is_finished(tmp_path, goal):
     found = RunResult.read(
         folder_of_a_run(tmp_path / "run", config=CONFIG | {"steps": 9, goal: 0.5}, summary=summary())
     )
-    assert (found.state, found.steps, found.planned) == ("finished", 4, 9)
+    assert (found.state, found.steps) == ("finished", 4)
 
 
 @pytest.mark.parametrize("name", ["summary", "before", "diverged"])
@@ -151,7 +151,7 @@ def test_no_run(tmp_path):
 def test_an_arm_lists_the_seeds_that_are_done():
     points = [Point(0, Cost(), {"accuracy": 0.5, "greedy": 0.25})]
     runs = {
-        seed: RunResult(seed, state, 0, 4, tuple(points))
+        seed: RunResult(seed, state, 0, tuple(points))
         for seed, state in [(2, "diverged"), (1, "unfinished"), (0, "finished")]
     }
     arm = Arm("ar", {}, runs)

@@ -153,9 +153,9 @@ def test_each_arm_gets_the_rate_that_its_tuning_seeds_choose(tmp_path):
     assert all("seed-0" in run or "seed-1" in run for run in compared)
     assert [runner.chosen(arm).rate for arm in plan.arms] == [2e-4, 1e-4]
     assert len({run.partition("/")[0] for run in compared}) == 2
-    from poise.comparison.tuning import report
+    from poise.comparison.results import tuning_report
 
-    told = report(plan, runner.result)
+    told = tuning_report(plan, runner.result)
     assert [each["chosen"] for each in told] == [2e-4, 1e-4]
     assert told[0]["rates"][2] == {"rate": 4e-4, "scores": [0.9, 0.0], "mean": pytest.approx(0.45), "diverged": 1}
 

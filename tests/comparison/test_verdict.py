@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from poise.comparison.analysis import analyse
+from poise.comparison.analysis import against, analyse, signed, verdict
 from poise.comparison.results import Arm
-from poise.comparison.verdict import against, signed, verdict
 from support.arms import made_arm, made_run
 
 

@@ -2,9 +2,9 @@
 
 import io
 
-from poise.comparison import view
+from poise.comparison import runner
 from poise.comparison.results import RunResult
-from poise.comparison.view import Status
+from poise.comparison.runner import Status
 from support.comparisons import finish, make
 
 
@@ -16,7 +16,7 @@ def first_run(tmp_path):
 def test_a_line_for_every_run_that_ends(tmp_path):
     run, said = first_run(tmp_path), io.StringIO()
     finish(run, 0.625)
-    progress, status = view.Progress(file=said), Status(3, 4, [run, run], 125.0)
+    progress, status = runner.Progress(file=said), Status(3, 4, [run, run], 125.0)
     progress.ended(run, RunResult.read(run.folder), "", status)
     progress.ended(run, None, "poise: \x1b[31mno space left", status)
     progress.note("note")
@@ -29,7 +29,7 @@ def test_a_line_for_every_run_that_ends(tmp_path):
 
 def test_nobody_is_left_without_a_line_for_long(tmp_path):
     run, said, now = first_run(tmp_path), io.StringIO(), [0.0]
-    progress = view.Progress(file=said, clock=lambda: now[0])
+    progress = runner.Progress(file=said, clock=lambda: now[0])
     progress.note("begun")
     for now[0] in (10.0, 29.0, 31.0, 40.0):
         progress.update(Status(0, 5, [run], None))
@@ -47,13 +47,13 @@ def test_nobody_is_left_without_a_line_for_long(tmp_path):
 def test_a_diverged_run_says_where(tmp_path):
     run, said = first_run(tmp_path), io.StringIO()
     finish(run, steps=1)
-    view.Progress(file=said).ended(run, RunResult.read(run.folder), "", Status(1, 5, [], None))
+    runner.Progress(file=said).ended(run, RunResult.read(run.folder), "", Status(1, 5, [], None))
     assert said.getvalue().endswith("grpo, seed 0: diverged at step 2: the gradient is not finite\n")
 
 
 def test_quiet_says_nothing(tmp_path):
     said = io.StringIO()
-    progress = view.Progress(quiet=True, file=said)
+    progress = runner.Progress(quiet=True, file=said)
     progress.ended(first_run(tmp_path), None, "why", Status(0, 6, [], None))
     progress.note("note")
     assert said.getvalue() == ""

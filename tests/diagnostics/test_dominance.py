@@ -8,7 +8,7 @@ import torch
 from poise import Head, TokenBatch, regulators
 from poise.diagnostics import ForwardLoop, Intervals, dominance, gradient_sizes, token_gradient_sizes
 from poise.diagnostics.loop import gradient_of, step, unchanged
-from poise.reports.verdict import combine, verdict
+from poise.reports.diagnose import combine, verdict
 from support.batches import fields_of, random_batch
 from support.softmax_table import Table
 from support.tiny_models import exact, prompts, responses, tiny

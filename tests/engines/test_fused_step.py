@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from poise.engines.native import engine
 from poise.engines.native.engine import NativeEngine
 from poise.engines.native.fused_step import FusedStep, _window, fused_step
-from poise.engines.native.turn import Turn
+from poise.engines.native.slot_cache import Turn
 from support.tiny_models import tiny
 
 TESTS = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import torch
 from poise.engines.native import engine as engines
 from poise.engines.native.engine import NativeEngine
 from poise.engines.native.fused_step import fused_step
-from poise.engines.native.turn import Turn
+from poise.engines.native.slot_cache import Turn
 from support.tiny_models import prompts, sample, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")

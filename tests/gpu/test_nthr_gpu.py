@@ -5,9 +5,9 @@ import torch
 
 from poise import Head, TokenBatch, regulators
 from poise.influence import elementwise as influence_steps
-from poise.influence import scores
 from poise.influence.elementwise import Rows
 from support.batches import random_batch
+from support.influence_scores import scores
 
 DEVICE = "cuda"
 influence_kernels = pytest.importorskip("poise.influence.kernels", reason="no Triton")

@@ -31,7 +31,7 @@ def test_twenty_steps_in_float32(made, reference):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_twenty_steps_in_bfloat16(made, reference, padded, compiled, monkeypatch):
-    monkeypatch.setattr("poise.models.compilation.FEWEST_TOKENS", 1)
+    monkeypatch.setattr("poise.models.layers.FEWEST_TOKENS", 1)
     losses, moved = trajectories.fast(made, "cuda", torch.bfloat16, compiled=compiled)
     off, theirs = ((found - reference[1]).norm() for found in (moved, padded[1]))
     assert off <= 2 * theirs

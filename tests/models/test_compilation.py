@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from poise.config.schema import load
-from poise.models import compilation, policy
-from poise.models.compilation import compiling_pays
+from poise.models import layers, policy
+from poise.models.layers import compiling_pays
 from poise.models.policy import load_policy
 from poise.runs.folder import RunFolder
 from poise.trainer import Trainer
@@ -20,7 +20,7 @@ PAGE = " ".join((ROOT / "docs/performance.md").read_text().split())
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    monkeypatch.setattr(compilation, "can_compile", lambda _: True)
+    monkeypatch.setattr(layers, "can_compile", lambda _: True)
 
 
 @pytest.fixture

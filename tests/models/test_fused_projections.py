@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from poise.models.fused_projections import Joined, join_projections
+from poise.models.layers import Joined, join_projections
 from poise.models.master_weights import MasterWeights
 from support.tiny_models import VOCABULARY, tiny
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from poise.engines.hf import CachedEngine
 from poise.models.attention import attention, repeat
-from poise.models.compilation import compile_layers
+from poise.models.layers import compile_layers
 from poise.models.packing import first_fit, layout, pack
 from poise.models.policy import ModelError, Policy, load_policy
 from poise.rollout.types import Rollouts
@@ -328,7 +328,7 @@ def test_an_adapter_on_the_head_is_refused():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers(checkpointing, monkeypatch):
     """Packed passes through torch.compile, also where layers are computed twice; everybody else sees plain layers."""
-    monkeypatch.setattr("poise.models.compilation.FEWEST_TOKENS", 1)
+    monkeypatch.setattr("poise.models.layers.FEWEST_TOKENS", 1)
     rollouts = responses(prompts(3), [[7, 1, 12, 3], [4, 9], [20, 2, 5]])
     results = []
     for compiled in (False, True):

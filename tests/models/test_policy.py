@@ -346,7 +346,7 @@ class TestHub:
             load_policy(name, device="cpu")
 
     def test_a_model_in_the_cache_is_not_asked_for(self, monkeypatch):
-        from poise.models.hub import check_hub
+        from poise.models.places import check_hub
 
         monkeypatch.setattr("huggingface_hub.get_session", lambda: pytest.fail("asked"))
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/config.json")

@@ -3,7 +3,7 @@
 import pytest
 
 from poise.models.policy import load_policy
-from poise.models.system_prompts import knows_system, with_system
+from poise.models.prompts import knows_system, with_system
 
 END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 TEMPLATES = {  # and whether they have a system role

@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import Head, TokenBatch, regulators
-from poise.influence import group_scores, scores
+from poise.influence import group_scores
 from poise.influence import inner_products as influence
 from poise.regulators import nthr
 from poise.regulators.scores import scorers, with_scores
 from support.batches import fields_of, random_batch
+from support.influence_scores import scores
 
 
 def naive(head, positive, negative, self_inclusive):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from poise.runs import warnings
 from poise.runs.console import visible
-from poise.runs.warnings import RunWarning
+from poise.training import warnings
+from poise.training.warnings import RunWarning
 from support.run_folders import HOSTILE, WORDS, look, make_run, next_frame, response, see
 
 HIDDEN = (  # each is invisible or acts on what stands beside it

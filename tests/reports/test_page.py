@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from poise import regulators
 from poise.diagnostics import Intervals, dominance
+from poise.reports.diagnose import combine, verdict
 from poise.reports.html import write_report
 from poise.reports.html.data import Source
 from poise.reports.html.page import in_html
-from poise.reports.verdict import combine, verdict
-from poise.runs import warnings
-from poise.runs.warnings import RunWarning
+from poise.training import warnings
+from poise.training.warnings import RunWarning
 from support.run_folders import HOSTILE, WORDS, add_step, look, make_run, next_frame, response, see
 from support.softmax_table import Table
 

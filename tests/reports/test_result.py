@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from poise.reports.html.data import Source
-from poise.runs.warnings import RunWarning, add
+from poise.training.warnings import RunWarning, add
 from support.run_folders import HOSTILE, add_step, look, make_run, see
 
 CONFIG = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from poise.reports.verdict import verdict
+from poise.reports.diagnose import verdict
 
 NAMES = ("[0, 0.25]", "(0.25, 1]")
 

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from poise.runs import console
-from poise.runs.axes import x_values
 from poise.runs.console import Console, across_rewards, duration, shorten, visible
+from poise.runs.metrics_file import x_values
 from poise.runs.plots import curve, smooth
 
 METRICS = {

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from poise.runs import warnings
 from poise.runs.folder import DamagedError, RunFolder
-from poise.runs.warnings import RunWarning
+from poise.training import warnings
+from poise.training.warnings import RunWarning
 
 
 def test_a_warning_is_kept_once_by_name_and_in_order(tmp_path):

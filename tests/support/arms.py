@@ -16,7 +16,7 @@ def made_run(seed, final, *, start=0.3, steps=100, every=20, state="finished", p
         cost = Cost(1000.0 * step, 2.0 * step * passes, 0.5 * step * passes, 1e9 * step * passes)
         scores = {"accuracy": accuracy, "avg@4": accuracy, "pass@4": accuracy / 2 + 0.5, "greedy": 0.6 + accuracy / 100}
         curve.append(Point(step, cost, scores))
-    return RunResult(seed, state, steps, 100, tuple(curve), curve[-1].cost, **{"entropy": (0.5,) * steps, **changes})
+    return RunResult(seed, state, steps, tuple(curve), curve[-1].cost, **{"entropy": (0.5,) * steps, **changes})
 
 
 def made_arm(name, gain, *, seeds=10, noise=0.01, passes=1, settings=None, **changes):

@@ -125,7 +125,8 @@ def prompts(n, seed=0):
 
 def exact(policy):
     """In float64 throughout: transformers' norms alone would still round to float32."""
-    if policy.eager:  # so would its attention, and turn the mask's float64 into −inf
+    attention = policy.base.config._attn_implementation
+    if attention == "eager":  # it would round too, and turn the mask's float64 into −inf
         return policy
     policy.model.double()
     for module in policy.model.modules():

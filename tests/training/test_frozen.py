@@ -12,7 +12,7 @@ from poise.algorithms import Grpo
 from poise.config.groups import LoraConfig
 from poise.engines.hf import CachedEngine
 from poise.engines.native.engine import NativeEngine
-from poise.models.compilation import compile_layers
+from poise.models.layers import compile_layers
 from poise.models.loading import add_adapter
 from poise.models.policy import ModelError, Policy, load_policy
 from poise.runs.folder import RunFolder

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from poise.training.optimizer_state import optimizer_tensors, restore_optimizer
+from poise.training.checkpoints import optimizer_tensors, restore_optimizer
 
 
 def model_and_optimizer(dtype):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import Phase, TokenBatch, regulators
-from poise.models.memory import OutOfMemoryError
+from poise.models.layers import OutOfMemoryError
 from poise.models.scoring import score_all, score_min_p
 from poise.objective import Settings
 from poise.training.update import mini_batches, update

@@ -6,9 +6,9 @@ import pytest
 
 from poise import config as configs
 from poise import trainer
-from poise.runs import warnings
 from poise.runs.folder import RunFolder
-from poise.training.warnings import TABLE, Progress, replay
+from poise.training import warnings
+from poise.training.warnings import TABLE, Progress, found
 from support.pages import ROOT
 from support.small_runs import make
 
@@ -30,7 +30,11 @@ def steps(count, **changes):
 
 def said(lines, config=EMBEDDED):
     """The names of the warnings after these steps, with the step of each."""
-    return [(step, entry.name) for step, entry in replay(Progress(config, lines))]
+    told = []
+    for step in range(len(lines) + 1):
+        new = found(Progress(config, lines[:step]), [name for _, name in told])
+        told += [(step, entry.name) for entry in new]
+    return told
 
 
 ALL_EQUAL = {"reward__no_spread": 1.0, "optim__steps": 0.0}

@@ -41,9 +41,8 @@ from poise.algorithms.reflections import (
     task_of,
 )
 from poise.engines.limits import most_tokens
-from poise.models.errors import ModelError
-from poise.models.prompts import plain
-from poise.models.system_prompts import with_system
+from poise.models.places import ModelError
+from poise.models.prompts import plain, with_system
 from poise.models.tool_prompts import tools_of
 from poise.rollout.sampling import derived_seed
 from poise.tasks import Message, Problem

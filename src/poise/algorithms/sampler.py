@@ -14,7 +14,7 @@ from torch import Tensor
 
 from poise.algorithms.base import Sample
 from poise.engines.limits import NO_LIMIT, check_positions, most_tokens
-from poise.models.errors import ModelError, first_line
+from poise.models.places import ModelError, first_line
 from poise.models.policy import Policy
 from poise.models.prompts import PromptError
 from poise.models.tool_prompts import Tools, tools_of

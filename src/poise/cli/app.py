@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from poise import __version__
-from poise.cli import compare, diagnose, doctor, evaluate, publish, report, runs, tasks, train
+from poise.cli import diagnose, evaluate, inspect, publish, train
 
 
 def _version(asked: bool) -> None:
@@ -35,19 +35,19 @@ def build() -> typer.Typer:
     app = _group("Reinforcement learning with verifiable rewards, token by token.", no_args_is_help=True)
     app.callback()(_main)
     app.command("train")(train.train)
-    app.command("compare")(compare.compare)
+    app.command("compare")(train.compare)
     app.command("eval")(evaluate.evaluate)
     app.command("diagnose")(diagnose.diagnose)
-    app.command("report")(report.report)
-    app.command("runs")(runs.runs)
+    app.command("report")(inspect.report)
+    app.command("runs")(inspect.runs)
     app.command("export")(publish.export)
     app.command("push")(publish.push)
     about_tasks = _group("List the tasks, or show a problem of one.", invoke_without_command=True)
-    about_tasks.callback()(tasks.list_tasks)
-    about_tasks.command("show")(tasks.show)
+    about_tasks.callback()(inspect.list_tasks)
+    about_tasks.command("show")(inspect.show)
     app.add_typer(about_tasks, name="tasks")
     about_frameworks = _group("Check whether poise works inside verl.", no_args_is_help=True)
-    about_frameworks.command("verl")(doctor.verl)
+    about_frameworks.command("verl")(inspect.verl)
     app.add_typer(about_frameworks, name="doctor")
     return app
 

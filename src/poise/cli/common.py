@@ -82,7 +82,7 @@ def _kinds_that_explain() -> tuple[type[Exception], ...]:
     """The errors of the rooms below. They are imported once there is one: most of them need torch."""
     with quick_imports():
         from poise._lib.user_code import UserCodeError
-        from poise.models.errors import ModelError
+        from poise.models.places import ModelError
         from poise.runs.folder import CheckpointError, DamagedError
         from poise.runs.trackers import TrackerError
         from poise.tasks import RewardError, TaskError

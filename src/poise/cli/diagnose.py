@@ -45,9 +45,8 @@ def diagnose(
     """
     with quick_imports():
         from poise.config.run_settings import to_diagnose
-        from poise.reports.diagnose import METHODS
+        from poise.reports.diagnose import METHODS, table
         from poise.reports.html import write_report
-        from poise.reports.verdict import table
         from poise.runs.console import Console, visible
         from poise.runs.listing import is_run
 
@@ -79,7 +78,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Print the conditions and measure; the folder is removed again if that fails."""
     from poise.config.run_settings import describe_sampling, describe_task
-    from poise.models.memory import OutOfMemoryError
+    from poise.models.layers import OutOfMemoryError
     from poise.reports.diagnose import diagnose as run
     from poise.runs.console import visible
     from poise.runs.folder import RunFolder

@@ -59,8 +59,7 @@ def push(
     - `poise push runs/demo me/knights`
     - `poise push runs/demo me/knights --public`
     """
-    from poise.models.hub import Repository
-    from poise.models.places import locate
+    from poise.models.places import Repository, locate
 
     with explained(), TemporaryDirectory(prefix="poise-push-") as place:
         locate(run)  # raises where there is no model, before anything is made on the hub
@@ -73,7 +72,7 @@ def push(
 def _write(run: str, folder: Path, title: str, dtype: str, remote_code: bool) -> None:
     """The model in a new folder, and its card if a run made it."""
     from poise.config.run_settings import run_of
-    from poise.models.export import export as save
+    from poise.models.loading import export as save
     from poise.models.places import locate
     from poise.reports.card import card
     from poise.runs.folder import RunFolder, step_of

@@ -8,17 +8,15 @@ from contextlib import closing, nullcontext
 
 import torch
 
-from poise.comparison import description, mps, output, record, trial, tuning
+from poise.comparison import description, output, record
 from poise.comparison.analysis import Document, analyse
 from poise.comparison.arms import RATE
 from poise.comparison.plan import Plan, read_plan
-from poise.comparison.processes import Processes
-from poise.comparison.results import Arm
-from poise.comparison.runner import Runner
-from poise.comparison.view import Progress
+from poise.comparison.processes import Processes, mps
+from poise.comparison.results import Arm, tuning_report
+from poise.comparison.runner import Progress, Runner
 from poise.config.schema import Config
-from poise.models.errors import ModelError
-from poise.models.places import locate
+from poise.models.places import ModelError, locate
 from poise.runs.console import Console, visible
 from poise.runs.lock import owned
 from poise.training.interrupts import Stopper
@@ -44,7 +42,7 @@ def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = Fal
                 view.note(line)
             jobs, parallel = _side_by_side(plan)
             runner = Runner(plan, Processes(plan.limits.threads), view, jobs)
-            with mps.served(view.note) if parallel else nullcontext(), closing(runner.processes):
+            with mps(view.note) if parallel else nullcontext(), closing(runner.processes):
                 if runner.status().done < plan.size:
                     first = ", and measuring its accuracy before training" if runner.unmeasured() else ""
                     view.note(f"loading the model{first} …")
@@ -92,7 +90,7 @@ def _foretell(plan: Plan) -> None:
     jobs = _side_by_side(plan)[0]
     with closing(Processes(plan.limits.threads)) as processes:
         done = Runner(plan, processes, Progress(quiet=True), jobs).status().done
-        seconds = trial.measure(plan, processes)
+        seconds = description.measure_trial(plan, processes)
     print(description.forecast(plan, seconds, jobs, done))
     print(description.power(plan))
 
@@ -121,7 +119,7 @@ def _conditions(plan: Plan, runner: Runner) -> Document:
     """How the comparison was made, for ``comparison.json``."""
     config = plan.baseline.variants[0].config
     return {
-        "tuning": tuning.report(plan, runner.result),
+        "tuning": tuning_report(plan, runner.result),
         "tuning_seeds": list(plan.tuning_seeds),
         "held_out": {"problems": config.evaluation.problems, "seed": config.evaluation.seed},
         "failures": list(runner.failures.values()),

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from poise._lib.files import dumps, replacing
-from poise.comparison.analysis import Document
+from poise.comparison.analysis import Document, points, signed
 from poise.comparison.arms import shown_rate
 from poise.comparison.plots import picture
 from poise.comparison.results import Arm
-from poise.comparison.verdict import points, signed
 from poise.reports.html.page import data_element, frame
 from poise.runs.console import Console
 

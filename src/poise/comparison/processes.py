@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from pathlib import Path
@@ -22,6 +25,9 @@ from poise.training.resume import TrainError
 
 MOST_LOSSES = 3  # of the server: it does so little that it should never die
 LOST = 255  # multiprocessing's exit code of a process whose server has died
+# NVIDIA's MPS lets processes use one GPU at the same time instead of in turns. Without it runs are slower.
+CONTROL = "nvidia-cuda-mps-control"
+TRIAL = "import torch; torch.zeros(1, device='cuda').sum().item()"  # what fails where a client cannot connect
 
 
 class ServerError(TrainError):
@@ -125,3 +131,25 @@ def last_lines(log: Path, count: int = 5) -> list[str]:
     except OSError:
         return []
     return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+@contextmanager
+def mps(note: Callable[[str], None]) -> Iterator[None]:
+    """Inside, MPS runs, if it is installed and works. It is stopped afterwards, unless it ran before."""
+    started = shutil.which(CONTROL) is not None and not _works(CONTROL, asked="get_server_list")
+    if started and not (_works(CONTROL, "-d") and _works(sys.executable, "-c", TRIAL)):
+        note("NVIDIA's MPS cannot be started: runs take turns on the GPU, which is slower")
+        _works(CONTROL, asked="quit")
+        started = False
+    try:
+        yield
+    finally:
+        if started:
+            _works(CONTROL, asked="quit")
+
+
+def _works(*command: str, asked: str = "") -> bool:
+    try:
+        return subprocess.run(command, input=f"{asked}\n".encode(), capture_output=True, timeout=120).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -1,5 +1,7 @@
 """What a comparison knows of a run, read from its ordinary run folder; and an arm: the runs of one method, by seed.
 
+It also chooses a learning rate for each arm: the same rates and seeds for all, none of which the comparison uses again.
+
 A run is *finished*, *diverged* (the trainer met a gradient that is not finite, and wrote ``diverged.json``) or
 *unfinished*. A diverged run is a result: its scores are those last measured during training, or 0. An unfinished run
 has none yet.
@@ -7,12 +9,15 @@ has none yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
+from poise.comparison.arms import PlannedArm, Variant
+from poise.comparison.plan import Plan
 from poise.reports.recorded import read_json, read_metrics
 from poise.runs.folder import RunFolder
 from poise.runs.metrics_file import COPY, DamagedError
@@ -59,7 +64,6 @@ class RunResult:
     seed: int
     state: State
     steps: int  # taken
-    planned: int  # steps that its settings ask for
     curve: tuple[Point, ...]  # in the order of steps; the first is before training
     cost: Cost = field(default_factory=Cost)
     entropy: tuple[float, ...] = ()  # by step, NaN where it was not measured
@@ -90,7 +94,7 @@ class RunResult:
         """
         folder = RunFolder.open(path, resume=False)
         config, lines = folder.config, read_metrics(folder)
-        seed, planned, prompts, group = (_whole(folder, config, key) for key in ("seed", "steps", "prompts", "group"))
+        seed, prompts, group, _ = (_whole(folder, config, key) for key in ("seed", "prompts", "group", "steps"))
         reached = lines[-1]["step"] if lines else 0
         after = _final(folder, config, reached)
         costs = list(_costs(folder, prompts * group, lines))
@@ -103,7 +107,6 @@ class RunResult:
             seed=seed,
             state=state,
             steps=reached,
-            planned=planned,
             curve=tuple(curve),
             cost=costs[-1] if costs else Cost(),
             entropy=tuple(nan if (value := line.get("rollout/entropy")) is None else float(value) for line in lines),
@@ -241,3 +244,53 @@ def _whole(folder: RunFolder, config: Line, name: str) -> int:
     if type(value) is not int:
         raise ValueError(f"{folder.path}/config.json: {name} must be a whole number, got {value!r}")
     return value
+
+
+Results = Callable[[Path], RunResult | None]  # the result of the run in a folder; None while it has none
+
+
+def tuning_scores(plan: Plan, arm: PlannedArm, variant: Variant, results: Results) -> list[tuple[float, bool]] | None:
+    """Held-out accuracy by tuning seed, and whether that run diverged; None while a run has no result."""
+    found = [results(plan.run(arm, variant, seed).folder) for seed in plan.tuning_seeds]
+    if any(result is None or ACCURACY not in result.scores for result in found):
+        return None
+    return [(result.scores[ACCURACY], result.state == "diverged") for result in found if result is not None]
+
+
+def choose_rate(plan: Plan, arm: PlannedArm, results: Results) -> Variant | None:
+    """The variant of an arm that is compared; None until all its tuning runs have results.
+
+    It has the highest mean accuracy among those whose runs diverged least often; of equals, the lower rate.
+    """
+    if len(arm.variants) == 1:
+        return arm.variants[0]
+    ranked = []
+    for variant in arm.variants:
+        found = tuning_scores(plan, arm, variant, results)
+        if found is None:
+            return None
+        ranked.append((sum(diverged for _, diverged in found), -fmean(score for score, _ in found), variant.rate))
+    best = min(ranked)
+    return arm.variants[ranked.index(best)]
+
+
+def tuning_report(plan: Plan, results: Results) -> list[dict[str, Any]]:
+    """For ``comparison.json``: what was chosen for each arm, and all scores."""
+    told = []
+    for arm in plan.arms:
+        if len(arm.variants) == 1:
+            continue
+        chosen = choose_rate(plan, arm, results)
+        rates = []
+        for variant in arm.variants:
+            found = tuning_scores(plan, arm, variant, results) or []
+            rates.append(
+                {
+                    "rate": variant.rate,
+                    "scores": [score for score, _ in found],
+                    "mean": fmean(score for score, _ in found) if found else None,
+                    "diverged": sum(diverged for _, diverged in found),
+                }
+            )
+        told.append({"arm": arm.name, "chosen": chosen.rate if chosen else None, "rates": rates})
+    return told

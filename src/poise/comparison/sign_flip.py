@@ -17,8 +17,6 @@ from math import floor, inf
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from poise._lib.errors import check_range
-
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 
@@ -29,7 +27,7 @@ _ROUNDING = 1e-12  # sums that are equal on paper differ by less, relative to th
 
 def p_value(differences: Sequence[float]) -> float:
     """The two-sided p of the hypothesis that the differences are symmetric around 0."""
-    return float(p_values(_sample("p_value", differences)[None])[0])
+    return float(p_values([differences])[0])
 
 
 def interval(differences: Sequence[float], level: float = 0.95) -> Interval:
@@ -37,7 +35,7 @@ def interval(differences: Sequence[float], level: float = 0.95) -> Interval:
 
     The coverage is at least ``level`` for differences with a symmetric distribution.
     """
-    low, high = intervals(_sample("interval", differences)[None], level)
+    low, high = intervals([differences], level)
     return float(low[0]), float(high[0])
 
 
@@ -54,7 +52,6 @@ def p_values(samples: ArrayLike) -> Floats:
 
 def intervals(samples: ArrayLike, level: float = 0.95) -> tuple[Floats, Floats]:
     """The lower and upper ends of every row's ``interval``."""
-    check_range("sign-flip interval", "level", level, 0.0, 1.0)
     d_RN = np.asarray(samples, dtype=float)
     rows, n = d_RN.shape
     sums_RF, sizes_F = _flipped(d_RN)
@@ -114,12 +111,3 @@ def _random_flips(d_RN: Floats) -> tuple[Floats, Floats]:
         sums.append(ordered_RN @ flip_FN.T.astype(float))
         sizes.append(flip_FN.sum(1).astype(float))
     return np.concatenate(sums, axis=1).reshape(rows, RANDOM), np.concatenate(sizes)
-
-
-def _sample(owner: str, differences: Sequence[float]) -> Floats:
-    sample = np.asarray(differences, dtype=float)
-    if sample.ndim != 1 or not len(sample):
-        raise ValueError(f"{owner}: differences must be at least one number, one for each seed, got {differences!r}")
-    if not np.isfinite(sample).all():
-        raise ValueError(f"{owner}: differences must be finite, got {differences!r}")
-    return sample

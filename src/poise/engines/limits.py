@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from poise.models.errors import ModelError
+from poise.models.places import ModelError
 from poise.rollout.types import Request
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from poise._lib.device import same_random_numbers
-from poise.models.errors import first_line
+from poise.models.places import first_line
 from poise.models.policy import ModelError, Policy
 from poise.models.scoring import score_all
 from poise.rollout.sampling import Sampling, streams

@@ -58,34 +58,6 @@ def cheaper_form(positive: int, width: int) -> Form:
 
 
 @torch.no_grad()
-def scores(
-    head: HeadLike,
-    positive: Sequence[Tokens],
-    negative: Tokens,
-    *,
-    self_inclusive: bool = False,
-    form: Form = "auto",
-    block: int | None = None,
-    half: bool | None = None,
-) -> Scores:
-    """Score the tokens of the incorrect responses, and each correct response, against the correct responses.
-
-    ``positive`` has one entry per correct response, none of them empty; ``negative`` has the tokens of all incorrect
-    ones. A correct response is scored against the others, or with ``self_inclusive`` also against itself. ``block`` is
-    the number of elements of the largest temporary tensor (``default_block``).
-
-    Half-precision hidden states on a GPU stay half precision in matrix products, which accumulate in float32;
-    everything between the products is float32. On a CPU they are converted to float32. ``half`` overrides the choice.
-    """
-    hidden = torch.cat([h for h, _ in positive] + [negative[0]])
-    targets = torch.cat([y for _, y in positive] + [negative[1]])
-    group = [*(len(y) for _, y in positive), len(negative[1])]
-    return group_scores(
-        head, hidden, targets, [group], self_inclusive=self_inclusive, form=form, block=block, half=half
-    )
-
-
-@torch.no_grad()
 def group_scores(
     head: HeadLike,
     hidden: Tensor,
@@ -97,10 +69,15 @@ def group_scores(
     block: int | None = None,
     half: bool | None = None,
 ) -> Scores:
-    """``scores`` of several groups, without waiting for the device.
+    """Score the tokens of incorrect responses, and each correct response, against the correct ones of its group.
 
     A group lists the number of tokens of each correct response and, last, of all incorrect ones together. ``hidden``
-    (N, d), ``targets`` (N,) and the returned scores have the tokens in this order, group after group.
+    (N, d), ``targets`` (N,) and the returned scores have the tokens in this order, group after group. A correct
+    response is scored against the others, or with ``self_inclusive`` also against itself. ``block`` is the number of
+    elements of the largest temporary tensor (``default_block``). Nothing waits for the device.
+
+    Half-precision hidden states on a GPU stay half precision in matrix products, which accumulate in float32;
+    everything between the products is float32. On a CPU they are converted to float32. ``half`` overrides the choice.
     """
     check_choice("scores", "form", form, ("auto", "pair", "linear"))
     head = as_head(head)

@@ -1,10 +1,12 @@
-"""Load a transformers model and its tokenizer: from the hub, a folder, a run, a checkpoint or a LoRA adapter.
+"""Load a transformers model and its tokenizer: from the hub, a folder, a run, a checkpoint or a LoRA adapter. And
+export one as an ordinary folder.
 
 Only safetensors are read, and no code from a model's repository runs unless the caller allows it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Collection, Iterator
@@ -13,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from poise._lib.errors import short
-from poise._lib.files import read_json
+from poise._lib.files import TEMPORARY, read_json, remove
 from poise.models import trials
-from poise.models.errors import ModelError, first_line
-from poise.models.hub import check_hub
-from poise.models.places import EMBEDDED, locate
+from poise.models.places import EMBEDDED, ModelError, check_hub, first_line, locate
 from poise.runs.folder import verify_model
 
 
@@ -218,3 +218,46 @@ def _base_model(folder: Path) -> str:
     if config.get("megatron_config"):  # peft would import the module that this names
         raise ModelError(f"{folder / 'adapter_config.json'} needs code of Megatron, which poise does not load")
     return base
+
+
+def export(name: str, folder: Path, *, dtype: str = "auto", remote_code: bool = False) -> None:
+    """Write the model of a run, a checkpoint or an adapter to a new folder. ``auto`` keeps the dtype of the base model.
+
+    Adapters are merged in float32, and rounded once. The folder appears when it is complete.
+    """
+    source = locate(name)
+    base = adapted_model(Path(source))
+    target = _stored_dtype(source if base is None else locate(base)) if dtype == "auto" else getattr(torch, dtype)
+    loaded = target if base is None else torch.float32
+    model, tokenizer = load_model(name, device="cpu", dtype=str(loaded).removeprefix("torch."), remote_code=remote_code)
+    model.to(target)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(TEMPORARY + folder.name)
+    remove(temporary)
+    try:
+        with progress_bars(False):
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+        if folder.exists():
+            folder.rmdir()  # it is empty
+        os.replace(temporary, folder)
+    except Exception as error:
+        # safetensors and tokenizers, written in Rust, raise their own error types for a full disk.
+        if isinstance(error, SafetensorError) or "(os error " in str(error):
+            raise OSError(f"{folder} could not be written: {first_line(error)}") from error
+        raise
+    finally:
+        remove(temporary)
+
+
+def _stored_dtype(source: str) -> torch.dtype:
+    """The dtype that a model's config.json names."""
+    import transformers
+
+    if not Path(source).is_dir():
+        check_hub(source)
+    try:
+        found = getattr(transformers.AutoConfig.from_pretrained(source), "dtype", None)
+    except Exception:  # ``load_model`` says what is wrong with the model
+        found = None
+    return found if isinstance(found, torch.dtype) else torch.float32

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from poise.head import Head, token_logp
-from poise.models import attention, memory, rope, trials
-from poise.models.compilation import compile_layers, compiling_pays
-from poise.models.errors import ModelError, first_line
+from poise.models import attention, layers, rope, trials
+from poise.models.layers import compile_layers, compiling_pays
 from poise.models.loading import load_model, progress_bars, resolve_device
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import Packed, layout
-from poise.models.places import EMBEDDED
+from poise.models.places import EMBEDDED, ModelError, first_line
 from poise.models.prompts import encode, encode_next
 from poise.models.tool_prompts import Tools
 from poise.rollout.types import Rollouts
@@ -69,11 +68,6 @@ class Policy:
     def device(self) -> torch.device:
         """The model's device."""
         return self.trunk.device  # type: ignore[return-value]
-
-    @property
-    def eager(self) -> bool:
-        """Whether attention is transformers' "eager" code, which takes additive masks instead of boolean ones."""
-        return str(self._config._attn_implementation) == "eager"
 
     @property
     def end_tokens(self) -> list[int]:
@@ -166,7 +160,7 @@ class Policy:
         """(L, d) hidden states of the packed tokens."""
         # transformers passes a 4-dimensional mask on unchanged, and builds no L × L mask.
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
-        with memory.checkpointed(self.trunk, self.checkpointing):
+        with layers.checkpointed(self.trunk, self.checkpointing):
             states: Tensor = self.trunk(
                 input_ids=packed.ids,
                 position_ids=packed.positions,
@@ -225,7 +219,7 @@ class Policy:
         """Turn gradient checkpointing on. False: it is on already, or the model does not support it."""
         if self.checkpointing or not self.packed:  # a padded pass needs a KV cache, which excludes checkpointing
             return False
-        self.checkpointing = memory.enable_checkpointing(self.trunk)
+        self.checkpointing = layers.enable_checkpointing(self.trunk)
         return self.checkpointing
 
     def save(self, folder: Path) -> None:

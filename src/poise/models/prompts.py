@@ -16,6 +16,8 @@ from poise.tasks import Message
 
 PLACEHOLDER = "PlaceOfContent{}."  # no template treats it specially
 Pieces = list[tuple[str, bool]]  # a rendered dialogue: text, and whether it is a message's content
+_PROBE = "TextOfProbe."
+_KNOWN: dict[str, bool] = {}  # by template
 
 
 class PromptError(ValueError):
@@ -80,27 +82,6 @@ def encode_next(
     _check(sorted(token for token in controls if any(token in message["content"] for message in said)), harmless)
     between, _ = _encode(tokenizer, tail[:1], controls, ends)  # a later end token would be that of a new message
     return ids[ids.index(last) + 1 :] if last in ends and last in between else ids
-
-
-def turn_end(tokenizer: Any, ends: Collection[int]) -> list[int]:
-    """What the chat template writes behind a reply, up to the token that ends the turn.
-
-    That token is the first of ``ends``, else the first control token. Without one it is the tokenizer's end token.
-    """
-    nothing = [int(tokenizer.eos_token_id)]
-    if not tokenizer.chat_template:
-        return nothing
-    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
-    try:
-        behind = _pieces(tokenizer, dialogue, {"add_generation_prompt": False})[-1:]
-    except PromptError:
-        return nothing
-    controls = _controls(tokenizer, ends)
-    ids, _ = _encode(tokenizer, behind, controls, ends)
-    for wanted in (ends, controls.values()):
-        if place := next((at for at, token in enumerate(ids, 1) if token in wanted), 0):
-            return ids[:place]
-    return nothing
 
 
 def plain(tokenizer: Any, text: str) -> list[int]:
@@ -196,3 +177,35 @@ def _runs(pieces: Pieces, controls: dict[str, int]) -> tuple[list[str], list[str
             at = match.end()
         runs[-1] += text[at:]
     return runs, cuts
+
+
+def with_system(tokenizer: Any, messages: Sequence[Message], text: str) -> list[Message]:
+    """The opening messages with ``text`` as their system prompt, instead of the one they have.
+
+    If the chat template has no system role, the text stands in front of the first message.
+    """
+    rest = [message for message in messages if message["role"] != "system"]
+    if not rest or knows_system(tokenizer):
+        return [{"role": "system", "content": text}, *rest]
+    first, *others = rest
+    return [{**first, "content": f"{text}\n\n{first['content']}"}, *others]
+
+
+def knows_system(tokenizer: Any) -> bool:
+    """Whether the chat template has a system role: tried once per template.
+
+    A template without it raises, leaves the text out, or shows it as it shows any role that it does not know.
+    """
+    template = str(tokenizer.chat_template)
+    if template not in _KNOWN:
+        shown = _shown(tokenizer, "system")
+        _KNOWN[template] = _PROBE in shown and shown != _shown(tokenizer, "RoleOfProbe")
+    return not tokenizer.chat_template or _KNOWN[template]
+
+
+def _shown(tokenizer: Any, role: str) -> str:
+    dialogue = [{"role": role, "content": _PROBE}, {"role": "user", "content": "x"}]
+    try:
+        return str(tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True))
+    except Exception:  # a chat template is third-party code and may raise anything
+        return ""

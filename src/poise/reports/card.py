@@ -8,9 +8,10 @@ from typing import Any
 
 from poise import __version__
 from poise.reports.recorded import read_json, read_metrics
-from poise.runs import warnings
 from poise.runs.folder import RunFolder
+from poise.training import warnings
 from poise.training.accuracy import BY_DIFFICULTY, is_summary
+from poise.training.results import cell
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -64,12 +65,8 @@ def _accuracy(before: Any, after: Any) -> list[str]:
     return [
         f"{after['n']} problems × {sampling}, with 95 % intervals:",
         "", "| measure | before | after |", "|---|---|---|",
-        *(f"| {_plain(name)} | {_cell(before['table'][name])} | {_cell(after['table'][name])} |" for name in names),
+        *(f"| {_plain(name)} | {cell(before['table'][name])} | {cell(after['table'][name])} |" for name in names),
     ]  # fmt: skip
-
-
-def _cell(row: dict[str, float]) -> str:
-    return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
 
 def _plain(value: Any) -> str:

@@ -8,7 +8,7 @@
     checkpoints/step-000010/       what a resumed run starts from, sealed by manifest.json
     before.json, summary.json      held-out accuracy before training; the final results
     problems.json, diverged.json   those results by problem; the step at which the gradient was not finite
-    warnings.json                  what keeps the run from learning (``poise.runs.warnings``)
+    warnings.json                  what keeps the run from learning (``poise.training.warnings``)
     owner.json                     the process that trains here, while one does (``poise.runs.lock``)
 
 A kill at any moment leaves only complete files, except for the last line of metrics.jsonl: readers ignore it if torn.
@@ -51,8 +51,8 @@ from poise._lib.files import (
     verify,
 )
 from poise.runs.console import complain
-from poise.runs.free import check_free, resume_command
 from poise.runs.listing import is_comparison
+from poise.runs.lock import check_free, resume_command
 from poise.runs.metrics_file import COPY, DamagedError, MetricsFile
 
 __all__ = ["CheckpointError", "DamagedError", "RunFolder", "step_of", "verify_model"]

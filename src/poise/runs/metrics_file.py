@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: a JSON object for each step, one a line.
+"""``metrics.jsonl``: a JSON object for each step, one a line; and what its curves can be drawn over.
 
 It is appended to, so a kill may tear the last line. Readers ignore a torn line.
 """
@@ -6,14 +6,17 @@ It is appended to, so a kill may tear the last line. Readers ignore a torn line.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from poise._lib.files import dumps, loads, replacing
 
 Record = dict[str, Any]
 COPY = "put the file back from a copy"
+AXES = {"step": "step", "tokens": "sampled tokens", "seconds": "seconds"}  # name: label
+LARGEST = 1e300  # nothing draws larger values
 
 
 class DamagedError(ValueError):
@@ -73,3 +76,23 @@ class MetricsFile:
                 why = f"this is not a JSON object with a step: {line[:60]!r}"
                 raise DamagedError(f"{self.path}, line {number}: {why}; remove the line, or {COPY}") from None
             yield line + b"\n", record
+
+
+def x_values(metrics: Sequence[Mapping[str, Any]], axis: str) -> list[float] | None:
+    """Where each record of ``RunFolder.metrics()`` lies on an axis; None if the run has not recorded that.
+
+    Seconds are those of the steps, without evaluations and pauses. A record that is no step, such as an evaluation,
+    lies where the step before it does.
+    """
+    if axis == "step":
+        return [record["step"] for record in metrics]
+    key = {"tokens": "tokens/total", "seconds": "time/step"}[axis]
+    if not any(drawable(record.get(key)) for record in metrics):
+        return None
+    values = (float(value) if drawable(value := record.get(key)) else 0.0 for record in metrics)
+    return [*accumulate(values, max if axis == "tokens" else None)]
+
+
+def drawable(value: Any) -> TypeGuard[float]:
+    """Whether a value of a metrics file, which may be anybody's, is a number that can be drawn."""
+    return isinstance(value, int | float) and abs(value) < LARGEST

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from poise._lib.files import replacing
-from poise.runs.axes import AXES, drawable, x_values
+from poise.runs.metrics_file import AXES, drawable, x_values
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; markers differ too, for black-and-white print.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]

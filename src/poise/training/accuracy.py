@@ -13,9 +13,8 @@ from itertools import groupby
 from math import comb, fsum
 from typing import Any, TypeGuard
 
-from poise._lib.errors import check_range
-
 Interval = tuple[float, float]
+BY_DIFFICULTY = ", difficulty "  # between the measure and the difficulty, in the names of a summary's rows
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,6 @@ class ProblemResult:
     correct: tuple[bool, ...]
     answers: tuple[Hashable | None, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not self.correct:
-            raise ValueError("ProblemResult: a problem needs at least one sample")
-        if self.answers and len(self.answers) != len(self.correct):
-            raise ValueError(
-                f"ProblemResult: {len(self.answers)} answers to {len(self.correct)} samples; give one for each, or none"
-            )
-
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """An unbiased estimate of the chance that at least one of k samples is correct, from c correct among n ≥ k.
@@ -45,17 +36,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     ``1 − C(n − c, k) / C(n, k)``: the share of k-subsets of the samples with a correct one (arXiv 2107.03374).
     The plug-in ``1 − (1 − c/n)^k`` is biased downwards.
     """
-    _check_count("pass_at_k", "n", n, 1)
-    _check_count("pass_at_k", "c", c, 0, n)
-    _check_count("pass_at_k", "k", k, 1, n)
     return 1 - comb(n - c, k) / comb(n, k)
-
-
-def clopper_pearson(successes: int, n: int, level: float = 0.95) -> Interval:
-    """The exact interval of a proportion: its coverage is at least ``level``, for any true value and any n."""
-    _check_count("clopper_pearson", "n", n, 1)
-    _check_count("clopper_pearson", "successes", successes, 0, n)
-    return _exact_interval(successes / n, n, level)
 
 
 def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> Interval:
@@ -63,7 +44,7 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
 
     This is the exact interval at the effective number of problems (Korn and Graubard, 1998). A value in [0, 1] with
     mean m has at most the variance m·(1 − m) of a binary one; averaging over samples reduces it by a factor φ ≤ 1, so
-    that n problems are worth n/φ binary ones. For binary values φ = 1 and this is ``clopper_pearson``.
+    that n problems are worth n/φ binary ones. For binary values φ = 1 and this is Clopper and Pearson's interval.
 
     A few problems determine φ poorly, and where success is rare, a single problem decides it. So the estimate of φ
     counts four extra problems of the largest variance. Narrower intervals cover too rarely: with 30 problems of which
@@ -75,15 +56,11 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
     the truth in 76 % of trials (with 60 problems in 84 %, with 100 in 93 %, with 200 in 97 %).
     """
     values = [float(value) for value in per_problem_means]
-    if not values:
-        raise ValueError("mean_interval: there is no problem to average over")
-    for at, value in enumerate(values):
-        check_range("mean_interval", f"per_problem_means[{at}]", value, 0.0, 1.0)
     mean = _mean(values)
     most = mean * (1 - mean)
     spread = fsum((value - mean) ** 2 for value in values)
     phi = min(1.0, (spread / most + 4) / (len(values) + 3)) if most > 0 else 1.0
-    return _exact_interval(mean, len(values) / phi, level)
+    return exact_interval(mean, len(values) / phi, level)
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
@@ -106,12 +83,6 @@ def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> 
     maj@k if its most frequent answer is correct, that is, if a sample with that answer was judged correct. Without
     answers there is no maj@k, nor where a correct sample has none: what it says cannot be counted.
     """
-    if not results:
-        raise ValueError("summarise: there is no result")
-    _check_count("summarise", "k", k, 1)
-    for at, result in enumerate(results):
-        if len(result.correct) < k:
-            raise ValueError(f"summarise: problem {at} has {len(result.correct)} samples, which is fewer than k = {k}")
 
     def order(result: ProblemResult) -> tuple[bool, int, str]:
         number = result.difficulty.isdecimal()
@@ -151,25 +122,14 @@ def _mean(values: Sequence[float]) -> float:
     return fsum(values) / len(values)
 
 
-def _exact_interval(mean: float, n: float, level: float) -> Interval:
-    check_range("interval", "level", level, 0.0, 1.0)
-    if level in (0, 1):
-        raise ValueError(f"interval: level must lie between 0 and 1, such as 0.95, got {level!r}")
+def exact_interval(mean: float, n: float, level: float = 0.95) -> Interval:
+    """Clopper and Pearson's interval of a proportion: it covers the truth at least so often, for any n."""
     from scipy.special import betaincinv  # the quantile of the Beta distribution
 
     tail, successes = (1 - level) / 2, mean * n
     low = 0.0 if mean == 0 else float(betaincinv(successes, n - successes + 1, tail))
     high = 1.0 if mean == 1 else 1 - float(betaincinv(n - successes, successes + 1, tail))
     return min(low, mean), max(high, mean)  # rounding must not exclude the mean
-
-
-def _check_count(owner: str, name: str, value: int, low: int, high: float = float("inf")) -> None:
-    if not isinstance(value, int):
-        raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}")
-    check_range(owner, name, value, low, high)
-
-
-BY_DIFFICULTY = ", difficulty "  # between the measure and the difficulty, in the names of a summary's rows
 
 
 def without_repeats(table: dict[str, Any]) -> dict[str, Any]:

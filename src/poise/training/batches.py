@@ -1,5 +1,7 @@
 """From samples to tensors: ``stack`` builds the ``Rollouts`` that the model runs, ``token_batch`` the ``TokenBatch``.
 
+``phases_of`` says which rows are updated, and with which phases.
+
 The only place that builds a batch, for the trainer and for ``poise diagnose``. Shapes: B samples, T tokens (padded).
 """
 
@@ -18,11 +20,13 @@ from poise.algorithms.base import CONSOLIDATED, Sample
 from poise.batch import Phase, Rows, TokenBatch
 from poise.models.policy import Policy
 from poise.models.scoring import score_all, score_min_p
+from poise.regulators import Regulator
 from poise.rollout.types import Rollouts
 from poise.tasks import TaskError
 from poise.tasks.base import NO_REWARD
 
 MOST_FAILED = 0.05  # share of a step's attempts that may end without a verdict
+ALL = slice(None)
 
 
 def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
@@ -171,3 +175,50 @@ def _advantages(samples: Sequence[Sample], rewards: Tensor, groups: Tensor, mask
     for rows in rest.values():
         values[rows] = advantages.TABLE[kind](rewards[rows], groups[rows], mask[rows]).to(values.dtype)
     return values
+
+
+def phases_of(
+    regulator: Regulator, samples: Sequence[Sample], batch: TokenBatch, *, drop_equal_groups: bool = False
+) -> tuple[Rows, list[Phase], dict[str, float]]:
+    """The rows to update on, their phases, and the number of dropped groups as a metric.
+
+    If no group is left, all rows with weight 0: the update takes no optimizer step.
+    """
+    if not drop_equal_groups:
+        return ALL, regulator(batch), {}
+    rows, count = groups_with_spread(samples)
+    metrics = {"reward/dropped_groups": float(count)}
+    if not rows:
+        return ALL, [Phase.of(batch, 0.0, 0.0)], metrics
+    return (rows, regulator(batch.rows(rows)), metrics) if count else (ALL, regulator(batch), metrics)
+
+
+def groups_with_spread(samples: Sequence[Sample]) -> tuple[list[int], int]:
+    """The rows without the groups whose rewards are all equal, and the number of these groups.
+
+    A row with an advantage of its own stays, and so does one that has nothing to compare with.
+    """
+    rewards: dict[Hashable, list[float]] = {}
+    for sample in samples:
+        if sample.group is not None and sample.advantage is None:
+            rewards.setdefault(sample.group, []).append(sample.score.reward)
+    equal = {group for group, members in rewards.items() if len(members) > 1 and min(members) == max(members)}
+    rows = [row for row, sample in enumerate(samples) if sample.group not in equal or sample.advantage is not None]
+    return rows, len(equal)
+
+
+def on_all_rows(phase: Phase, rows: Rows, batch: TokenBatch) -> Phase:
+    """A phase of some rows as one of the whole batch: weight 0, and no per-token values, in the other rows.
+
+    A slice stands for all rows.
+    """
+    if isinstance(rows, slice):
+        return phase
+
+    def spread(values: Tensor, fill: float) -> Tensor:
+        whole = torch.full(batch.mask.shape, fill, dtype=values.dtype, device=values.device)
+        whole[rows] = values
+        return whole
+
+    tokens = {name: spread(values, torch.nan) for name, values in phase.tokens.items()}
+    return Phase(phase.name, spread(phase.policy, 0.0), spread(phase.kl, 0.0), phase.metrics, tokens)

@@ -11,11 +11,9 @@ import torch
 from poise.algorithms import Sample
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
-from poise.runs.folder import RunFolder
 from poise.tasks import Problem, TaskError, draw
-from poise.training.accuracy import BY_DIFFICULTY, ProblemResult, is_summary, summarise
+from poise.training.accuracy import BY_DIFFICULTY, ProblemResult, summarise
 from poise.training.records import task_metrics, turn_metrics
-from poise.training.resume import TrainError
 
 CHUNK = 64  # problems per call of the sampler, and per progress report
 GPU_RESPONSES = 1024  # per call, if that is more: a GPU decodes many in the time of a few
@@ -72,25 +70,6 @@ class Evaluation:
         summary = self.summary()
         named = {name.replace(BY_DIFFICULTY, "/"): row["value"] for name, row in summary["table"].items()}
         return {f"eval/{self.task}/{name}": value for name, value in named.items()}
-
-
-def read_before(folder: RunFolder, done: int) -> dict[str, Any] | None:
-    """The accuracy before training that a run has measured, from ``before.json``; None: it is still to be measured.
-
-    After ``done`` steps it cannot be measured any more.
-    """
-    before: dict[str, Any] | None = folder.read_json("before.json")
-    if before is None and done:
-        raise TrainError(
-            f"{folder.path}/before.json is missing: it holds the accuracy before training, which cannot be measured "
-            f"any more at step {done}; put it back, or begin again in another run=DIR"
-        )
-    if before is not None and not is_summary(before):
-        raise TrainError(
-            f"{folder.path}/before.json does not hold the accuracy before training as poise writes it: put the file "
-            "back from a copy, or begin again in another run=DIR"
-        )
-    return before
 
 
 def _chunk(samples: int, device: torch.device) -> int:

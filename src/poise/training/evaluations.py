@@ -14,9 +14,10 @@ from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, draw
-from poise.training.evaluate import Evaluation, held_out, read_before
+from poise.training.evaluate import Evaluation, held_out
 from poise.training.interrupts import Stopper
 from poise.training.reporter import Reporter
+from poise.training.results import read_before
 from poise.training.resume import model_errors
 
 

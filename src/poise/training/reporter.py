@@ -11,10 +11,9 @@ from poise.config.schema import Config
 from poise.runs.console import Console, complain
 from poise.runs.folder import RunFolder
 from poise.runs.trackers import open_trackers
-from poise.runs.warnings import RunWarning
 from poise.training import results
 from poise.training.records import shown
-from poise.training.warnings import Watch
+from poise.training.warnings import RunWarning, Watch
 
 
 class Reporter:

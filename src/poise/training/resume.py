@@ -10,7 +10,7 @@ from poise._lib.errors import short
 from poise._lib.files import expand
 from poise.config.run_settings import differences
 from poise.config.schema import Config
-from poise.models.errors import ModelError
+from poise.models.places import ModelError
 from poise.runs.console import Console
 from poise.runs.folder import CHANGEABLE, RunFolder
 

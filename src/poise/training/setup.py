@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from poise.engines.native.engine import NativeEngine
 from poise.models.places import locate
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
-from poise.runs.folder import RunFolder
+from poise.runs.folder import RunFolder, step_of
 from poise.tasks import Problem, Task, TaskError, data_fingerprint, epochs, several_turns
 from poise.tasks.data import Data
 
@@ -54,8 +53,7 @@ def arrive(sampler: Sampler, config: Config, step: int) -> None:
 def steps_taken(model: str) -> int:
     """The training steps behind a model: those of its checkpoint; 0 for a model that is in none."""
     place = Path(locate(model)).resolve().parent
-    found = re.fullmatch(r"checkpoints/step-(\d+)", f"{place.parent.name}/{place.name}")
-    return int(found[1]) if found else 0
+    return step_of(place) if place.parent.name == "checkpoints" else 0
 
 
 def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str], None]) -> None:

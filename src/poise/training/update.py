@@ -13,7 +13,7 @@ from torch import Tensor
 from poise._lib.device import send
 from poise.batch import Phase, TokenBatch
 from poise.head import policy_loss
-from poise.models.memory import OutOfMemoryError
+from poise.models.layers import OutOfMemoryError
 from poise.models.packing import pack
 from poise.models.policy import Policy
 from poise.models.scoring import BUSY_TOKENS, default_micro_tokens, score_all

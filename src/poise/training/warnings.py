@@ -1,4 +1,5 @@
-"""When a run learns nothing, and what to do: one table. Each warning is said once (``poise.runs.warnings``).
+"""When a run learns nothing, and what to do: one table. Each warning is said once, and kept
+in ``warnings.json``.
 
 A condition looks at the metrics of the steps so far. It waits for a few steps with many groups, because a single step
 proves nothing. docs/warnings.md explains the warnings, and how often they were wrong on recorded runs.
@@ -8,16 +9,55 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import ceil, isfinite, sqrt
+from typing import Any
 
 from poise.config.schema import Config
-from poise.runs.folder import RunFolder
-from poise.runs.warnings import RunWarning, add, read
+from poise.runs.folder import DamagedError, RunFolder
 
+FILE = "warnings.json"
 STEPS, GROUPS = 5, 40  # a condition waits for so many of both
 NO_SPREAD = 0.95  # share of the responses with advantage 0 from which there is nothing to learn
+
+
+@dataclass(frozen=True)
+class RunWarning:
+    """One warning: its name, such as ``no-spread``, the step after which it was said, what is wrong and what to do."""
+
+    name: str
+    step: int  # 0: before the first step
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        when = f" after step {self.step}" if self.step else ""
+        return f"warning{when}: {self.what}\n  {self.remedy}"
+
+
+def read(folder: RunFolder) -> list[RunWarning]:
+    """The warnings of a run, in the order in which they were said."""
+    return parse(folder.read_json(FILE), str(folder.path / FILE))
+
+
+def add(folder: RunFolder, warning: RunWarning) -> bool:
+    """Write a warning down, and return True, unless the run has one of that name."""
+    known = read(folder)
+    if any(warning.name == old.name for old in known):
+        return False
+    folder.write_json(FILE, [asdict(each) for each in (*known, warning)])
+    return True
+
+
+def parse(data: Any, place: str) -> list[RunWarning]:
+    """The warnings in the contents of the file at ``place``; None: there is no file."""
+    entries = [] if data is None else data
+    kinds = {"name": str, "step": int, "what": str, "remedy": str}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in kinds.items()):
+            raise DamagedError(f"{place} holds no warnings as poise writes them: remove the file")
+    return [RunWarning(**{key: entry[key] for key in kinds}) for entry in entries]
 
 
 @dataclass(frozen=True)
@@ -198,15 +238,6 @@ def found(run: Progress, said: Sequence[str] = ()) -> list[Entry]:
             new.append(entry)
             silent |= {entry.name, *entry.covers}
     return new
-
-
-def replay(run: Progress) -> list[tuple[int, Entry]]:
-    """The warnings that a finished run would have had, each with the number of steps after which."""
-    said: list[tuple[int, Entry]] = []
-    for step in range(len(run.lines) + 1):
-        new = found(replace(run, lines=run.lines[:step]), [entry.name for _, entry in said])
-        said += [(step, entry) for entry in new]
-    return said
 
 
 class Watch:

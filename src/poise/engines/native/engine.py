@@ -20,7 +20,7 @@ from poise.engines.native.fused_step import FusedStep, fused_step
 from poise.engines.native.kept_rows import KeptRows, NativeSession
 from poise.engines.native.scheduler import Scheduler
 from poise.engines.native.shared_cache import SharedPromptCache
-from poise.models.errors import first_line
+from poise.models.places import first_line
 from poise.models.policy import Policy
 from poise.models.trials import logp_close, short_windows, states_close, states_of, twice
 from poise.rollout.sampling import Sampling

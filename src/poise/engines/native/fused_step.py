@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from poise._lib import device as _device
-from poise.engines.native.slot_cache import SlotCache
-from poise.engines.native.turn import Turn
-from poise.models.fused_projections import Joined, join_projections
+from poise.engines.native.slot_cache import SlotCache, Turn
+from poise.models.layers import Joined, join_projections
 from poise.models.policy import Policy
 
 FUSED = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})  # model types with the usual layers
@@ -38,7 +37,7 @@ class FusedStep:
     @torch.no_grad()
     def run(self, token: Tensor, cache: SlotCache) -> Tensor:
         """(n, W) the last hidden states after the tokens (n,), whose keys and values are stored in the cache."""
-        from poise.engines.native.layer_kernels import add_norm, silu_product
+        from poise.engines.native.kernels import add_norm, silu_product
 
         trunk, n = self.trunk, len(token)
         x = trunk.embed_tokens(token)

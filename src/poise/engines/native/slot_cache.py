@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +11,39 @@ from torch import Tensor
 from poise._lib import device as _device
 from poise._lib.device import send
 from poise.engines.native.kv_cache import KVCache, SavedRow, Shape, by_block, copy_rows
-from poise.engines.native.turn import Turn
 from poise.models.attention import flash_takes, over_slots, text_over_slots
 from poise.models.packing import Packed
+
+
+class Turn(NamedTuple):
+    """What an attention layer does to queries and keys before they meet: a norm of each head, and the rotation.
+
+    For one token in every row; a part that is None is left out.
+    """
+
+    cosine: Tensor | None = None  # (n, D) of the rotary embedding
+    sine: Tensor | None = None
+    query_weight: Tensor | None = None  # (D,) of the norm
+    key_weight: Tensor | None = None
+    epsilon: float = 0.0
+
+    def query(self, x: Tensor) -> Tensor:
+        """(n, H, D) queries as they meet the keys."""
+        return self._turned(x, self.query_weight)
+
+    def key(self, x: Tensor) -> Tensor:
+        """(n, G, D) keys as they are stored."""
+        return self._turned(x, self.key_weight)
+
+    def _turned(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        wide = x.float()
+        if weight is not None:
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon) * weight.float()
+        if self.cosine is not None and self.sine is not None:
+            first, second = wide.chunk(2, -1)
+            partners = torch.cat([-second, first], -1)
+            wide = wide * self.cosine[:, None].float() + partners * self.sine[:, None].float()
+        return wide.to(x.dtype)
 
 
 class SlotCache(KVCache):

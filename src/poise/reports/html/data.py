@@ -21,11 +21,11 @@ from torch import Tensor
 
 from poise.algorithms.base import FIRST
 from poise.reports.recorded import read_json, read_metrics, read_step
-from poise.runs import warnings
-from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
+from poise.runs.metrics_file import AXES, x_values
+from poise.training import warnings
 from poise.training.accuracy import is_summary, without_repeats
-from poise.training.conclusion import learned
+from poise.training.results import learned
 
 Block = tuple[int, int, int]  # run, step, row: the address of a response
 WATCHED = (

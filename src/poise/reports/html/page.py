@@ -30,7 +30,7 @@ def write_report(
 ) -> Path:
     """Write the page of these run folders to ``out``; ``progress`` gets the numbers of responses written and in all.
 
-    ``x`` is what the curves are drawn over when the page opens (``runs.axes.AXES``).
+    ``x`` is what the curves are drawn over when the page opens (``runs.metrics_file.AXES``).
     """
     source = Source(paths, x)
     index = source.index()
