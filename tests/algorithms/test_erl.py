@@ -19,7 +19,6 @@ from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
 from poise.training.records import step_metrics
-from support.command_line import poise
 from support.configs import problem
 from support.scripted import Scripted
 from support.small_runs import SHORT, command, make, parameters, run
@@ -503,8 +502,6 @@ def test_it_trains_with_every_regulator_and_with_lora(tmp_path, settings, monkey
     assert line["reflection/length"] == 8
     second = next(record for record in folder.rollouts(1) if record.get("role") == "second")
     assert second["prompt"].startswith("Think of every knave.\n\n")
-    shown = poise("tokens", str(folder.path), "--response", "16", "--top", "0").stdout
-    assert "response 16 (reflection): " in shown
 
 
 IN_A_RETRY = """

@@ -125,7 +125,7 @@ def test_a_prefill_begins_the_later_turns_too(policy):
 def test_a_prefill_is_a_setting_of_every_task(policy):
     config = load("demo", ["task.prefill=<think>", "rollout.max_tokens=8"])
     assert config.task.settings == {"people": "2-3"}
-    sampler = build_sampler(config, policy, lambda _: None, responses=2)
+    sampler = build_sampler(config, policy, lambda _: None)
     problems = sampler.task.problems("test", 0)
     (sample,) = sampler.play([next(problems)], seed=0)
     tag = policy.tokenizer("<think>", add_special_tokens=False)["input_ids"]

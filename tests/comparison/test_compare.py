@@ -68,8 +68,7 @@ def test_two_arms_and_three_seeds(whole):
     assert len({path.read_text() for path in folder.glob("arms/*/*/before.json")}) == 1
 
 
-def test_a_setting_written_as_an_option_is_answered():
-    assert "--seeds: write seeds=3" in fails("compare", "demo", "--seeds", "3")
+def test_a_comparison_needs_two_arms():
     assert "there is one arm only" in fails("compare")
 
 

@@ -22,7 +22,7 @@ SMALL = [
     "model=embedded", "steps=4", "prompts=4", "group=3", "rollout.max_tokens=6", "evaluation.problems=3", "device=cpu",
     "checkpoint_every=1", "rollouts_every=0", "optim.lr=1e-4",
 ]  # fmt: skip
-# After the second step the reward ends the trainer, its parent, and the environment its own process: once.
+# After the second step the reward ends the trainer, the parent of its supervisor, and the environment its own process.
 REWARD = """
 import os, pathlib, signal
 flag = pathlib.Path(__file__).with_name("flag")
@@ -31,7 +31,8 @@ def letters(completions, **rest):
     saved = pathlib.Path(__file__).with_name("RUN") / "checkpoints" / "step-000002"
     if ENDS and not flag.exists() and saved.exists():
         flag.touch()
-        os.kill(os.getppid(), signal.SIGKILL)
+        trainer = int(pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(trainer, signal.SIGKILL)
     return [float(sum(map(completion.count, "aeiou"))) for completion in completions]
 """
 ENVIRONMENT = """

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from poise import tasks
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import load
 from poise.tasks import Problem, Score, Task
-from poise.training.evaluate import at_once, evaluate
+from poise.training.evaluate import evaluate
 from poise.training.evaluations import Evaluations
 from poise.training.interrupts import Stopper
 from support.scripted import Scripted
@@ -129,10 +128,3 @@ def test_the_evaluations_of_a_run_draw_the_problems_of_our_own_tasks_once(module
     assert first.summary() == second.summary()
     assert [sample.problem.id for sample in first.attempts] == ["0", "0", "1", "1", "2", "2"]
     assert task.calls == calls
-
-
-def test_a_gpu_evaluates_more_problems_in_a_call() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert [at_once(1000, samples, cpu) for samples in (1, 4, 64)] == [64, 256, 4096]
-    assert [at_once(1000, samples, gpu) for samples in (1, 4, 64)] == [1000, 1024, 4096]
-    assert at_once(10, 4, gpu) == 40
