@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from numbers import Real
 
 LONGEST = 100  # characters of a value shown in a message
+LONGEST_QUOTE = 60  # characters of a text that a model wrote
 MOST_LISTED = 50  # names listed beside the one that was probably meant
 
 
@@ -68,3 +69,15 @@ def check_choice(owner: str, name: str, value: str, allowed: Iterable[str]) -> N
     options = list(allowed)
     if value not in options:
         raise ValueError(f"{owner}: " + unknown(name, str(value), options))
+
+
+def quote(text: str, longest: int = LONGEST_QUOTE) -> str:
+    r"""A text that a model wrote, in quotation marks, on one line, cut short, without characters that cannot be seen.
+
+    >>> quote("a\n b\x00")
+    '"a b?"'
+    """
+    start = " ".join(text[: 4 * longest].split())
+    start = "".join(char if char.isprintable() else "?" for char in start)
+    cut = len(start) > longest or len(text) > 4 * longest
+    return f'"{start[:longest]}..."' if cut else f'"{start}"'

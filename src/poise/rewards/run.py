@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from poise._lib.errors import check_range, counted, short
-from poise._lib.quotes import quote
+from poise._lib.errors import check_range, counted, quote, short
 from poise.rewards import answers
 from poise.rewards.base import TrainerState, Verdict, text_of
 from poise.rewards.calling import Batch, InProcess, InWorker, Outcome

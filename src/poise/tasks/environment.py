@@ -23,8 +23,7 @@ from random import Random
 from typing import Any, ClassVar, SupportsFloat
 
 from poise._lib import user_code as _user_code
-from poise._lib.errors import check_range, short
-from poise._lib.quotes import quote
+from poise._lib.errors import check_range, quote, short
 from poise.rewards import Rewards
 from poise.rewards.worker import settled
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, TaskError, check_split
