@@ -1,4 +1,9 @@
-"""Search QA as a task: tools through the chat template, arguments checked, nothing executed."""
+"""Search QA: questions over a small made-up world, answered with a search and a calculator tool.
+
+A world has towns, people, firms and products, a passage about each, and questions that join their facts. Every world
+has its own names and numbers, so that no answer can be known from another world. Tools are offered through the chat
+template; arguments are checked, and nothing is executed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ _K1, _B = 1.2, 0.75
 
 
 class Index:
-    """Passages that can be searched."""
+    """Passages that can be searched, by BM25."""
 
     def __init__(self, passages: Sequence[str]) -> None:
         self.passages = list(passages)
