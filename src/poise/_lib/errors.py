@@ -64,11 +64,26 @@ def check_range(
         raise ValueError(f"{owner}: {name} must be between {low} and {high}, got {short(value)}")
 
 
+def check_whole(owner: str, name: str, value: int, low: int, high: float = float("inf")) -> None:
+    """Raise unless ``value`` is a whole number from ``low`` to ``high``."""
+    check_range(owner, name, value, low, high)
+    if not isinstance(value, int):
+        raise TypeError(f"{owner}: {name} must be a whole number, got {short(value)}")
+
+
 def check_choice(owner: str, name: str, value: str, allowed: Iterable[str]) -> None:
     """Raise unless ``value`` is one of ``allowed``."""
     options = list(allowed)
     if value not in options:
         raise ValueError(f"{owner}: " + unknown(name, str(value), options))
+
+
+def check_settings(name: str, settings: Iterable[str], allowed: Iterable[str], hint: str = "") -> None:
+    """Raise if ``settings`` has a name that is not in ``allowed``. ``hint`` ends the message."""
+    options = list(allowed)
+    for key in settings:
+        if key not in options:
+            raise TypeError(unknown(f"setting of {name}", key, options) + hint)
 
 
 def quote(text: str, longest: int = LONGEST_QUOTE) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poise._lib.errors import check_range, short
+from poise._lib.errors import check_range, check_whole, short
 from poise.algorithms.base import Memory, Sample
 from poise.algorithms.grpo import Grpo
 from poise.models.prompts import plain
@@ -64,14 +64,12 @@ class Rltr:
         check_range("rltr", "answer", self.answer, 0.0, MOST)
         check_range("rltr", "low", self.low, 0.0, 1.0)
         check_range("rltr", "high", self.high, 0.0, 1.0)
-        check_range("rltr", "continuations", self.continuations, 1)
+        check_whole("rltr", "continuations", self.continuations, 1)
         if self.low > self.high or not self.high:
             raise ValueError(
                 f"rltr: low = {self.low}, high = {self.high}: these are the smallest and the largest share of the "
                 "reasoning that the receiver is shown, so low must not be above high, nor high 0"
             )
-        if not isinstance(self.continuations, int):
-            raise TypeError(f"rltr: continuations must be a whole number, got {short(self.continuations)}")
         if not isinstance(self.receiver, str) or not self.receiver:
             raise TypeError(f"rltr: receiver must be 'start' or a model's name in quotes, got {short(self.receiver)}")
         marks = [self.marks] if isinstance(self.marks, str) else self.marks

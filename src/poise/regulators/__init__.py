@@ -15,7 +15,7 @@ from torch import Tensor
 
 from poise._lib import user_code as _user_code
 from poise._lib.calls import read_call, split_bars
-from poise._lib.errors import unknown
+from poise._lib.errors import check_settings, unknown
 from poise.batch import TokenBatch
 from poise.regulators.amplify import Amplify
 from poise.regulators.ar import AdvantageReweighting
@@ -86,13 +86,13 @@ def get(name: str, *args: Any, **settings: Any) -> Regulator:
         return parse(name)
     target = TABLE.get(name) or _load(name)
     if isinstance(target, Regulator):
-        _check_settings(name, settings, [])
+        check_settings(name, settings, [])
         return target
     if inspect.isclass(target):
         return _build(name, target, args, settings)
     if args:
         raise TypeError(f"{name}: pass a function's settings by name, {name}(setting=value)")
-    _check_settings(name, settings, list(inspect.signature(target).parameters)[1:])
+    check_settings(name, settings, list(inspect.signature(target).parameters)[1:])
     return Function(target, tuple(settings.items()))
 
 
@@ -129,7 +129,7 @@ def text(regulator: Regulator) -> str:
 def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any]) -> Regulator:
     allowed = list(inspect.signature(kind).parameters)
     hint = _user_code.forgotten_dataclass(kind)
-    _check_settings(name, settings, allowed, hint)
+    check_settings(name, settings, allowed, hint)
     if len(args) > len(allowed):
         raise TypeError(f"{name} takes at most {len(allowed)} settings ({', '.join(allowed)}), got {len(args)}{hint}")
     try:
@@ -152,12 +152,6 @@ def _load(name: str) -> Any:
             + "; for one of your own write file.py:Name, or its dotted path, package.module.Name"
         )
     return _user_code.load("regulator", name, Regulator)
-
-
-def _check_settings(name: str, settings: dict[str, Any], allowed: list[str], hint: str = "") -> None:
-    for key in settings:
-        if key not in allowed:
-            raise TypeError(unknown(f"setting of {name}", key, allowed) + hint)
 
 
 def _parse_one(part: str, whole: str) -> Regulator:

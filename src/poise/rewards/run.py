@@ -15,7 +15,7 @@ from typing import Any
 
 from poise._lib import user_code as _user_code
 from poise._lib.calls import read_call
-from poise._lib.errors import check_range, counted, quote, short, unknown
+from poise._lib.errors import check_range, check_settings, counted, quote, short, unknown
 from poise.rewards import answers, worker
 from poise.rewards.base import TrainerState, Verdict, text_of
 from poise.rewards.calling import Batch, InProcess, InWorker, Outcome
@@ -72,7 +72,7 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
     given, named = [*given, *args], {**named, **settings}
     if name in TABLE:
         kind = TABLE[name]
-        _check_settings(name, named, list(inspect.signature(kind).parameters))
+        check_settings(name, named, inspect.signature(kind).parameters)
         if given:
             raise TypeError(f"{name}: give its settings by name, such as {name}(setting=value)")
         return Spec(kind(**named), False, kind.__module__, kind.__qualname__, [], named)
@@ -111,12 +111,6 @@ def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
         raise ValueError(f"cannot read the reward {short(text)}; write name, name(setting=value) or file.py:name")
     _, args, settings = read_call(f"settings{bracket}{rest}", text)
     return name.strip(), args, settings
-
-
-def _check_settings(name: str, settings: dict[str, Any], allowed: list[str]) -> None:
-    for key in settings:
-        if key not in allowed:
-            raise TypeError(unknown(f"setting of {name}", key, allowed))
 
 
 class Rewards:

@@ -80,7 +80,7 @@ class FrozenLakeEpisode(GridEpisode):
     """One game on one map."""
 
     def __init__(self, problem: Problem, task: FrozenLake) -> None:
-        super().__init__(problem, task.turns, task.actions, task.rules == "told")
+        super().__init__(problem, task)
         self.task = task
         rows: list[str] = problem.data["map"]
         self.place = _find(rows, "P")

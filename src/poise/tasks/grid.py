@@ -13,10 +13,10 @@ from itertools import count
 from random import Random
 from typing import ClassVar, TypeVar
 
-from poise._lib.errors import check_choice
+from poise._lib.errors import check_choice, check_whole
 from poise.rewards.answers import conclusion
 from poise.tasks.base import Message, Problem, Score, Split, check_split
-from poise.tasks.streams import check_whole, draw_of_split, sizes
+from poise.tasks.streams import draw_of_split, sizes
 
 Place = tuple[int, int]  # row, column
 DIRECTIONS: dict[str, Place] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -149,8 +149,8 @@ class GridEpisode(ABC):
     A reply without a move costs its turn, and the model is told so.
     """
 
-    def __init__(self, problem: Problem, turns: int, actions: int, told: bool) -> None:
-        self.problem, self.turns, self.actions, self.told = problem, turns, actions, told
+    def __init__(self, problem: Problem, task: GridTask) -> None:
+        self.problem, self.turns, self.actions, self.told = problem, task.turns, task.actions, task.rules == "told"
         self.replies: list[str] = []
         self.moves: list[str] = []
         self.idle = 0  # moves that changed nothing

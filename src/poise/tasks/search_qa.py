@@ -18,11 +18,11 @@ from itertools import count
 from random import Random
 from typing import Any, ClassVar
 
-from poise._lib.errors import check_range, quote
+from poise._lib.errors import check_range, check_whole, quote
 from poise.rewards.answers import conclusion, last_answer
 from poise.rewards.arithmetic import evaluate, number_text
 from poise.tasks.base import Message, Problem, Score, Split, check_split
-from poise.tasks.streams import check_whole, draw_of_split, sizes
+from poise.tasks.streams import draw_of_split, sizes
 from poise.tasks.tools import Schema, answer_all, calls_in, problem_with
 
 LONGEST_QUERY = 400  # characters that are read

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from poise._lib.errors import check_range
+from poise._lib.errors import check_range, check_whole
 from poise.tasks.base import Problem
 from poise.tasks.grid import FEWEST_MOVES, GridEpisode, GridTask, Place, draw_map, neighbour, shortest, where
-from poise.tasks.streams import check_whole
 
 SYMBOLS = {"told": "#_PXO*+", "withheld": "ABCDEFG"}  # wall, floor, you, the box, the goal, box on goal, you on goal
 NEUTRAL = str.maketrans(SYMBOLS["told"], SYMBOLS["withheld"])
@@ -112,7 +111,7 @@ class SokobanEpisode(GridEpisode):
     """One game on one map."""
 
     def __init__(self, problem: Problem, task: Sokoban) -> None:
-        super().__init__(problem, task.turns, task.actions, task.rules == "told")
+        super().__init__(problem, task)
         self.task, self.map = task, _Map(problem.data["map"])
 
     @property
