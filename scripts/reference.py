@@ -18,7 +18,7 @@ from metric_names import METRICS
 from poise import regulators, surrogates, tasks
 from poise.algorithms import TABLE as ALGORITHMS
 from poise.config.schema import Config
-from poise.rewards.names import TABLE as REWARDS
+from poise.rewards.run import TABLE as REWARDS
 from poise.tasks.environment import Environment
 from poise.tasks.reasoning_gym import ReasoningGym
 

@@ -26,9 +26,8 @@ from itertools import product
 from paraphrases import CLASH, FALSE, FITS, TRUE, TRY, Choose, Wording
 from sentences import Misread
 
-from poise.tasks.knights_knaves.puzzle import Puzzle
+from poise.tasks.knights_knaves.puzzle import Puzzle, role
 from poise.tasks.knights_knaves.statements import CONNECTIVES, Statement, holds
-from poise.tasks.knights_knaves.wording import role
 
 _JOINED = {"and": "and", "or": "or", "->": "then", "<=>": "iff"}
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from paraphrases import BACK, FOUND, GIVE_UP, HEAD, IMPOSSIBLE, POSSIBLE, Choose, Wording
 
-from poise.tasks.knights_knaves.puzzle import Puzzle
+from poise.tasks.knights_knaves.puzzle import Puzzle, listing, role, say
 from poise.tasks.knights_knaves.statements import mentioned, truth_table, variables
-from poise.tasks.knights_knaves.wording import listing, role, say
 
 Misread = Callable[[], bool]
 

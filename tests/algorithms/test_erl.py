@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from poise import regulators, trainer
-from poise.algorithms.erl import Erl
-from poise.algorithms.reflections import CUT_OFF, GAP, read_advice
+from poise.algorithms.erl import CUT_OFF, GAP, Erl, read_advice
 from poise.algorithms.sampler import Sampler
 from poise.models.policy import ModelError, load_policy
 from poise.models.prompts import PromptError, plain

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from poise.algorithms import Rltr, get
-from poise.algorithms.prefixes import MARKS, answer_place, prefix, reasoning_tokens, whole_text
+from poise.algorithms.rltr import MARKS, answer_place, prefix, reasoning_tokens, whole_text
 from poise.algorithms.sampler import Sampler
 from poise.config.run_settings import to_diagnose
 from poise.models.policy import load_policy

@@ -16,8 +16,7 @@ from poise.engines.native.engine import NativeEngine, continues
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.models.policy import ModelError, load_policy
 from poise.rollout.sampling import Sampling
-from poise.rollout.session import Session, session
-from poise.rollout.types import Request
+from poise.rollout.types import Request, Session, session
 from poise.tasks import Problem, Score, get
 from poise.training.evaluate import evaluate
 from poise.training.records import turn_metrics

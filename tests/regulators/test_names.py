@@ -111,7 +111,7 @@ def test_a_dotted_path_may_lead_to_a_finished_regulator():
 @pytest.mark.parametrize(
     "written",
     ["subprocess.Popen('touch x', shell=True)", "os.system('touch x')", "builtins.exec('open(\"x\", \"w\")')",
-     "builtins.open('x', 'w')", "poise.regulators.names:inspect.getfile", "users_module.unmarked", "pathlib.Path('x')"],
+     "builtins.open('x', 'w')", "poise.regulators:inspect.getfile", "users_module.unmarked", "pathlib.Path('x')"],
 )  # fmt: skip
 def test_a_name_reaches_nothing_but_regulators(written, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ from poise import Head, TokenBatch, regulators
 from poise.influence import group_scores
 from poise.influence import inner_products as influence
 from poise.regulators import nthr
-from poise.regulators.scores import scorers, with_scores
+from poise.regulators.base import scorers, with_scores
 from support.batches import fields_of, random_batch
 from support.influence_scores import scores
 

@@ -1,8 +1,7 @@
 """Dialogues of several turns with an engine, for which it may keep its keys, or has to read everything again."""
 
 from poise.rollout.sampling import Sampling
-from poise.rollout.session import session
-from poise.rollout.types import Request
+from poise.rollout.types import Request, session
 from support.tiny_models import VOCABULARY, prompts
 
 GREEDY = Sampling(temperature=0.0)

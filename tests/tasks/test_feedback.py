@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise._lib.quotes import LONGEST, quote
+from poise._lib.errors import LONGEST_QUOTE as LONGEST
+from poise._lib.errors import quote
 from poise.tasks import Problem, RewardError, Score, SingleTurn, begin, feedback_on
 
 PROBLEM = Problem("p1", "?", "all", {})

@@ -7,9 +7,7 @@ from itertools import islice
 import pytest
 
 from poise import tasks
-from poise.tasks.search_qa import SearchQA
-from poise.tasks.search_qa.task import normal
-from poise.tasks.search_qa.world import Index, World
+from poise.tasks.search_qa import Index, SearchQA, World, normal
 
 
 def questions(task, split="train", seed=0, count=60):

@@ -52,7 +52,7 @@ def test_it_changes_nothing_of_a_run_not_even_with_a_task_that_draws_global_rand
     assert all(value.equal(parameters(without)[name]) for name, value in parameters(with_it).items())
 
 
-@pytest.mark.parametrize("name", regulators.names.TABLE)
+@pytest.mark.parametrize("name", regulators.TABLE)
 def test_every_regulator_passes(tmp_path, monkeypatch, name):
     monkeypatch.setattr(trainer.Trainer, "run", lambda *_: {})
     assert trainer.train(make(tmp_path, f"regulator={name}"), quiet=True) == {}

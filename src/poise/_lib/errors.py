@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from numbers import Real
 
 LONGEST = 100  # characters of a value shown in a message
+LONGEST_QUOTE = 60  # characters of a text that a model wrote
 MOST_LISTED = 50  # names listed beside the one that was probably meant
 
 
@@ -63,8 +64,35 @@ def check_range(
         raise ValueError(f"{owner}: {name} must be between {low} and {high}, got {short(value)}")
 
 
+def check_whole(owner: str, name: str, value: int, low: int, high: float = float("inf")) -> None:
+    """Raise unless ``value`` is a whole number from ``low`` to ``high``."""
+    check_range(owner, name, value, low, high)
+    if not isinstance(value, int):
+        raise TypeError(f"{owner}: {name} must be a whole number, got {short(value)}")
+
+
 def check_choice(owner: str, name: str, value: str, allowed: Iterable[str]) -> None:
     """Raise unless ``value`` is one of ``allowed``."""
     options = list(allowed)
     if value not in options:
         raise ValueError(f"{owner}: " + unknown(name, str(value), options))
+
+
+def check_settings(name: str, settings: Iterable[str], allowed: Iterable[str], hint: str = "") -> None:
+    """Raise if ``settings`` has a name that is not in ``allowed``. ``hint`` ends the message."""
+    options = list(allowed)
+    for key in settings:
+        if key not in options:
+            raise TypeError(unknown(f"setting of {name}", key, options) + hint)
+
+
+def quote(text: str, longest: int = LONGEST_QUOTE) -> str:
+    r"""A text that a model wrote, in quotation marks, on one line, cut short, without characters that cannot be seen.
+
+    >>> quote("a\n b\x00")
+    '"a b?"'
+    """
+    start = " ".join(text[: 4 * longest].split())
+    start = "".join(char if char.isprintable() else "?" for char in start)
+    cut = len(start) > longest or len(text) > 4 * longest
+    return f'"{start[:longest]}..."' if cut else f'"{start}"'

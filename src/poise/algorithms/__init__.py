@@ -7,7 +7,7 @@ from inspect import signature
 
 from poise._lib import user_code as _user_code
 from poise._lib.calls import read_call
-from poise._lib.errors import short, unknown
+from poise._lib.errors import check_settings, short, unknown
 from poise.algorithms.base import Algorithm, Memory, Sample, algorithm
 from poise.algorithms.erl import Erl
 from poise.algorithms.grpo import Grpo
@@ -30,9 +30,7 @@ def get(text: str, group: int) -> Algorithm:
     allowed = list(signature(factory).parameters)
     if args:
         raise TypeError(f"{name}: pass an algorithm's settings by name, {name}(setting=value)")
-    for key in settings:
-        if key not in allowed:
-            raise TypeError(unknown(f"setting of {name}", key, allowed) + _user_code.forgotten_dataclass(factory))
+    check_settings(name, settings, allowed, _user_code.forgotten_dataclass(factory))
     if "group" in allowed:
         settings.setdefault("group", group)
         if type(settings["group"]) is not int or settings["group"] < 1:

@@ -10,6 +10,8 @@ end of a response its prefix holds the answer already, and transfer would only r
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isclose
@@ -17,18 +19,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poise._lib.errors import check_range, short
+from poise._lib.errors import check_range, check_whole, short
 from poise.algorithms.base import Memory, Sample
 from poise.algorithms.grpo import Grpo
-from poise.algorithms.prefixes import MARKS, prefix, same_tokens
+from poise.models.prompts import plain
+from poise.rewards.answers import stated
 from poise.rollout.sampling import streams, uniform
 from poise.tasks import Problem, Score, TaskError, several_turns
 
 if TYPE_CHECKING:
     from poise.algorithms.sampler import Sampler
+    from poise.models.policy import Policy
 
 MOST = 1000.0  # a larger weight is a slip of the pen
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
+MARKS = ("<answer>", "\\boxed", "####")  # each begins an answer
+EDGES = r"\s*_`\"'${"  # what may stand between a mark and its answer
+COMPARED = 200  # characters of an answer that are compared
+INCOMPLETE = "\ufffd"  # stands for bytes that are no whole character
+MOST_BYTES = 4  # of a character in UTF-8
+ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, and means 29
 
 
 @dataclass(frozen=True)
@@ -54,14 +64,12 @@ class Rltr:
         check_range("rltr", "answer", self.answer, 0.0, MOST)
         check_range("rltr", "low", self.low, 0.0, 1.0)
         check_range("rltr", "high", self.high, 0.0, 1.0)
-        check_range("rltr", "continuations", self.continuations, 1)
+        check_whole("rltr", "continuations", self.continuations, 1)
         if self.low > self.high or not self.high:
             raise ValueError(
                 f"rltr: low = {self.low}, high = {self.high}: these are the smallest and the largest share of the "
                 "reasoning that the receiver is shown, so low must not be above high, nor high 0"
             )
-        if not isinstance(self.continuations, int):
-            raise TypeError(f"rltr: continuations must be a whole number, got {short(self.continuations)}")
         if not isinstance(self.receiver, str) or not self.receiver:
             raise TypeError(f"rltr: receiver must be 'start' or a model's name in quotes, got {short(self.receiver)}")
         marks = [self.marks] if isinstance(self.marks, str) else self.marks
@@ -190,3 +198,58 @@ class Rltr:
 def _receivers_seed(seed: int) -> int:
     """A seed apart from those of the policy: that of a stream whose number no sequence has."""
     return int(streams(seed, torch.tensor(-1)))
+
+
+def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Policy, receiver: Sampler) -> list[int]:
+    """The first ``share`` of the reasoning in a response of the policy; empty where there is no reasoning.
+
+    It goes over as tokens, or as text if the receiver has another vocabulary. It never holds a token that would end the
+    receiver's reply, or that the receiver does not have, and leaves room for at least one token.
+    """
+    begun = list(tokens[: int(share * reasoning_tokens(policy, tokens, marks) + ROUNDING)])
+    if begun and not same_tokens(policy, receiver.policy):
+        begun = plain(receiver.policy.tokenizer, whole_text(policy, begun))
+    ends, size = set(receiver.policy.end_tokens), receiver.policy.head().vocabulary
+    readable = next((i for i, token in enumerate(begun) if token in ends or token >= size), len(begun))
+    return begun[: min(readable, receiver.max_tokens - 1)]
+
+
+def same_tokens(policy: Policy, receiver: Policy) -> bool:
+    """Whether the same numbers stand for the same tokens."""
+    return policy.vocabulary_hash == receiver.vocabulary_hash
+
+
+def reasoning_tokens(policy: Policy, tokens: Sequence[int], marks: Sequence[str] = MARKS) -> int:
+    """How many tokens of a response come before its answer; without an answer all but the end token."""
+    count = len(tokens) - (len(tokens) > 0 and tokens[-1] in policy.end_tokens)
+    text = policy.decode(tokens)
+    place = answer_place(text, marks)
+    if place is None:
+        return count
+    # The last token that ends before the mark: one that holds a part of the mark belongs to the answer.
+    return bisect_right(range(count + 1), place, key=lambda n: len(policy.decode(tokens[:n]))) - 1
+
+
+def answer_place(text: str, marks: Sequence[str]) -> int | None:
+    """Where the first mark is that the answer follows; None without a mark.
+
+    A reply may name a mark before it answers ("I shall write it in ``\\boxed``"), or use it for something else
+    (``#### Step 1``). If the answer follows no mark, the last mark counts.
+    """
+    answer, last = (stated(text) or "")[:COMPARED], None
+    one = "|".join(map(re.escape, marks)) or "(?!)"
+    for found in re.finditer(f"(?:(?:{one})[{EDGES}]*)+", text):  # <answer>\boxed{7} has two
+        if answer and text.startswith(answer, found.end()):
+            return found.start()
+        last = found.start()
+    return last
+
+
+def whole_text(policy: Policy, tokens: Sequence[int]) -> str:
+    """The text of some tokens; a character whose bytes are not all there is left out."""
+    text = policy.decode(tokens)
+    for fewer in range(1, min(MOST_BYTES, len(tokens) + 1)):
+        if not text.endswith(INCOMPLETE):
+            return text
+        text = policy.decode(tokens[: len(tokens) - fewer])
+    return text.rstrip(INCOMPLETE)

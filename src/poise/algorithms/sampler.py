@@ -20,8 +20,7 @@ from poise.models.prompts import PromptError
 from poise.models.tool_prompts import Tools, tools_of
 from poise.rewards import TrainerState
 from poise.rollout.sampling import Sampling
-from poise.rollout.session import Session, session
-from poise.rollout.types import Engine, Request, Rollouts
+from poise.rollout.types import Engine, Request, Rollouts, Session, session
 from poise.tasks import (
     Attempt,
     Episode,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, beyond, probe
 from poise.regulators import Regulator, parse
-from poise.regulators.scores import STATES, scorers, with_scores
+from poise.regulators.base import STATES, scorers, with_scores
 
 TESTED = "0.9.1"
 LOSS, TRAINER = "poise", "poise_sync"  # our names in verl's registries

@@ -27,7 +27,7 @@ from poise.batch import TokenBatch
 from poise.integrations.demands import CannotRegulateError
 from poise.lm_head import Head
 from poise.regulators import parse
-from poise.regulators.scores import scorers
+from poise.regulators.base import scorers
 
 SCORES = "poise_scores"  # the fields in verl's queue: poise_scores0 for the first regulator that scores, and so on
 _REGULATOR, _CORRECT_AT, _APART, _ROW = "poise_regulator", "poise_correct_at", "poise_apart", "poise_row"

@@ -37,7 +37,7 @@ from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, 
 from poise.integrations.verl_checks import TRAINER, check_config, check_linear, check_verl, correct_at, has_terms
 from poise.integrations.verl_scores import SCORES, is_correct, owners, request, use_scoring_workers
 from poise.regulators import Regulator, parse, summary
-from poise.regulators.scores import scorers, with_scores
+from poise.regulators.base import scorers, with_scores
 
 ADVANTAGES, MASK = "advantages", "response_mask"  # the fields that a phase replaces in verl's queue
 _FIELDS = {  # fields of TokenBatch, and verl's names for them

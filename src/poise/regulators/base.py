@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ from poise._lib.user_code import F, mark
 from poise.batch import Phase, TokenBatch
 
 MOST_PHASES = 100  # per regulator: each phase is a whole pass of the update and holds weights for every token
+QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+STATES = frozenset({"hidden", "head", "targets"})  # the fields that only ``scores`` reads
 SCOPES = ("token", "group", "batch")  # what a weight may depend on: a framework may show a regulator no more
 _FIELD_HELP = {
     "groups": "(B,) integers, the same for responses to the same prompt",
@@ -102,7 +105,7 @@ class Follower(Regulator):
         """Build the method. ``defaults`` are the settings that it takes the place of."""
         if not self.like:
             return
-        from poise.regulators.names import parse, text
+        from poise.regulators import parse, text
 
         if given := [key for key, default in defaults.items() if getattr(self, key) != default]:
             raise ValueError(f"{name}: {given[0]} and like are both given: leave one of them out")
@@ -219,3 +222,94 @@ def scatter(batch: TokenBatch, tokens: Tensor) -> Tensor:
     selected = torch.zeros(int(batch.mask.sum()), dtype=torch.bool, device=batch.mask.device)
     selected[tokens] = True
     return torch.zeros_like(batch.mask).masked_scatter_(batch.mask, selected)
+
+
+def summary(phases: Sequence[Phase], batch: TokenBatch, intervals: Sequence[float] = QUARTILES) -> dict[str, float]:
+    """The ``reg/…`` metrics of any regulator's phases. Per phase, over all response tokens of the batch:
+
+    - ``weight_mean``, ``kl_weight_mean``;
+    - ``zero_share``: share of the tokens whose policy weight is 0;
+    - ``effective_tokens``: ``(Σw)² / Σw²``, the effective sample size;
+    - ``weight_p0.25-0.50`` and so on: the mean weight by interval of token probability; the last interval is
+      closed, and an interval without tokens is left out;
+    - the regulator's own metrics, such as NTHR's ``flagged_share``.
+
+    Over all phases, ``reg/pull_p0.25-0.50`` and so on: the interval's share of ``Σ w·|A|·(1 − p)``, the size of
+    the gradient at the sampled tokens' logits.
+    """
+    prob = batch.prob[batch.mask]
+    pull = torch.stack([phase.policy[batch.mask] for phase in phases]).sum(0)
+    pull = pull * batch.token_advantages[batch.mask].abs() * (1 - prob)
+    names: list[str] = []
+    values: list[torch.Tensor] = []
+    members = []
+    for low, high in pairwise(intervals):
+        top = prob <= high if high == intervals[-1] else prob < high
+        members.append((f"weight_p{low:.2f}-{high:.2f}", (prob >= low) & top))
+    names += [f"reg/pull_{name.removeprefix('weight_')}" for name, _ in members]
+    values += [((pull * inside).sum() / pull.sum()).double() for _, inside in members]
+    for phase in phases:
+        weight, kl = phase.policy[batch.mask], phase.kl[batch.mask]
+        total = max(len(weight), 1)
+        statistics = {
+            "weight_mean": weight.sum() / total,
+            "kl_weight_mean": kl.sum() / total,
+            "zero_share": (weight == 0).sum() / total,
+            "effective_tokens": weight.sum().square() / weight.square().sum().clamp(min=torch.finfo(weight.dtype).tiny),
+        }
+        statistics |= {name: (weight * inside).sum() / inside.sum() for name, inside in members}
+        names += [f"reg/{phase.name}/{name}" for name in statistics]
+        values += [value.double() for value in statistics.values()]
+    numbers = dict(zip(names, torch.stack(values).tolist(), strict=True))
+    reported = {f"reg/{phase.name}/{name}": value for phase in phases for name, value in phase.metrics.items()}
+    return {name: value for name, value in numbers.items() if value == value} | reported
+
+
+class Scorer(Regulator):
+    """A regulator in two steps: ``scores`` runs where the hidden states are, ``weigh`` where the whole batch is.
+
+    A framework whose workers share a batch calls ``scores`` on each of them, with whole groups, and sends one number
+    per token to the process that has the batch (verl). Elsewhere the two follow each other. Of the fields in
+    ``needs``, ``weigh`` may not read hidden, head and targets.
+    """
+
+    @abstractmethod
+    def scores(self, batch: TokenBatch) -> Tensor:
+        """(B, T) a number for each token, which depends on its group alone; NaN where there is none."""
+
+    @abstractmethod
+    def weigh(self, batch: TokenBatch, scores: Tensor) -> list[Phase]:
+        """The phases for these scores. A group without scores, although it could have some, is left alone."""
+
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """Both steps."""
+        return self.weigh(batch, self.scores(batch))
+
+
+@dataclass(frozen=True, eq=False)
+class Scored(Regulator):
+    """A ``Scorer`` with its scores of this batch."""
+
+    scorer: Scorer
+    scores: Tensor | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", self.scorer.needs - STATES)
+        object.__setattr__(self, "scope", self.scorer.scope)
+
+    def phases(self, batch: TokenBatch) -> list[Phase]:
+        """The scorer's phases."""
+        assert self.scores is not None
+        return self.scorer.weigh(batch, self.scores)
+
+
+def scorers(regulator: Regulator) -> list[Scorer]:
+    """The parts of a regulator that score tokens, in order."""
+    return [part for part in parts_of(regulator) if isinstance(part, Scorer)]
+
+
+def with_scores(regulator: Regulator, scores: Sequence[Tensor | None]) -> Regulator:
+    """The regulator with the scores of its scorers: it needs no hidden states any more."""
+    given = iter(scores)
+    parts = [Scored(part, next(given)) if isinstance(part, Scorer) else part for part in parts_of(regulator)]
+    return parts[0] if len(parts) == 1 else Compose(tuple(parts))

@@ -12,7 +12,7 @@ from poise._lib.device import send
 from poise._lib.errors import check_range
 from poise.batch import Phase, TokenBatch
 from poise.influence import Scores, group_scores
-from poise.regulators.scores import Scorer
+from poise.regulators.base import Scorer
 
 TOKENS = 1 << 15  # padded tokens per forward pass of hidden states
 BLOCK = 1 << 27  # elements of the largest temporary on a GPU: small beside an update, large enough for few launches

@@ -2,8 +2,7 @@
 
 from poise.rewards.base import GOLD_COLUMNS, Reward, RewardError, TrainerState, Verdict, text_of
 from poise.rewards.maths import Math
-from poise.rewards.names import TABLE, get, names
-from poise.rewards.run import Rewards
+from poise.rewards.run import TABLE, Rewards, get, names
 from poise.rewards.simple import Choice, Exact, Format, Number, Overlong, Regex
 
 __all__ = [

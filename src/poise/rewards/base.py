@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from poise._lib.quotes import quote
+from poise._lib.errors import quote
 from poise.rewards import answers
 
 GOLD_COLUMNS = ("answer", "solution", "ground_truth")  # looked for in this order

@@ -23,7 +23,7 @@ from poise.rewards import worker
 from poise.rewards.base import RewardError, TrainerState
 
 if TYPE_CHECKING:
-    from poise.rewards.names import Spec
+    from poise.rewards.run import Spec
 
 LOADING = 300.0  # seconds that a worker may take to import what it needs
 MOST_FAILED = 0.05  # of a batch's rows; with more, waiting for each would take hours

@@ -1,1 +1,1 @@
-"""The interface of engines: requests, responses, sampling settings, random numbers."""
+"""What engines share: the interface (``types.py``), sampling settings and random numbers (``sampling.py``)."""

@@ -23,13 +23,12 @@ from random import Random
 from typing import Any, ClassVar, SupportsFloat
 
 from poise._lib import user_code as _user_code
-from poise._lib.errors import check_range, short
-from poise._lib.quotes import quote
+from poise._lib.errors import check_range, check_whole, quote, short
 from poise.rewards import Rewards
 from poise.rewards.worker import settled
 from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, TaskError, check_split
 from poise.tasks.data.rows import DataError, fingerprint, read_all, share
-from poise.tasks.streams import check_whole, draw_of_split
+from poise.tasks.streams import draw_of_split
 from poise.tasks.time_limit import HungError, Worker
 from poise.tasks.tools import answer_all
 

@@ -8,35 +8,26 @@ have sides 2 to 9, 60 to 85 % ice, and the rules may be withheld: the symbols th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from hashlib import sha256
-from itertools import count
 from random import Random
 from typing import ClassVar
 
-from poise._lib.errors import check_choice, check_range
-from poise.tasks.base import Problem, Split, check_split
-from poise.tasks.grid import DIRECTIONS, GridEpisode, Place, draw_map, neighbour, shortest, where
-from poise.tasks.streams import check_whole, draw_of_split, sizes
+from poise._lib.errors import check_range
+from poise.tasks.base import Problem
+from poise.tasks.grid import DIRECTIONS, GridEpisode, GridTask, Place, draw_map, neighbour, shortest, where
 
-RULES = ("told", "withheld")
 SYMBOLS = {"told": "P_OG", "withheld": "ABCD"}  # you, ice, a hole, the goal
-FEWEST_MOVES = 2  # a map that takes one move teaches nothing
 
 TOLD = (
     "You walk on a frozen lake. P is you, _ is ice, O is a hole, G is the goal. Get to G without falling into a hole. "
     "At the edge you stay where you are."
 )
 SLIPPERY = " The ice is slippery: a move may take you to the side of where you wanted to go."
-WITHHELD = "You play a game on a grid. The rules are not told: find out what leads to success."
-ONE = "Each turn, reply with one move: up, down, left or right."
-SEVERAL = "Each turn, reply with up to {} moves out of up, down, left and right, such as: up left."
 
 
 @dataclass(frozen=True)
-class FrozenLake:
+class FrozenLake(GridTask):
     """Frozen Lake: cross the ice to the goal in several turns, on maps without end.
 
     ``side`` is a number, several, or a range; they take turns. ``ice`` is the least and the largest share of cells
@@ -45,57 +36,40 @@ class FrozenLake:
     """
 
     side: int | str | Sequence[int] = "2-9"
-    turns: int = 8
-    actions: int = 1
-    rules: str = "told"
     slippery: bool = False
     ice: Sequence[float] = (0.6, 0.85)
 
     name: ClassVar[str] = "frozenlake"
-    concurrent: ClassVar[bool] = True
+    smallest: ClassVar[int] = 2
+    largest: ClassVar[int] = 9
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "side", sizes("FrozenLake", "side", self.side, 2, 9))
-        check_whole("FrozenLake", "turns", self.turns, 1, 64)
-        check_whole("FrozenLake", "actions", self.actions, 1, 32)
-        if self.turns * self.actions < FEWEST_MOVES:
-            raise ValueError("FrozenLake: a map takes two moves at least: raise turns or actions")
-        check_choice("FrozenLake", "rules", self.rules, RULES)
+        super().__post_init__()
         if not isinstance(self.ice, Sequence) or isinstance(self.ice, str) or len(self.ice) != 2:
             raise ValueError(f"FrozenLake: ice must be the least and the largest share, got {self.ice!r}")
         object.__setattr__(self, "ice", tuple(self.ice))
         check_range("FrozenLake", "ice[0]", self.ice[0], 0.3, 1.0)
         check_range("FrozenLake", "ice[1]", self.ice[1], self.ice[0], 1.0)
 
-    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Maps of one split; no map is in both."""
-        check_split(split)
-        rng = Random(f"frozenlake {seed}")
-        sides = sizes("FrozenLake", "side", self.side, 2, 9)
-        for turn in count():
-            side = sides[turn % len(sides)]
-            yield self._problem(draw_of_split("FrozenLake", split, rng, partial(self._draw, side), self._suits))
-
-    def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:
-        """The meaning of a map, and its rows of P, _, O and G."""
+    def draw(self, side: int, rng: Random) -> list[str]:
+        """Rows of P, _, O and G. Two of the 8 maps with side 2 are for testing."""
         cells = [(row, column) for row in range(side) for column in range(side)]
         start, goal, *free = rng.sample(cells, len(cells))
         holes = round(side * side * (1 - rng.uniform(*self.ice)))
         kind = dict.fromkeys(free[:holes], "O") | {start: "P", goal: "G"}
-        rows = ["".join(kind.get((row, column), "_") for column in range(side)) for row in range(side)]
-        return "frozenlake " + "\n".join(rows), rows  # by this text two of the 8 maps with side 2 are for testing
+        return ["".join(kind.get((row, column), "_") for column in range(side)) for row in range(side)]
 
-    def _suits(self, rows: list[str]) -> bool:
-        """Whether a map can be solved in time, and not too easily."""
-        path = _way(rows, _find(rows, "P"), self.turns * self.actions)
-        return path is not None and len(path) >= FEWEST_MOVES
+    def solution(self, rows: list[str]) -> list[str] | None:
+        """The shortest way over ice."""
+        return _way(rows, _find(rows, "P"), self.turns * self.actions)
 
-    def _problem(self, rows: list[str]) -> Problem:
-        rules = TOLD + (SLIPPERY if self.slippery else "") if self.rules == "told" else WITHHELD
-        how = ONE if self.actions == 1 else SEVERAL.format(self.actions)
-        prompt = f"{rules} {how}\n{_picture(rows, self.rules)}\nTurn 1 of {self.turns}. Your move?"
-        number = sha256("\n".join(rows).encode()).hexdigest()[:12]
-        return Problem(f"frozenlake/{len(rows)}/{number}", prompt, f"{len(rows)}x{len(rows)}", {"map": rows})
+    def told(self) -> str:
+        """The rules in words."""
+        return TOLD + (SLIPPERY if self.slippery else "")
+
+    def picture(self, rows: Sequence[str]) -> str:
+        """A map in the symbols of the rules."""
+        return draw_map(row.translate(str.maketrans(SYMBOLS["told"], SYMBOLS[self.rules])) for row in rows)
 
     def episode(self, problem: Problem) -> FrozenLakeEpisode:
         """One game."""
@@ -106,7 +80,7 @@ class FrozenLakeEpisode(GridEpisode):
     """One game on one map."""
 
     def __init__(self, problem: Problem, task: FrozenLake) -> None:
-        super().__init__(problem, task.turns, task.actions, task.rules == "told")
+        super().__init__(problem, task)
         self.task = task
         rows: list[str] = problem.data["map"]
         self.place = _find(rows, "P")
@@ -150,7 +124,7 @@ class FrozenLakeEpisode(GridEpisode):
         row, column = self.place
         rows = list(self.rows)
         rows[row] = rows[row][:column] + "P" + rows[row][column + 1 :]
-        return _picture(rows, self.task.rules)
+        return self.task.picture(rows)
 
     def solution(self) -> list[str] | None:
         """The shortest way over ice."""
@@ -187,7 +161,3 @@ def _way(rows: Sequence[str], start: Place, most: int) -> list[str] | None:
 
     goal = _find(rows, "G")
     return shortest(start, after, lambda place: place == goal, most)
-
-
-def _picture(rows: Sequence[str], rules: str) -> str:
-    return draw_map(row.translate(str.maketrans("P_OG", SYMBOLS[rules])) for row in rows)

@@ -1,18 +1,30 @@
-"""What games on a grid share: moves read out of a reply, turns, and a search for the shortest solution."""
+"""What games on a grid share: maps, moves read out of a reply, turns, and a search for the shortest solution."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from itertools import count
+from random import Random
+from typing import ClassVar, TypeVar
 
+from poise._lib.errors import check_choice, check_whole
 from poise.rewards.answers import conclusion
-from poise.tasks.base import Message, Problem, Score
+from poise.tasks.base import Message, Problem, Score, Split, check_split
+from poise.tasks.streams import draw_of_split, sizes
 
 Place = tuple[int, int]  # row, column
 DIRECTIONS: dict[str, Place] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+RULES = ("told", "withheld")
+FEWEST_MOVES = 2  # a map that takes one move teaches nothing
+WITHHELD = "You play a game on a grid. The rules are not told: find out what leads to success."
+ONE = "Each turn, reply with one move: up, down, left or right."
+SEVERAL = "Each turn, reply with up to {} moves out of up, down, left and right, such as: up left."
 LISTED = 12  # moves that feedback names, the last ones
 _MOVE = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE | re.ASCII)
 
@@ -65,14 +77,80 @@ def draw_map(rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(" ".join(row) for row in rows)
 
 
+@dataclass(frozen=True)
+class GridTask(ABC):
+    """A game on maps without end. A map is rows of symbols; no map is in both splits."""
+
+    side: int | str | Sequence[int] = 2
+    turns: int = 8
+    actions: int = 1
+    rules: str = "told"
+
+    name: ClassVar[str]
+    smallest: ClassVar[int]  # side
+    largest: ClassVar[int]
+    concurrent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        object.__setattr__(self, "side", sizes(owner, "side", self.side, self.smallest, self.largest))
+        check_whole(owner, "turns", self.turns, 1, 64)
+        check_whole(owner, "actions", self.actions, 1, 32)
+        check_choice(owner, "rules", self.rules, RULES)
+        if self.turns * self.actions < FEWEST_MOVES:
+            raise ValueError(f"{owner}: a map takes two moves at least: raise turns or actions")
+
+    @abstractmethod
+    def draw(self, side: int, rng: Random) -> list[str]:
+        """Any map."""
+
+    @abstractmethod
+    def solution(self, rows: list[str]) -> list[str] | None:
+        """The shortest solution of a map; None if it takes too many moves."""
+
+    @abstractmethod
+    def told(self) -> str:
+        """The rules in words."""
+
+    @abstractmethod
+    def picture(self, rows: list[str]) -> str:
+        """A map as the player sees it at the start."""
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        """Maps of one split."""
+        check_split(split)
+        rng = Random(f"{self.name} {seed}")
+        sides = sizes(type(self).__name__, "side", self.side, self.smallest, self.largest)
+        for turn in count():
+            draw = partial(self._draw, sides[turn % len(sides)])
+            yield self._problem(draw_of_split(type(self).__name__, split, rng, draw, self._suits))
+
+    def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:
+        """The meaning of a map, and its rows."""
+        rows = self.draw(side, rng)
+        return f"{self.name} " + "\n".join(rows), rows
+
+    def _suits(self, rows: list[str]) -> bool:
+        """Whether a map can be solved in time, and not too easily."""
+        path = self.solution(rows)
+        return path is not None and len(path) >= FEWEST_MOVES
+
+    def _problem(self, rows: list[str]) -> Problem:
+        rules = self.told() if self.rules == "told" else WITHHELD
+        how = ONE if self.actions == 1 else SEVERAL.format(self.actions)
+        prompt = f"{rules} {how}\n{self.picture(rows)}\nTurn 1 of {self.turns}. Your move?"
+        number = sha256("\n".join(rows).encode()).hexdigest()[:12]
+        return Problem(f"{self.name}/{len(rows)}/{number}", prompt, f"{len(rows)}x{len(rows)}", {"map": rows})
+
+
 class GridEpisode(ABC):
     """An episode of a game on a grid: each reply names a move, or up to ``actions`` of them, for ``turns`` turns.
 
     A reply without a move costs its turn, and the model is told so.
     """
 
-    def __init__(self, problem: Problem, turns: int, actions: int, told: bool) -> None:
-        self.problem, self.turns, self.actions, self.told = problem, turns, actions, told
+    def __init__(self, problem: Problem, task: GridTask) -> None:
+        self.problem, self.turns, self.actions, self.told = problem, task.turns, task.actions, task.rules == "told"
         self.replies: list[str] = []
         self.moves: list[str] = []
         self.idle = 0  # moves that changed nothing

@@ -7,37 +7,29 @@ turns, or takes fewer than two moves, is drawn again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from hashlib import sha256
-from itertools import count
 from random import Random
 from typing import ClassVar
 
-from poise._lib.errors import check_choice, check_range
-from poise.tasks.base import Problem, Split, check_split
-from poise.tasks.grid import GridEpisode, Place, draw_map, neighbour, shortest, where
-from poise.tasks.streams import check_whole, draw_of_split, sizes
+from poise._lib.errors import check_range, check_whole
+from poise.tasks.base import Problem
+from poise.tasks.grid import FEWEST_MOVES, GridEpisode, GridTask, Place, draw_map, neighbour, shortest, where
 
-RULES = ("told", "withheld")
 SYMBOLS = {"told": "#_PXO*+", "withheld": "ABCDEFG"}  # wall, floor, you, the box, the goal, box on goal, you on goal
 NEUTRAL = str.maketrans(SYMBOLS["told"], SYMBOLS["withheld"])
-FEWEST_MOVES, MOST_MOVES = 2, 8
+MOST_MOVES = 8
 
 TOLD = (
     "You push a box onto a goal. # is a wall, _ is floor, P is you, X is the box, O is the goal, + is you on the goal. "
     "Walking into the box pushes it one step, unless a wall is behind it. You cannot pull."
 )
-WITHHELD = "You play a game on a grid. The rules are not told: find out what leads to success."
-ONE = "Each turn, reply with one move: up, down, left or right."
-SEVERAL = "Each turn, reply with up to {} moves out of up, down, left and right, such as: up left."
 
 State = tuple[Place, Place]  # of the player, and of the box
 
 
 @dataclass(frozen=True)
-class Sokoban:
+class Sokoban(GridTask):
     """Sokoban: push one box onto its goal in several turns, on maps without end.
 
     ``side`` is a number, several, or a range, walls included; they take turns. ``optimum`` is the most moves that a
@@ -47,53 +39,37 @@ class Sokoban:
 
     side: int | str | Sequence[int] = "6-8"
     turns: int = 12
-    actions: int = 1
     optimum: int = MOST_MOVES
     walls: float = 0.15
-    rules: str = "told"
 
     name: ClassVar[str] = "sokoban"
-    concurrent: ClassVar[bool] = True
+    smallest: ClassVar[int] = 5
+    largest: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "side", sizes("Sokoban", "side", self.side, 5, 10))
-        check_whole("Sokoban", "turns", self.turns, 1, 64)
-        check_whole("Sokoban", "actions", self.actions, 1, 32)
+        super().__post_init__()
         check_whole("Sokoban", "optimum", self.optimum, FEWEST_MOVES, 30)
         check_range("Sokoban", "walls", self.walls, 0.0, 0.5)
-        check_choice("Sokoban", "rules", self.rules, RULES)
-        if self.turns * self.actions < FEWEST_MOVES:
-            raise ValueError("Sokoban: a map takes two moves at least: raise turns or actions")
 
-    def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Maps of one split; no map is in both."""
-        check_split(split)
-        rng = Random(f"sokoban {seed}")
-        sides = sizes("Sokoban", "side", self.side, 5, 10)
-        for turn in count():
-            side = sides[turn % len(sides)]
-            yield self._problem(draw_of_split("Sokoban", split, rng, partial(self._draw, side), self._suits))
-
-    def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:
-        """The meaning of a map, and its rows of #, _, P, X and O."""
+    def draw(self, side: int, rng: Random) -> list[str]:
+        """Rows of #, _, P, X and O."""
         inner = [(row, column) for row in range(1, side - 1) for column in range(1, side - 1)]
         you, box, goal, *free = rng.sample(inner, len(inner))
         kind = dict.fromkeys(free[: round(self.walls * len(inner))], "#") | {you: "P", box: "X", goal: "O"}
         kind |= {place: kind.get(place, "_") for place in inner}
-        rows = ["".join(kind.get((row, column), "#") for column in range(side)) for row in range(side)]
-        return "sokoban " + "\n".join(rows), rows
+        return ["".join(kind.get((row, column), "#") for column in range(side)) for row in range(side)]
 
-    def _suits(self, rows: list[str]) -> bool:
-        path = _solve(_Map(rows), min(self.optimum, self.turns * self.actions))
-        return path is not None and len(path) >= FEWEST_MOVES
+    def solution(self, rows: list[str]) -> list[str] | None:
+        """The shortest solution."""
+        return _solve(_Map(rows), min(self.optimum, self.turns * self.actions))
 
-    def _problem(self, rows: list[str]) -> Problem:
-        how = ONE if self.actions == 1 else SEVERAL.format(self.actions)
-        picture = _picture(_Map(rows), self.rules)
-        intro = TOLD if self.rules == "told" else WITHHELD
-        prompt = f"{intro} {how}\n{picture}\nTurn 1 of {self.turns}. Your move?"
-        number = sha256("\n".join(rows).encode()).hexdigest()[:12]
-        return Problem(f"sokoban/{len(rows)}/{number}", prompt, f"{len(rows)}x{len(rows)}", {"map": rows})
+    def told(self) -> str:
+        """The rules in words."""
+        return TOLD
+
+    def picture(self, rows: list[str]) -> str:
+        """A map in the symbols of the rules."""
+        return _picture(_Map(rows), self.rules)
 
     def episode(self, problem: Problem) -> SokobanEpisode:
         """One game."""
@@ -135,7 +111,7 @@ class SokobanEpisode(GridEpisode):
     """One game on one map."""
 
     def __init__(self, problem: Problem, task: Sokoban) -> None:
-        super().__init__(problem, task.turns, task.actions, task.rules == "told")
+        super().__init__(problem, task)
         self.task, self.map = task, _Map(problem.data["map"])
 
     @property

@@ -10,7 +10,7 @@ from os import PathLike
 from random import Random
 from typing import Any, TypeVar
 
-from poise._lib.errors import check_range, short
+from poise._lib.errors import check_whole, short
 from poise.tasks.base import Split
 
 TEST_SHARE = 10  # one meaning in this many is for testing
@@ -59,13 +59,6 @@ def sizes(owner: str, name: str, value: int | str | Sequence[int], low: int, hig
     for one in found:
         check_whole(owner, name, one, low, high)
     return found
-
-
-def check_whole(owner: str, name: str, value: int, low: int, high: int) -> None:
-    """Raise unless ``value`` is a whole number from ``low`` to ``high``."""
-    check_range(owner, name, value, low, high)
-    if not isinstance(value, int):
-        raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}")
 
 
 def _texts(value: Any) -> bool:

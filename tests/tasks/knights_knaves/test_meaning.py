@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise.tasks.knights_knaves import KnightsKnaves, Puzzle, canonical, generate, meaning, split_of
+from poise.tasks.knights_knaves import KnightsKnaves, Puzzle, canonical, generate, split_of
+from poise.tasks.knights_knaves import statements as statements_module
 from poise.tasks.knights_knaves.statements import holds
 from support.puzzles import permuted, puzzles, quick
 
@@ -53,8 +54,8 @@ def test_canonical_form_merges_equivalent_wordings() -> None:
 
 
 def test_highly_symmetric_puzzles_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    search, calls = meaning._smallest, []
-    monkeypatch.setattr(meaning, "_smallest", lambda *args: calls.append(1) or search(*args))
+    search, calls = statements_module._smallest, []
+    monkeypatch.setattr(statements_module, "_smallest", lambda *args: calls.append(1) or search(*args))
     everyone = ("telling-truth", 0)
     for i in range(1, 8):
         everyone = ("and", everyone, ("telling-truth", i))

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise.tasks.knights_knaves import generate
+from poise.tasks.knights_knaves.puzzle import role
 from poise.tasks.knights_knaves.verifier import score
-from poise.tasks.knights_knaves.wording import role
 from support.puzzles import GOLD, PEOPLE, SOLUTION, quick, response
 
 

@@ -19,8 +19,7 @@ from poise.engines.native.kv_cache import SavedRow
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.engines.native.slot_cache import SlotCache
 from poise.rollout.sampling import Sampling
-from poise.rollout.session import Session
-from poise.rollout.types import Done, Request, Rollouts
+from poise.rollout.types import Done, Request, Rollouts, Session
 
 if TYPE_CHECKING:
     from poise.engines.native.engine import NativeEngine

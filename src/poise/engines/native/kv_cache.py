@@ -31,7 +31,7 @@ The life of a row, for four rows and the requests A, B (one group: the same prom
 In a dialogue of several turns a row has a second life. ``copy_out`` saves its keys when its response has ended (all but
 that of the last token, which may not have run yet). When the next turn takes a row, ``copy_in`` puts the keys back as
 the beginning of its prompt, and only the new text runs through the model: ``attend_text`` lets it see the keys that are
-there. From then on it is a row like any other. ``session.py`` decides which rows are saved, and for how long.
+there. From then on it is a row like any other. ``kept_rows.py`` decides which rows are saved, and for how long.
 
 The two forms differ in where a home is:
 

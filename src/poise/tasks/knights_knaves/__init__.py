@@ -1,9 +1,8 @@
 """Knights and Knaves: find out who tells the truth from what everyone says."""
 
 from poise.tasks.knights_knaves.generator import generate
-from poise.tasks.knights_knaves.meaning import canonical, split_of
 from poise.tasks.knights_knaves.puzzle import Puzzle, read
-from poise.tasks.knights_knaves.statements import solve
+from poise.tasks.knights_knaves.statements import canonical, solve, split_of
 from poise.tasks.knights_knaves.task import KnightsKnaves
 
 __all__ = ["KnightsKnaves", "Puzzle", "canonical", "generate", "read", "solve", "split_of"]

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from poise._lib.errors import check_choice
-from poise.tasks.knights_knaves.puzzle import Puzzle
+from poise._lib.errors import check_choice, check_whole
+from poise.tasks.knights_knaves.puzzle import NAMES, PHRASINGS, Puzzle, quiz
 from poise.tasks.knights_knaves.statements import (
     CONNECTIVES,
     LEAVES,
@@ -22,8 +22,6 @@ from poise.tasks.knights_knaves.statements import (
     consistent,
     truth_table,
 )
-from poise.tasks.knights_knaves.wording import NAMES, PHRASINGS, quiz
-from poise.tasks.streams import check_whole
 
 MIN_PEOPLE, MAX_PEOPLE, MAX_DEPTH = 2, 12, 6
 

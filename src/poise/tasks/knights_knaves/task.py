@@ -6,24 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from poise._lib.files import expand
 from poise.tasks.base import Problem, Score, Split, TaskError, check_split
 from poise.tasks.data.rows import fingerprint
 from poise.tasks.knights_knaves.generator import check_settings, draw, tell
-from poise.tasks.knights_knaves.meaning import split_of
-from poise.tasks.knights_knaves.puzzle import Puzzle, answer_text, read
-from poise.tasks.knights_knaves.statements import solve
+from poise.tasks.knights_knaves.puzzle import NAMES, Puzzle, answer_text, read
+from poise.tasks.knights_knaves.statements import canonical, solve, split_of
 from poise.tasks.knights_knaves.verifier import feedback, score
-from poise.tasks.knights_knaves.wording import NAMES
-from poise.tasks.streams import sizes
+from poise.tasks.streams import draw_of_split, sizes
 
 INSTRUCTION = (
     "Think first, then say who is what, in this form: "
     "<think>your reasoning</think><answer>(1) NAME is a knight (2) NAME is a knave ...</answer>"
 )
-_PATIENCE = 20_000  # draws in a row that belong to the other split
 _GENERATED = ("depth", "phrasing", "names")  # settings of puzzles that are generated
 
 
@@ -79,12 +76,13 @@ class KnightsKnaves:
             yield self._puzzle(people, split, rng).problem(self.instruction)
 
     def _puzzle(self, people: int, split: Split, rng: Random) -> Puzzle:
-        for _ in range(_PATIENCE):
+        def drawn(rng: Random) -> tuple[str, tuple[Any, ...]]:
             seed = rng.getrandbits(48)
             statements, solution = draw(people, seed, self.depth)
-            if split_of(statements) == split:
-                return tell(statements, solution, seed, depth=self.depth, names=self.names, phrasing=self.phrasing)
-        raise RuntimeError(f"KnightsKnaves: no {split} puzzle with {people} people among {_PATIENCE} draws")
+            return canonical(statements), (statements, solution, seed)
+
+        found = draw_of_split(f"KnightsKnaves with {people} people", split, rng, drawn)
+        return tell(*found, depth=self.depth, names=self.names, phrasing=self.phrasing)
 
     def _read_file(self) -> None:
         for name in _GENERATED:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from poise.rewards.answers import tag_fault
 from poise.tasks.base import Score
+from poise.tasks.knights_knaves.puzzle import ROLE, listing, role
 from poise.tasks.knights_knaves.statements import Statement, holds
-from poise.tasks.knights_knaves.wording import ROLE, listing, role
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
