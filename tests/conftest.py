@@ -14,7 +14,11 @@ torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to the hub; read when its library is imported, later
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is heeded
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if "browser" in item.fixturenames:
+            item.add_marker("browser")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -521,6 +521,7 @@ main()
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_run_killed_inside_a_retry_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr("poise.algorithms.erl.read_advice", lambda text: text[:9])
     settings = [

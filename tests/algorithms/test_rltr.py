@@ -346,6 +346,7 @@ main()
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="SIGKILL")
+@pytest.mark.slow
 def test_a_run_killed_while_the_receiver_samples_resumes_bit_for_bit(tmp_path):
     settings = [*SMALL, *TINY, "steps=3", "checkpoint_every=1", "group=2", "algorithm=rltr", "optim.lr=1e-3"]
     assert poise("train", "demo", *settings, f"run={tmp_path / 'whole'}").exit_code == 0

@@ -253,6 +253,7 @@ def test_evaluation_between_phases_leaves_them_alone(tmp_path):
     assert trainer.seen == ["rollouts", 0, "evaluation", 1, "evaluation"] * 2
 
 
+@pytest.mark.slow
 def test_fresh_rollouts_begin_in_the_first_phase_also_after_resume(tmp_path):
     settings = {
         "regulator": "lopti", "kind": Watched, "num_iterations": 2, "steps_per_generation": 2, "max_steps": 8,
@@ -307,6 +308,7 @@ def test_rollouts_without_a_spread_do_not_move_the_model(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
     alone = trl_runs.train_together(tmp_path, processes=1)
     processes.launch(trl_runs.__file__, tmp_path)
