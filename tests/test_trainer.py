@@ -297,10 +297,9 @@ class TestLora:
 
 @pytest.mark.usefixtures("short_evaluation")
 class TestMistakes:
-    def test_an_existing_run_folder(self, tmp_path):
-        run(tmp_path, *SHORT, "steps=1", "evaluation=off")
+    def test_an_existing_run_folder(self, trained):
         with pytest.raises(FileExistsError, match="--resume run="):
-            trainer.train(make(tmp_path), quiet=True, renumber=False)
+            trainer.train(make(trained.parent, name=trained.name), quiet=True, renumber=False)
 
     def test_a_group_of_one(self, tmp_path):
         with pytest.raises(configs.ConfigError, match="group"):
@@ -455,6 +454,9 @@ def test_recipes_are_runnable_with_the_embedded_model(tmp_path, name, embedded):
             "rollout.max_prompt=512",
             "rollout.max_episode_tokens=200",
             "algorithm=erl(reflection_tokens=12)",
+            "prompts=2",
+            "group=2",
+            "evaluation=off",
             *SHORT,
         ]
     folder, summary = run(tmp_path, *small, recipe=name)
