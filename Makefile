@@ -1,10 +1,10 @@
 # On a fresh machine with python3: `make demo` sets up .venv and trains the embedded model; `make test` sets up .venv, then runs
-# lint, types and tests.
+# lint, types and the quick tests.
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test studies test-verl test-vllm test-gpu lint types unit format benchmark clean
+.PHONY: demo test test-all test-verl test-vllm test-gpu lint types unit format benchmark clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -13,6 +13,10 @@ demo: .venv/installed
 	@echo 'to have the command poise: . .venv/bin/activate'
 
 test: lint types unit
+
+# With the tests of browsers, docs and studies and the slow ones: continuous integration runs it.
+test-all: lint types
+	$(BIN)/pytest tests experiments -m ""
 
 # Reinstalls only when what is to be installed has changed.
 .venv/installed: pyproject.toml constraints.txt
@@ -31,10 +35,6 @@ types: .venv/installed
 
 unit: .venv/installed
 	$(BIN)/pytest
-
-# The studies of experiments/: continuous integration runs them.
-studies: .venv/installed
-	$(BIN)/pytest experiments -m studies
 
 # verl has an environment of its own: it wants an older transformers. Ray's warnings are not ours to fix.
 .venv-verl/installed: pyproject.toml constraints-verl.txt

@@ -1,4 +1,5 @@
 import os
+import shutil
 import threading
 from dataclasses import replace
 
@@ -14,7 +15,11 @@ torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to the hub; read when its library is imported, later
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is heeded
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if "browser" in item.fixturenames:
+            item.add_marker("browser")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -67,6 +72,22 @@ def short_evaluation(monkeypatch):
 
     real = evaluations.held_out
     monkeypatch.setattr(evaluations, "held_out", lambda sampler, *rest: real(replace(sampler, max_tokens=4), *rest))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A run of two steps with the embedded model, for all tests that need one: read only."""
+    from support.command_line import SMALL, poise
+
+    run = tmp_path_factory.mktemp("runs") / "trained"
+    poise("train", "demo", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
+    return run
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    """A copy of it, to be changed."""
+    return shutil.copytree(trained, tmp_path / "copy")
 
 
 @pytest.fixture

@@ -53,6 +53,7 @@ print(poise.__file__)
 """
 
 
+@pytest.mark.slow
 def test_recipes_model_and_report_are_found_there(installed, tmp_path):
     """In one process: each would import torch and transformers anew."""
     env = {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

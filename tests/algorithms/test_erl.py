@@ -473,7 +473,7 @@ def without_times(folder):
 
 @pytest.mark.usefixtures("short_evaluation")
 def test_without_reflection_it_is_grpo_bit_for_bit(tmp_path):
-    settings = (*SHORT, "steps=10", "prompts=2", "rollouts_every=0", "evaluation.problems=1")
+    settings = (*SHORT, "steps=4", "prompts=2", "rollouts_every=0", "evaluation.problems=1")
     grpo, _ = run(tmp_path, *settings, name="grpo")
     erl, _ = run(tmp_path, *settings, "algorithm=erl(reflection=false)", name="erl")
     assert all(line["optim/grad_norm"] > 0 for line in grpo.metrics())
@@ -521,6 +521,7 @@ main()
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_run_killed_inside_a_retry_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr("poise.algorithms.erl.read_advice", lambda text: text[:9])
     settings = [

@@ -295,9 +295,8 @@ TINY = ["prompts=2", "evaluation.problems=1", "evaluation.samples=1", "rollout.m
 
 
 @pytest.mark.usefixtures("short_evaluation")
-@pytest.mark.long
 def test_without_its_weight_it_is_grpo_bit_for_bit(tmp_path):
-    settings = [*TINY, "steps=10", "checkpoint_every=10", "optim.lr=1e-3"]
+    settings = [*TINY, "steps=3", "checkpoint_every=3", "optim.lr=1e-3"]
     grpo, _ = run(tmp_path, *settings, name="grpo")
     rltr, _ = run(tmp_path, *settings, "algorithm=rltr(transfer=0)", name="rltr")
     first, second = parameters(grpo), parameters(rltr)
@@ -346,6 +345,7 @@ main()
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="SIGKILL")
+@pytest.mark.slow
 def test_a_run_killed_while_the_receiver_samples_resumes_bit_for_bit(tmp_path):
     settings = [*SMALL, *TINY, "steps=3", "checkpoint_every=1", "group=2", "algorithm=rltr", "optim.lr=1e-3"]
     assert poise("train", "demo", *settings, f"run={tmp_path / 'whole'}").exit_code == 0

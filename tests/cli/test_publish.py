@@ -12,56 +12,54 @@ from support.command_line import SMALL, fails, poise
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def adapted(tmp_path_factory):
     """A run with an adapter, and weights that have moved."""
     run = tmp_path_factory.mktemp("runs") / "adapted"
     poise("train", "demo", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-2", "objective.entropy_coef=0.1")
     return run
 
 
-def test_an_exported_model_loads_without_poise(trained, tmp_path):
+def test_an_exported_model_loads_without_poise(adapted, tmp_path):
     out = tmp_path / "models" / "merged"
-    assert f"saved to {out}" in poise("export", trained, out, "--dtype", "float32").output.replace("\n", "")
+    assert f"saved to {out}" in poise("export", adapted, out, "--dtype", "float32").output.replace("\n", "")
     assert {path.name for path in out.iterdir()} >= {"model.safetensors", "tokenizer.json", "config.json", "README.md"}
-    model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModelForCausalLM.from_preadapted(out)
+    tokenizer = transformers.AutoTokenizer.from_preadapted(out)
     ids = tokenizer("Ada is a knight", return_tensors="pt")["input_ids"]
-    ours = load_policy(str(trained), device="cpu").model(input_ids=ids).logits
+    ours = load_policy(str(adapted), device="cpu").model(input_ids=ids).logits
     torch.testing.assert_close(model(input_ids=ids).logits, ours)
     before = load_policy("embedded", device="cpu")
     assert not torch.allclose(model(input_ids=ids).logits, before.model(input_ids=ids).logits)
     assert tokenizer.chat_template == before.tokenizer.chat_template
-    assert "is not empty: choose another folder" in fails("export", trained, out)
+    assert "is not empty: choose another folder" in fails("export", adapted, out)
 
 
-def test_the_folder_needs_a_name(trained, tmp_path, monkeypatch):
+def test_the_folder_needs_a_name(adapted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "the model's folder is made anew, so name one" in fails("export", trained, ".")
+    assert "the model's folder is made anew, so name one" in fails("export", adapted, ".")
 
 
-def test_the_dtype_is_that_of_the_model_it_was_trained_from(trained, tmp_path):
-    stored = transformers.AutoConfig.from_pretrained(load_policy("embedded", device="cpu").model.name_or_path).dtype
+def test_the_dtype_is_that_of_the_model_it_was_trained_from(adapted, tmp_path):
+    stored = transformers.AutoConfig.from_preadapted(load_policy("embedded", device="cpu").model.name_or_path).dtype
     for dtype, expected in (("auto", stored), ("float16", torch.float16)):
-        poise("export", trained, tmp_path / dtype, "--dtype", dtype)
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto")
+        poise("export", adapted, tmp_path / dtype, "--dtype", dtype)
+        model = transformers.AutoModelForCausalLM.from_preadapted(tmp_path / dtype, dtype="auto")
         assert model.dtype == expected
 
 
-def test_the_card_has_the_numbers_and_no_paths(trained, tmp_path):
-    poise("export", trained, tmp_path / "out")
+def test_the_card_has_the_numbers_and_no_paths(adapted, tmp_path):
+    poise("export", adapted, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     for part in ("| task | kk |", "| LoRA | rank 2, merged |", "| steps | 1 of 1 |", "| greedy | ", "## Held-out"):
         assert part in card
-    assert str(trained.parent) not in card
+    assert str(adapted.parent) not in card
     poise("export", "embedded", tmp_path / "plain")  # no run made it, so there are no numbers
     assert not (tmp_path / "plain" / "README.md").exists()
 
 
-def test_the_card_of_another_step_does_not_have_the_numbers_of_the_last(tmp_path):
-    run = tmp_path / "run"
-    poise("train", "demo", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
-    poise("export", run / "checkpoints" / "step-000001", tmp_path / "first")
-    poise("export", run / "checkpoints" / "step-000002" / "model", tmp_path / "second")
+def test_the_card_of_another_step_does_not_have_the_numbers_of_the_last(trained, tmp_path):
+    poise("export", trained / "checkpoints" / "step-000001", tmp_path / "first")
+    poise("export", trained / "checkpoints" / "step-000002" / "model", tmp_path / "second")
     first, second = ((tmp_path / name / "README.md").read_text() for name in ("first", "second"))
     assert "| steps | 1 of 2 |" in first
     assert "Not measured" in first
@@ -69,12 +67,12 @@ def test_the_card_of_another_step_does_not_have_the_numbers_of_the_last(tmp_path
     assert "| greedy | " in second
 
 
-def test_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing(adapted, tmp_path, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
-    assert "could not be written: Error while serializing" in " ".join(fails("export", trained, tmp_path / "x").split())
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_preadapted", full)
+    assert "could not be written: Error while serializing" in " ".join(fails("export", adapted, tmp_path / "x").split())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,26 +105,26 @@ def hub(monkeypatch):
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_a_pushed_model_is_private_unless_asked(trained, hub, public):
-    shown = poise("push", trained, "me/knights", *(["--public"] if public else [])).output
+def test_a_pushed_model_is_private_unless_asked(adapted, hub, public):
+    shown = poise("push", adapted, "me/knights", *(["--public"] if public else [])).output
     assert hub.made == [("me/knights", not public)]
     assert hub.files.keys() >= {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
     assert b"# knights" in hub.files["README.md"]
     assert shown == f"{'public' if public else 'private'}: https://hub/me/knights\n"
 
 
-def test_a_public_repository_is_not_filled_by_mistake(trained, hub):
+def test_a_public_repository_is_not_filled_by_mistake(adapted, hub):
     hub.public = True
-    assert "is public: add --public" in " ".join(fails("push", trained, "me/knights").split())
+    assert "is public: add --public" in " ".join(fails("push", adapted, "me/knights").split())
     assert not hub.files
 
 
-def test_what_the_hub_refuses_is_explained(trained, hub, monkeypatch):
+def test_what_the_hub_refuses_is_explained(adapted, hub, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("401 Unauthorized\nlong text")
 
     monkeypatch.setattr(hub, "create_repo", refuse)
-    said = " ".join(fails("push", trained, "me/knights").split())
+    said = " ".join(fails("push", adapted, "me/knights").split())
     assert "the hub did not let poise create it (401 Unauthorized)" in said
     assert "hf auth login" in said
 

@@ -54,9 +54,7 @@ def test_a_run_without_any_evaluation(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("short_evaluation")
-@pytest.mark.parametrize("spelling", ["run={}", "{}"])
-def test_more_steps_are_kept_for_the_next_resume(tmp_path, spelling):
-    run = tmp_path / "run"
-    poise("train", "demo", *SMALL, f"run={run}")
-    poise("train", "--resume", spelling.format(run), "steps=2", "--quiet")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
+def test_more_steps_are_kept_for_the_next_resume(copy):
+    for steps, spelling in ((3, "run={}"), (4, "{}")):
+        poise("train", "--resume", spelling.format(copy), f"steps={steps}", "--quiet")
+        assert json.loads((copy / "config.json").read_text())["steps"] == steps == len(RunFolder(copy).metrics())

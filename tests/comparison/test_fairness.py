@@ -12,8 +12,8 @@ def problems(folder):
 
 @pytest.mark.usefixtures("short_evaluation")
 def test_all_arms_of_a_seed_see_the_same_problems(tmp_path):
-    arms = ["regulator=lopti", "regulator=random-split | ar", "algorithm=rltr", "algorithm=erl", "optim.lr=1e-3"]
-    settings = [*SHORT, "steps=2", "rollouts_every=1", "evaluation.problems=1"]
+    arms = ["regulator=lopti", "regulator=random-split | ar", "algorithm=rltr", "algorithm=erl(reflection_tokens=8)"]
+    settings = [*SHORT, "steps=2", "group=2", "rollouts_every=1", "evaluation=off", "optim.lr=1e-3"]
     expected = problems(run(tmp_path, *settings, name="grpo")[0])
     assert [len(step) for step in expected] == [4, 4]
     assert expected[0] != expected[1]

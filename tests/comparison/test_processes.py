@@ -64,6 +64,7 @@ def test_a_run_that_fails_says_why_in_its_log(runs, config, tmp_path):
     assert "is a file" in (tmp_path / "logs" / "one.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_ends_alone(runs, endless, tmp_path):
     runs.start(1, endless, tmp_path / "one")
     runs.start(2, endless.model_copy(update={"run": str(tmp_path / "other")}), tmp_path / "two")
@@ -75,6 +76,7 @@ def test_a_run_that_is_killed_ends_alone(runs, endless, tmp_path):
 
 
 @linux
+@pytest.mark.slow
 def test_runs_are_not_blamed_for_the_death_of_their_server(runs, endless, tmp_path):
     for number in range(1, processes.MOST_LOSSES):
         runs.start(number, endless, tmp_path / "log")
@@ -89,6 +91,7 @@ def test_runs_are_not_blamed_for_the_death_of_their_server(runs, endless, tmp_pa
 
 
 @linux
+@pytest.mark.slow
 def test_runs_are_forked_from_a_process_of_one_thread(runs, config, tmp_path):
     """Python 3.12 and newer warn otherwise: a lock that another thread holds stays held in the child for ever."""
     runs.start(1, config, tmp_path / "log")
@@ -106,6 +109,7 @@ print(names)
 
 
 @linux
+@pytest.mark.slow
 def test_what_every_run_imports_starts_no_thread_however_the_process_was_started():
     env = os.environ | {"OPENBLAS_NUM_THREADS": "16", "OMP_NUM_THREADS": "16", "MKL_NUM_THREADS": "16"}
     done = subprocess.run([sys.executable, "-c", PRELOAD], env=env, capture_output=True, text=True, check=True)
@@ -128,6 +132,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_file_in_the_current_folder_does_not_stand_for_a_library(tmp_path):
     (tmp_path / "selectors.py").write_text("raise SystemExit('shadowed')")
     (tmp_path / "torch.py").write_text("raise SystemExit('shadowed')")

@@ -21,21 +21,21 @@ def test_a_run_is_measured_on_its_own_task_with_its_own_settings(tmp_path, monke
     monkeypatch.setitem(tasks.TASKS, "short", Short)
     run, out = tmp_path / "run", tmp_path / "eval.json"
     own = ["task.name=short", "task.phrasing=plain", "rollout.temperature=0.6", "rollout.top_k=7",
-           "evaluation.problems=3", "evaluation.seed=4"]  # fmt: skip
+           "rollout.max_tokens=24", "evaluation.problems=3", "evaluation.seed=4"]  # fmt: skip
     poise("train", "demo", *SMALL, f"run={run}", *own)
     after = json.loads((run / "summary.json").read_text())["after"]
     shown = poise("eval", run, "--json", out).output
     found = json.loads(out.read_text())
     assert found == {
         "model": str(run), "task": "short", "settings": {"people": 2, "phrasing": "plain"}, "split": "test", "seed": 4,
-        "max_tokens": 48, "top_p": 1.0, "top_k": 7, **after,
+        "max_tokens": 24, "top_p": 1.0, "top_k": 7, **after,
     }  # fmt: skip
     assert "on task short (people=(2,), depth=1," in shown
     assert "phrasing='plain'" in shown
     assert "split test, seed 4:" in shown
-    assert "3 problems × 1 samples at temperature 0.6, top_p 1, top_k 7, up to 48 tokens; and once greedily" in shown
+    assert "3 problems × 1 samples at temperature 0.6, top_p 1, top_k 7, up to 24 tokens; and once greedily" in shown
     cut = after["cut_off"], after["greedy_cut_off"]
-    assert "cut off at 48 tokens: {} of 3 samples, {} of 3 greedy responses".format(*cut) in shown
+    assert "cut off at 24 tokens: {} of 3 samples, {} of 3 greedy responses".format(*cut) in shown
     for checkpoint in ("checkpoints/step-000001", "checkpoints/step-000001/model"):
         assert "on task short (people=(2,)" in poise("eval", run / checkpoint, "problems=1").output
     changed = ["task.people=3", "task.phrasing=varied", "samples=2", "problems=2", "temperature=1", "seed=0", "top_k=0",
@@ -46,7 +46,7 @@ def test_a_run_is_measured_on_its_own_task_with_its_own_settings(tmp_path, monke
     assert json.loads(out.read_text())["settings"] == {"people": 3, "phrasing": "varied"}
     assert "on task kk (people=(3, 4, 5, 6, 7)" in poise("eval", run, "task.name=kk", *changed[2:]).output
     shown = poise("eval", run, "temperature=0", "problems=1").output
-    assert "1 problems × 1 samples at temperature 0, top_p 1, top_k 7, up to 48 tokens\n" in shown
+    assert "1 problems × 1 samples at temperature 0, top_p 1, top_k 7, up to 24 tokens\n" in shown
     assert "greedy samples are all the same" in fails("eval", run, "temperature=0", "samples=2")
     monkeypatch.delitem(tasks.TASKS, "short")
     assert "unknown task 'short'" in fails("eval", run)

@@ -15,6 +15,7 @@ from poise.cli.app import app
 from poise.models.policy import load_policy
 from support.pages import ROOT, files, snippets
 
+pytestmark = pytest.mark.docs
 TINY = ["task.people=2", "rollout.max_tokens=48", "device=cpu"]
 SIZES = {  # put at the end of a command, where it wins
     "train": [

@@ -24,6 +24,7 @@ def printed(cell):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own
+@pytest.mark.docs
 def test_the_quickstart_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))

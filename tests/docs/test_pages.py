@@ -215,6 +215,7 @@ def test_the_minimal_loop_is_minimal():
     assert len((ROOT / "examples/minimal_loop.py").read_text().splitlines()) < 100
 
 
+@pytest.mark.docs
 def test_the_minimal_loop_runs_as_a_script(monkeypatch):
     """With the command that it shows itself, in a process of its own; and with a mistake."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}

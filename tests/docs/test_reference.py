@@ -74,6 +74,7 @@ def test_rows_are_found_by_names_of_the_run():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("short_evaluation")
+@pytest.mark.docs
 def test_every_metric_that_runs_write_is_in_the_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"What is 2 + {i}?", "answer": str(2 + i)} for i in range(20)]

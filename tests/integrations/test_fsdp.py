@@ -13,6 +13,7 @@ from support.processes import close, launch
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_fsdp2_trains_as_stock_trl_and_as_one_process(tmp_path):
     launch(fsdp_runs.__file__, tmp_path)
     sharded = torch.load(tmp_path / "result.pt")

@@ -110,6 +110,7 @@ def small(folder, **more):
     return ["--config", str(SCALE / "trl-8gpu.yaml"), *words]
 
 
+@pytest.mark.slow
 def test_the_script_trains(tmp_path):
     """As a script; the model that it saves has moved, and not by rounding."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -126,6 +127,7 @@ def built(*args, **more):
     return trl_kk.build(*trl_kk.parser().parse_args_and_config(small(*args, **more)))
 
 
+@pytest.mark.slow
 def test_the_script_trains_adapters_alone(tmp_path):
     trainer = built(tmp_path, use_peft=True, lora_r=4, lora_dropout=0.0)
     assert trainer.model.peft_config["default"].r == 4
@@ -147,6 +149,7 @@ def test_the_script_hands_on_how_to_load_the_model(tmp_path):
     assert args.model_init_kwargs["revision"] == "v2"
 
 
+@pytest.mark.slow
 def test_the_script_resumes(tmp_path, monkeypatch):
     """What the first run has logged, its times included, is in the second one's history."""
     short = {"steps_per_generation": 1, "max_steps": 2, "save_steps": 2, "logging_steps": 1}

@@ -28,6 +28,8 @@ METHODS = [
     "ar(alpha=0.3) | lopti(threshold=0.5)",
     "nthr | lopti",
 ]
+# One for each thing that a method may ask of TRL; the others are slow
+QUICK = {*PLAIN, "ar", "entropy", "lopti", "nthr | lopti"}
 HOT = 3.0  # as hot as it takes for the embedded model to hesitate: probabilities from 0 to 1
 VARIED = {"temperature": HOT, "more": {"rollout_func": trl_runs.ragged}}
 HOLED = VARIED | {"more": {"rollout_func": trl_runs.holed}}
@@ -49,7 +51,7 @@ def gradient(trainer, loss):
 # --- TRL is left as it is
 
 
-@pytest.mark.parametrize(("steps", "dropout"), [(4, None), (3, 0.3)])
+@pytest.mark.parametrize(("steps", "dropout"), [(4, None), pytest.param(3, 0.3, marks=pytest.mark.slow)])
 def test_grpo_is_stock_trl_bit_for_bit(steps, dropout, tmp_path):
     settings = {"max_steps": steps, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     if dropout:
@@ -101,7 +103,9 @@ def by_hand(trainer, inputs):
     return chosen, -(logp.exp() * logp).sum(-1), out.hidden_states[-1][:, -length - 1 : -1]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=[] if method in QUICK else pytest.mark.slow) for method in METHODS]
+)
 def test_the_gradient_is_that_of_poise(method, tmp_path):
     trainer = build(
         tmp_path, method, correct="spread", num_iterations=max(phases_of(method), 2), epsilon=0.1, epsilon_high=0.2,
@@ -177,8 +181,16 @@ def test_the_samplers_and_the_references_log_probabilities_reach_the_regulator(t
 
 @pytest.mark.parametrize(
     ("loss_type", "beta"),
-    [(loss_type, 0.0) for loss_type in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo")]
-    + [(loss_type, 0.3) for loss_type in trl_checks.MASKABLE],
+    [("dapo", 0.0), ("dapo", 0.3)]
+    + [
+        pytest.param(loss_type, 0.0, marks=pytest.mark.slow)
+        for loss_type in ("grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo")
+    ]
+    + [
+        pytest.param(loss_type, 0.3, marks=pytest.mark.slow)
+        for loss_type in sorted(trl_checks.MASKABLE)
+        if loss_type != "dapo"
+    ],
 )
 def test_the_phases_of_lopti_add_up_to_trl(loss_type, beta, tmp_path):
     trainer = build(tmp_path, "lopti", num_iterations=2, loss_type=loss_type, beta=beta, **HOLED)
@@ -253,6 +265,7 @@ def test_evaluation_between_phases_leaves_them_alone(tmp_path):
     assert trainer.seen == ["rollouts", 0, "evaluation", 1, "evaluation"] * 2
 
 
+@pytest.mark.slow
 def test_fresh_rollouts_begin_in_the_first_phase_also_after_resume(tmp_path):
     settings = {
         "regulator": "lopti", "kind": Watched, "num_iterations": 2, "steps_per_generation": 2, "max_steps": 8,
@@ -283,16 +296,16 @@ def test_fresh_rollouts_begin_in_the_first_phase_also_after_resume(tmp_path):
 @pytest.mark.parametrize("threshold", [0, 2])
 def test_a_phase_without_a_token_does_not_move_the_model(threshold, tmp_path):
     """Adam has momentum and weight decay: a step without a gradient would show."""
-    stock = build(tmp_path, kind=STOCK, max_steps=4, per_device_train_batch_size=4)
+    stock = build(tmp_path, kind=STOCK, max_steps=2, per_device_train_batch_size=4)
     before = weights(stock)
     stock.train()
     ours = build(
-        tmp_path, f"lopti(threshold={threshold})", num_iterations=2, max_steps=8, per_device_train_batch_size=4
+        tmp_path, f"lopti(threshold={threshold})", num_iterations=2, max_steps=4, per_device_train_batch_size=4
     )
     ours.train()
     assert close(weights(ours) - before, weights(stock) - before, 1e-4)
     idle = [row["reg/idle_steps"] for row in ours.state.log_history[:-1]]
-    assert idle == ([1.0, 0.0] if threshold == 0 else [0.0, 1.0]) * 4
+    assert idle == ([1.0, 0.0] if threshold == 0 else [0.0, 1.0]) * 2
 
 
 def test_rollouts_without_a_spread_do_not_move_the_model(tmp_path):
@@ -307,6 +320,7 @@ def test_rollouts_without_a_spread_do_not_move_the_model(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
     alone = trl_runs.train_together(tmp_path, processes=1)
     processes.launch(trl_runs.__file__, tmp_path)

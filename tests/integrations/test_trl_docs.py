@@ -22,6 +22,7 @@ def moved(trainer, model):
     return sum(row["grad_norm"] > 0 for row in trainer.state.log_history[:-1])
 
 
+@pytest.mark.docs
 def test_the_scripts_of_the_page_train(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     whole, subclass, tools = snippets(PAGE)

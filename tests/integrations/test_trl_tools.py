@@ -90,6 +90,7 @@ def test_the_regulator_sees_only_what_the_model_wrote(more, model, tmp_path):
         assert not output[name].transpose(1, 2)[~batch.mask].any()
 
 
+@pytest.mark.slow
 def test_grpo_with_tools_is_stock_trl_bit_for_bit(model, tmp_path):
     found = []
     for kind in (trl.GRPOTrainer, Scripted):

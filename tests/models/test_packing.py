@@ -326,6 +326,7 @@ def test_an_adapter_on_the_head_is_refused():
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.slow
 def test_compiled_layers(checkpointing, monkeypatch):
     """Packed passes through torch.compile, also where layers are computed twice; everybody else sees plain layers."""
     monkeypatch.setattr("poise.models.layers.FEWEST_TOKENS", 1)

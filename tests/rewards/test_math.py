@@ -316,11 +316,12 @@ def hostile(count):
     return [kinds[i % len(kinds)](rng.randrange(1, 100)) for i in range(count)]
 
 
-def test_a_thousand_hostile_answers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_hostile_answers(tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)
-    answers = hostile(1000)
+    answers = hostile(count)
     random.Random(1).shuffle(answers)
-    golds = [("42", "x+1", r"\sqrt{2}", r"\{1,x\}")[i % 4] for i in range(1000)]
+    golds = [("42", "x+1", r"\sqrt{2}", r"\{1,x\}")[i % 4] for i in range(count)]
     counted = {}
     values = rewards.get("math(seconds=0.2)")(
         completions=[f"\\boxed{{{answer}}}" for answer in answers], answer=golds, log_metric=counted.__setitem__

@@ -168,7 +168,9 @@ def test_a_reward_that_never_runs_starts_no_process():
     assert all(caller._process is None for caller in rewards._callers)
 
 
-@pytest.mark.parametrize("how", ["sleep", "spin", "die", "segfault", "child"])
+@pytest.mark.parametrize(
+    "how", ["sleep", "die", "segfault", *(pytest.param(how, marks=pytest.mark.slow) for how in ("spin", "child"))]
+)
 def test_a_row_that_hangs_fails_and_the_others_keep_their_values(tmp_path, how):
     texts = ["fine"] * 19 + [how]
     verdicts = score("moody length", texts, timeout=2.0)
@@ -275,7 +277,9 @@ if {text!r}:
 """
 
 
-@pytest.mark.parametrize("text", ["", "sleep", "spin", "child"])
+@pytest.mark.parametrize(
+    "text", ["", "child", *(pytest.param(text, marks=pytest.mark.slow) for text in ("sleep", "spin"))]
+)
 def test_nothing_is_left_when_the_parent_ends_or_is_killed(tmp_path, text):
     code = PARENT.format(folder=str(tmp_path), text=text)
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

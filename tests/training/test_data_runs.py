@@ -89,6 +89,7 @@ def killed(*args):
         assert process.wait(100) == -signal.SIGKILL, told
 
 
+@pytest.mark.slow
 def test_killed_in_a_reward_call_in_the_middle_of_an_epoch(tmp_path):
     """Nine problems in steps of four: the third step has the last one of an epoch, and three of the next."""
     data = questions(tmp_path / "questions.jsonl")
@@ -100,6 +101,7 @@ def test_killed_in_a_reward_call_in_the_middle_of_an_epoch(tmp_path):
     same(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.slow
 def test_killed_in_an_episode(tmp_path):
     for name, train in (("whole", partial(poise, "train")), ("killed", killed)):
         text = ENVIRONMENT.replace("ENDS", str(name == "killed")).replace('"RUN"', repr(name))

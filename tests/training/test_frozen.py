@@ -56,6 +56,7 @@ def test_without_its_adapter_the_policy_is_the_base_model_bit_for_bit(engine):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code
+@pytest.mark.slow
 def test_compiled_layers_see_that_the_adapter_is_disabled():
     policy, base = (tiny("llama") for _ in range(2))
     policy = with_noise(Policy(add_adapter(policy.model, LoraConfig(rank=4), 0), Words()))

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("short_evaluation")
 QUICK = ["prompts=2", "group=2", "rollout.max_tokens=8", "evaluation.problems=1", "evaluation.samples=1"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_resumable_folder_and_says_how(tmp_path):
     small = [*SMALL, *QUICK, "steps=5000", "checkpoint_every=9999", "rollouts_every=0"]
     with command("train", *small, f"run={tmp_path / 'run'}") as process:
@@ -66,6 +67,7 @@ def test_nohup_is_respected():
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_does_not_end_the_run(tmp_path):
     """``poise train 2>&1 | head -1``, and not even the first line."""
     read, write = os.pipe()

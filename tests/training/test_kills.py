@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+@pytest.mark.slow
 def test_runs_that_were_killed_end_like_one_that_was_not(tmp_path):
     out = tmp_path / "kills.json"
     done = subprocess.run([sys.executable, SCRIPT, "--runs", "4", "--out", out], capture_output=True, text=True)
