@@ -23,8 +23,8 @@ def test_an_exported_model_loads_without_poise(adapted, tmp_path):
     out = tmp_path / "models" / "merged"
     assert f"saved to {out}" in poise("export", adapted, out, "--dtype", "float32").output.replace("\n", "")
     assert {path.name for path in out.iterdir()} >= {"model.safetensors", "tokenizer.json", "config.json", "README.md"}
-    model = transformers.AutoModelForCausalLM.from_preadapted(out)
-    tokenizer = transformers.AutoTokenizer.from_preadapted(out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     ids = tokenizer("Ada is a knight", return_tensors="pt")["input_ids"]
     ours = load_policy(str(adapted), device="cpu").model(input_ids=ids).logits
     torch.testing.assert_close(model(input_ids=ids).logits, ours)
@@ -40,10 +40,10 @@ def test_the_folder_needs_a_name(adapted, tmp_path, monkeypatch):
 
 
 def test_the_dtype_is_that_of_the_model_it_was_trained_from(adapted, tmp_path):
-    stored = transformers.AutoConfig.from_preadapted(load_policy("embedded", device="cpu").model.name_or_path).dtype
+    stored = transformers.AutoConfig.from_pretrained(load_policy("embedded", device="cpu").model.name_or_path).dtype
     for dtype, expected in (("auto", stored), ("float16", torch.float16)):
         poise("export", adapted, tmp_path / dtype, "--dtype", dtype)
-        model = transformers.AutoModelForCausalLM.from_preadapted(tmp_path / dtype, dtype="auto")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto")
         assert model.dtype == expected
 
 
@@ -71,7 +71,7 @@ def test_a_full_disk_leaves_nothing(adapted, tmp_path, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(transformers.PreTrainedModel, "save_preadapted", full)
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
     assert "could not be written: Error while serializing" in " ".join(fails("export", adapted, tmp_path / "x").split())
     assert list(tmp_path.iterdir()) == []
 
