@@ -28,8 +28,6 @@ METHODS = [
     "ar(alpha=0.3) | lopti(threshold=0.5)",
     "nthr | lopti",
 ]
-# One for each thing that a method may ask of TRL; the others are slow
-QUICK = {*PLAIN, "ar", "entropy", "lopti", "nthr | lopti"}
 HOT = 3.0  # as hot as it takes for the embedded model to hesitate: probabilities from 0 to 1
 VARIED = {"temperature": HOT, "more": {"rollout_func": trl_runs.ragged}}
 HOLED = VARIED | {"more": {"rollout_func": trl_runs.holed}}
@@ -103,9 +101,7 @@ def by_hand(trainer, inputs):
     return chosen, -(logp.exp() * logp).sum(-1), out.hidden_states[-1][:, -length - 1 : -1]
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(method, marks=[] if method in QUICK else pytest.mark.slow) for method in METHODS]
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_gradient_is_that_of_poise(method, tmp_path):
     trainer = build(
         tmp_path, method, correct="spread", num_iterations=max(phases_of(method), 2), epsilon=0.1, epsilon_high=0.2,
@@ -181,16 +177,8 @@ def test_the_samplers_and_the_references_log_probabilities_reach_the_regulator(t
 
 @pytest.mark.parametrize(
     ("loss_type", "beta"),
-    [("dapo", 0.0), ("dapo", 0.3)]
-    + [
-        pytest.param(loss_type, 0.0, marks=pytest.mark.slow)
-        for loss_type in ("grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo")
-    ]
-    + [
-        pytest.param(loss_type, 0.3, marks=pytest.mark.slow)
-        for loss_type in sorted(trl_checks.MASKABLE)
-        if loss_type != "dapo"
-    ],
+    [(loss_type, 0.0) for loss_type in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo")]
+    + [(loss_type, 0.3) for loss_type in trl_checks.MASKABLE],
 )
 def test_the_phases_of_lopti_add_up_to_trl(loss_type, beta, tmp_path):
     trainer = build(tmp_path, "lopti", num_iterations=2, loss_type=loss_type, beta=beta, **HOLED)
