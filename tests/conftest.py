@@ -12,6 +12,7 @@ settings.register_profile("fixed", deadline=None, derandomize=True, max_examples
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("fixed")
 torch.set_num_threads(1)
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # a file that imports trl.experimental runs by itself too
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to the hub; read when its library is imported, later
 
 

@@ -250,6 +250,7 @@ def test_a_subclass_with_such_a_loss_does_not_train(method, tmp_path):
     assert torch.equal(weights(trainer), before)
 
 
+@pytest.mark.slow
 def test_gmpo_is_left_as_it_is_by_grpo_and_refused_by_others(tmp_path):
     settings = {"max_steps": 2, "num_iterations": 2, "max_completion_length": 8}  # as many tokens as responses
     stock = build(tmp_path, kind=GMPOTrainer, **settings)
@@ -273,6 +274,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 @pytest.mark.filterwarnings("ignore:.*luspo")
+@pytest.mark.slow
 def test_grpo_is_stock_trl_bit_for_bit_whatever_the_loss(settings, tmp_path):
     settings = settings | VARIED | {"max_steps": 2, "num_iterations": 2, "learning_rate": 1e-2, "epsilon": 0.01}
     stock = build(tmp_path, kind=STOCK, **settings)

@@ -36,6 +36,7 @@ def test_a_checkpoint_says_what_it_was_trained_with_and_is_not_resumed_with_anot
     assert state["stateful_callbacks"]["poise"]["regulator"] == "ar"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_stock_trl_is_grpo(tmp_path):
     build(tmp_path, kind=STOCK, max_steps=1, **SHORT).train()
     checkpoint = str(tmp_path / "checkpoint-1")

@@ -62,7 +62,9 @@ def make(model, folder, regulator, more, **settings):
 
 
 @pytest.mark.parametrize(
-    "more", [{"tools": [add]}, {"environment_factory": Counter}], ids=lambda more: next(iter(more))
+    "more",
+    [{"tools": [add]}, pytest.param({"environment_factory": Counter}, marks=pytest.mark.slow)],
+    ids=lambda more: next(iter(more)),
 )
 def test_the_regulator_sees_only_what_the_model_wrote(more, model, tmp_path):
     batches = []

@@ -100,7 +100,7 @@ def test_diagnose_says_what_it_found_and_leaves_the_model_alone(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     before = load_policy("embedded", device="cpu").model.state_dict()
     arguments = ("--regulator", "grpo", "--regulator", "lopti", "--regulator", "nthr", "--batches", 2, "--warmup", 1)
-    done = call("diagnose", "embedded", *arguments, "--intervals", "0.5,0.9", *SMALL)
+    done = call("diagnose", "embedded", *arguments, "--intervals", "0.5,0.9", *SMALL, "prompts=2")
     assert done.exit_code == 0, done.output
     folder = RunFolder.open("runs/diagnose-embedded", resume=False)
     found = folder.read_json("diagnose.json")

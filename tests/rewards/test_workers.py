@@ -215,6 +215,7 @@ def test_many_rows_that_hang_stop_early():
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.slow
 def test_a_slow_batch_is_called_row_by_row_and_said():
     with pytest.warns(RuntimeWarning, match="'slow' took longer than 2 seconds on 15 rows together"):
         assert [v.reward for v in score("slow", ["a"] * 15, timeout=2.0)] == [1.0] * 15
