@@ -36,19 +36,22 @@ types: .venv/installed
 unit: .venv/installed
 	$(BIN)/pytest
 
-# verl has an environment of its own: it wants an older transformers. Ray's warnings are not ours to fix.
-.venv-verl/installed: pyproject.toml constraints-verl.txt
-	$(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-verl.txt -e '.[verl]' \
-	  hypothesis pytest pytest-xdist
+# verl has an environment of its own, on top of .venv: verl 0.9.1 wants transformers < 5.11. Ray's warnings are not ours
+# to fix. vLLM has one too, for a CPU: it brings sixty packages and numpy < 2.4. There every package is listed, since some
+# of those that it would bring along do harm.
+layer = $(PYTHON) -m venv $(1) && echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+  > $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth
+
+.venv-verl/installed: .venv/installed constraints-verl.txt
+	$(call layer,.venv-verl)
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-verl.txt -e '.[verl]'
 	@touch $@
 
 test-verl: .venv-verl/installed
 	.venv-verl/bin/python -m pytest tests/with_verl -n 1 -p no:warnings -o filterwarnings=
 
-# So has vLLM, for a CPU. Every package is listed, since some of those that it would bring along do harm.
-.venv-vllm/installed: pyproject.toml constraints-vllm.txt
-	$(PYTHON) -m venv .venv-vllm
+.venv-vllm/installed: .venv/installed constraints-vllm.txt
+	$(call layer,.venv-vllm)
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
