@@ -44,6 +44,8 @@ layer = $(PYTHON) -m venv $(1) && echo "import site; site.addsitedir('$$($(BIN)/
 
 .venv-verl/installed: .venv/installed constraints-verl.txt
 	$(call layer,.venv-verl)
+	@# Where TRL is found, verl looks for a class in it that TRL no longer has.
+	@echo "import sys; sys.modules['trl'] = None" > $$(.venv-verl/bin/python -c 'import site; print(site.getsitepackages()[0])')/no_trl.pth
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-verl.txt -e '.[verl]'
 	@touch $@
 
