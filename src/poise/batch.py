@@ -1,4 +1,4 @@
-"""The two data types that everything else is built on: a rollout batch, and a phase of its update.
+"""The data types that everything else is built on: a prompt, a rollout batch, and a phase of its update.
 
 Shapes: B responses, T response tokens (padded), d hidden width, V vocabulary size.
 """
@@ -6,14 +6,15 @@ Shapes: B responses, T response tokens (padded), d hidden width, V vocabulary si
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from poise._lib.device import send
 from poise.lm_head import Head, HeadLike, as_head
 
 Rows = slice | Tensor | list[int]
@@ -21,6 +22,50 @@ LazyHidden = Callable[[Tensor], Tensor]  # row indices (n,) -> hidden states (n,
 
 _PER_TOKEN = ("old_logp", "ref_logp", "sampler_logp", "entropy")
 _PER_RESPONSE = ("rewards",)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """The tokens that responses follow. Prompts are equal if their keys are: by default, if their tokens are.
+
+    Responses to equal prompts share one pass over the prompt. Give prompts whose tokens do not tell all, such as those
+    with images, keys of their own.
+    """
+
+    tokens: tuple[int, ...]
+    key: Hashable = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+        if self.key is None:
+            object.__setattr__(self, "key", self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Prompt) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def of(cls, prompt: Prompt | Sequence[int]) -> Prompt:
+        """The prompt, made of its tokens if it is not one yet."""
+        return prompt if isinstance(prompt, Prompt) else cls(tuple(prompt))
+
+    def then(self, tokens: Sequence[int]) -> Prompt:
+        """The prompt that continues with these tokens."""
+        more = tuple(tokens)
+        return Prompt(self.tokens + more, None if self.key == self.tokens else (self.key, more))
+
+
+class Extent(NamedTuple):
+    """What the host knows of a row, so that packing it need not ask the device."""
+
+    prompt: Prompt
+    length: int  # tokens of the response up to the model's last one, the environment's included
+    own: int  # how many of them the model wrote
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +93,13 @@ class TokenBatch:
     # (B, T) log-probability under the old policy filtered by min-p and renormalised, for the surrogate lp-reg; −inf for
     # tokens that the filter leaves out
     min_p_logp: Tensor | None = None
+    extents: Sequence[Extent] | None = None  # B of them, on the host: what a pass of poise's own model needs
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
+            if item.name == "extents":
+                continue
             if isinstance(value, Tensor):
                 integer_rewards = item.name == "rewards" and not value.is_floating_point()
                 self._set(item.name, value.float() if integer_rewards else value.detach())
@@ -120,16 +168,19 @@ class TokenBatch:
 
     def rows(self, ix: Rows) -> TokenBatch:
         """The batch restricted to some rows (a mini- or micro-batch). Not checked again; a slice copies nothing."""
-        part = copy.copy(self)
+        part, index = copy.copy(self), _on_device(ix, self.mask)
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name == "head" or value is None:
+            if item.name in ("head", "extents") or value is None:
                 continue
             if isinstance(value, Tensor):
-                part._set(item.name, value[ix])
+                part._set(item.name, value[index])
             else:
-                row_numbers = torch.arange(len(self.mask), device=self.mask.device)[ix]
+                row_numbers = torch.arange(len(self.mask), device=self.mask.device)[index]
                 part._set(item.name, partial(_lazy_rows, value, row_numbers))
+        if self.extents is not None:
+            numbers = torch.arange(len(self.mask))[ix.cpu() if isinstance(ix, Tensor) else ix].tolist()
+            part._set("extents", [self.extents[row] for row in numbers])
         return part
 
 
@@ -175,7 +226,8 @@ class Phase:
 
     def rows(self, ix: Rows) -> Phase:
         """The phase restricted to some rows, to go with ``TokenBatch.rows``."""
-        return Phase(self.name, self.policy[ix], self.kl[ix], self.metrics)
+        index = _on_device(ix, self.policy)
+        return Phase(self.name, self.policy[index], self.kl[index], self.metrics)
 
     def check(self, batch: TokenBatch) -> None:
         """Raise ValueError unless both weights are (B, T), finite, >= 0, and 0 outside the mask."""
@@ -190,6 +242,13 @@ class Phase:
             if bad.any():
                 value = float(weight[bad][0])
                 raise ValueError(f"{where}{_first(bad)} = {value}: weights are finite, >= 0, and 0 outside the mask")
+
+
+def _on_device(ix: Rows, values: Tensor) -> slice | Tensor:
+    """Row numbers where the values are. Indexing with a list would make the host wait for the device, every time."""
+    if isinstance(ix, slice | Tensor):
+        return ix
+    return send(torch.arange(len(values))[ix], values.device)
 
 
 def _lazy_rows(hidden: LazyHidden, row_numbers: Tensor, rows: Tensor) -> Tensor:
@@ -215,6 +274,8 @@ def _check_shapes(batch: TokenBatch) -> None:
     if batch.old_logp.dim() != 2 or 0 in batch.old_logp.shape:
         raise ValueError(f"TokenBatch: old_logp must be (B, T) and not empty, got {tuple(batch.old_logp.shape)}")
     shape, device = batch.old_logp.shape, batch.old_logp.device
+    if batch.extents is not None and len(batch.extents) != len(batch.old_logp):
+        raise ValueError(f"TokenBatch: extents must have {len(batch.old_logp)} entries, got {len(batch.extents)}")
     for item in fields(batch):
         name, value = item.name, getattr(batch, item.name)
         if not isinstance(value, Tensor):

@@ -53,12 +53,15 @@ def kl_divergence(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
     return k3(gap)
 
 
-def importance_weights(batch: TokenBatch, cap: float) -> Tensor:
-    """(B, T) truncated importance weights ``min(old / sampler, cap)`` for a sampler whose log-probabilities differ."""
-    if batch.sampler_logp is None:
-        raise ValueError("importance_weights needs TokenBatch.sampler_logp")
+def importance_weights(batch: TokenBatch, settings: Settings) -> Tensor | None:
+    """(B, T) weights that correct for a sampler whose log-probabilities differ; None if nothing is to be corrected.
+
+    They are truncated importance weights ``min(old / sampler, importance_cap)``.
+    """
+    if batch.sampler_logp is None or settings.importance_cap is None:
+        return None
     gap = batch.old_logp.to(batch.dtype) - batch.sampler_logp.to(batch.dtype)
-    return torch.where(batch.mask, gap, 0.0).exp().clamp(max=cap)
+    return torch.where(batch.mask, gap, 0.0).exp().clamp(max=settings.importance_cap)
 
 
 def active(batch: TokenBatch, phase: Phase, settings: Settings) -> Tensor:
@@ -113,8 +116,8 @@ def terms(
     if settings.average == "seq-mean-token-mean":
         share = share / batch.lengths.clamp(min=1)[:, None]
     policy = phase.policy.to(dtype) * share
-    if batch.sampler_logp is not None and settings.importance_cap is not None:
-        policy = policy * importance_weights(batch, settings.importance_cap).to(dtype)
+    if (correction := importance_weights(batch, settings)) is not None:
+        policy = policy * correction.to(dtype)
     return Terms(
         old_logp=batch.old_logp.to(dtype),
         ref_logp=None if batch.ref_logp is None else batch.ref_logp.to(dtype),

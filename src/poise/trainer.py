@@ -17,7 +17,7 @@ from poise import regulators
 from poise._lib.device import keep_freed_memory
 from poise._lib.files import expand
 from poise._lib.user_code import blamed
-from poise.algorithms import Memory, Sample
+from poise.algorithms import Memory, Trajectory
 from poise.algorithms.collected import collect
 from poise.batch import Phase, TokenBatch
 from poise.config.schema import Config
@@ -26,12 +26,11 @@ from poise.models.layers import OutOfMemoryError
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import load_policy
 from poise.rollout.sampling import derived_seed
-from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.runs.trackers import check_trackers
 from poise.tasks import training_problems
-from poise.training.batches import on_all_rows, phases_of, stack, token_batch, with_verdict, without_consolidated
+from poise.training.batches import make_batch, on_all_rows, phases_of, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
 from poise.training.evaluations import Evaluations
 from poise.training.frozen import Frozen, FrozenModels, starting_weights
@@ -50,7 +49,7 @@ from poise.training.reporter import Reporter
 from poise.training.results import finished
 from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
 from poise.training.setup import arrive, build_sampler, check_same_data
-from poise.training.update import NotFiniteError, update
+from poise.training.update import NotFiniteError, UpdatePlan, update
 
 __all__ = ["TrainError", "Trainer", "train"]
 
@@ -193,7 +192,7 @@ class Trainer:
             samples, failed = with_verdict(samples)
         tokens = token_metrics(self.sampler.tokens, self.tokens)
         with clock("regulate"), self._divergence(step):
-            rollouts, batch = self._batch(samples)
+            batch = self._batch(samples)
             with blamed("regulator", config.regulator):
                 rows, phases, dropped = phases_of(
                     self.regulator, samples, batch, drop_equal_groups=config.drop_equal_groups
@@ -201,15 +200,15 @@ class Trainer:
         with clock("record"):
             if config.rollouts_every and (step == 1 or step % config.rollouts_every == 0):
                 self.folder.save_rollouts(step, response_records(step, samples, task))
-                arrays = token_arrays(rollouts, batch, [on_all_rows(phase, rows, batch) for phase in phases])
+                arrays = token_arrays(batch, [on_all_rows(phase, rows, batch) for phase in phases])
                 self.folder.save_tokens(step, arrays, self.policy.texts(arrays["id"]))
             if step == 1 or self._ending(step, tokens["tokens/total"]):
                 report.samples(samples)
         with clock("update"):
-            update_metrics = self._update(step, rollouts.rows(rows), batch.rows(rows), phases, seed)
+            update_metrics = self._update(step, batch.rows(rows), phases, seed)
         self.memory, self.tokens = memory, tokens["tokens/total"]
         return {
-            **step_metrics(self.algorithm, task, samples, rollouts, batch, self.settings.importance_cap),
+            **step_metrics(self.algorithm, task, samples, batch, self.settings),
             **failed,
             **dropped,
             **turn_metrics(self.sampler),
@@ -221,35 +220,24 @@ class Trainer:
 
     # The parts of a step
 
-    def _batch(self, samples: Sequence[Sample]) -> tuple[Rollouts, TokenBatch]:
+    def _batch(self, samples: Sequence[Trajectory]) -> TokenBatch:
         config = self.config
-        temperature, micro_tokens = config.rollout.temperature, config.optim.micro_tokens
-        rollouts = stack(samples, self.policy, temperature, micro_tokens)
-        if not rollouts.logp[rollouts.mask].isfinite().all():
-            raise NotFiniteError("the model's probabilities are not finite")
-        return rollouts, token_batch(
-            samples, rollouts, self.policy, advantage=config.advantage, temperature=temperature,
+        return make_batch(
+            samples, self.policy, advantage=config.advantage, temperature=config.rollout.temperature,
             recompute=config.rollout.old_logp == "recomputed", hidden="hidden" in self.regulator.needs,
-            reference=self._reference_logp if config.objective.kl_coef else None, micro_tokens=micro_tokens,
-            min_p=self.settings.min_p,
+            reference=self._reference_logp if config.objective.kl_coef else None, min_p=self.settings.min_p,
+            micro_tokens=config.optim.micro_tokens,
         )  # fmt: skip
 
-    def _reference_logp(self, rollouts: Rollouts) -> Tensor:
+    def _reference_logp(self, batch: TokenBatch) -> Tensor:
         config = self.config
-        return self.frozen.reference.logp(rollouts, config.rollout.temperature, config.optim.micro_tokens)
+        return self.frozen.reference.logp(batch, config.rollout.temperature, config.optim.micro_tokens)
 
-    def _update(
-        self, step: int, rollouts: Rollouts, batch: TokenBatch, phases: list[Phase], seed: int
-    ) -> dict[str, float]:
-        optim = self.config.optim
+    def _update(self, step: int, batch: TokenBatch, phases: list[Phase], seed: int) -> dict[str, float]:
         self._set_learning_rate(step)
         try:
             with self._divergence(step, "; the newest checkpoint is untouched"), self.checkpoints.updating(step):
-                return update(
-                    self.policy, self.optimizer, rollouts, batch, phases, self.settings,
-                    temperature=self.config.rollout.temperature, mini_batch=optim.mini_batch,
-                    micro_tokens=optim.micro_tokens, grad_clip=optim.grad_clip, seed=seed,
-                )  # fmt: skip
+                return update(self.policy, self.optimizer, batch, phases, UpdatePlan.of(self.config), seed)
         except OutOfMemoryError as error:
             raise TrainError(str(error)) from error
 

@@ -8,12 +8,14 @@ from inspect import signature
 from poise._lib import user_code as _user_code
 from poise._lib.calls import read_call
 from poise._lib.errors import check_settings, short, unknown
-from poise.algorithms.base import Algorithm, Memory, Sample, algorithm
+from poise.algorithms.base import Algorithm, Memory, Trajectory, algorithm
 from poise.algorithms.erl import Erl
 from poise.algorithms.grpo import Grpo
 from poise.algorithms.rltr import Rltr
 
-__all__ = ["TABLE", "Algorithm", "Grpo", "Memory", "Rltr", "Sample", "algorithm", "get"]
+__all__ = ["TABLE", "Algorithm", "Grpo", "Memory", "Rltr", "Sample", "Trajectory", "algorithm", "get"]
+
+Sample = Trajectory  # its former name
 
 TABLE: dict[str, Callable[..., Algorithm]] = {"grpo": Grpo, "erl": Erl, "rltr": Rltr}
 

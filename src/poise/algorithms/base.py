@@ -1,4 +1,4 @@
-"""The ``Algorithm`` protocol, problems in and samples out, and ``Sample``: one row to train on."""
+"""The ``Algorithm`` protocol, problems in and trajectories out, and ``Trajectory``: one row to train on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from poise._lib.user_code import mark
+from poise.batch import Prompt
 from poise.tasks import Episode, Message, Problem, Score
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ CONSOLIDATED = "consolidated"  # the role of a row that was sampled after anothe
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class Trajectory:
     """One row to train on: a prompt, and everything after it up to the model's last token.
 
     ``own`` marks the tokens that the model wrote. The others are the environment's: the model reads them, but they
@@ -29,7 +30,7 @@ class Sample:
     """
 
     problem: Problem
-    prompt: list[int]
+    prompt: Prompt  # or its tokens
     tokens: Tensor  # (n,) int64
     own: Tensor  # (n,) bool
     score: Score
@@ -39,11 +40,15 @@ class Sample:
     logp: Tensor | None = None  # (n,) float32 from the sampler; None: the policy computes it
     entropy: Tensor | None = None  # (n,) float32
     sampler_logp: Tensor | None = None  # (n,) float32 of an engine whose arithmetic differs from the policy's
-    advantage: float | None = None  # used as it is, instead of normalising the reward
+    advantage: float | Tensor | None = None  # a number, or (n,) one per token: used instead of normalising the reward
     messages: list[Message] = field(default_factory=list)  # the replies, and what the environment said in between
     role: str = FIRST  # what the row is to its algorithm; summaries of rewards and lengths are over first attempts
     notes: Mapping[str, float] = field(default_factory=dict)  # what the algorithm found out about it; recorded
     episode: Episode | None = None  # the episode itself, ended: for its feedback
+    version: int = 0  # the step after which the weights were as they sampled it; 0: before the first
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", Prompt.of(self.prompt))
 
 
 def algorithm(thing: F) -> F:
@@ -61,15 +66,15 @@ def algorithm(thing: F) -> F:
 class Algorithm(Protocol):
     """Decides what to sample for the problems of a step.
 
-    An algorithm with ``metrics(samples) -> dict[str, float]`` adds to the metrics of a step. One with ``models``, a
-    dict of sources by name, finds a sampler of each frozen model in ``sampler.others`` (``training/frozen.py``).
+    An algorithm with ``metrics(trajectories) -> dict[str, float]`` adds to the metrics of a step. One with ``models``,
+    a dict of sources by name, finds a sampler of each frozen model in ``sampler.others`` (``training/frozen.py``).
     ``check(sampler, note)`` may refuse a task or a model before the run starts.
     """
 
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
-    ) -> tuple[list[Sample], Memory | None]:
-        """The samples to train on, and the memory for the next step.
+    ) -> tuple[list[Trajectory], Memory | None]:
+        """The trajectories to train on, and the memory for the next step.
 
         The result depends on the problems, the weights, the seed and the memory alone, so that a resumed run continues
         bit for bit.

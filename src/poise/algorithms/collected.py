@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from poise._lib.errors import short
 from poise._lib.user_code import UserCodeError, blamed, path_to
 from poise.advantages import WITHOUT_GROUPS
-from poise.algorithms.base import Algorithm, Memory, Sample
+from poise.algorithms.base import Algorithm, Memory, Trajectory
 from poise.models.policy import ModelError
 from poise.tasks import Problem, RewardError, TaskError
 
@@ -27,13 +27,13 @@ def collect(
     *,
     name: str,
     advantage: str,
-) -> tuple[list[Sample], Memory | None]:
+) -> tuple[list[Trajectory], Memory | None]:
     """``algorithm.collect``. ``name`` is the setting that names it, ``advantage`` that of the estimate."""
     with blamed("algorithm", name, passing=(ModelError, TaskError, RewardError)):
         return _checked(algorithm.collect(problems, sampler, seed, memory), advantage)
 
 
-def metrics_of(algorithm: Algorithm, samples: Sequence[Sample]) -> dict[str, float]:
+def metrics_of(algorithm: Algorithm, samples: Sequence[Trajectory]) -> dict[str, float]:
     """What the algorithm itself says of the samples it collected."""
     metrics = getattr(algorithm, "metrics", None)
     with blamed("algorithm", path_to(type(algorithm))):
@@ -52,12 +52,12 @@ def _owner(function: Any) -> str:
     return str(getattr(function, "__qualname__", function))
 
 
-def _checked(result: Any, advantage: str) -> tuple[list[Sample], Memory | None]:
+def _checked(result: Any, advantage: str) -> tuple[list[Trajectory], Memory | None]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"collect must return a list of samples and the memory for the next step, got {short(result)}")
     samples, memory = result
-    if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
-        raise TypeError(f"collect must return a list of poise.Sample first, got {short(samples)}")
+    if not isinstance(samples, list) or not all(isinstance(sample, Trajectory) for sample in samples):
+        raise TypeError(f"collect must return a list of poise.algorithms.Trajectory first, got {short(samples)}")
     if not samples:
         raise ValueError("collect returned no sample, so there is nothing to train on")
     if memory is not None and not isinstance(memory, dict):

@@ -28,7 +28,7 @@ from string import Formatter
 from typing import TYPE_CHECKING
 
 from poise._lib.errors import check_choice, check_range, check_whole, short, unknown
-from poise.algorithms.base import CONSOLIDATED, FIRST, Memory, Sample
+from poise.algorithms.base import CONSOLIDATED, FIRST, Memory, Trajectory
 from poise.algorithms.grpo import Grpo
 from poise.engines.limits import most_tokens
 from poise.models.places import ModelError
@@ -95,7 +95,7 @@ class Erl:
 
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
-    ) -> tuple[list[Sample], Memory | None]:
+    ) -> tuple[list[Trajectory], Memory | None]:
         """First attempts, group after group, then the rows of the retries: reflections, second, consolidated."""
         if not self.reflection:
             return Grpo(self.group).collect(problems, sampler, seed, memory)
@@ -121,7 +121,7 @@ class Erl:
     def _retries(
         self,
         sampler: Sampler,
-        first: Sequence[Sample],
+        first: Sequence[Trajectory],
         openings: Mapping[int, list[Message]],
         remembered: str | None,
         seed: int,
@@ -165,7 +165,7 @@ class Erl:
             )
         return tokens
 
-    def _closing(self, reflection: Sample) -> str:
+    def _closing(self, reflection: Trajectory) -> str:
         """What closes the tag that a reflection was begun with, unless it was cut off."""
         return "</prompt>" if self.begin and reflection.finished else ""
 
@@ -182,7 +182,7 @@ class Erl:
         )  # fmt: skip
 
     def _question(
-        self, sampler: Sampler, asking: Sampler, sample: Sample, opening: Sequence[Message], remembered: str | None
+        self, sampler: Sampler, asking: Sampler, sample: Trajectory, opening: Sequence[Message], remembered: str | None
     ) -> str | None:
         """The question about a failed attempt, shortened to fit; None if it does not fit at all."""
         task, feedback = task_of(opening), result_of(sampler.task, sample)
@@ -197,7 +197,7 @@ class Erl:
         recalled = fitting(self.recall.format(advice=remembered)) if remembered else None
         return recalled or fitting("")
 
-    def _rows(self, retries: Sequence[Retry], most: int) -> Iterator[Sample]:
+    def _rows(self, retries: Sequence[Retry], most: int) -> Iterator[Trajectory]:
         """The rows of the retries. A second attempt without a verdict comes alone, for the trainer to count."""
         judged = [retry for retry in retries if retry.second.score.failed is None]
         size = Counter(retry.first.group for retry in judged)
@@ -212,7 +212,7 @@ class Erl:
             rows = (retry.consolidated() for retry in judged)
             yield from (row for row in rows if len(row.prompt) + len(row.tokens) <= most)
 
-    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def metrics(self, samples: Sequence[Trajectory]) -> dict[str, float]:
         """``first/…``, ``reflection/…``, ``second/…`` and ``consolidated/…`` of a step: see docs/erl.md."""
         first = [sample for sample in samples if sample.role == FIRST]
         retried = [sample for sample in first if "readable" in sample.notes]
@@ -241,10 +241,10 @@ class Retry:
     """
 
     number: int
-    first: Sample
-    reflection: Sample
+    first: Trajectory
+    reflection: Trajectory
     advice: str | None
-    second: Sample
+    second: Trajectory
     opening: list[Message] | None
 
     @property
@@ -259,7 +259,7 @@ class Retry:
         score = self.second.score
         return found if score.failed is not None else found | {"second": float(score.correct)}
 
-    def row(self, role: str) -> Sample:
+    def row(self, role: str) -> Trajectory:
         """The reflection with the score of the second attempt, or the second attempt as it was asked for."""
         notes = {"attempt": float(self.number)}
         if role == "reflection":
@@ -267,7 +267,7 @@ class Retry:
         prompt = task_of(self.opening) if self.opening else self.second.problem.prompt
         return replace(self.second, role=role, problem=replace(self.second.problem, prompt=prompt), notes=notes)
 
-    def consolidated(self) -> Sample:
+    def consolidated(self) -> Trajectory:
         """The second attempt as a response to the prompt of the first."""
         return replace(
             self.second, role=CONSOLIDATED, prompt=self.first.prompt, logp=None, entropy=None, sampler_logp=None,
@@ -275,7 +275,7 @@ class Retry:
         )  # fmt: skip
 
 
-def _failed(sample: Sample) -> bool:
+def _failed(sample: Trajectory) -> bool:
     """Whether an attempt got the verdict that it is wrong."""
     return not sample.score.correct and sample.score.failed is None
 
@@ -307,7 +307,7 @@ def read_advice(text: str) -> str | None:
     return None
 
 
-def result_of(task: Task, sample: Sample) -> str:
+def result_of(task: Task, sample: Trajectory) -> str:
     """What the episode says of an attempt, and whether it was cut off."""
     assert sample.episode is not None
     turns = sum(message["role"] == "assistant" for message in sample.messages)
@@ -320,7 +320,7 @@ def task_of(opening: Sequence[Message]) -> str:
     return opening[0]["content"] if len(opening) == 1 else _dialogue(opening, SPEAKERS)
 
 
-def attempt_of(sample: Sample) -> str:
+def attempt_of(sample: Trajectory) -> str:
     """What the model wrote, and what the environment said in between, as text that tells them apart."""
     if len(sample.messages) <= 1:
         return sample.text

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from poise.algorithms.base import Memory, Sample
+from poise.algorithms.base import Memory, Trajectory
 from poise.tasks import Problem
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Grpo:
 
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
-    ) -> tuple[list[Sample], Memory | None]:
+    ) -> tuple[list[Trajectory], Memory | None]:
         """All attempts, group after group."""
         attempts = sampler.play([problem for problem in problems for _ in range(self.group)], seed)
         return [replace(sample, group=row // self.group) for row, sample in enumerate(attempts)], memory

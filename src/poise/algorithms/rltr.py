@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from poise._lib.errors import check_range, check_whole, short
-from poise.algorithms.base import Memory, Sample
+from poise.algorithms.base import Memory, Trajectory
 from poise.algorithms.grpo import Grpo
 from poise.models.prompts import plain
 from poise.rewards.answers import stated
@@ -94,7 +94,7 @@ class Rltr:
 
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
-    ) -> tuple[list[Sample], Memory | None]:
+    ) -> tuple[list[Trajectory], Memory | None]:
         """GRPO's attempts, with the transfer of each in its reward and in its notes."""
         samples, memory = Grpo(self.group).collect(problems, sampler, seed, memory)
         with sampler.clock("transfer"):
@@ -117,13 +117,13 @@ class Rltr:
         return [self.high - (self.high - self.low) * point for point in points.tolist()]
 
     def _continue(
-        self, samples: Sequence[Sample], prefixes: Sequence[list[int]], receiver: Sampler, seed: int
+        self, samples: Sequence[Trajectory], prefixes: Sequence[list[int]], receiver: Sampler, seed: int
     ) -> list[float | None]:
         """The share of right continuations of each prefix; None if none of them has a verdict.
 
         Equal prefixes of a problem are continued once.
         """
-        keys = [(s.problem.id, tuple(s.prompt), tuple(begun)) for s, begun in zip(samples, prefixes, strict=True)]
+        keys = [(s.problem.id, s.prompt, tuple(begun)) for s, begun in zip(samples, prefixes, strict=True)]
         asked = {
             key: sample.problem
             for key, sample in zip(keys, samples, strict=True)
@@ -144,7 +144,7 @@ class Rltr:
             shares[key] = sum(judged) / len(judged) if judged else None
         return [shares.get(key, 0.0) for key in keys]
 
-    def _rewarded(self, sample: Sample, share: float | None, cut: float, length: int) -> Sample:
+    def _rewarded(self, sample: Trajectory, share: float | None, cut: float, length: int) -> Trajectory:
         """The sample with its new reward."""
         if sample.score.failed is not None:
             return sample
@@ -171,7 +171,7 @@ class Rltr:
         parts["transfer"] = self.transfer * share
         return replace(score, reward=reward + parts["transfer"], parts=parts)
 
-    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def metrics(self, samples: Sequence[Trajectory]) -> dict[str, float]:
         """``transfer/…``: the mean over all responses, 0 for those without a prefix; the others are over prefixes.
 
         Responses whose continuations all lack a verdict are counted, and no part of a mean.

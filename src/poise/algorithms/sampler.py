@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from poise.algorithms.base import Sample
+from poise.algorithms.base import Trajectory
+from poise.batch import Prompt
 from poise.engines.limits import NO_LIMIT, check_positions, most_tokens
 from poise.models.places import ModelError, first_line
 from poise.models.policy import Policy
@@ -20,7 +21,7 @@ from poise.models.prompts import PromptError
 from poise.models.tool_prompts import Tools, tools_of
 from poise.rewards import TrainerState
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Engine, Request, Rollouts, Session, session
+from poise.rollout.types import Completion, Engine, Request, Session, session
 from poise.tasks import (
     Attempt,
     Episode,
@@ -85,7 +86,7 @@ class Sampler:
         *,
         opening: Opening | None = None,
         begun: Sequence[Sequence[int]] | None = None,
-    ) -> list[Sample]:
+    ) -> list[Trajectory]:
         """One attempt at each problem, in their order. The same problem may be named several times.
 
         An attempt depends on the seed, its place in the list, and its problem, not on the other attempts.
@@ -99,8 +100,8 @@ class Sampler:
         with session(self.engine, longest) as engine:
             self._play(games, engine, seed)
             self.turns.update(continued=engine.continued, reread=engine.reread)
-        self.tokens[self.name] += sum(len(turn.tokens) for game in games for turn in game.turns if turn.own)
-        return [game.sample() for game in games]
+        self.tokens[self.name] += sum(sum(game.own) for game in games)
+        return [game.trajectory(self.progress.global_step) for game in games]
 
     def _play(self, games: Sequence[_Game], engine: Session, seed: int) -> None:
         """Turn after turn, until all episodes are over. The engine may keep their keys and values from turn to turn."""
@@ -110,7 +111,7 @@ class Sampler:
             playing = [games[i] for i in live]
             requests = [
                 Request(
-                    game.ids(),
+                    game.prompt.then(game.tokens),
                     min(self.max_tokens - (0 if turn else game.begun), game.room),
                     ends,
                     number,
@@ -121,9 +122,9 @@ class Sampler:
             ]
             with _Replies(self.policy, self.task, playing) as replies:
                 with self.clock("rollout"):
-                    rollouts = engine.sample(requests, self.sampling, _turn_seed(seed, turn), replies.take)
+                    completions = engine.sample(requests, self.sampling, _turn_seed(seed, turn), replies.take)
                 with self.clock("score"):
-                    replies.finish(rollouts)
+                    replies.finish(completions)
             turn += 1
             if turn >= MAX_TURNS:
                 for game in playing:
@@ -153,7 +154,7 @@ class Sampler:
         begun: Sequence[Sequence[int]] | None = None,
     ) -> list[_Game]:
         """Episodes at their first prompt; equal openings are encoded once."""
-        known: dict[str, list[int]] = {}
+        known: dict[str, Prompt] = {}
         most = most_tokens(self.policy)
         prefill = Prefill(self.prefill, self.policy.encode_prefill(self.prefill))
         games = []
@@ -169,8 +170,8 @@ class Sampler:
             key = repr((messages, tools))
             if key not in known:
                 known[key] = self._encode(problem, messages, tools, prefill.tokens)
-            ids, room = known[key], self._room(most - len(known[key]))
-            game = _Game(self.policy, self.task, problem, episode, messages, len(messages), ids, room, tools, prefill)
+            start, room = known[key], self._room(most - len(known[key]))
+            game = _Game(self.policy, self.task, problem, episode, messages, len(messages), start, room, tools, prefill)
             if begun is not None and len(begun[place]):
                 game.begin_reply(begun[place])
             games.append(game)
@@ -181,7 +182,7 @@ class Sampler:
         # Where not even the first reply fits, the engine refuses it.
         return min(max(self.max_tokens, left), self.max_episode or NO_LIMIT)
 
-    def _encode(self, problem: Problem, messages: list[Message], tools: Tools, prefill: list[int]) -> list[int]:
+    def _encode(self, problem: Problem, messages: list[Message], tools: Tools, prefill: list[int]) -> Prompt:
         """A problem's prompt; one that cannot be encoded, or is too long, is refused by its name."""
         try:
             ids = [*self.policy.encode(messages, tools), *prefill]
@@ -199,7 +200,7 @@ class Sampler:
             )
         asked = f"the prompt of problem {problem.id} with {len(ids)} tokens"
         check_positions(self.policy, len(ids), self.max_tokens, asked)
-        return ids
+        return Prompt(tuple(ids))
 
 
 class Prefill(NamedTuple):
@@ -210,19 +211,8 @@ class Prefill(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Turn:
-    """A run of tokens with one author. Log-probabilities are the model's; 0 for the environment."""
-
-    tokens: Tensor
-    own: bool
-    logp: Tensor
-    entropy: Tensor
-    sampler_logp: Tensor | None = None
-
-
-@dataclass(eq=False)
 class _Game:
-    """One episode under way."""
+    """One episode under way. What follows its prompt grows with every reply and every answer of the environment."""
 
     policy: Policy
     task: Task
@@ -230,11 +220,17 @@ class _Game:
     episode: Episode
     messages: list[Message]  # the dialogue so far
     opening: int  # how many of them the episode started with
-    prompt: list[int]
+    prompt: Prompt
     room: int  # for tokens yet to come
     tools: Tools = ()
     prefill: Prefill = Prefill()  # noqa: RUF009 (immutable)
-    turns: list[_Turn] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)  # of each token: whether the model wrote it
+    # Of these tokens, reply after reply and text after text; 0 for the environment's.
+    logp: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    sampler_logp: list[Tensor | None] = field(default_factory=list)
+    end: int = 0  # how many of the tokens there are up to the model's last one
     replies: list[str] = field(default_factory=list)
     score: Score | None = None
     over: bool = False
@@ -243,32 +239,33 @@ class _Game:
 
     def begin_reply(self, tokens: Sequence[int]) -> None:
         """The first reply begins with these tokens, which are not the model's own."""
-        nothing = torch.zeros(len(tokens))
-        self.turns.append(_Turn(torch.tensor(tokens), False, nothing, nothing))
         self.begun = len(tokens)
-        self.room -= self.begun
+        self._follow(tokens)
 
-    def ids(self) -> list[int]:
-        """All tokens so far: what the next reply follows."""
-        return [*self.prompt, *(token for turn in self.turns for token in turn.tokens.tolist())]
+    def _follow(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
+        """These tokens come next: the model's own, with their completion, or given to it."""
+        self.tokens += tokens
+        self.own += [completion is not None] * len(tokens)
+        self.logp.append(torch.zeros(len(tokens)) if completion is None else completion.logp)
+        self.entropy.append(torch.zeros(len(tokens)) if completion is None else completion.entropy)
+        self.sampler_logp.append(None if completion is None else completion.sampler_logp)
+        self.end = self.end if completion is None else len(self.tokens)
+        self.room -= len(tokens)
 
-    def answered(self, turn: _Turn, finished: bool, reply: str, said: list[Message], score: Score | None) -> None:
+    def answered(self, completion: Completion, reply: str, said: list[Message], score: Score | None) -> None:
         """The model has replied, and the environment has answered with ``said``, or with a score at the end."""
-        self.turns.append(turn)
-        self.room -= len(turn.tokens)
+        self._follow(completion.tokens.tolist(), completion)
         self.replies.append(reply)
-        self.finished &= finished
+        self.finished &= completion.finished
         self.score, self.over = score, not said
         self.messages = [*self.messages, {"role": "assistant", "content": reply}]
         if said:
-            following = self.policy.encode_next(self.messages, said, int(turn.tokens[-1]), self.tools)
-            ids = torch.tensor([*following, *self.prefill.tokens])
-            self.room -= len(ids)
-            if self.room < 1:  # no token of a reply would fit behind it
+            following = self.policy.encode_next(self.messages, said, self.tokens[-1], self.tools)
+            following = [*following, *self.prefill.tokens]
+            if self.room - len(following) < 1:  # no token of a reply would fit behind it
                 self.cut_off()
                 return
-            nothing = torch.zeros(len(ids))
-            self.turns.append(_Turn(ids, False, nothing, nothing))
+            self._follow(following)
             self.messages = [*self.messages, *said]
 
     def cut_off(self) -> None:
@@ -279,32 +276,28 @@ class _Game:
     def attempt(self, progress: TrainerState) -> Attempt:
         """The episode as reward functions see it."""
         prompt, completion = self.messages[: self.opening], self.messages[self.opening :]
-        return Attempt(self.problem, self.episode, prompt, completion, self.ids()[len(self.prompt) :], progress)
+        return Attempt(self.problem, self.episode, prompt, completion, list(self.tokens), progress)
 
-    def sample(self) -> Sample:
+    def trajectory(self, version: int) -> Trajectory:
         """The row to train on, up to the model's last token."""
         assert self.score is not None
-        turns = self.turns if self.turns[-1].own else self.turns[:-1]
-        of_sampler = [turn.sampler_logp if turn.sampler_logp is not None else turn.logp for turn in turns]
-        given = any(turn.sampler_logp is not None for turn in turns)
-        return Sample(
+        reported = any(values is not None for values in self.sampler_logp)
+        of_sampler = [p if q is None else q for p, q in zip(self.logp, self.sampler_logp, strict=True)]
+        return Trajectory(
             self.problem,
             self.prompt,
-            _join([turn.tokens for turn in turns]),
-            _join([torch.full(turn.tokens.shape, turn.own) for turn in turns]),
+            torch.tensor(self.tokens[: self.end], dtype=torch.long),
+            torch.tensor(self.own[: self.end], dtype=torch.bool),
             self.score,
             "\n".join(self.replies),
             self.finished,
-            logp=_join([turn.logp for turn in turns]),
-            entropy=_join([turn.entropy for turn in turns]),
+            logp=torch.cat(self.logp)[: self.end],
+            entropy=torch.cat(self.entropy)[: self.end],
             messages=self.messages[self.opening :],
             episode=self.episode,
-            sampler_logp=_join(of_sampler) if given else None,
+            sampler_logp=torch.cat(of_sampler)[: self.end] if reported else None,
+            version=version,
         )
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _turn_seed(seed: int, turn: int) -> int:
@@ -337,19 +330,15 @@ class _Replies:
         if self.pool is not None:
             self.begun[i] = self.pool.submit(self._answer, i, tokens)
 
-    def finish(self, rollouts: Rollouts) -> None:
+    def finish(self, completions: Sequence[Completion]) -> None:
         """Every game gets its reply and the environment's answer."""
-        host = rollouts.to_host()
-        for i, (game, length) in enumerate(zip(self.games, host.lengths, strict=True)):
-            tokens = host.tokens[i, :length]
-            text, said, score = self.begun[i].result() if i in self.begun else self._answer(i, tokens.tolist())
-            sampler_logp = None if host.sampler_logp is None else host.sampler_logp[i, :length]
-            turn = _Turn(tokens, True, host.logp[i, :length], host.entropy[i, :length], sampler_logp)
-            game.answered(turn, bool(host.finished[i]), text, said, score)
+        for i, (game, completion) in enumerate(zip(self.games, completions, strict=True)):
+            begun = self.begun.get(i)
+            game.answered(completion, *(begun.result() if begun else self._answer(i, completion.tokens.tolist())))
 
     def _answer(self, i: int, tokens: list[int]) -> tuple[str, list[Message], Score | None]:
         game = self.games[i]
-        given = game.turns[0].tokens.tolist() if game.begun and len(game.turns) == 1 else []
+        given = [] if game.replies else game.tokens  # those that the first reply begins with
         prefill = game.prefill
         text = self.policy.decode([*prefill.tokens, *given, *tokens])
         text = prefill.text + text.removeprefix(prefill.text)  # decoding leaves out what the tokenizer calls special

@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from poise._lib.device import send
+from poise.batch import Prompt
 from poise.engines.limits import check_lengths
 from poise.engines.native.kv_cache import FIRST_ROOM
 from poise.models.policy import Policy, pad_left
-from poise.models.trials import logp_close, short_windows, twice
+from poise.models.trials import logp_close, scored_twice, short_windows
 from poise.rollout.sampling import Sampling, uniform
-from poise.rollout.types import Done, Request, Rollouts, check_requests, end_table, numbers, repeated, side_by_side
+from poise.rollout.types import Completion, Done, Request, check_requests, completions, end_table, numbers, repeated
 
 ROOM = 64  # tokens that a cache grows by
 COMPACT_EVERY = 16  # steps between two looks for ended responses to drop
@@ -63,18 +64,20 @@ class CachedEngine:
         self.policy, self.batch = policy, batch
 
     @torch.no_grad()
-    def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
         """Sample a response to each request, in their order. ``done`` hears of responses when their batch has ended."""
         check_requests(requests)
         check_lengths(self.policy, requests)
-        at_once, parts, number = self.batch or len(requests), [], numbers(requests)
+        at_once, sampled, number = self.batch or len(requests), list[Completion](), numbers(requests)
         for first in range(0, len(requests), at_once):
             chosen = slice(first, first + at_once)
-            parts.append(_Batch(self.policy, requests[chosen], number[chosen]).decode(sampling, seed))
+            sampled += _Batch(self.policy, requests[chosen], number[chosen]).decode(sampling, seed)
             if done is not None:
-                for row, (ids, length) in enumerate(zip(parts[-1].tokens.tolist(), parts[-1].lengths, strict=True)):
-                    done(first + row, ids[:length])
-        return side_by_side(parts)
+                for row in range(first, len(sampled)):
+                    done(row, sampled[row].tokens.tolist())
+        return sampled
 
 
 class _Batch:
@@ -94,7 +97,7 @@ class _Batch:
         self.logp, self.entropy = torch.zeros(empty, device=device), torch.zeros(empty, device=device)
         self.alive = torch.arange(len(requests), device=device)  # (A,) requests that are still being decoded
 
-    def decode(self, sampling: Sampling, seed: int) -> Rollouts:
+    def decode(self, sampling: Sampling, seed: int) -> list[Completion]:
         """Decode all responses to their end."""
         head = self.policy.head(sampling.temperature or 1.0)
         states = self._read_prompts()
@@ -111,15 +114,15 @@ class _Batch:
                 if len(token) == 0:
                     break
             states = self._forward(token, step)
-        used = max(int(self.mask.any(0).sum()), 1)
-        tokens, mask, logp, entropy = (x[:, :used] for x in (self.tokens, self.mask, self.logp, self.entropy))
-        return Rollouts([list(r.prompt) for r in self.requests], tokens, mask, logp, entropy, self.stopped)
+        lengths = self.mask.sum(1).tolist()
+        tokens, logp, entropy = (x[:, : max(lengths)] for x in (self.tokens, self.logp, self.entropy))
+        return completions(lengths, self.stopped.tolist(), tokens, logp, entropy)
 
     def _read_prompts(self) -> Tensor:
         """Run each different prompt through the model once; (R, W) states of the last tokens."""
-        numbers: dict[tuple[int, ...], int] = {}
-        prompt_of = send([numbers.setdefault(tuple(r.prompt), len(numbers)) for r in self.requests], self.policy.device)
-        ids, real = pad_left(list(numbers), self.policy.device)
+        numbers: dict[Prompt, int] = {}
+        prompt_of = send([numbers.setdefault(r.prompt, len(numbers)) for r in self.requests], self.policy.device)
+        ids, real = pad_left([prompt.tokens for prompt in numbers], self.policy.device)
         self.cache = _growing_cache(self.policy)
         states: Tensor = self.policy.trunk(
             input_ids=ids, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0),
@@ -188,13 +191,14 @@ def supports(policy: Policy) -> bool:
     shortened for it (``models.trials``).
     """
     size = policy.head().vocabulary
-    prompts = [[1 % size, 2 % size, 3 % size], [4 % size]]
+    prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((4 % size,))]
+    asked = repeated(prompts, 2, 8, policy.end_tokens)
     with short_windows(policy.base):
         try:
-            trial = CachedEngine(policy).sample(repeated(prompts, 2, 8, policy.end_tokens), Sampling(), 0)
+            trial = CachedEngine(policy).sample(asked, Sampling(), 0)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False
-        expected = twice(policy, lambda: policy.score(trial)[0][trial.mask])
-    return logp_close(trial.logp[trial.mask], expected, policy.head().weight.dtype)
+        expected = scored_twice(policy, [request.prompt for request in asked], trial)
+    return logp_close(torch.cat([each.logp for each in trial]), expected, policy.head().weight.dtype)

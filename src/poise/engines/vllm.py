@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor
 
 from poise._lib.device import same_random_numbers
+from poise.batch import Prompt
 from poise.models.places import first_line
 from poise.models.policy import ModelError, Policy
 from poise.models.scoring import score_all
 from poise.rollout.sampling import Sampling, streams
-from poise.rollout.types import Done, Request, Rollouts, check_requests, numbers
+from poise.rollout.types import Completion, Done, Request, check_requests, numbers, padded_batch
 
 INSTALL = (
     "in your clone of poise run: pip install -e '.[vllm]', or for a CPU, in an environment of its own: "
@@ -36,7 +36,7 @@ COLDEST, HOTTEST = 0.01, 2.0  # temperatures: vLLM takes 0.01 for a lower one, a
 class VllmEngine:
     """Samples with vLLM. Its kernels round differently from the policy's, so its probabilities differ a little.
 
-    Therefore ``Rollouts.logp`` and ``entropy`` come from a forward pass of the policy over the responses, and
+    Therefore ``Completion.logp`` and ``entropy`` come from a forward pass of the policy over the responses, and
     ``sampler_logp`` from vLLM: importance weights correct the difference. With ``top_p`` or ``top_k`` vLLM reports
     probabilities among the remaining tokens, which cannot be compared, so ``sampler_logp`` is None.
 
@@ -60,7 +60,7 @@ class VllmEngine:
         sampling: Sampling,
         seed: int,
         done: Done | None = None,  # noqa: ARG002
-    ) -> Rollouts:
+    ) -> list[Completion]:
         """Sample a response to each request, in their order."""
         check_requests(requests)
         if sampling.temperature > HOTTEST or 0 < sampling.temperature < COLDEST:
@@ -73,7 +73,7 @@ class VllmEngine:
         with same_random_numbers(self.policy.device):  # vLLM seeds them when it starts
             return self._sample(requests, sampling, seed)
 
-    def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
+    def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> list[Completion]:
         if self._llm is None:
             self._start()
         room = self._llm.llm_engine.model_config.max_model_len
@@ -88,7 +88,7 @@ class VllmEngine:
         self._failed = False
         return self._answer(requests, sampling, seed)
 
-    def _answer(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
+    def _answer(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> list[Completion]:
         from vllm import SamplingParams
 
         settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -102,25 +102,22 @@ class VllmEngine:
             )
             for own_seed, request in zip(seeds, requests, strict=True)
         ]  # fmt: skip
-        asked = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+        asked = [{"prompt_token_ids": list(request.prompt.tokens)} for request in requests]
         try:
             outputs = [answer.outputs[0] for answer in self._llm.generate(asked, parameters, use_tqdm=False)]
         except BaseException:
             self._failed = True  # its queue still holds the requests that are left
             raise
-        device, width = self.policy.device, max(len(output.token_ids) for output in outputs)
-        tokens = torch.zeros((len(outputs), width), dtype=torch.long)
-        logp, mask = torch.zeros(tokens.shape), torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, output in enumerate(outputs):
-            length = len(output.token_ids)
-            tokens[row, :length], mask[row, :length] = torch.tensor(output.token_ids), True
-            logp[row, :length] = torch.tensor(output.logprobs.logprobs)  # one for each token: its own
-        finished = torch.tensor([output.finish_reason == "stop" for output in outputs])
-        tokens, mask, logp, finished = (x.to(device) for x in (tokens, mask, logp, finished))
-        prompts, sampler_logp = [list(request.prompt) for request in requests], logp if sampling.whole else None
-        rollouts = Rollouts(prompts, tokens, mask, logp, torch.zeros_like(logp), finished, sampler_logp)
-        logp, entropy = score_all(self.policy, rollouts, sampling.temperature or 1.0)
-        return replace(rollouts, logp=logp, entropy=entropy)
+        tokens = [torch.tensor(output.token_ids) for output in outputs]
+        batch = padded_batch([request.prompt for request in requests], tokens, self.policy.device)
+        scores = score_all(self.policy, batch, sampling.temperature or 1.0)
+        return [
+            Completion(
+                ids, logp[: len(ids)], entropy[: len(ids)], output.finish_reason == "stop",
+                torch.tensor(output.logprobs.logprobs) if sampling.whole else None,  # one for each token: its own
+            )
+            for output, ids, logp, entropy in zip(outputs, tokens, *(x.cpu() for x in scores), strict=True)
+        ]  # fmt: skip
 
     # vLLM itself
 
@@ -194,9 +191,10 @@ class VllmEngine:
     def _gap(self) -> float:
         """Mean distance between vLLM's log-probabilities and the policy's, over a few sampled tokens."""
         size = self.policy.head().vocabulary  # from its middle: at special tokens rounding alone may do much
-        trial = self._answer([Request([(size // 2 + i) % size for i in range(n)], 16) for n in (3, 8)], Sampling(), 0)
-        assert trial.sampler_logp is not None
-        return float((trial.logp - trial.sampler_logp)[trial.mask].abs().mean())
+        prompts = [Prompt(tuple((size // 2 + i) % size for i in range(n))) for n in (3, 8)]
+        trial = self._answer([Request(prompt, 16) for prompt in prompts], Sampling(), 0)
+        gaps = [each.logp - each.sampler_logp for each in trial if each.sampler_logp is not None]
+        return float(torch.cat(gaps).abs().mean())
 
 
 def check_installed() -> None:

@@ -21,24 +21,54 @@ import torch
 from torch import Tensor
 
 from poise._lib.device import send
-from poise.rollout.types import Rollouts
+from poise.batch import Extent, Prompt, TokenBatch
 
 
-def pack(rollouts: Rollouts, rows: Sequence[int], tokens: int) -> list[list[int]]:
+def extents_of(batch: TokenBatch) -> Sequence[Extent]:
+    """The batch's extents, which every pass needs."""
+    if batch.extents is None:
+        raise ValueError("this pass needs TokenBatch.extents: build the batch with make_batch or padded_batch")
+    return batch.extents
+
+
+def pack(batch: TokenBatch, rows: Sequence[int], tokens: int) -> list[list[int]]:
     """Distribute rows over bins of at most ``tokens`` tokens, first-fit decreasing. One long response may exceed it.
 
     A prompt counts once per bin. A group stays in one bin unless it is too large for it.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
+    extents = extents_of(batch)
+    groups: dict[Prompt, list[int]] = {}
     for row in rows:
-        groups.setdefault(tuple(rollouts.prompts[row]), []).append(row)
-    lengths = rollouts.lengths
+        groups.setdefault(extents[row].prompt, []).append(row)
+    lengths = [extent.length for extent in extents]
     items: list[tuple[int, list[int]]] = []  # cost, rows
     for prompt, members in groups.items():
         parts = first_fit([lengths[row] for row in members], tokens - len(prompt))
         items += [(len(prompt) + sum(lengths[members[i]] for i in part), [members[i] for i in part]) for part in parts]
     bins = first_fit([cost for cost, _ in items], tokens)
     return [[row for i in part for row in items[i][1]] for part in bins]
+
+
+def tokens_in(batch: TokenBatch, rows: Sequence[int]) -> int:
+    """The number of tokens in a pass over these rows, each prompt counted once."""
+    extents = [extents_of(batch)[row] for row in rows]
+    return sum(extent.length for extent in extents) + sum(map(len, {extent.prompt for extent in extents}))
+
+
+def own_tokens(batch: TokenBatch) -> Tensor:
+    """(N,) the places of the model's own tokens in the flattened (B, T), row after row."""
+    places = response_tokens(batch)
+    has_holes = any(extent.length != extent.own for extent in extents_of(batch))
+    return places[batch.mask.flatten()[places]] if has_holes else places
+
+
+def response_tokens(batch: TokenBatch) -> Tensor:
+    """(N,) the places of all response tokens, the environment's included. The host does not wait for the device."""
+    lengths = [extent.length for extent in extents_of(batch)]
+    count_B, total = send(lengths, batch.mask.device), sum(lengths)
+    row_N = torch.repeat_interleave(count_B, output_size=total)
+    first_B = torch.arange(len(count_B), device=row_N.device) * batch.mask.shape[1] - (count_B.cumsum(0) - count_B)
+    return first_B[row_N] + torch.arange(total, device=row_N.device)
 
 
 def first_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
@@ -87,7 +117,7 @@ class Segments:
     prefix_length: Tensor  # 0 without a prefix
 
 
-def layout(rollouts: Rollouts) -> Packed:
+def layout(batch: TokenBatch) -> Packed:
     """Pack all rows into one sequence: each prompt, followed by its responses without their last tokens.
 
     A response's last token predicts nothing, so it is not run. Rows 0 and 1 share the prompt ``a b c`` and answer
@@ -108,10 +138,21 @@ def layout(rollouts: Rollouts) -> Packed:
 
     The host computes everything from the lengths, and sends it to the device in two transfers.
     """
-    prompt_numbers: dict[tuple[int, ...], int] = {}
-    prompt_B = torch.tensor([prompt_numbers.setdefault(tuple(p), len(prompt_numbers)) for p in rollouts.prompts])
+    assert batch.targets is not None
+    extents = extents_of(batch)
+    return _layout([extent.prompt for extent in extents], [extent.length for extent in extents], batch.targets)
+
+
+def layout_prompts(prompts: Sequence[Prompt], device: torch.device) -> Packed:
+    """Pack distinct prompts without responses; ``places`` are their last tokens."""
+    return _layout(prompts, [1] * len(prompts), torch.zeros((len(prompts), 1), dtype=torch.long, device=device))
+
+
+def _layout(prompts: Sequence[Prompt], lengths: Sequence[int], tokens_BT: Tensor) -> Packed:
+    prompt_numbers: dict[Prompt, int] = {}
+    prompt_B = torch.tensor([prompt_numbers.setdefault(prompt, len(prompt_numbers)) for prompt in prompts])
     prompt_length_P = torch.tensor([len(prompt) for prompt in prompt_numbers])
-    response_length_B = torch.tensor(rollouts.lengths)
+    response_length_B = torch.tensor(lengths)
     if int(prompt_length_P.min()) == 0:
         raise ValueError("layout: an empty prompt predicts nothing")
     pieces = _pieces(prompt_B, prompt_length_P, response_length_B)
@@ -119,22 +160,22 @@ def layout(rollouts: Rollouts) -> Packed:
     keys_K, starts_q, starts_k = _keys(segments)
 
     # The token ids come from one flat tensor: the text of all prompts, then the (B, T) responses.
-    prompt_text = torch.tensor([token for prompt in prompt_numbers for token in prompt])
+    prompt_text = torch.tensor([token for prompt in prompt_numbers for token in prompt.tokens])
     prompt_first_P = prompt_length_P.cumsum(0) - prompt_length_P
-    row_first_I = pieces.row * rollouts.mask.shape[1] + len(prompt_text)
+    row_first_I = pieces.row * tokens_BT.shape[1] + len(prompt_text)
     first_I = torch.where(pieces.is_prompt, prompt_first_P[pieces.prompt], row_first_I)
     piece_L, offset_L = ragged(pieces.length)
     source_L = first_I[piece_L] + offset_L
     position_L = torch.where(pieces.is_prompt, 0, prompt_length_P[pieces.prompt])[piece_L] + offset_L
     place_N = _places(pieces, prompt_B, prompt_length_P, response_length_B)
 
-    device = rollouts.tokens.device
+    device = tokens_BT.device
     indices = [prompt_text, source_L, position_L, place_N, keys_K]
     starts = torch.stack([starts_q, starts_k]).to(torch.int32)
     prompt_text, source_L, position_L, place_N, keys_K = send(torch.cat(indices), device).split(list(map(len, indices)))
     device_starts = send(starts, device)
     return Packed(
-        ids=torch.cat([prompt_text, rollouts.tokens.flatten()])[source_L][None],
+        ids=torch.cat([prompt_text, tokens_BT.flatten()])[source_L][None],
         positions=position_L[None],
         places=place_N,
         keys=keys_K if len(keys_K) else None,
@@ -144,16 +185,6 @@ def layout(rollouts: Rollouts) -> Packed:
         longest_k=int(starts[1].diff().max()),
         segments=segments,
     )
-
-
-def layout_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Packed:
-    """Pack distinct prompts without responses; ``places`` are their last tokens."""
-    one = torch.ones((len(prompts), 1), dtype=torch.bool, device=device)
-    zero = torch.zeros_like(one, dtype=torch.long)
-    first_tokens = Rollouts(
-        [list(prompt) for prompt in prompts], zero, one, zero, zero, one[:, 0], extents=[(1, 1)] * len(prompts)
-    )
-    return layout(first_tokens)
 
 
 def layout_continued(texts: Sequence[Sequence[int]], cached: Sequence[int], device: torch.device) -> Packed:

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from poise._lib.device import send
+from poise.batch import Prompt, TokenBatch
 from poise.head import Head, token_logp
 from poise.models import attention, layers, rope, trials
 from poise.models.layers import compile_layers, compiling_pays
 from poise.models.loading import load_model, progress_bars, resolve_device
 from poise.models.master_weights import MasterWeights
-from poise.models.packing import Packed, layout
+from poise.models.packing import Packed, extents_of, layout, own_tokens, response_tokens
 from poise.models.places import EMBEDDED, ModelError, first_line
 from poise.models.prompts import encode, encode_next
 from poise.models.tool_prompts import Tools
-from poise.rollout.types import Rollouts
 from poise.tasks import Message
 
 __all__ = ["EMBEDDED", "ModelError", "Policy", "load_policy", "pad_left", "resolve_device"]
@@ -68,6 +69,12 @@ class Policy:
     def device(self) -> torch.device:
         """The model's device."""
         return self.trunk.device  # type: ignore[return-value]
+
+    def parameters(self) -> list[Tensor]:
+        """What an optimizer trains: the master weights, or the model's own parameters if it has none."""
+        if self.master_weights is not None:
+            return list(self.master_weights.parameters.values())
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
     def end_tokens(self) -> list[int]:
@@ -125,20 +132,19 @@ class Policy:
                 self._texts[token] = str(self.tokenizer.decode([token]))
         return {token: self._texts[token] for token in distinct}
 
-    def hidden(self, rollouts: Rollouts, tokens: Tensor | None = None) -> Tensor:
-        """(N, d) hidden states that predict the response tokens: all of them in row order, or the selected ones.
+    def hidden(self, batch: TokenBatch, tokens: Tensor | None = None) -> Tensor:
+        """(N, d) hidden states that predict the model's own tokens: all of them in row order, or the selected ones.
 
         ``tokens`` (N,) are flat indices into (B, T). A prompt that several responses share is run once, with gradients.
         """
-        self.check_length(max(len(p) + n for p, n in zip(rollouts.prompts, rollouts.lengths, strict=True)))
+        self.check_length(max(len(extent.prompt) + extent.length for extent in extents_of(batch)))
+        tokens = own_tokens(batch) if tokens is None else tokens
         if not self.packed:
-            return self.padded_states(rollouts).flatten(0, 1)[rollouts.index if tokens is None else tokens]
-        packed = layout(rollouts)
-        places = packed.places
-        if tokens is not None or rollouts.has_holes:
-            flat_places = places.new_zeros(rollouts.tokens.numel()).index_copy_(0, rollouts.ran_index, places)
-            places = flat_places[rollouts.index if tokens is None else tokens]
-        return attention.repeat(self._packed_states(packed), places)
+            return self.padded_states(batch).flatten(0, 1)[tokens]
+        packed = layout(batch)
+        places_BT = packed.places.new_zeros(batch.mask.numel())
+        places_BT.index_copy_(0, response_tokens(batch), packed.places)
+        return attention.repeat(self._packed_states(packed), places_BT[tokens])
 
     def check_length(self, tokens: int) -> None:
         """Raise ModelError for sequences longer than the length that a rotary embedding was fixed for."""
@@ -149,11 +155,12 @@ class Policy:
                 f"load the model with longest={tokens}"
             )
 
-    def padded_hidden(self, rollouts: Rollouts) -> Tensor:
+    def padded_hidden(self, batch: TokenBatch) -> Tensor:
         """(B, T, d) hidden states, 0 outside the mask: for regulators that read them."""
-        states = self.hidden(rollouts)
-        padded = torch.zeros(*rollouts.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
-        padded.view(-1, states.shape[-1])[rollouts.index] = states  # by index: a mask would make the host wait
+        places = own_tokens(batch)
+        states = self.hidden(batch, places)
+        padded = torch.zeros(*batch.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
+        padded.view(-1, states.shape[-1])[places] = states  # by index: a mask would make the host wait
         return padded
 
     def _packed_states(self, packed: Packed) -> Tensor:
@@ -170,26 +177,28 @@ class Policy:
             ).last_hidden_state[0]
         return states
 
-    def padded_states(self, rollouts: Rollouts) -> Tensor:
+    def padded_states(self, batch: TokenBatch) -> Tensor:
         """(B, T, d) hidden states: of the prompt's last token, then of all response tokens except the last.
 
         For models that cannot be run packed: a pass over the padded prompts fills a KV cache, a second pass runs the
         responses on it.
         """
-        prompt_numbers: dict[tuple[int, ...], int] = {}
-        prompt_B = [prompt_numbers.setdefault(tuple(prompt), len(prompt_numbers)) for prompt in rollouts.prompts]
-        ids, prompt_mask = pad_left(list(prompt_numbers), self.device)
+        assert batch.targets is not None
+        extents, prompt_numbers = extents_of(batch), dict[Prompt, int]()
+        prompt_B = [prompt_numbers.setdefault(extent.prompt, len(prompt_numbers)) for extent in extents]
+        ids, prompt_mask = pad_left([prompt.tokens for prompt in prompt_numbers], self.device)
         positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.trunk.config)
         last_prompt_states = self.trunk(
             input_ids=ids, attention_mask=prompt_mask, position_ids=positions, past_key_values=cache, use_cache=True
         ).last_hidden_state[:, -1:]
         index = torch.tensor(prompt_B, device=self.device)
-        count, width = max(rollouts.lengths) - 1, rollouts.mask.shape[1]
+        count, width = max(extent.length for extent in extents) - 1, batch.mask.shape[1]
         if count <= 0:
             return torch.nn.functional.pad(last_prompt_states[index], (0, 0, 0, width - 1))
         cache.batch_select_indices(index)
-        inputs, mask = rollouts.tokens[:, :count], rollouts.ran[:, 1 : count + 1]
+        lengths = send([extent.length for extent in extents], self.device)
+        inputs, mask = batch.targets[:, :count], torch.arange(1, count + 1, device=self.device) < lengths[:, None]
         states = self.trunk(
             input_ids=torch.where(mask, inputs, 0),
             attention_mask=torch.cat([prompt_mask[index], mask], 1),
@@ -200,14 +209,15 @@ class Policy:
         states = torch.cat([last_prompt_states[index], states], 1)
         return torch.nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
 
-    def score(self, rollouts: Rollouts, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def score(self, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities and entropies of the model's own tokens, 0 elsewhere. With gradients."""
-        index = rollouts.index
-        targets = rollouts.tokens.flatten()[index]
-        logp_N, entropy_N = token_logp(self.hidden(rollouts), targets, self.head(temperature))
-        zeros = torch.zeros(rollouts.tokens.numel(), dtype=logp_N.dtype, device=index.device)
+        assert batch.targets is not None
+        places = own_tokens(batch)
+        targets = batch.targets.flatten()[places]
+        logp_N, entropy_N = token_logp(self.hidden(batch, places), targets, self.head(temperature))
+        zeros = torch.zeros(batch.mask.numel(), dtype=logp_N.dtype, device=places.device)
         logp_BT, entropy_BT = (
-            zeros.index_put((index,), values).view(rollouts.tokens.shape) for values in (logp_N, entropy_N)
+            zeros.index_put((places,), values).view(batch.mask.shape) for values in (logp_N, entropy_N)
         )
         return logp_BT, entropy_BT
 

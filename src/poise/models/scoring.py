@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from poise._lib.device import send
+from poise.batch import TokenBatch
 from poise.head import min_p_logp
-from poise.models.packing import pack
+from poise.models.packing import own_tokens, pack
 from poise.models.policy import Policy
-from poise.rollout.types import Rollouts
 
 BUSY_TOKENS = 16384  # tokens per pass that keep a device busy
 BUSY_WORK = BUSY_TOKENS * 1e9  # tokens × parameters of a pass on CUDA that takes longer than launching its kernels
@@ -28,33 +28,35 @@ def default_micro_tokens(policy: Policy) -> int:
 
 @torch.no_grad()
 def score_all(
-    policy: Policy, rollouts: Rollouts, temperature: float, micro_tokens: int | None = None
+    policy: Policy, batch: TokenBatch, temperature: float, micro_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """(B, T) log-probabilities and entropies of all responses under the current policy."""
-    logp_BT, entropy_BT = torch.zeros_like(rollouts.logp), torch.zeros_like(rollouts.logp)
-    for rows in _passes(policy, rollouts, micro_tokens):
-        ix = send(rows, rollouts.logp.device)
-        logp, entropy = policy.score(rollouts.rows(rows), temperature)
+    logp_BT, entropy_BT = torch.zeros_like(batch.old_logp), torch.zeros_like(batch.old_logp)
+    for rows in _passes(policy, batch, micro_tokens):
+        ix = send(rows, logp_BT.device)
+        logp, entropy = policy.score(batch.rows(rows), temperature)
         logp_BT[ix], entropy_BT[ix] = logp.to(logp_BT.dtype), entropy.to(entropy_BT.dtype)
     return logp_BT, entropy_BT
 
 
 @torch.no_grad()
 def score_min_p(
-    policy: Policy, rollouts: Rollouts, temperature: float, min_p: float, micro_tokens: int | None = None
+    policy: Policy, batch: TokenBatch, temperature: float, min_p: float, micro_tokens: int | None = None
 ) -> Tensor:
     """(B, T) log-probabilities under the current policy filtered by min-p: see ``poise.head.min_p_logp``."""
-    logp_BT = torch.zeros_like(rollouts.logp)
-    for rows in _passes(policy, rollouts, micro_tokens):
-        part = rollouts.rows(rows)
-        index = part.index
-        logp = min_p_logp(policy.hidden(part), part.tokens.flatten()[index], policy.head(temperature), min_p)
-        scored = torch.zeros_like(part.logp).view(-1).index_put_((index,), logp.to(logp_BT.dtype))
-        logp_BT[send(rows, rollouts.logp.device)] = scored.view(part.logp.shape)
+    logp_BT = torch.zeros_like(batch.old_logp)
+    for rows in _passes(policy, batch, micro_tokens):
+        part = batch.rows(rows)
+        assert part.targets is not None
+        places = own_tokens(part)
+        states, targets = policy.hidden(part, places), part.targets.flatten()[places]
+        logp = min_p_logp(states, targets, policy.head(temperature), min_p)
+        scored = torch.zeros_like(part.old_logp).view(-1).index_put_((places,), logp.to(logp_BT.dtype))
+        logp_BT[send(rows, logp_BT.device)] = scored.view(part.old_logp.shape)
     return logp_BT
 
 
-def _passes(policy: Policy, rollouts: Rollouts, micro_tokens: int | None) -> list[list[int]]:
+def _passes(policy: Policy, batch: TokenBatch, micro_tokens: int | None) -> list[list[int]]:
     """The rows of each packed pass."""
     tokens = micro_tokens or default_micro_tokens(policy)
-    return pack(rollouts, range(len(rollouts.prompts)), policy.budget(tokens))
+    return pack(batch, range(len(batch.mask)), policy.budget(tokens))

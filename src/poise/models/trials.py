@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from poise.rollout.types import Rollouts
+from poise.batch import Prompt
+from poise.rollout.types import Completion, padded_batch
 
 if TYPE_CHECKING:
     from poise.models.policy import Policy
@@ -104,18 +105,16 @@ def passes_agree(policy: Policy) -> bool:
     Two of the three responses share a prompt; all are longer than the shortened windows.
     """
     device, size = policy.device, policy.head().vocabulary
-    prompts, lengths = [[1 % size, 2 % size]] * 2 + [[3 % size, 2 % size, 1 % size]], [6, 10, 8]
-    ids = (torch.arange(1, 31, device=device) % size).view(3, 10)
-    mask = torch.arange(10, device=device) < torch.tensor(lengths, device=device)[:, None]
-    zeros = torch.zeros(3, device=device)
-    rollouts = Rollouts(prompts, ids, mask, zeros, zeros, zeros)
+    prompts = [Prompt((1 % size, 2 % size))] * 2 + [Prompt((3 % size, 2 % size, 1 % size))]
+    rows = [(10 * row + torch.arange(1, length + 1)) % size for row, length in enumerate((6, 10, 8))]
+    batch = padded_batch(prompts, rows, device)
     with short_windows(policy.base):
         alone = []
-        for prompt, row, length in zip(prompts, ids, lengths, strict=True):
-            text = torch.cat([torch.tensor(prompt, device=device), row[: length - 1]])[None]
+        for prompt, row in zip(prompts, rows, strict=True):
+            text = torch.cat([torch.tensor(prompt.tokens), row[:-1]])[None].to(device)
             alone.append(states_of(policy, text)[:, len(prompt) - 1 :])
         try:
-            together = policy.hidden(rollouts)
+            together = policy.hidden(batch)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
@@ -147,6 +146,12 @@ def twice(policy: Policy, run: Callable[[], Tensor]) -> Tensor:
         return torch.stack([plain, run()]).float()
     finally:
         hook.remove()
+
+
+def scored_twice(policy: Policy, prompts: Sequence[Prompt], trial: Sequence[Completion]) -> Tensor:
+    """(2, N) on the host: the log-probabilities of sampled tokens by one pass over prompts and responses, ``twice``."""
+    batch = padded_batch(prompts, [completion.tokens for completion in trial], policy.device)
+    return twice(policy, lambda: policy.score(batch)[0][batch.mask]).cpu()
 
 
 def states_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from poise import regulators
 from poise._lib.user_code import blamed
-from poise.algorithms.base import FIRST, Sample
+from poise.algorithms.base import FIRST, Trajectory
 from poise.algorithms.collected import collect
 from poise.algorithms.sampler import Sampler
 from poise.batch import Phase, TokenBatch
@@ -24,14 +24,13 @@ from poise.engines.limits import check_settings
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy
 from poise.models.scoring import score_all
-from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.tasks import Task, draw
-from poise.training.batches import stack, token_batch, with_verdict
+from poise.training.batches import make_batch, with_verdict
 from poise.training.frozen import FrozenModels
 from poise.training.records import environment, response_records, token_arrays
 from poise.training.setup import arrive, build_sampler, steps_taken
-from poise.training.update import accumulate, clip
+from poise.training.update import UpdatePlan, backward, clip
 
 SUSPECTS = 20  # how many tokens with the highest NTHR scores to list
 METHODS = ("grpo", "ar", "lopti", "tr-grpo", "nthr")
@@ -43,31 +42,26 @@ CONCATENATED = "questions"  # one value per question; batches have different que
 class Sampled:
     """One batch of fresh responses."""
 
-    samples: list[Sample]
-    rollouts: Rollouts
+    samples: list[Trajectory]
     batch: TokenBatch
 
 
 class PolicyLoop:
     """The trainer's own update, in the form that ``diagnostics.Loop`` asks for."""
 
-    def __init__(self, policy: Policy, config: Config, sampled: Sampled) -> None:
-        assert policy.master_weights is not None
-        self.policy, self.config, self.rollouts, self.batch = policy, config, sampled.rollouts, sampled.batch
+    def __init__(self, policy: Policy, config: Config, batch: TokenBatch) -> None:
+        self.policy, self.batch, self.plan = policy, batch, UpdatePlan.of(config)
         self.settings = replace(config.objective, kl_coef=0.0)
-        self.parameters: Sequence[Tensor] = list(policy.master_weights.parameters.values())
+        self.parameters: Sequence[Tensor] = policy.parameters()
 
     def gradient(self, phase: Phase) -> None:
         """Leave the gradient of all responses, unclipped, at the parameters."""
-        accumulate(
-            self.policy, self.parameters, self.rollouts, self.batch, phase, self.settings,
-            temperature=self.config.rollout.temperature, micro_tokens=self.config.optim.micro_tokens,
-        )  # fmt: skip
+        backward(self.policy, self.batch, phase, replace(self.plan, objective=self.settings))
         clip(self.parameters, torch.inf, phase.name)
 
     def logp(self) -> Tensor:
         """The log-probabilities of the current weights, without gradients."""
-        return score_all(self.policy, self.rollouts, self.config.rollout.temperature, self.config.optim.micro_tokens)[0]
+        return score_all(self.policy, self.batch, self.plan.temperature, self.plan.micro_tokens)[0]
 
     def changed(self) -> None:
         """Round the changed master weights into the half-precision model."""
@@ -110,7 +104,7 @@ def diagnose(
         say(f"{title}: sampling {config.prompts} × {config.group} responses")
         sampled = sample(sampler, config, seed=number)
         announced = _announced(chosen, f"{title}: {int(sampled.batch.mask.sum())} tokens; gradients and steps of", say)
-        loop = PolicyLoop(policy, config, sampled)
+        loop = PolicyLoop(policy, config, sampled.batch)
         figures, tokens = dominance(loop, announced, optimizer, intervals=intervals, clip=config.optim.grad_clip)
         results.append(figures)
         cut_off += sum(not sample.finished for sample in sampled.samples if sample.role == FIRST)
@@ -140,7 +134,7 @@ def _warm_optimizer(sampler: Sampler, config: Config, warmup: int, say: Progress
     optimizer = torch.optim.AdamW(policy.master_weights.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
     for number in range(warmup):
         say(f"warm-up batch {number + 1} of {warmup}: gathering the optimizer's second moments")
-        loop = PolicyLoop(policy, config, sample(sampler, config, seed=-1 - number))
+        loop = PolicyLoop(policy, config, sample(sampler, config, seed=-1 - number).batch)
         loop.gradient(Phase.of(loop.batch))
         clip(loop.parameters, optim.grad_clip, "all")
         optimizer.step()  # lr is 0: the weights stay
@@ -158,14 +152,12 @@ def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
     problems = draw(sampler.task, "train", drawn, config.prompts)
     algorithm = config.build_algorithm()
     collected, _ = collect(algorithm, problems, sampler, drawn, name=config.algorithm, advantage=config.advantage)
-    samples, _ = with_verdict(collected)
-    temperature, micro_tokens = config.rollout.temperature, config.optim.micro_tokens
-    rollouts = replace(stack(samples, sampler.policy, temperature, micro_tokens), sampler_logp=None)
-    batch = token_batch(
-        samples, rollouts, sampler.policy, advantage=config.advantage, temperature=temperature, recompute=True,
-        hidden=True, min_p=config.objective.min_p, micro_tokens=micro_tokens,
+    samples = [replace(trajectory, sampler_logp=None) for trajectory in with_verdict(collected)[0]]
+    batch = make_batch(
+        samples, sampler.policy, advantage=config.advantage, temperature=config.rollout.temperature, recompute=True,
+        hidden=True, min_p=config.objective.min_p, micro_tokens=config.optim.micro_tokens,
     )  # fmt: skip
-    return Sampled(samples, rollouts, replace(batch, sampler_logp=None))
+    return Sampled(samples, replace(batch, sampler_logp=None))
 
 
 def _announced(chosen: dict[str, regulators.Regulator], title: str, say: Progress) -> dict[str, regulators.Regulator]:
@@ -186,8 +178,9 @@ def _suspects(step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Ten
     """The tokens of wrong responses with the highest NTHR scores, each with the text before it."""
     if "nthr" not in tokens:
         return []
-    scores, prob, ids = tokens["nthr"].nan_to_num(-torch.inf), sampled.batch.prob, sampled.rollouts.tokens
+    scores, prob, ids = tokens["nthr"].nan_to_num(-torch.inf), sampled.batch.prob, sampled.batch.targets
     own = sampled.batch.mask
+    assert ids is not None
     values, places = scores.flatten().topk(min(SUSPECTS, scores.numel()))
     listed = []
     for score, place in zip(values.tolist(), places.tolist(), strict=True):
@@ -205,7 +198,7 @@ def _suspects(step: int, sampled: Sampled, policy: Policy, tokens: dict[str, Ten
 def _record(folder: RunFolder, step: int, sampled: Sampled, sampler: Sampler, tokens: dict[str, Tensor]) -> None:
     phase = Phase.of(sampled.batch, tokens=tokens)
     folder.save_rollouts(step, response_records(step, sampled.samples, sampler.task))
-    arrays = token_arrays(sampled.rollouts, sampled.batch, [phase])
+    arrays = token_arrays(sampled.batch, [phase])
     folder.save_tokens(step, arrays, sampler.policy.texts(arrays["id"]))
 
 

@@ -1,18 +1,18 @@
-"""The interface of engines: ``Request``, ``Rollouts``, the protocol ``Engine``, and a ``Session`` of several calls."""
+"""The interface of engines: ``Request``, ``Completion``, the protocol ``Engine``, a ``Session`` of several calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from poise._lib.device import send
-from poise.batch import Rows
+from poise.batch import Extent, Prompt, TokenBatch
 from poise.rollout.sampling import Sampling
 
 
@@ -26,15 +26,18 @@ class Request:
     earlier prompt, the response to it, and new tokens. An engine that has kept the keys reads only the new ones.
     """
 
-    prompt: Sequence[int]
+    prompt: Prompt  # or its tokens
     max_tokens: int
     stop: Sequence[int] = ()  # tokens that end the response
     number: int | None = None
     keep: bool = False  # whether the next call of the session may continue it
     continues: int | None = None  # the number of the request that it continues
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", Prompt.of(self.prompt))
 
-def repeated(prompts: Sequence[Sequence[int]], group: int, max_tokens: int, stop: Sequence[int]) -> list[Request]:
+
+def repeated(prompts: Sequence[Prompt], group: int, max_tokens: int, stop: Sequence[int]) -> list[Request]:
     """``group`` requests for each prompt, group after group."""
     return [Request(prompt, max_tokens, stop) for prompt in prompts for _ in range(group)]
 
@@ -62,96 +65,49 @@ def end_table(requests: Sequence[Request], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Rollouts:
-    """B responses, padded to T tokens. A response follows its prompt and ends with the last token the model wrote.
+class Completion:
+    """An engine's response to one request: n tokens, the one that ends it included. All tensors are on the host."""
 
-    In a dialogue of several turns it includes the environment's tokens: the model *ran through* them, but they are not
-    its *own*.
+    tokens: Tensor  # (n,) int64
+    logp: Tensor  # (n,) of softmax(logits / temperature), under the policy
+    entropy: Tensor  # (n,)
+    finished: bool  # ended by a stop token, not by the limit
+    sampler_logp: Tensor | None = None  # (n,) as the engine computed them, if it rounds differently from the policy
+
+
+def completions(
+    lengths: Sequence[int], finished: Sequence[bool], tokens: Tensor, logp: Tensor, entropy: Tensor
+) -> list[Completion]:
+    """Cut padded (B, T) tensors into B completions: one transfer from the device for each tensor."""
+    rows = zip(lengths, finished, tokens.cpu(), logp.cpu(), entropy.cpu(), strict=True)
+    return [Completion(ids[:n], p[:n], h[:n], end) for n, end, ids, p, h in rows]
+
+
+def padded_batch(
+    prompts: Sequence[Prompt],
+    tokens: Sequence[Tensor],
+    device: torch.device,
+    own: Sequence[Tensor] | None = None,
+    **fields: Any,
+) -> TokenBatch:
+    """The batch of these responses on a device. Without ``own`` the model wrote all of their tokens.
+
+    ``fields`` are those of ``TokenBatch``. Lists of (n,) tensors are padded, log-probabilities and advantages are 0 if
+    not passed.
     """
 
-    prompts: list[list[int]]  # B token lists; the same within a group
-    tokens: Tensor  # (B, T)
-    mask: Tensor  # (B, T) bool: the model's own tokens, the one that ends a reply included
-    logp: Tensor  # (B, T) of softmax(logits / temperature), as sampled
-    entropy: Tensor  # (B, T)
-    finished: Tensor  # (B,) bool: ended by a stop token, not by the limit
-    # (B, T) the sampler's own log-probabilities, if it rounds differently from the policy; logp is the policy's then
-    sampler_logp: Tensor | None = None
-    # (length, own tokens) of each response, if the host knows them already: asking the device would make it wait
-    extents: list[tuple[int, int]] | None = None
+    def padded(rows: Sequence[Tensor]) -> Tensor:
+        return send(pad_sequence(list(rows), batch_first=True), device)
 
-    @cached_property
-    def _extents(self) -> list[tuple[int, int]]:
-        if self.extents is not None:
-            return self.extents
-        ends = (self.mask * torch.arange(1, self.mask.shape[1] + 1, device=self.mask.device)).amax(1)
-        return [(end, own) for end, own in torch.stack([ends, self.mask.sum(1)], 1).tolist()]
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """The B response lengths, on the host."""
-        return [length for length, _ in self._extents]
-
-    @cached_property
-    def has_holes(self) -> bool:
-        """Whether any response contains tokens of the environment."""
-        return any(length != own for length, own in self._extents)
-
-    @cached_property
-    def ran(self) -> Tensor:
-        """(B, T) bool: all tokens of the responses, the model's own and the environment's."""
-        ends = send(self.lengths, self.mask.device)
-        return torch.arange(self.mask.shape[1], device=self.mask.device) < ends[:, None]
-
-    @cached_property
-    def ran_index(self) -> Tensor:
-        """(N,) the places of these tokens in the flattened (B, T), row after row."""
-        counts, total = send(self.lengths, self.mask.device), sum(self.lengths)
-        owner = torch.repeat_interleave(counts, output_size=total)
-        begin = torch.arange(len(counts), device=owner.device) * self.mask.shape[1] - (counts.cumsum(0) - counts)
-        return begin[owner] + torch.arange(total, device=owner.device)
-
-    @cached_property
-    def index(self) -> Tensor:
-        """(n,) the places of the model's own tokens in the flattened (B, T), row after row."""
-        return self.ran_index[self.mask.flatten()[self.ran_index]] if self.has_holes else self.ran_index
-
-    def rows(self, ix: Rows) -> Rollouts:
-        """The responses of some rows."""
-        if isinstance(ix, slice):
-            chosen = list(range(len(self.prompts))[ix])
-        else:
-            chosen = ix.tolist() if isinstance(ix, Tensor) else list(ix)
-            ix = send(ix, self.mask.device)
-        fields = ("tokens", "mask", "logp", "entropy", "finished", "sampler_logp")
-        taken = {name: getattr(self, name)[ix] for name in fields if getattr(self, name) is not None}
-        return Rollouts([self.prompts[i] for i in chosen], **taken, extents=[self._extents[i] for i in chosen])
-
-    def to_host(self) -> Rollouts:
-        """The same, in the host's memory."""
-        fields = ("tokens", "mask", "logp", "entropy", "finished", "sampler_logp")
-        moved = {name: getattr(self, name).cpu() for name in fields if getattr(self, name) is not None}
-        return replace(self, **moved, extents=self._extents)
-
-
-def side_by_side(parts: Sequence[Rollouts]) -> Rollouts:
-    """Concatenate the responses of several calls."""
-    if len(parts) == 1:
-        return parts[0]
-    width = max(part.tokens.shape[1] for part in parts)
-
-    def concatenated(name: str) -> Tensor:
-        tensors = [getattr(part, name) for part in parts]
-        return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in tensors])
-
-    return Rollouts(
-        prompts=[prompt for part in parts for prompt in part.prompts],
-        tokens=concatenated("tokens"),
-        mask=concatenated("mask"),
-        logp=concatenated("logp"),
-        entropy=concatenated("entropy"),
-        finished=torch.cat([part.finished for part in parts]),
-    )
+    own = [torch.ones_like(row, dtype=torch.bool) for row in tokens] if own is None else own
+    extents = [
+        Extent(prompt, len(row), int(mine.sum())) for prompt, row, mine in zip(prompts, tokens, own, strict=True)
+    ]
+    known = {name: padded(value) if isinstance(value, list) else value for name, value in fields.items()}
+    targets = padded(tokens)
+    known.setdefault("old_logp", torch.zeros(targets.shape, device=device))
+    known.setdefault("advantages", torch.zeros(len(targets), device=device))
+    return TokenBatch(mask=padded(own), targets=targets, extents=extents, **known)
 
 
 Done = Callable[[int, list[int]], None]  # called with a response's place in the result, and its tokens
@@ -160,7 +116,9 @@ Done = Callable[[int, list[int]], None]  # called with a response's place in the
 class Engine(Protocol):
     """Samples responses from the policy as it is now."""
 
-    def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
         """Sample a response to each request, in their order. The same seed gives the same tokens.
 
         Log-probabilities and entropies are those of the whole softmax, even if ``sampling`` excludes tokens. An engine
@@ -180,28 +138,26 @@ class Session:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.continued = self.reread = 0  # requests that built on kept keys, and that read their dialogue again
-        self._dialogues: dict[int, list[int]] = {}  # prompt and response of the call before, by number
+        self._dialogues: dict[int, tuple[int, ...]] = {}  # prompt and response of the call before, by number
         self._open = True
 
-    def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
         """Sample a response to each request, in their order: see ``Engine``."""
         self._check(requests)
-        dialogues, self._dialogues = self._dialogues, {}  # a call that fails leaves nothing to continue
-        rollouts = self._sample(requests, dialogues, sampling, seed, done)
-        if any(request.keep for request in requests):
-            tokens, lengths = rollouts.tokens.tolist(), rollouts.lengths
-            self._dialogues = {
-                number: [*request.prompt, *tokens[row][: lengths[row]]]
-                for row, (number, request) in enumerate(zip(numbers(requests), requests, strict=True))
-                if request.keep
-            }
-        return rollouts
+        self._dialogues = {}  # a call that fails leaves nothing to continue
+        sampled = self._sample(requests, sampling, seed, done)
+        self._dialogues = {
+            number: (*request.prompt.tokens, *completion.tokens.tolist())
+            for number, request, completion in zip(numbers(requests), requests, sampled, strict=True)
+            if request.keep
+        }
+        return sampled
 
     def _sample(
-        self, requests: Sequence[Request], dialogues: dict[int, list[int]], sampling: Sampling, seed: int,
-        done: Done | None,
-    ) -> Rollouts:  # fmt: skip
-        del dialogues
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None
+    ) -> list[Completion]:
         self.reread += sum(request.continues is not None for request in requests)
         return self.engine.sample(requests, sampling, seed, done)
 
@@ -220,7 +176,7 @@ class Session:
                     "set keep=True there"
                 )
             before = self._dialogues[request.continues]
-            if len(request.prompt) <= len(before) or list(request.prompt[: len(before)]) != before:
+            if len(request.prompt) <= len(before) or request.prompt.tokens[: len(before)] != before:
                 raise ValueError(
                     f"request {i} continues request number {request.continues}: its prompt must be that request's "
                     f"prompt and response ({len(before)} tokens) and at least one new token"

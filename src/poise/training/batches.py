@@ -1,35 +1,34 @@
-"""From samples to tensors: ``stack`` builds the ``Rollouts`` that the model runs, ``token_batch`` the ``TokenBatch``.
+"""From trajectories to the ``TokenBatch``: ``make_batch``, for the trainer and for ``poise diagnose``.
 
-``phases_of`` says which rows are updated, and with which phases.
-
-The only place that builds a batch, for the trainer and for ``poise diagnose``. Shapes: B samples, T tokens (padded).
+``phases_of`` says which rows are updated, and with which phases. Shapes: B trajectories, T tokens (padded).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from poise import advantages
 from poise._lib.device import send
-from poise.algorithms.base import CONSOLIDATED, Sample
+from poise.algorithms.base import CONSOLIDATED, Trajectory
 from poise.batch import Phase, Rows, TokenBatch
 from poise.models.policy import Policy
 from poise.models.scoring import score_all, score_min_p
 from poise.regulators import Regulator
-from poise.rollout.types import Rollouts
+from poise.rollout.types import padded_batch
 from poise.tasks import TaskError
 from poise.tasks.base import NO_REWARD
+from poise.training.update import NotFiniteError
 
 MOST_FAILED = 0.05  # share of a step's attempts that may end without a verdict
 ALL = slice(None)
 
 
-def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
+def with_verdict(samples: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
     """The samples that have a verdict, and the number of the others as a metric.
 
     A reward function that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
@@ -51,7 +50,7 @@ def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, flo
     return judged, {"reward/failed": float(len(failures))} if failures else {}
 
 
-def _in_groups(before: Sequence[Sample], after: list[Sample]) -> list[Sample]:
+def _in_groups(before: Sequence[Trajectory], after: list[Trajectory]) -> list[Trajectory]:
     """What is left, without a sample whose whole group has gone: there is nothing to compare it with.
 
     A sample with an advantage of its own is compared with none.
@@ -65,78 +64,86 @@ def _in_groups(before: Sequence[Sample], after: list[Sample]) -> list[Sample]:
     ]
 
 
-def stack(samples: Sequence[Sample], policy: Policy, temperature: float, micro_tokens: int | None = None) -> Rollouts:
-    """Stack samples into padded (B, T) tensors on the policy's device; score those without log-probabilities."""
-    device = policy.device
-
-    def padded(rows: list[Tensor]) -> Tensor:
-        return send(pad_sequence(rows, batch_first=True), device)
-
-    def or_zeros(values: Tensor | None, sample: Sample) -> Tensor:
-        return torch.zeros(len(sample.tokens)) if values is None else values
-
-    sampler_logp = [s.sampler_logp if s.sampler_logp is not None else or_zeros(s.logp, s) for s in samples]
-    rollouts = Rollouts(
-        prompts=[sample.prompt for sample in samples],
-        tokens=padded([sample.tokens for sample in samples]),
-        mask=padded([sample.own for sample in samples]),
-        logp=padded([or_zeros(sample.logp, sample) for sample in samples]),
-        entropy=padded([or_zeros(sample.entropy, sample) for sample in samples]),
-        finished=send(torch.tensor([sample.finished for sample in samples]), device),
-        sampler_logp=padded(sampler_logp) if any(s.sampler_logp is not None for s in samples) else None,
-        extents=[(len(sample.tokens), int(sample.own.sum())) for sample in samples],
-    )
-    unscored = [row for row, sample in enumerate(samples) if sample.logp is None]
-    if unscored:
-        rows = send(unscored, device)
-        logp, entropy = score_all(policy, rollouts.rows(unscored), temperature, micro_tokens)
-        rollouts.logp[rows], rollouts.entropy[rows] = logp, entropy
-        if rollouts.sampler_logp is not None:  # what the sampler reported stays
-            given = send(torch.tensor([samples[row].sampler_logp is not None for row in unscored]), device)
-            rollouts.sampler_logp[rows] = torch.where(given[:, None], rollouts.sampler_logp[rows], logp)
-    return rollouts
-
-
-def token_batch(
-    samples: Sequence[Sample],
-    rollouts: Rollouts,
+def make_batch(
+    trajectories: Sequence[Trajectory],
     policy: Policy,
     *,
     advantage: str = "group-zscore",
     temperature: float = 1.0,
     recompute: bool = False,
-    reference: Callable[[Rollouts], Tensor] | None = None,
+    reference: Callable[[TokenBatch], Tensor] | None = None,
     hidden: bool = False,
     min_p: float | None = None,
     micro_tokens: int | None = None,
 ) -> TokenBatch:
-    """The ``TokenBatch`` of these samples, which ``stack`` turned into ``rollouts``.
+    """The ``TokenBatch`` of these trajectories, on the policy's device.
 
     ``recompute`` takes old log-probabilities from a forward pass of the policy instead of the sampler. ``reference``
-    computes the log-probabilities of the KL term. ``hidden`` adds the head, and a
-    function that computes the hidden states (n, T, d) of some rows by a forward pass, for regulators that need them.
-    ``min_p`` adds the log-probabilities under the policy filtered by it (one more pass), for the surrogate lp-reg.
+    computes the log-probabilities of the KL term. ``hidden`` adds the head, and a function that computes the hidden
+    states (n, T, d) of some rows by a forward pass, for regulators that need them. ``min_p`` adds the log-probabilities
+    under the policy filtered by it (one more pass), for the surrogate lp-reg.
     """
-    device = rollouts.mask.device
-    rewards = torch.tensor([sample.score.reward for sample in samples], device=device)
-    groups = torch.tensor(group_numbers([sample.group for sample in samples]), device=device)
-    sampler_logp = rollouts.sampler_logp  # if present, rollouts.logp already comes from the policy
-    recompute = recompute and sampler_logp is None
-    return TokenBatch(
-        old_logp=score_all(policy, rollouts, temperature, micro_tokens)[0] if recompute else rollouts.logp,
-        mask=rollouts.mask,
-        advantages=_advantages(samples, rewards, groups, rollouts.mask, advantage),
-        groups=groups,
-        rewards=rewards,
-        correct=torch.tensor([sample.score.correct for sample in samples], device=device),
-        ref_logp=reference(rollouts) if reference else None,
-        sampler_logp=rollouts.logp if recompute else sampler_logp,
-        entropy=rollouts.entropy,
-        hidden=(lambda rows: policy.padded_hidden(rollouts.rows(rows))) if hidden else None,
+    sampled = _scored(_sampled(trajectories, policy.device), trajectories, policy, temperature, micro_tokens)
+    old_logp, sampler_logp = sampled.old_logp, sampled.sampler_logp
+    if recompute and sampler_logp is None:  # else the old ones already come from the policy
+        old_logp, sampler_logp = score_all(policy, sampled, temperature, micro_tokens)[0], old_logp
+    return replace(
+        sampled,
+        old_logp=old_logp,
+        sampler_logp=sampler_logp,
+        advantages=_advantages(trajectories, sampled, advantage),
+        ref_logp=reference(sampled) if reference else None,
+        hidden=(lambda rows: policy.padded_hidden(sampled.rows(rows))) if hidden else None,
         head=policy.head(temperature) if hidden else None,
-        targets=rollouts.tokens,
-        min_p_logp=None if min_p is None else score_min_p(policy, rollouts, temperature, min_p, micro_tokens),
+        min_p_logp=None if min_p is None else score_min_p(policy, sampled, temperature, min_p, micro_tokens),
     )
+
+
+def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenBatch:
+    """What was sampled; log-probabilities and entropies that nobody knows yet are 0, and so are all advantages."""
+    nothing = [torch.zeros(len(each.tokens)) for each in trajectories]
+
+    def known(values: Sequence[Tensor | None], other: Sequence[Tensor]) -> list[Tensor]:
+        return [y if x is None else x for x, y in zip(values, other, strict=True)]
+
+    logp = known([each.logp for each in trajectories], nothing)
+    own = [each.own for each in trajectories]
+    _check_finite(torch.cat(logp)[torch.cat(own)])
+    of_sampler = [each.sampler_logp for each in trajectories]
+    return padded_batch(
+        [each.prompt for each in trajectories],
+        [each.tokens for each in trajectories],
+        device,
+        own,
+        old_logp=logp,
+        entropy=known([each.entropy for each in trajectories], nothing),
+        sampler_logp=None if all(x is None for x in of_sampler) else known(of_sampler, logp),
+        groups=torch.tensor(group_numbers([each.group for each in trajectories]), device=device),
+        rewards=torch.tensor([each.score.reward for each in trajectories], device=device),
+        correct=torch.tensor([each.score.correct for each in trajectories], device=device),
+    )
+
+
+def _scored(
+    batch: TokenBatch, trajectories: Sequence[Trajectory], policy: Policy, temperature: float, micro_tokens: int | None
+) -> TokenBatch:
+    """The batch with log-probabilities and entropies for the trajectories that came without, by the policy."""
+    unscored = [row for row, each in enumerate(trajectories) if each.logp is None]
+    if not unscored:
+        return batch
+    part, rows = batch.rows(unscored), send(unscored, batch.mask.device)
+    logp, entropy = score_all(policy, part, temperature, micro_tokens)
+    _check_finite(logp[part.mask])
+    scored = {"old_logp": logp, "entropy": entropy}
+    if part.sampler_logp is not None:  # what the sampler reported stays
+        reported = send(torch.tensor([trajectories[row].sampler_logp is not None for row in unscored]), rows.device)
+        scored["sampler_logp"] = torch.where(reported[:, None], part.sampler_logp, logp)
+    return replace(batch, **{name: getattr(batch, name).index_copy(0, rows, new) for name, new in scored.items()})
+
+
+def _check_finite(logp: Tensor) -> None:
+    if not logp.isfinite().all():
+        raise NotFiniteError("the model's probabilities are not finite")
 
 
 def group_numbers(groups: Sequence[Hashable]) -> list[int]:
@@ -149,7 +156,7 @@ def group_numbers(groups: Sequence[Hashable]) -> list[int]:
 
 
 def without_consolidated(
-    samples: Sequence[Sample], phases: Sequence[Phase], batch: TokenBatch, rows: Rows = slice(None)
+    samples: Sequence[Trajectory], phases: Sequence[Phase], batch: TokenBatch, rows: Rows = slice(None)
 ) -> tuple[list[Phase], TokenBatch]:
     """The phases and the batch for summaries of what was sampled. ``rows`` are those of the phases."""
     numbers = torch.arange(len(samples))[rows].tolist()
@@ -159,26 +166,36 @@ def without_consolidated(
     return [phase.rows(sampled) for phase in phases], batch.rows([numbers[place] for place in sampled])
 
 
-def _advantages(samples: Sequence[Sample], rewards: Tensor, groups: Tensor, mask: Tensor, kind: str) -> Tensor:
-    """(B,) advantages: a sample's own one, or else normalised within its group.
+def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, kind: str) -> Tensor:
+    """(B,) advantages: a trajectory's own one, or else normalised within its group; (B, T) if one is per token.
 
     REINFORCE++ normalises over the rows of one role together, since others play another game.
     """
-    preset = [sample.advantage for sample in samples]
+    rewards, groups, estimate = batch.rewards, batch.groups, advantages.TABLE[kind]
+    assert rewards is not None
+    assert groups is not None
+    preset = [each.advantage for each in trajectories]
     rest: dict[str, list[int]] = {}  # rows to normalise together
-    for row, sample in enumerate(samples):
-        if sample.advantage is None:
-            rest.setdefault(sample.role if kind.startswith("reinforce-pp") else "", []).append(row)
+    for row, each in enumerate(trajectories):
+        if each.advantage is None:
+            rest.setdefault(each.role if kind.startswith("reinforce-pp") else "", []).append(row)
     if [len(rows) for rows in rest.values()] == [len(preset)]:
-        return advantages.TABLE[kind](rewards, groups, mask)
-    values = torch.tensor([0.0 if value is None else value for value in preset], device=rewards.device)
+        return estimate(rewards, groups, batch.mask)
+    numbers = [0.0 if value is None or isinstance(value, Tensor) else value for value in preset]
+    values = torch.tensor(numbers, device=rewards.device)
     for rows in rest.values():
-        values[rows] = advantages.TABLE[kind](rewards[rows], groups[rows], mask[rows]).to(values.dtype)
+        values[rows] = estimate(rewards[rows], groups[rows], batch.mask[rows]).to(values.dtype)
+    if not any(isinstance(value, Tensor) for value in preset):
+        return values
+    values = values[:, None].repeat(1, batch.mask.shape[1])
+    for row, value in enumerate(preset):
+        if isinstance(value, Tensor):
+            values[row, : len(value)] = value.to(values)
     return values
 
 
 def phases_of(
-    regulator: Regulator, samples: Sequence[Sample], batch: TokenBatch, *, drop_equal_groups: bool = False
+    regulator: Regulator, samples: Sequence[Trajectory], batch: TokenBatch, *, drop_equal_groups: bool = False
 ) -> tuple[Rows, list[Phase], dict[str, float]]:
     """The rows to update on, their phases, and the number of dropped groups as a metric.
 
@@ -193,7 +210,7 @@ def phases_of(
     return (rows, regulator(batch.rows(rows)), metrics) if count else (ALL, regulator(batch), metrics)
 
 
-def groups_with_spread(samples: Sequence[Sample]) -> tuple[list[int], int]:
+def groups_with_spread(samples: Sequence[Trajectory]) -> tuple[list[int], int]:
     """The rows without the groups whose rewards are all equal, and the number of these groups.
 
     A row with an advantage of its own stays, and so does one that has nothing to compare with.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poise.algorithms import Sample
+from poise.algorithms import Trajectory
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.tasks import Problem, TaskError, draw
@@ -32,7 +32,7 @@ class Evaluation:
     cut_off: int  # samples that reached the token limit
     greedy_cut_off: int
     failed: int = 0  # samples without a verdict; they count as wrong
-    attempts: Sequence[Sample] = ()  # the samples themselves
+    attempts: Sequence[Trajectory] = ()  # the samples themselves
 
     def summary(self) -> dict[str, Any]:
         """For ``summary.json``. ``accuracy`` is avg@k; beside it, ``greedy`` tells mere sharpening apart."""
@@ -93,8 +93,8 @@ def evaluate(
     """
     test_problems = draw(sampler.task, "test", seed, problems) if drawn is None else drawn
     problems = len(test_problems)  # a finite task may have fewer
-    sampled: list[Sample] = []
-    greedy: list[Sample] = []
+    sampled: list[Trajectory] = []
+    greedy: list[Trajectory] = []
     size = _chunk(samples, sampler.policy.device)
     for start in range(0, problems, size):
         chunk = test_problems[start : start + size]
@@ -138,7 +138,7 @@ def held_out(
     )  # fmt: skip
 
 
-def _result(samples: Sequence[Sample]) -> ProblemResult:
+def _result(samples: Sequence[Trajectory]) -> ProblemResult:
     """The result of one problem."""
     answers = tuple(sample.score.answer for sample in samples)
     return ProblemResult(samples[0].problem.difficulty, tuple(sample.score.correct for sample in samples), answers)

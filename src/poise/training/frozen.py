@@ -21,6 +21,7 @@ from torch import Tensor
 from poise._lib.files import expand
 from poise.algorithms import Algorithm
 from poise.algorithms.sampler import Sampler
+from poise.batch import TokenBatch
 from poise.config.schema import Config
 from poise.engines.choose import choose
 from poise.engines.limits import check_settings
@@ -28,7 +29,7 @@ from poise.models.places import locate
 from poise.models.policy import ModelError, Policy, load_policy
 from poise.models.scoring import score_all
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Done, Engine, Request, Rollouts
+from poise.rollout.types import Completion, Done, Engine, Request
 from poise.runs.folder import RunFolder
 
 START = "start"
@@ -46,10 +47,10 @@ class Frozen:
         """The context in which ``policy`` computes with the frozen weights."""
         return self.policy.model.disable_adapter() if self.adapter else nullcontext()
 
-    def logp(self, rollouts: Rollouts, temperature: float, micro_tokens: int | None) -> Tensor:
+    def logp(self, batch: TokenBatch, temperature: float, micro_tokens: int | None) -> Tensor:
         """(B, T) log-probabilities of the responses' tokens."""
         with self.active():
-            return score_all(self.policy, rollouts, temperature, micro_tokens)[0]
+            return score_all(self.policy, batch, temperature, micro_tokens)[0]
 
     @property
     def parameters(self) -> int:
@@ -75,7 +76,9 @@ class FrozenEngine:
         """The model, which computes with the frozen weights while this engine samples."""
         return self.frozen.policy
 
-    def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
         """Sample a response to each request, in their order."""
         with self.frozen.active():
             return self.engine.sample(requests, sampling, seed, done)

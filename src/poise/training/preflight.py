@@ -14,13 +14,13 @@ import torch
 
 from poise._lib.device import same_random_numbers
 from poise._lib.user_code import blamed
-from poise.algorithms.base import Sample
+from poise.algorithms.base import Trajectory
 from poise.algorithms.sampler import Sampler
-from poise.batch import TokenBatch
+from poise.batch import Prompt, TokenBatch
 from poise.config.schema import Config
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Request, Rollouts
+from poise.rollout.types import Completion, Done, Request
 from poise.runs.folder import CheckpointError
 from poise.tasks import draw, several_turns
 from poise.training.checkpoints import Checkpoints
@@ -37,7 +37,7 @@ def preflight(
     config: Config,
     sampler: Sampler,
     checkpoints: Checkpoints,
-    batch: Callable[[Sequence[Sample]], tuple[Rollouts, TokenBatch]],
+    batch: Callable[[Sequence[Trajectory]], TokenBatch],
 ) -> None:
     """Raise an error that says what to do if the run cannot work. ``batch`` is the trainer's own."""
     check_disk(config, checkpoints)
@@ -49,7 +49,7 @@ def preflight(
         )
         samples = echo.play([problem for problem in problems for _ in range(ATTEMPTS)], 0)
         try:
-            _, tokens = batch([_short(sample, number) for number, sample in enumerate(samples)])
+            tokens = batch([_short(sample, number) for number, sample in enumerate(samples)])
         except NotFiniteError as error:
             raise TrainError(f"model={config.model}: {error}, before any training: set dtype=float32") from error
         with blamed("regulator", config.regulator):
@@ -84,28 +84,27 @@ class Echo:
         requests: Sequence[Request],
         sampling: Sampling,  # noqa: ARG002
         seed: int,  # noqa: ARG002
-        done: Callable[[int, list[int]], None] | None = None,  # noqa: ARG002
-    ) -> Rollouts:
+        done: Done | None = None,  # noqa: ARG002
+    ) -> list[Completion]:
         """A reply to each request. Replies differ in length, and end where the limit allows it."""
         ends = self.policy.end_tokens
-        rows = []
+        replies = []
         for number, request in enumerate(requests):
-            words = [token for token in request.prompt if token not in ends] or list(request.prompt)
+            prompt = request.prompt.tokens
+            words = [token for token in prompt if token not in ends] or list(prompt)
             length = max(1, min(request.max_tokens, TOKENS - number % ATTEMPTS))
-            reply = (words * length)[:length]
-            rows.append(torch.tensor([*reply[:-1], ends[0]] if ends and length > 1 else reply))
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        zeros = torch.zeros(tokens.shape)
-        finished = torch.tensor([bool(ends) and len(row) > 1 for row in rows])
-        return Rollouts([list(request.prompt) for request in requests], tokens, mask, zeros, zeros, finished)
+            finished, reply = bool(ends) and length > 1, (words * length)[:length]
+            tokens, zeros = torch.tensor([*reply[:-1], ends[0]] if finished else reply), torch.zeros(length)
+            replies.append(Completion(tokens, zeros, zeros, finished))
+        return replies
 
 
-def _short(sample: Sample, number: int) -> Sample:
+def _short(sample: Trajectory, number: int) -> Trajectory:
     """The sample for a short pass of the model: without log-probabilities, and with a reward unlike its neighbour's."""
     score = replace(sample.score, reward=float(number % ATTEMPTS), correct=number % ATTEMPTS == 1, failed=None)
+    prompt = Prompt(sample.prompt.tokens[-CONTEXT:], sample.prompt.key)
     return replace(
-        sample, prompt=sample.prompt[-CONTEXT:], tokens=sample.tokens[:CONTEXT], own=sample.own[:CONTEXT], score=score,
+        sample, prompt=prompt, tokens=sample.tokens[:CONTEXT], own=sample.own[:CONTEXT], score=score,
         group=number // ATTEMPTS, logp=None, entropy=None, sampler_logp=None,
     )  # fmt: skip
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from poise import __version__
-from poise.algorithms.base import FIRST, Algorithm, Sample
+from poise.algorithms.base import FIRST, Algorithm, Trajectory
 from poise.algorithms.collected import metrics_of
 from poise.algorithms.sampler import POLICY, Sampler
 from poise.batch import Phase, TokenBatch
-from poise.rollout.types import Rollouts
+from poise.objective_settings import Settings
 from poise.runs.console import barred
 from poise.tasks import Task, gold_answer, several_turns
 
 
-def response_records(step: int, samples: Sequence[Sample], task: Task) -> Iterator[dict[str, Any]]:
+def response_records(step: int, samples: Sequence[Trajectory], task: Task) -> Iterator[dict[str, Any]]:
     """Every response of a step: the problem, the text, and the verifier's score.
 
     ``gold`` is the right answer, ``answer`` what the verifier read; a record lacks what is not known.
@@ -48,7 +48,7 @@ def response_records(step: int, samples: Sequence[Sample], task: Task) -> Iterat
         }
 
 
-def environment_turns(sample: Sample) -> list[tuple[int, str]]:
+def environment_turns(sample: Trajectory) -> list[tuple[int, str]]:
     """What the environment said between the replies, each with the number of the model's own tokens before it."""
     texts: list[str] = []
     for before, message in pairwise(sample.messages):
@@ -62,28 +62,30 @@ def environment_turns(sample: Sample) -> list[tuple[int, str]]:
     return list(zip(sample.own.cumsum(0)[:-1][ends].tolist(), texts, strict=False))
 
 
-def dialogue(sample: Sample) -> str:
+def dialogue(sample: Trajectory) -> str:
     """The replies, with what the environment said between them, behind bars."""
     own = (message["role"] == "assistant" for message in sample.messages)
     texts = (message["content"] for message in sample.messages)
     return "".join(text if mine else barred(text) for mine, text in zip(own, texts, strict=True)) or sample.text
 
 
-def shown(sample: Sample) -> tuple[str, str, float, bool]:
+def shown(sample: Trajectory) -> tuple[str, str, float, bool]:
     """A sample as the console shows it."""
     return sample.problem.prompt, dialogue(sample), sample.score.reward, sample.score.correct
 
 
-def token_arrays(rollouts: Rollouts, batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:
+def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:
     """The tokens of those responses, end to end: response i has ``start[i]:start[i + 1]`` of every other array.
 
     ``weight/NAME`` is the policy weight in phase NAME. A regulator's per-token values keep their own names.
     """
     mask = batch.mask
+    assert batch.targets is not None
+    assert batch.entropy is not None
     arrays = {
-        "id": rollouts.tokens[mask].int(),
+        "id": batch.targets[mask].int(),
         "logp": batch.old_logp[mask].float(),
-        "entropy": rollouts.entropy[mask].float(),
+        "entropy": batch.entropy[mask].float(),
         "advantage": batch.token_advantages[mask].float(),
         **{f"weight/{phase.name}": phase.policy[mask].float() for phase in phases},
         **{name: values[mask].float() for phase in phases for name, values in phase.tokens.items()},
@@ -109,10 +111,9 @@ def environment(device: torch.device) -> dict[str, str | int]:
 def step_metrics(
     algorithm: Algorithm,
     task: Task,
-    samples: Sequence[Sample],
-    rollouts: Rollouts,
+    samples: Sequence[Trajectory],
     batch: TokenBatch,
-    cap: float | None = None,
+    settings: Settings,
 ) -> dict[str, float]:
     """``reward/…`` and ``rollout/…`` of a step, and what the algorithm reports itself.
 
@@ -121,8 +122,9 @@ def step_metrics(
     own = metrics_of(algorithm, samples)
     first = [row for row, sample in enumerate(samples) if sample.role == FIRST]
     if first and len(first) < len(samples):
-        samples, rollouts, batch = [samples[row] for row in first], rollouts.rows(first), batch.rows(first)
-    return {**reward_metrics(samples, batch), **task_metrics(task), **rollout_metrics(rollouts, batch, cap), **own}
+        samples, batch = [samples[row] for row in first], batch.rows(first)
+    sampled = rollout_metrics(samples, batch, settings)
+    return {**reward_metrics(samples, batch), **task_metrics(task), **sampled, **own}
 
 
 def task_metrics(task: Task) -> dict[str, float]:
@@ -141,7 +143,7 @@ def turn_metrics(sampler: Sampler) -> dict[str, float]:
     return turns if several_turns(sampler.task) else {}
 
 
-def reward_metrics(samples: Sequence[Sample], batch: TokenBatch) -> dict[str, float]:
+def reward_metrics(samples: Sequence[Trajectory], batch: TokenBatch) -> dict[str, float]:
     """``reward/…``: means over the responses; ``no_spread`` is the share whose advantages are all 0."""
     scores, n = [sample.score for sample in samples], len(samples)
     verdicts: dict[str, list[bool]] = {}
@@ -160,16 +162,14 @@ def reward_metrics(samples: Sequence[Sample], batch: TokenBatch) -> dict[str, fl
     }
 
 
-def rollout_metrics(rollouts: Rollouts, batch: TokenBatch, cap: float | None = None) -> dict[str, float]:
-    """``rollout/…``: length, entropy, share finished; the mismatch too, if the sampler's log-probabilities differ.
-
-    ``cap`` truncates importance weights.
-    """
+def rollout_metrics(samples: Sequence[Trajectory], batch: TokenBatch, settings: Settings) -> dict[str, float]:
+    """``rollout/…``: length, entropy, share finished; the mismatch too, if the sampler's log-probabilities differ."""
+    assert batch.entropy is not None
     return {
-        **(mismatch_metrics(batch, cap) if batch.sampler_logp is not None else {}),
-        "rollout/length": float(rollouts.mask.sum(1).float().mean()),
-        "rollout/entropy": float(rollouts.entropy[rollouts.mask].mean()),
-        "rollout/finished": float(rollouts.finished.float().mean()),
+        **(mismatch_metrics(batch, settings) if batch.sampler_logp is not None else {}),
+        "rollout/length": float(batch.lengths.float().mean()),
+        "rollout/entropy": float(batch.entropy[batch.mask].mean()),
+        "rollout/finished": float(torch.tensor([sample.finished for sample in samples]).float().mean()),
     }
 
 
@@ -182,7 +182,7 @@ def token_metrics(sampled: Counter[str], before: int) -> dict[str, int]:
     return {"tokens/sampled": sampled.total(), **others, "tokens/total": before + sampled.total()}
 
 
-def mismatch_metrics(batch: TokenBatch, cap: float | None) -> dict[str, float]:
+def mismatch_metrics(batch: TokenBatch, settings: Settings) -> dict[str, float]:
     """How the policy's log-probabilities differ from the sampler's, over all response tokens.
 
     ``importance`` is the mean importance weight before truncation, 1 if both agree; ``truncated`` the share of tokens
@@ -190,11 +190,12 @@ def mismatch_metrics(batch: TokenBatch, cap: float | None) -> dict[str, float]:
     ``mismatch_kl`` estimates KL(sampler ‖ policy), by k3.
     """
     assert batch.sampler_logp is not None
+    cap = torch.inf if settings.importance_cap is None else settings.importance_cap
     gap = (batch.old_logp - batch.sampler_logp)[batch.mask].double()
     ratio, distance = gap.exp(), gap.abs()
     statistics = {
         "importance": ratio.mean(),
-        "truncated": (ratio > (torch.inf if cap is None else cap)).double().mean(),
+        "truncated": (ratio > cap).double().mean(),
         "mismatch": distance.mean(),
         "mismatch_max": distance.max(),
         "mismatch_kl": (torch.expm1(gap) - gap).mean(),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
-from poise.algorithms.base import FIRST, Sample
+from poise.algorithms.base import FIRST, Trajectory
 from poise.config.schema import Config
 from poise.runs.console import Console, complain
 from poise.runs.folder import RunFolder
@@ -60,7 +60,7 @@ class Reporter:
         for warning in warnings:
             (complain if self._quiet else self.note)(str(warning))
 
-    def samples(self, samples: Sequence[Sample]) -> None:
+    def samples(self, samples: Sequence[Trajectory]) -> None:
         """Show a few first attempts, chosen across the range of rewards."""
         self._console.samples_table([shown(sample) for sample in samples if sample.role == FIRST])
 

@@ -6,19 +6,20 @@ Shapes: B responses, T response tokens (padded), N active tokens of one pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from poise._lib.device import send
-from poise.batch import Phase, TokenBatch
+from poise.batch import Phase, Rows, TokenBatch
+from poise.config.schema import Config
 from poise.head import policy_loss
 from poise.models.layers import OutOfMemoryError
-from poise.models.packing import pack
+from poise.models.packing import pack, tokens_in
 from poise.models.policy import Policy
 from poise.models.scoring import BUSY_TOKENS, default_micro_tokens, score_all
 from poise.objective import Settings, active, normalizer, survey
-from poise.rollout.types import Rollouts
 from poise.surrogates import Survey
 
 Metrics = dict[str, Tensor]
@@ -30,38 +31,45 @@ class NotFiniteError(RuntimeError):
     """The gradient, or a probability of the model, is NaN or infinite, and no optimizer step was taken."""
 
 
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a batch becomes optimizer steps."""
+
+    objective: Settings = Settings()  # noqa: RUF009 (frozen)
+    temperature: float = 1.0
+    mini_batch: int = 0  # responses per optimizer step; 0: all
+    micro_tokens: int | None = None  # tokens per pass; None: as many as keep the device busy
+    grad_clip: float = 1.0
+
+    @classmethod
+    def of(cls, config: Config) -> UpdatePlan:
+        """The plan of a run."""
+        optim = config.optim
+        return cls(config.objective, config.rollout.temperature, optim.mini_batch, optim.micro_tokens, optim.grad_clip)
+
+
 def update(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    rollouts: Rollouts,
     batch: TokenBatch,
     phases: Sequence[Phase],
-    settings: Settings,
-    *,
-    temperature: float = 1.0,
-    mini_batch: int = 0,
-    micro_tokens: int | None = None,
-    grad_clip: float = 1.0,
+    plan: UpdatePlan,
     seed: int = 0,
 ) -> dict[str, float]:
     """Run every phase as a complete pass over the batch; return ``optim/…`` metrics averaged over the optimizer steps.
 
-    A mini-batch without active tokens takes no step: momentum alone must not move the model. Responses without active
-    tokens are not run through the model, but count in the denominator.
+    A mini-batch without active tokens takes no step: momentum alone must not move the model.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
     steps = 0
     for number, phase in enumerate(phases):
-        active_BT = active(batch, phase, settings).cpu()
-        for rows in mini_batches(len(batch.mask), mini_batch, seed + number):
-            metrics = accumulate(
-                policy, parameters, rollouts, batch, phase, settings, rows, active_BT=active_BT,
-                temperature=temperature, micro_tokens=micro_tokens,
-            )  # fmt: skip
+        active_BT = active(batch, phase, plan.objective).cpu()
+        for rows in mini_batches(len(batch.mask), plan.mini_batch, seed + number):
+            metrics = backward(policy, batch.rows(rows), phase.rows(rows), plan, active_BT[rows])
             if metrics is None:
                 continue
-            metrics["optim/grad_norm"] = clip(parameters, grad_clip, phase.name)
+            metrics["optim/grad_norm"] = clip(parameters, plan.grad_clip, phase.name)
             try:
                 optimizer.step()
             except torch.OutOfMemoryError as error:
@@ -72,59 +80,44 @@ def update(
     return {**dict(zip(totals, means, strict=True)), "optim/steps": float(steps)}
 
 
-def accumulate(
-    policy: Policy,
-    parameters: Sequence[Tensor],
-    rollouts: Rollouts,
-    batch: TokenBatch,
-    phase: Phase,
-    settings: Settings,
-    rows: Sequence[int] | None = None,
-    *,
-    active_BT: Tensor | None = None,
-    temperature: float = 1.0,
-    micro_tokens: int | None = None,
+def backward(
+    policy: Policy, batch: TokenBatch, phase: Phase, plan: UpdatePlan, active_BT: Tensor | None = None
 ) -> Metrics | None:
-    """Set the gradients of ``parameters`` to those of a mini-batch's loss, and return its metrics.
+    """Set the policy's gradients to those of a mini-batch's loss, and return its metrics.
 
-    ``rows`` are the mini-batch, by default the whole batch. ``active_BT`` are the active tokens, on the host; computed
-    here unless passed. None: no token of the mini-batch is active, and there is no gradient.
+    None if no token is active: then there is no gradient. Responses without active tokens are not run through the
+    model, but count in the denominator. ``active_BT`` are the active tokens, on the host, if the caller knows them.
     """
+    settings = plan.objective
     active_BT = active(batch, phase, settings).cpu() if active_BT is None else active_BT
-    mini_batch = list(range(len(batch.mask))) if rows is None else list(rows)
-    is_active_B = active_BT.any(1).tolist()
-    active_rows = [row for row in mini_batch if is_active_B[row]]
+    active_rows = active_BT.any(1).nonzero()[:, 0].tolist()
     if not active_rows:
         return None
-    norm = normalizer(batch.rows(send(mini_batch, batch.mask.device)), settings)
-    taken = _survey(policy, rollouts, batch, settings, mini_batch, temperature, micro_tokens)
-    place = {row: at for at, row in enumerate(mini_batch)}
+    norm = normalizer(batch, settings)
+    survey = _survey(policy, batch, plan)
 
-    def backward(rows: list[int]) -> Metrics:
-        seen = None if taken is None else taken.rows(send([place[row] for row in rows], batch.mask.device))
-        return _backward(policy, rollouts, batch, phase, active_BT, settings, norm, temperature, seen, rows)
+    def run(rows: list[int]) -> Metrics:
+        """One pass: add these rows' share of the loss gradient, and return their share of the metrics."""
+        part, tokens_N = batch.rows(rows), send(active_BT[rows].flatten().nonzero()[:, 0], batch.mask.device)
+        loss, metrics = policy_loss(
+            policy.hidden(part, tokens_N), part, phase.rows(rows), settings, normalizer=norm,
+            head=policy.head(plan.temperature), tokens=tokens_N, memory=HEAD_MEMORY if tokens_N.is_cuda else None,
+            survey=None if survey is None else survey.rows(send(rows, batch.mask.device)),
+        )  # fmt: skip
+        loss.backward()
+        return metrics
 
-    tokens = micro_tokens or default_micro_tokens(policy)
-    metrics = within_memory(policy, parameters, rollouts, active_rows, tokens, backward)
-    if taken is not None and taken.chosen is not None:
-        metrics["optim/chosen"] = taken.chosen.sum() / batch.mask[send(mini_batch, batch.mask.device)].sum()
+    metrics = within_memory(policy, batch, active_rows, plan.micro_tokens or default_micro_tokens(policy), run)
+    if survey is not None and survey.chosen is not None:
+        metrics["optim/chosen"] = survey.chosen.sum() / batch.mask.sum()
     return metrics
 
 
-def _survey(
-    policy: Policy,
-    rollouts: Rollouts,
-    batch: TokenBatch,
-    settings: Settings,
-    mini_batch: list[int],
-    temperature: float,
-    micro_tokens: int | None,
-) -> Survey | None:
+def _survey(policy: Policy, batch: TokenBatch, plan: UpdatePlan) -> Survey | None:
     """The survey of a mini-batch, from a scoring pass over it, if the surrogate needs one."""
-    if not settings.rule.surveyed:
+    if not plan.objective.rule.surveyed:
         return None
-    logp = score_all(policy, rollouts.rows(mini_batch), temperature, micro_tokens)[0]
-    return survey(logp, batch.rows(send(mini_batch, batch.mask.device)), settings)
+    return survey(score_all(policy, batch, plan.temperature, plan.micro_tokens)[0], batch, plan.objective)
 
 
 def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:
@@ -137,38 +130,8 @@ def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:
     return norm
 
 
-def _backward(
-    policy: Policy,
-    rollouts: Rollouts,
-    batch: TokenBatch,
-    phase: Phase,
-    active_BT: Tensor,
-    settings: Settings,
-    norm: Tensor,
-    temperature: float,
-    taken: Survey | None,
-    rows: list[int],
-) -> Metrics:
-    """One pass: add these rows' share of the loss gradient, and return their share of the metrics."""
-    ix = send(rows, batch.mask.device)
-    responses = rollouts.rows(rows)
-    tokens_N = send(active_BT[rows].flatten().nonzero()[:, 0], ix.device)  # flat indices into the rows' (B, T)
-    loss, metrics = policy_loss(
-        policy.hidden(responses, tokens_N), batch.rows(ix), phase.rows(ix), settings, normalizer=norm,
-        head=policy.head(temperature), targets=responses.tokens, tokens=tokens_N,
-        memory=HEAD_MEMORY if tokens_N.is_cuda else None, survey=taken,
-    )  # fmt: skip
-    loss.backward()
-    return metrics
-
-
 def within_memory(
-    policy: Policy,
-    parameters: Sequence[Tensor],
-    rollouts: Rollouts,
-    rows: list[int],
-    tokens: int,
-    backward: Callable[[list[int]], Metrics],
+    policy: Policy, batch: TokenBatch, rows: list[int], tokens: int, run: Callable[[list[int]], Metrics]
 ) -> Metrics:
     """Accumulate the gradient of a mini-batch in as many passes as memory requires, and return the summed metrics.
 
@@ -176,19 +139,19 @@ def within_memory(
     device busy; then with gradient checkpointing; then with ever fewer tokens. Later mini-batches keep these limits.
     """
     while True:
-        bins = pack(rollouts, rows, policy.budget(tokens))
-        _clear(policy, parameters)
+        bins = pack(batch, rows, policy.budget(tokens))
+        _clear(policy)
         try:
             totals: Metrics = {}
             for bin_rows in bins:
-                _add(totals, backward(bin_rows))
+                _add(totals, run(bin_rows))
             return totals
         except torch.OutOfMemoryError:
             pass  # retry outside of this block: here the error still references the tensors that filled the memory
-        _clear(policy, parameters)
+        _clear(policy)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        largest = max((_token_count(rollouts, bin_rows) for bin_rows in bins if len(bin_rows) > 1), default=0)
+        largest = max((tokens_in(batch, bin_rows) for bin_rows in bins if len(bin_rows) > 1), default=0)
         if largest < BUSY_TOKENS and policy.save_memory():
             continue
         if not largest:
@@ -196,17 +159,11 @@ def within_memory(
         policy.most_tokens = largest // 2
 
 
-def _clear(policy: Policy, parameters: Sequence[Tensor]) -> None:
+def _clear(policy: Policy) -> None:
     """Clear all gradients: the optimizer's, and those that an aborted pass left on the model."""
-    for parameter in parameters:
+    for parameter in policy.parameters():
         parameter.grad = None
     policy.model.zero_grad(set_to_none=True)
-
-
-def _token_count(rollouts: Rollouts, rows: list[int]) -> int:
-    """The number of tokens in a pass, each prompt counted once."""
-    prompts = {tuple(rollouts.prompts[row]) for row in rows}
-    return sum(rollouts.lengths[row] for row in rows) + sum(map(len, prompts))
 
 
 def _add(totals: Metrics, more: Metrics) -> None:
@@ -214,12 +171,12 @@ def _add(totals: Metrics, more: Metrics) -> None:
         totals[name] = totals[name] + value if name in totals else value
 
 
-def mini_batches(count: int, size: int, seed: int) -> list[list[int]]:
-    """Row numbers of the mini-batches: all rows at once (size 0), or shuffled and cut into parts of at most ``size``.
+def mini_batches(count: int, size: int, seed: int) -> list[Rows]:
+    """The rows of each mini-batch: all, as a slice that copies nothing (size 0), or shuffled parts of at most ``size``.
 
     Part sizes differ by at most one: a small last part would spend a whole optimizer step on a few responses.
     """
     if size == 0 or size >= count:
-        return [list(range(count))]
+        return [slice(None)]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return [part.tolist() for part in order.tensor_split(-(-count // size))]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from poise._lib import device as _device
+from poise.batch import Prompt
 from poise.engines.native.kv_cache import SavedRow, Shape
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.engines.native.slot_cache import SlotCache
@@ -44,16 +45,16 @@ class Decoder:
         """How many rows to decode when the first ``taken`` rows hold a sequence."""
         return taken
 
-    def read(self, prompts: list[list[int]], numbers: list[int], rows: list[int]) -> None:
+    def read(self, prompts: list[Prompt], numbers: list[int], rows: list[int]) -> None:
         """Run different prompts through the model, packed, and store their keys."""
         packed = layout_prompts(prompts, self.mask.device)
         self.cache.assign(packed, numbers, [len(prompt) for prompt in prompts], rows)
         self._read(packed, numbers)
 
-    def read_on(self, prompts: list[list[int]], saved: list[SavedRow], numbers: list[int], rows: list[int]) -> None:
+    def read_on(self, prompts: list[Prompt], saved: list[SavedRow], numbers: list[int], rows: list[int]) -> None:
         """Do the same for prompts whose first keys are saved: only the rest runs through the model."""
         cached = [row.length for row in saved]
-        texts = [prompt[length:] for prompt, length in zip(prompts, cached, strict=True)]
+        texts = [prompt.tokens[length:] for prompt, length in zip(prompts, cached, strict=True)]
         packed = layout_continued(texts, cached, self.mask.device)
         self.cache.assign(packed, numbers, [len(prompt) for prompt in prompts], rows)
         self.cache.copy_in(saved, numbers)
@@ -113,7 +114,7 @@ class Decoder:
 
 def layer_shapes(policy: Policy) -> list[Shape]:
     """The shape of every layer's keys and values, recorded while one token runs through the model."""
-    packed = layout_prompts([[0]], policy.device)
+    packed = layout_prompts([Prompt((0,))], policy.device)
     mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=policy.device)
     recorder = _ShapeRecorder()
     with torch.no_grad():

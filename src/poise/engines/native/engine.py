@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from poise._lib import device as _device
+from poise.batch import Prompt
 from poise.engines.limits import check_lengths
 from poise.engines.native import graphs
 from poise.engines.native.decoder import Decoder, layer_shapes
@@ -22,9 +23,9 @@ from poise.engines.native.scheduler import Scheduler
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.models.places import first_line
 from poise.models.policy import Policy
-from poise.models.trials import logp_close, short_windows, states_close, states_of, twice
+from poise.models.trials import logp_close, scored_twice, short_windows, states_close, states_of
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Done, Request, Rollouts, check_requests
+from poise.rollout.types import Completion, Done, Request, check_requests
 
 PROMPT_STEP = 64  # prompt lengths are rounded up to a multiple, so that the cache is rarely allocated anew
 SMALL_MODEL = 10_000_000  # parameters in the layers: below this, waking a second CPU thread costs more than it gains
@@ -55,11 +56,13 @@ class NativeEngine:
         self._decoder_key: tuple[Any, ...] = ()  # what the decoder was made for
 
     @torch.no_grad()
-    def sample(self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None) -> Rollouts:
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
         """Sample a response to each request, in their order."""
-        rollouts = self.run(requests, sampling, seed, done)
+        sampled = self.run(requests, sampling, seed, done)
         self.release_if_large()
-        return rollouts
+        return sampled
 
     def session(self, length: int | None = None) -> NativeSession:
         """Calls between which keys and values are kept; ``length``: tokens of the longest dialogue to expect."""
@@ -68,7 +71,7 @@ class NativeEngine:
     def run(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None,
         kept: KeptRows | None = None, least: tuple[int, int] = (0, 0),
-    ) -> Rollouts:  # fmt: skip
+    ) -> list[Completion]:  # fmt: skip
         """``sample`` with the rows that a session keeps, in a cache of at least so many slots and tokens per slot."""
         check_requests(requests)
         check_lengths(self.policy, requests)
@@ -127,7 +130,7 @@ class NativeEngine:
         """
         like = next(self.policy.trunk.parameters())
         slots, length = self.cache_sizes(requests)
-        prompts = min(slots, len({tuple(request.prompt) for request in requests}))
+        prompts = min(slots, len({request.prompt for request in requests}))
         longest = _rounded(max(len(request.prompt) for request in requests))
         sizes = (slots, prompts, longest, max(request.max_tokens for request in requests))
         if self._graphs:
@@ -236,7 +239,7 @@ def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
     like, expected = next(policy.trunk.parameters()), []
     with short_windows(policy.base):
         for row, prompt in enumerate(prompt_of):
-            ids = torch.tensor([[*prompts[prompt], *(drawn[row] for drawn in rounds)]], device=policy.device)
+            ids = torch.tensor([[*prompts[prompt].tokens, *(drawn[row] for drawn in rounds)]], device=policy.device)
             expected.append(states_of(policy, ids)[:, -3:])
         decoder = _new_decoder(policy, layer_shapes(policy), *TRIAL_CACHE, like, step)
         found = [_begin_trial(decoder, prompts, prompt_of)]
@@ -248,13 +251,14 @@ def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
     return states_close(torch.stack(found, 1), torch.stack(expected, 1), like.dtype)
 
 
-def _trial_texts(policy: Policy) -> tuple[list[list[int]], list[int], list[int]]:
+def _trial_texts(policy: Policy) -> tuple[list[Prompt], list[int], list[int]]:
     """Two prompts, which of them each of three rows has, and a token for each row."""
     size = policy.head().vocabulary
-    return [[1 % size, 2 % size, 3 % size], [3 % size, 1 % size]], [0, 0, 1], [2 % size, 4 % size, 5 % size]
+    prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size, 1 % size))]
+    return prompts, [0, 0, 1], [2 % size, 4 % size, 5 % size]
 
 
-def _begin_trial(decoder: Decoder, prompts: list[list[int]], prompt_of: list[int]) -> Tensor:
+def _begin_trial(decoder: Decoder, prompts: list[Prompt], prompt_of: list[int]) -> Tensor:
     """Read the prompts into three rows; (3, W) the states from which their first tokens would be drawn."""
     decoder.read(prompts, [0, 1], [0, 2])
     before = decoder.cache.occupy([0, 1, 2], prompt_of)
@@ -275,14 +279,16 @@ def continues(policy: Policy) -> bool:
     with short_windows(policy.base):
         try:
             with engine.session() as session:
-                prompts, texts = [[1 % size, 2 % size, 3 % size], [3 % size]], [[2 % size], [4 % size] * 5]
+                prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size,))]
                 first = session.sample([Request(prompt, 4, keep=True) for prompt in prompts], greedy, 0)
-                dialogues = [p + t.tolist() + text for p, t, text in zip(prompts, first.tokens, texts, strict=True)]
+                replies = [completion.tokens.tolist() for completion in first]
+                said = [[2 % size], [4 % size] * 5]
+                dialogues = [p.then(reply + text) for p, reply, text in zip(prompts, replies, said, strict=True)]
                 trial = session.sample([Request(p, 3, continues=i) for i, p in enumerate(dialogues)], greedy, 0)
                 kept = session.continued == 2
         except torch.OutOfMemoryError:
             raise
         except TRIAL_ERRORS:
             return False
-        expected = twice(policy, lambda: policy.score(trial)[0][trial.mask])
-    return kept and logp_close(trial.logp[trial.mask], expected, policy.head().weight.dtype)
+        expected = scored_twice(policy, dialogues, trial)
+    return kept and logp_close(torch.cat([each.logp for each in trial]), expected, policy.head().weight.dtype)

@@ -19,7 +19,7 @@ from poise.engines.native.kv_cache import SavedRow
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.engines.native.slot_cache import SlotCache
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Done, Request, Rollouts, Session
+from poise.rollout.types import Completion, Done, Request, Session
 
 if TYPE_CHECKING:
     from poise.engines.native.engine import NativeEngine
@@ -40,21 +40,20 @@ class NativeSession(Session):
         self._length, self._slots = length or 0, 0  # of the cache on CUDA: both only grow, so that graphs stay
 
     def _sample(
-        self, requests: Sequence[Request], dialogues: dict[int, list[int]], sampling: Sampling, seed: int,
-        done: Done | None,
-    ) -> Rollouts:  # fmt: skip
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None
+    ) -> list[Completion]:
         if not any(request.keep or request.continues is not None for request in requests):
             self._rows = {}
             return self.engine.sample(requests, sampling, seed, done)
         if not self.engine.keeps_keys:
-            return super()._sample(requests, dialogues, sampling, seed, done)
+            return super()._sample(requests, sampling, seed, done)
         kept = KeptRows(self._rows, self.engine.token_bytes)
         self._rows = {}
-        rollouts = self.engine.run(requests, sampling, seed, done, kept, self._reserve(requests))
+        sampled = self.engine.run(requests, sampling, seed, done, kept, self._reserve(requests))
         self._rows = kept.after
         self.continued += kept.continued
         self.reread += kept.reread
-        return rollouts
+        return sampled
 
     def _reserve(self, requests: Sequence[Request]) -> tuple[int, int]:
         """The least (slots, slot length) of the cache on CUDA: what the session had, doubled if that is too short.

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 import torch
 
 from poise._lib.device import send
+from poise.batch import Prompt
 from poise.engines.native.decoder import Decoder
 from poise.engines.native.kept_rows import KeptRows
 from poise.engines.native.kv_cache import FIRST_ROOM, SavedRow
 from poise.models.packing import first_fit
 from poise.rollout.sampling import Sampling, uniform
-from poise.rollout.types import Done, Request, Rollouts, end_table, numbers
+from poise.rollout.types import Completion, Done, Request, completions, end_table, numbers
 
 PASS_TOKENS = 8192  # prompt tokens that are read in one pass
-IDLE = Request([0], 0)  # stands for the request of a row that is decoded for nothing
+IDLE = Request(Prompt((0,)), 0)  # stands for the request of a row that is decoded for nothing
 
 
 class Scheduler:
@@ -33,8 +34,8 @@ class Scheduler:
         self.kept = kept
         self.requests, self.decoder, self.sampling, self.seed, self.done = requests, decoder, sampling, seed, done
         self.cache, self.device = decoder.cache, decoder.hidden.device
-        prompt_numbers: dict[tuple[int, ...], int] = {}
-        self.prompt_of = [prompt_numbers.setdefault(tuple(r.prompt), len(prompt_numbers)) for r in requests]
+        prompt_numbers: dict[Prompt, int] = {}
+        self.prompt_of = [prompt_numbers.setdefault(r.prompt, len(prompt_numbers)) for r in requests]
         self.numbers = numbers(requests)
         self.waiting = deque(range(len(requests)))
         self.rows: list[int] = []  # the request in each row; −1: none
@@ -48,7 +49,7 @@ class Scheduler:
         self.logp, self.entropy = (torch.zeros(shape, device=self.device) for _ in range(2))
         self.stop_tokens = end_table(requests, self.device)
 
-    def work(self) -> Rollouts:
+    def work(self) -> list[Completion]:
         """Decode until nothing waits and every row is free."""
         self.cache.clear()
         while True:
@@ -79,21 +80,21 @@ class Scheduler:
 
     def _read(self, unread: dict[int, tuple[int, int]]) -> None:
         """Run prompts through the model: whole ones, and of those that continue a kept row the new tokens."""
-        whole: list[tuple[int, int, list[int]]] = []  # number, row, tokens
-        begun: list[tuple[int, int, list[int], SavedRow]] = []
-        for prompt, (row, i) in unread.items():
+        whole: list[tuple[int, int, Prompt]] = []  # number, row
+        begun: list[tuple[int, int, Prompt, SavedRow]] = []
+        for number, (row, i) in unread.items():
             saved = self.kept.find(self.requests[i]) if self.kept is not None else None
-            tokens = list(self.requests[i].prompt)
+            prompt = self.requests[i].prompt
             if saved is None:
-                whole.append((prompt, row, tokens))
+                whole.append((number, row, prompt))
             else:
-                begun.append((prompt, row, tokens, saved))
-        for part in first_fit([len(tokens) for _, _, tokens in whole], PASS_TOKENS):
-            prompts, rows, texts = zip(*(whole[i] for i in part), strict=True)
-            self.decoder.read(list(texts), list(prompts), list(rows))
-        for part in first_fit([len(tokens) - saved.length for _, _, tokens, saved in begun], PASS_TOKENS):
-            prompts, rows, texts, kept = zip(*(begun[i] for i in part), strict=True)
-            self.decoder.read_on(list(texts), list(kept), list(prompts), list(rows))
+                begun.append((number, row, prompt, saved))
+        for part in first_fit([len(prompt) for _, _, prompt in whole], PASS_TOKENS):
+            prompt_numbers, rows, prompts = zip(*(whole[i] for i in part), strict=True)
+            self.decoder.read(list(prompts), list(prompt_numbers), list(rows))
+        for part in first_fit([len(prompt) - saved.length for _, _, prompt, saved in begun], PASS_TOKENS):
+            prompt_numbers, rows, prompts, kept = zip(*(begun[i] for i in part), strict=True)
+            self.decoder.read_on(list(prompts), list(kept), list(prompt_numbers), list(rows))
 
     def _close_up(self) -> None:
         """Move sequences from the last rows into free ones, if fewer rows are decoded then."""
@@ -172,11 +173,7 @@ class Scheduler:
         lengths = [len(self.requests[i].prompt) + self.counts[i] - 1 for i in asked]
         self.kept.save(self.cache, rows, [self.numbers[i] for i in asked], lengths)
 
-    def _results(self) -> Rollouts:
+    def _results(self) -> list[Completion]:
         used = max(self.counts)
         tokens, logp, entropy = (x[:-1, :used] for x in (self.tokens, self.logp, self.entropy))
-        mask = torch.arange(used, device=self.device) < send(self.counts, self.device)[:, None]
-        prompts = [list(request.prompt) for request in self.requests]
-        finished = send(torch.tensor(self.stopped), self.device)
-        extents = [(count, count) for count in self.counts]
-        return Rollouts(prompts, tokens, mask, logp, entropy, finished, extents=extents)
+        return completions(self.counts, self.stopped, tokens, logp, entropy)
