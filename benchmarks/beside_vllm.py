@@ -46,6 +46,7 @@ from measure import environment, in_turns, median, since_start, spread, write
 from rollout import random_policy, random_requests, sampled
 from update import SHAPES, model_of, uneven
 
+from poise.batch import Prompt
 from poise.engines.native.engine import NativeEngine
 from poise.engines.vllm import VllmEngine
 from poise.models.policy import EMBEDDED
@@ -89,7 +90,7 @@ def bare(llm: Any, requests: list[Request], more: str = "nothing else") -> Calla
     """vLLM's own ``generate``; the number of response tokens."""
     from vllm import SamplingParams
 
-    asked = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+    asked = [{"prompt_token_ids": list(request.prompt.tokens)} for request in requests]
     wanted = [
         SamplingParams(temperature=1.0, max_tokens=request.max_tokens, ignore_eos=True, **ASKED[more])
         for request in requests
@@ -140,7 +141,7 @@ def vllm(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of vLLM alone, then of poise's engine on it, and what a push of the weights takes."""
     policy = random_policy(args.shape, args.device)
     engine = VllmEngine(policy, memory=args.memory)
-    engine.sample([Request([1, 2, 3], 4)], Sampling(1.0), 0)  # starts vLLM
+    engine.sample([Request(Prompt((1, 2, 3)), 4)], Sampling(1.0), 0)  # starts vLLM
     ready = since_start()
     for case in args.cases:
         found = timed(bare(engine._llm, requests_of(case, args.shape, args.tiny)), args.device, args.repeats)
@@ -151,8 +152,8 @@ def vllm(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         requests = requests_of(case, args.shape, args.tiny)
         found = timed(sampled(engine, requests), args.device, args.repeats)
         made = engine.sample(requests, Sampling(1.0), 0)
-        assert made.sampler_logp is not None
-        mismatch = float((made.logp - made.sampler_logp)[made.mask].abs().mean())
+        gaps = [each.logp - each.sampler_logp for each in made if each.sampler_logp is not None]
+        mismatch = float(torch.cat(gaps).abs().mean())
         yield {"engine": "rollout.engine=vllm", "case": case, "mismatch": mismatch, **found}
 
     def push(_: int) -> int:

@@ -30,12 +30,13 @@ import transformers
 from measure import environment, extra_memory, in_turns, median, spread, write
 from update import SHAPES, model_of, uneven
 
+from poise.batch import Prompt
 from poise.engines.hf import CachedEngine
 from poise.engines.native.engine import NativeEngine
 from poise.engines.vllm import VllmEngine
 from poise.models.policy import EMBEDDED, Policy, load_policy, pad_left
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Engine, Request
+from poise.rollout.types import Engine, Request, repeated
 from poise.tasks import get
 
 NEVER = 1_000_000  # an end token that no vocabulary has
@@ -56,17 +57,17 @@ def random_policy(shape: str, device: str, dtype: torch.dtype | None = None, *, 
 def random_requests(shape: str, prompts: int, group: int, lengths: list[int], prompt: int = PROMPT) -> list[Request]:
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(1, SHAPES[shape][-1], (prompts, prompt), generator=generator).tolist()
-    return [Request(texts[i // group], length) for i, length in enumerate(lengths)]
+    return [Request(Prompt(texts[i // group]), length) for i, length in enumerate(lengths)]
 
 
 def real_requests(policy: Policy, prompts: int, group: int, longest: int) -> list[Request]:
     problems = islice(get("kk", people="2-3").problems("train", 1), prompts)
     asked = [policy.encode(problem.prompt) for problem in problems]
-    return [Request(prompt, longest, policy.end_tokens) for prompt in asked for _ in range(group)]
+    return repeated(asked, group, longest, policy.end_tokens)
 
 
 def sampled(engine: Engine, requests: list[Request]) -> Callable[[int], int]:
-    return lambda seed: sum(engine.sample(requests, Sampling(1.0), seed).lengths)
+    return lambda seed: sum(len(each.tokens) for each in engine.sample(requests, Sampling(1.0), seed))
 
 
 def own_code(engine: NativeEngine) -> NativeEngine:
@@ -77,7 +78,7 @@ def own_code(engine: NativeEngine) -> NativeEngine:
 
 def generate(model: Any, requests: list[Request], **more: Any) -> Callable[[int], int]:
     """transformers' own sampling; the number of response tokens."""
-    ids, seen = pad_left([list(request.prompt) for request in requests], model.device)
+    ids, seen = pad_left([list(request.prompt.tokens) for request in requests], model.device)
     limits = torch.tensor([r.max_tokens for r in requests], device=model.device)
     ends = torch.tensor([*requests[0].stop, -1], device=model.device)
 

@@ -32,17 +32,20 @@ from measure import environment, in_turns, median, spread, write
 from rollout import random_policy
 from update import SHAPES
 
+from poise.batch import Prompt
 from poise.engines.native.engine import NativeEngine
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Request, Rollouts
+from poise.rollout.types import Completion, Request, padded_batch
 
 GREEDY = Sampling(temperature=0.0)
 WAYS = ("anew", "reserved", "kept")
 
 
-def play(engine: NativeEngine, way: str, texts: list[list[list[int]]], reply: int) -> tuple[list[list[int]], Rollouts]:
-    """Play all episodes; their replies, and what the last turn returned. ``texts``: by turn, then by episode."""
+def play(
+    engine: NativeEngine, way: str, texts: list[list[list[int]]], reply: int
+) -> tuple[list[list[int]], list[Request], list[Completion]]:
+    """Play all episodes; their replies, and what the last turn asked and got. ``texts``: by turn, then by episode."""
     longest = sum(len(turn[0]) + reply for turn in texts)
     dialogues: list[list[int]] = [[] for _ in texts[0]]
     replies: list[list[int]] = [[] for _ in texts[0]]
@@ -52,7 +55,9 @@ def play(engine: NativeEngine, way: str, texts: list[list[list[int]]], reply: in
                 dialogue += text
             keep = session is not None and turn + 1 < len(texts)
             requests = [
-                Request(list(dialogue), reply, keep=keep, continues=i if session is not None and turn else None)
+                Request(
+                    Prompt(tuple(dialogue)), reply, keep=keep, continues=i if session is not None and turn else None
+                )
                 for i, dialogue in enumerate(dialogues)
             ]
             if session is not None:
@@ -61,12 +66,12 @@ def play(engine: NativeEngine, way: str, texts: list[list[list[int]]], reply: in
                 out = engine.run(requests, GREEDY, turn, least=(len(requests), longest))
             else:
                 out = engine.sample(requests, GREEDY, turn)
-            for i, tokens in enumerate(out.tokens.tolist()):
-                dialogues[i] += tokens
-                replies[i] += tokens
+            for i, completion in enumerate(out):
+                dialogues[i] += completion.tokens.tolist()
+                replies[i] += completion.tokens.tolist()
     if session is not None and session.reread:
         print(f"{session.reread} of {session.reread + session.continued} turns did not fit, and were read again")
-    return replies, out
+    return replies, requests, out
 
 
 def random_texts(shape: str, episodes: int, turns: int, said: int) -> list[list[list[int]]]:
@@ -90,10 +95,14 @@ def compare_tokens(policy: Policy, texts: list[list[list[int]]], reply: int) -> 
     }
     print(f"greedy tokens in {dtype}: {found['same_episodes']} of {len(pairs)} episodes are the same; "
           f"{sum(agreeing)} of {sum(len(a) for a, _ in pairs)} tokens come before the first difference")  # fmt: skip
-    for way, (_, out) in outs.items():
+    for way, (_, asked, out) in outs.items():
+        prompts = [request.prompt for request in asked]
+        batch = padded_batch(
+            prompts, [each.tokens for each in out], policy.device, old_logp=[each.logp for each in out]
+        )
         with torch.no_grad():
-            logp, _ = policy.score(out)
-        found[f"gap_{way}"] = float((logp - out.logp)[out.mask].abs().mean())
+            logp, _ = policy.score(batch)
+        found[f"gap_{way}"] = float((logp - batch.old_logp)[batch.mask].abs().mean())
         print(f"  mean distance of log-probabilities from the policy's, {way}: {found[f'gap_{way}']:.2g}")
     return found
 

@@ -30,11 +30,12 @@ from measure import environment, extra_memory, in_turns, median, spread, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from poise import TokenBatch, regulators
+from poise.batch import Prompt
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import EMBEDDED, Policy
 from poise.objective import Settings
-from poise.rollout.types import Rollouts
-from poise.training.update import update
+from poise.rollout.types import padded_batch
+from poise.training.update import UpdatePlan, update
 
 PEAK = 989e12  # FLOP/s
 SHAPES = {  # hidden, layers, heads, key heads, intermediate, vocabulary
@@ -63,17 +64,18 @@ def model_of(shape: str, device: str, dtype: torch.dtype) -> Any:
         return LlamaForCausalLM(config).to(dtype)
 
 
-def responses(shape: str, device: str, prompts: int, group: int, prompt: int, lengths: Sequence[int]) -> Rollouts:
+def responses(shape: str, device: str, prompts: int, group: int, prompt: int, lengths: Sequence[int]) -> TokenBatch:
     """Random tokens."""
     generator = torch.Generator().manual_seed(0)
     vocabulary, count = SHAPES[shape][-1], prompts * group
     texts = torch.randint(1, vocabulary, (prompts, prompt), generator=generator).tolist()
     wide = max(lengths)
-    tokens = torch.randint(1, vocabulary, (count, wide), generator=generator).to(device)
-    mask = (torch.arange(wide) < torch.tensor(lengths)[:, None]).to(device)
+    tokens = torch.randint(1, vocabulary, (count, wide), generator=generator)
+    rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     logp = torch.full((count, wide), -10.0, device=device)
-    finished = torch.ones(count, dtype=torch.bool, device=device)
-    return Rollouts([texts[i // group] for i in range(count)], tokens, mask, logp, logp.abs(), finished)
+    asked = [Prompt(texts[i // group]) for i in range(count)]
+    advantages = torch.linspace(-1, 1, count, device=device) + 0.01
+    return padded_batch(asked, rows, torch.device(device), old_logp=logp, entropy=logp.abs(), advantages=advantages)
 
 
 def uneven(count: int, longest: int) -> list[int]:
@@ -94,14 +96,10 @@ class Ours:
         self.policy.master_weights.serve(self.optimizer)
         self.micro_tokens = micro_tokens
 
-    def prepare(self, rollouts: Rollouts, regulator: str = "grpo") -> Callable[[], object]:
+    def prepare(self, batch: TokenBatch, regulator: str = "grpo") -> Callable[[], object]:
         """A call that runs the whole update."""
-        advantages = torch.linspace(-1, 1, len(rollouts.mask), device=rollouts.mask.device) + 0.01
-        batch = TokenBatch(rollouts.logp, rollouts.mask, advantages, entropy=rollouts.entropy, targets=rollouts.tokens)
-        regulate = regulators.parse(regulator)
-        return lambda: update(
-            self.policy, self.optimizer, rollouts, batch, regulate(batch), SETTINGS, micro_tokens=self.micro_tokens
-        )
+        regulate, plan = regulators.parse(regulator), UpdatePlan(SETTINGS, micro_tokens=self.micro_tokens)
+        return lambda: update(self.policy, self.optimizer, batch, regulate(batch), plan)
 
 
 class Theirs:
@@ -126,21 +124,20 @@ class Theirs:
         self.trainer.create_optimizer()
         self.trainer.model.train()
 
-    def prepare(self, rollouts: Rollouts) -> Callable[[], object]:
+    def prepare(self, batch: TokenBatch) -> Callable[[], object]:
         """A call that runs the whole update, on the batch as TRL lays it out: padded to the longest."""
-        trainer, count = self.trainer, len(rollouts.prompts)
-        device = rollouts.mask.device
-        prompt = torch.tensor(rollouts.prompts, device=device)
-        advantages = torch.linspace(-1, 1, count, device=device) + 0.01
+        trainer, count = self.trainer, len(batch.mask)
+        assert batch.targets is not None
+        prompt = torch.tensor([extent.prompt.tokens for extent in batch.extents or ()], device=batch.mask.device)
         trainer.current_gradient_accumulation_steps = -(-count // self.micro)
         parts = [
             {
                 "prompt_ids": prompt[i : i + self.micro],
                 "prompt_mask": torch.ones_like(prompt[i : i + self.micro]),
-                "completion_ids": rollouts.tokens[i : i + self.micro],
-                "completion_mask": rollouts.mask[i : i + self.micro].long(),
-                "advantages": advantages[i : i + self.micro],
-                "num_items_in_batch": rollouts.mask.sum(),
+                "completion_ids": batch.targets[i : i + self.micro],
+                "completion_mask": batch.mask[i : i + self.micro].long(),
+                "advantages": batch.advantages[i : i + self.micro],
+                "num_items_in_batch": batch.mask.sum(),
             }
             for i in range(0, count, self.micro)
         ]
@@ -155,26 +152,26 @@ class Theirs:
         return run
 
 
-def needed_flop(shape: str, rollouts: Rollouts) -> float:
+def needed_flop(shape: str, batch: TokenBatch) -> float:
     """FLOP of an update, forward and backward: each prompt once, the head for response tokens only."""
     width, layers, heads, key_heads, middle, vocabulary = SHAPES[shape]
     linear = layers * (2 * width * width + 2 * width * width * key_heads // heads + 3 * width * middle)
-    prompts = {tuple(p): len(p) for p in rollouts.prompts}
-    lengths = rollouts.mask.sum(1).tolist()
-    tokens = sum(prompts.values()) + sum(lengths)
-    pairs = sum(n * n / 2 for n in prompts.values())
-    pairs += sum(n * n / 2 + n * len(p) for n, p in zip(lengths, rollouts.prompts, strict=True))
+    extents = batch.extents or ()
+    prompts, lengths = {extent.prompt for extent in extents}, [extent.length for extent in extents]
+    tokens = sum(map(len, prompts)) + sum(lengths)
+    pairs = sum(len(prompt) ** 2 / 2 for prompt in prompts)
+    pairs += sum(n * n / 2 + n * len(prompt) for prompt, n, _ in extents)
     return float(6.0 * (linear * tokens + width * vocabulary * sum(lengths)) + 3 * 4.0 * layers * width * pairs)
 
 
 def row_of(
-    shape: str, rollouts: Rollouts, name: str, times: list[float], memory: int | None, **more: Any
+    shape: str, batch: TokenBatch, name: str, times: list[float], memory: int | None, **more: Any
 ) -> dict[str, Any]:
-    tokens, flop = int(rollouts.mask.sum()), needed_flop(shape, rollouts)
+    tokens, flop = int(batch.mask.sum()), needed_flop(shape, batch)
     seconds = median(times)
     row = {
-        "shape": shape, "way": name, "responses": len(rollouts.prompts), "tokens": tokens, "seconds": times,
-        "longest": rollouts.mask.shape[1], "peak_bytes": memory, "tokens_per_s": tokens / seconds,
+        "shape": shape, "way": name, "responses": len(batch.mask), "tokens": tokens, "seconds": times,
+        "longest": batch.mask.shape[1], "peak_bytes": memory, "tokens_per_s": tokens / seconds,
         "utilisation": flop / seconds / PEAK, **more,
     }  # fmt: skip
     peak = f"{memory / 2**30:6.1f} GiB" if memory else ""
@@ -205,11 +202,11 @@ def beside_trl(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     for shape in args.shapes:
         torch.manual_seed(0)
         count = args.prompts * args.group
-        rollouts = responses(shape, args.device, args.prompts, args.group, args.prompt, uneven(count, args.longest))
+        batch = responses(shape, args.device, args.prompts, args.group, args.prompt, uneven(count, args.longest))
         best: tuple[float, int] | None = None
         for micro in args.trl_micro:
             try:
-                run = Theirs(shape, args.device, micro).prepare(rollouts)
+                run = Theirs(shape, args.device, micro).prepare(batch)
                 found = median(in_turns({"trl": run}, args.device, repeats=2, warmup=1)["trl"])
             except torch.OutOfMemoryError:
                 print(f"TRL with {micro} responses per pass: out of memory")
@@ -222,12 +219,12 @@ def beside_trl(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         assert best is not None
         ours = Ours(shape, args.device, args.micro_tokens, args.compile)
         theirs = Theirs(shape, args.device, best[1])
-        ways = {"poise": ours.prepare(rollouts), f"trl, {best[1]} per pass": theirs.prepare(rollouts)}
+        ways = {"poise": ours.prepare(batch), f"trl, {best[1]} per pass": theirs.prepare(batch)}
         for regulator in args.regulators:
-            ways[f"poise, {regulator}"] = ours.prepare(rollouts, regulator)
+            ways[f"poise, {regulator}"] = ours.prepare(batch, regulator)
         times = in_turns(ways, args.device, repeats=args.repeats)
         for name, values in times.items():
-            rows.append(row_of(shape, rollouts, name, values, peak(ways[name], args.device)))
+            rows.append(row_of(shape, batch, name, values, peak(ways[name], args.device)))
         trl_seconds = next(median(v) for k, v in times.items() if k.startswith("trl"))
         print(f"{shape:>6} TRL / poise: {trl_seconds / median(times['poise']):.2f}\n")
         del ours, theirs, ways
@@ -242,11 +239,11 @@ def growth(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         ours = Ours(shape, args.device, args.micro_tokens, args.compile)
         parameters = sum(p.numel() for p in ours.policy.model.parameters())
         for length in LENGTHS if shape in BY_LENGTH else LENGTHS[1:2]:
-            rollouts = responses(shape, args.device, 4, 8, args.prompt, [length] * 32)
-            run = ours.prepare(rollouts)
+            batch = responses(shape, args.device, 4, 8, args.prompt, [length] * 32)
+            run = ours.prepare(batch)
             times = in_turns({"poise": run}, args.device, repeats=2 if length > 2048 else 3, warmup=1)["poise"]
             more = {"parameters": parameters, "length": length}
-            rows.append(row_of(shape, rollouts, f"32 × {length}", times, peak(run, args.device), **more))
+            rows.append(row_of(shape, batch, f"32 × {length}", times, peak(run, args.device), **more))
         del ours, run
         clean(args.device)
         yield rows

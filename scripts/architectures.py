@@ -34,12 +34,13 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
+from poise.batch import Prompt
 from poise.engines.choose import choose
 from poise.engines.native.engine import NativeEngine
 from poise.models import rope
 from poise.models.policy import ModelError, Policy
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Rollouts, repeated
+from poise.rollout.types import padded_batch, repeated
 
 VOCABULARY, WINDOW, ORIGINAL, LONGEST = 97, 8, 16, 64
 BOUND = 2e-3  # of log-probabilities in float32: a token more or less in a window changes them by far more
@@ -181,26 +182,23 @@ def build(kind: str, settings: dict[str, Any]) -> Any:
     return model
 
 
-def alone(model: Any, rollouts: Rollouts) -> list[Tensor]:
-    """The truth: log-probabilities of each response by itself."""
+def alone(model: Any, prompts: Sequence[Prompt], responses: Sequence[Tensor]) -> Tensor:
+    """The truth: log-probabilities of each response by itself, end to end."""
     rows = []
-    for prompt, tokens, length in zip(rollouts.prompts, rollouts.tokens, rollouts.lengths, strict=True):
-        ids = torch.tensor([[*prompt, *tokens[: length - 1].tolist()]])
+    for prompt, tokens in zip(prompts, responses, strict=True):
+        ids = torch.tensor([[*prompt.tokens, *tokens[:-1].tolist()]])
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
-        rows.append(logits.log_softmax(-1).gather(1, tokens[:length, None])[:, 0])
-    return rows
+        rows.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    return torch.cat(rows)
 
 
-def some_responses() -> Rollouts:
+def some_responses() -> tuple[list[Prompt], list[Tensor]]:
     """Shorter and longer than windows and original lengths; some share a prompt."""
     g = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(6, VOCABULARY, (n,), generator=g).tolist() for n in (3, 3, 12, 5)]
+    prompts = [Prompt(tuple(torch.randint(6, VOCABULARY, (n,), generator=g).tolist())) for n in (3, 3, 12, 5)]
     prompts[1] = prompts[0]
-    lengths = torch.tensor([4, 30, 20, 9])
-    mask = torch.arange(30) < lengths[:, None]
-    tokens = torch.where(mask, torch.randint(6, VOCABULARY, (4, 30), generator=g), 0)
-    zero = torch.zeros(4, 30)
-    return Rollouts(prompts, tokens, mask, zero, zero, mask.any(1))
+    tokens = torch.randint(6, VOCABULARY, (4, 30), generator=g)
+    return prompts, [row[:length] for row, length in zip(tokens, (4, 30, 20, 9), strict=True)]
 
 
 def gradients(model: Any, logp: Tensor) -> Tensor:
@@ -215,9 +213,9 @@ def gradients(model: Any, logp: Tensor) -> Tensor:
 
 def read(result: Result, policy: Policy, truth: Any) -> None:
     """All responses together, forwards and backwards."""
-    rollouts = some_responses()
-    expected = torch.cat(alone(truth, rollouts))
-    found = policy.score(rollouts)[0][rollouts.mask]
+    batch = padded_batch(*some_responses(), policy.device)
+    expected = alone(truth, *some_responses())
+    found = policy.score(batch)[0][batch.mask]
     result.gaps["log-probabilities"] = float((found - expected).abs().max())
     right = gradients(truth, expected)
     result.gaps["gradient"] = float((gradients(policy.model, found) - right).norm() / right.norm().clamp(min=1e-9))
@@ -226,7 +224,7 @@ def read(result: Result, policy: Policy, truth: Any) -> None:
 @torch.no_grad()
 def sample(result: Result, policy: Policy, truth: Any) -> None:
     """Through every engine that is open to the model, all at once and two at a time."""
-    prompts = some_responses().prompts[1:]
+    prompts = some_responses()[0][1:]
     for choice in ("auto", "transformers"):
         engines = [choose(policy, choice, batch, note=lambda _: None) for batch in (0, 2)]
         if choice == "auto":
@@ -234,11 +232,12 @@ def sample(result: Result, policy: Policy, truth: Any) -> None:
         wanted = repeated(prompts, 2, 30, policy.end_tokens)
         drawn = [engine.sample(wanted, Sampling(), 0) for engine in engines]
         drawn.append(engines[0].sample(wanted[:2], Sampling(), 0))
-        for rollouts in drawn:
-            expected = torch.cat(alone(truth, rollouts))
-            gap = float((rollouts.logp[rollouts.mask] - expected).abs().max())
+        for sampled in drawn:
+            asked = [request.prompt for request in wanted[: len(sampled)]]
+            expected = alone(truth, asked, [each.tokens for each in sampled])
+            gap = float((torch.cat([each.logp for each in sampled]) - expected).abs().max())
             result.gaps[choice] = max(gap, result.gaps.get(choice, 0.0))
-        if not torch.equal(drawn[0].tokens, drawn[1].tokens):
+        if not all(torch.equal(a.tokens, b.tokens) for a, b in zip(*drawn[:2], strict=True)):
             result.gaps[f"{choice}: tokens by rollout.batch"] = float("inf")
 
 
@@ -252,7 +251,7 @@ def examine(name: str) -> Result:
         truth = copy.deepcopy(model)
         with suppress(AttributeError, ValueError):
             truth.set_attn_implementation("eager")
-        alone(truth, some_responses())
+        alone(truth, *some_responses())
     except Exception as error:  # of any kind: that is about the tiny configuration, and not about poise
         result.verdict, result.note = "not tried", line(error)
         return result

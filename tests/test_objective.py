@@ -223,7 +223,7 @@ def test_importance_weights_are_truncated_and_touch_the_policy_term_alone():
     batch = random_batch()
     sampler = batch.old_logp - torch.linspace(-1, 3, batch.mask.numel(), dtype=torch.float64).view_as(batch.old_logp)
     off = TokenBatch(**(fields_of(batch) | {"sampler_logp": sampler}))
-    weights = importance_weights(off, 2.0)
+    weights = importance_weights(off, Settings(importance_cap=2.0))
     expected = (off.old_logp - sampler).exp().clamp(max=2.0)
     torch.testing.assert_close(weights[off.mask], expected[off.mask])
     assert weights[off.mask].max() == 2.0

@@ -61,8 +61,9 @@ def main() -> None:
     tokens = []
     with trainer_of(options.model, options.settings) as trainer:
         decide = deciding(trainer.config.task.name, texts_of(trainer.policy.tokenizer)).to(trainer.policy.device)
-        for number, (rollouts, batch) in enumerate(batches_of(trainer, options.batches), 1):
-            decides = decide[rollouts.tokens.clamp(min=0)] & batch.mask
+        for number, batch in enumerate(batches_of(trainer, options.batches), 1):
+            assert batch.targets is not None
+            decides = decide[batch.targets.clamp(min=0)] & batch.mask
             tokens.append(float(decides.sum() / batch.mask.sum()))
             for name, regulator in chosen.items():
                 shares[name].append(share(batch, regulator(batch), decides))

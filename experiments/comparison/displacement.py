@@ -24,14 +24,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poise.algorithms import Sample
+from poise.algorithms import Trajectory
 from poise.comparison.sign_flip import interval
 from poise.comparison.statistics import student_interval
 from poise.config.schema import restore
 from poise.models.scoring import score_all
 from poise.runs.folder import RunFolder
 from poise.trainer import Trainer
-from poise.training.batches import stack
+from poise.training.batches import make_batch
 from poise.training.evaluate import evaluate
 
 
@@ -69,12 +69,12 @@ def load(trainer: Trainer, run: Path, start: dict[str, Tensor]) -> list[float]:
     return [(distance / size) ** 0.5]
 
 
-def likelihoods(trainer: Trainer, samples: list[Sample]) -> Tensor:
+def likelihoods(trainer: Trainer, samples: list[Trajectory]) -> Tensor:
     """(B,) the log-likelihood of every response under the trainer's model."""
     temperature = trainer.config.rollout.temperature
-    rollouts = stack(samples, trainer.policy, temperature)
-    logp, _ = score_all(trainer.policy, rollouts, temperature)
-    return torch.where(rollouts.mask, logp.double(), 0.0).sum(1).cpu()
+    batch = make_batch(samples, trainer.policy, temperature=temperature)
+    logp, _ = score_all(trainer.policy, batch, temperature)
+    return torch.where(batch.mask, logp.double(), 0.0).sum(1).cpu()
 
 
 def summary(arm: dict[int, list[float]], baseline: dict[int, list[float]], which: int) -> dict[str, Any]:

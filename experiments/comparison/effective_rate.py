@@ -116,12 +116,12 @@ def from_gradients(options: argparse.Namespace) -> dict[str, Any]:
     """The predicted factor of each method, with the model as it is."""
     with trainer_of(options.model, options.settings) as trainer:
         gradients, names = Gradients(trainer), dict[str, list[str]]()
-        for number, (rollouts, batch) in enumerate(batches_of(trainer, options.batches), 1):
+        for number, batch in enumerate(batches_of(trainer, options.batches), 1):
             for method in METHODS:
                 phases = regulators.parse(method)(batch)
                 names[method] = [f"{method} {phase.name}" for phase in phases]
                 for name, phase in zip(names[method], phases, strict=True):
-                    gradients.add(name, rollouts, batch, [phase])
+                    gradients.add(name, batch, [phase])
             print(f"{number} of {options.batches} batches", end="\r", flush=True)
         (plain,) = (gradients.rows(name) for name in names["grpo"])
         found = {method: factor_of([gradients.rows(name) for name in names[method]], plain) for method in METHODS}

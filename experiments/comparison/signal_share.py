@@ -44,20 +44,20 @@ from poise import regulators
 from poise.algorithms.collected import collect
 from poise.batch import Phase, TokenBatch
 from poise.rollout.sampling import derived_seed
-from poise.rollout.types import Rollouts
 from poise.runs.folder import RunFolder
 from poise.tasks.base import training_problems
 from poise.trainer import Trainer
-from poise.training.update import accumulate
+from poise.training.update import UpdatePlan, backward
 
 METHODS = ("grpo", "ar", "ar(alpha=1.0)", "tr-grpo", "nthr", "amplify", "entropy", "stare", "stapo", "clip-cov")
 EDGES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 QUARTERS = 4
 
 
-def token_kinds(batch: TokenBatch, words: dict[str, Tensor], tokens: Tensor) -> dict[str, dict[str, Tensor]]:
+def token_kinds(batch: TokenBatch, words: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """(B, T) bool for every kind of token, by what tells them apart. Each way of telling covers all tokens once."""
-    prob, positive = batch.prob, batch.token_advantages > 0
+    prob, positive, tokens = batch.prob, batch.token_advantages > 0, batch.targets
+    assert tokens is not None
     by_word = {kind: chosen.to(tokens.device)[tokens.clamp(min=0)] & batch.mask for kind, chosen in words.items()}
     by_prob = {f"p {low:.2f}-{high:.2f}": batch.mask & (prob > low) & (prob <= high) for low, high in pairwise(EDGES)}
     place = (batch.mask.cumsum(1) - 1) * QUARTERS // batch.lengths[:, None].clamp(min=1)
@@ -77,16 +77,16 @@ class Gradients:
     """The gradients of many batches, by name."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.parameters = trainer, list(trainer.master_weights.parameters.values())
+        self.trainer, self.parameters = trainer, trainer.policy.parameters()
         self.of: dict[str, list[Tensor]] = {}
 
-    def add(self, name: str, rollouts: Any, batch: TokenBatch, phases: Sequence[Phase]) -> None:
+    def add(self, name: str, batch: TokenBatch, phases: Sequence[Phase]) -> None:
         """The gradient of all phases together, at the present weights."""
         policy, kl = (torch.stack(weights).sum(0) for weights in zip(*((p.policy, p.kl) for p in phases), strict=True))
         whole = Phase("all", policy, kl)
         for parameter in self.parameters:
             parameter.grad = None
-        accumulate(self.trainer.policy, self.parameters, rollouts, batch, whole, self.trainer.settings)
+        backward(self.trainer.policy, batch, whole, UpdatePlan(self.trainer.settings))
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         self.of.setdefault(name, []).append(torch.cat([part.detach().flatten().float() for part in parts]))
 
@@ -185,7 +185,7 @@ def figures(gradients: Gradients, methods: Sequence[str], ways: dict[str, list[s
     return found
 
 
-def batches_of(trainer: Trainer, count: int) -> Iterator[tuple[Rollouts, TokenBatch]]:
+def batches_of(trainer: Trainer, count: int) -> Iterator[TokenBatch]:
     """Batches of responses from one policy, to problems of their own."""
     config, task = trainer.config, trainer.sampler.task
     for number in range(1, count + 1):
@@ -213,14 +213,14 @@ def measure(
     words = word_kinds(texts_of(trainer.policy.tokenizer))
     chosen = {name: regulators.parse(name) for name in methods}
     gradients, counts, ways = Gradients(trainer), dict[str, float](), dict[str, list[str]]()
-    for number, (rollouts, batch) in enumerate(batches_of(trainer, batches), 1):
+    for number, batch in enumerate(batches_of(trainer, batches), 1):
         for name, regulator in chosen.items():
-            gradients.add(name, rollouts, batch, regulator(batch))
-        for way, kinds in token_kinds(batch, words, rollouts.tokens).items() if apart else ():
+            gradients.add(name, batch, regulator(batch))
+        for way, kinds in token_kinds(batch, words).items() if apart else ():
             ways[way] = list(kinds)
             for kind, mask in kinds.items():
                 counts[kind] = counts.get(kind, 0.0) + float(mask.sum() / batch.mask.sum()) / batches
-                gradients.add(kind, rollouts, batch, [Phase.of(batch, mask.float())])
+                gradients.add(kind, batch, [Phase.of(batch, mask.float())])
         say(f"{number} of {batches} batches")
     found = figures(gradients, methods, ways)
     for kind, row in found["kinds"].items():

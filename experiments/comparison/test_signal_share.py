@@ -77,7 +77,7 @@ def test_every_way_of_telling_tokens_apart_covers_each_token_once(study: Any) ->
     assert batch.targets is not None
     size = int(batch.targets.max()) + 1
     words = study.word_kinds([["try", "true", "ok", "knight", "Ada"][i % 5] for i in range(size)])
-    for kinds in study.token_kinds(batch, words, batch.targets).values():
+    for kinds in study.token_kinds(batch, words).values():
         assert torch.equal(sum(mask.int() for mask in kinds.values()), batch.mask.int())
 
 

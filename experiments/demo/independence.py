@@ -34,7 +34,7 @@ def main() -> None:
     rounds = []
     for seed in range(1000, 1000 + args.seeds):
         made = engine.sample(repeated(prompts, GROUP, 112, policy.end_tokens), Sampling(), seed)
-        texts = [policy.tokenizer.decode(ids[:n]) for ids, n in zip(made.tokens.tolist(), made.lengths, strict=True)]
+        texts = [policy.tokenizer.decode(each.tokens.tolist()) for each in made]
         scores = [task.score(problems[i // GROUP], text).correct for i, text in enumerate(texts)]
         rounds.append(torch.tensor(scores, dtype=torch.float64).view(-1, GROUP))
     right = torch.stack(rounds)  # seeds, puzzles, group

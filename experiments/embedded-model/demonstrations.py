@@ -8,15 +8,13 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from poise._lib.device import send
+from poise.batch import Prompt, TokenBatch
 from poise.models.policy import Policy
 from poise.models.prompts import PromptError, _controls, _encode, _pieces, encode_next, plain
 from poise.models.tool_prompts import Tools, tools_of
-from poise.rollout.types import Rollouts
+from poise.rollout.types import padded_batch
 from poise.tasks import Message, Problem, Task, begin
 
 MOST_TURNS = 64  # an expert that has not finished by then is cut off
@@ -111,23 +109,10 @@ class Demonstrations(Dataset[list[Row]]):
         ]
 
 
-def as_rollouts(rows: Sequence[Row], device: torch.device) -> Rollouts:
-    """The rows as ``Rollouts`` for packed passes. They were not sampled, so log-probabilities are 0."""
-
-    def padded(parts: list[Tensor]) -> Tensor:
-        return send(pad_sequence(parts, batch_first=True), device)
-
-    tokens = padded([torch.tensor(row.tokens) for row in rows])
-    zeros = torch.zeros(tokens.shape, device=device)
-    return Rollouts(
-        prompts=[row.prompt for row in rows],
-        tokens=tokens,
-        mask=padded([torch.tensor(row.own) for row in rows]),
-        logp=zeros,
-        entropy=zeros,
-        finished=torch.ones(len(rows), dtype=torch.bool, device=device),
-        extents=[(len(row.tokens), sum(row.own)) for row in rows],
-    )
+def as_batch(rows: Sequence[Row], device: torch.device) -> TokenBatch:
+    """The rows as a batch for packed passes. They were not sampled, so log-probabilities are 0."""
+    tokens, own = [torch.tensor(row.tokens) for row in rows], [torch.tensor(row.own) for row in rows]
+    return padded_batch([Prompt(tuple(row.prompt)) for row in rows], tokens, device, own)
 
 
 def turn_end(tokenizer: Any, ends: Collection[int]) -> list[int]:

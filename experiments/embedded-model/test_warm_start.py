@@ -15,7 +15,7 @@ import pytest
 import torch
 import warm_start
 import yaml
-from demonstrations import Demonstrations, as_rollouts, dialogue, encode_row
+from demonstrations import Demonstrations, as_batch, dialogue, encode_row
 from make_model import changed, main, parse
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -75,7 +75,7 @@ def test_loss_and_gradient_are_those_of_the_plain_loop(policies: dict[str, Polic
     parameters = list(policy.model.parameters())
     expected = plain_loss(policy, ids, labels)
     gradients = torch.autograd.grad(expected, parameters)
-    found = gradient(policy, parameters, as_rollouts(rows, policy.device), micro_tokens)
+    found = gradient(policy, as_batch(rows, policy.device), micro_tokens)
     assert found.item() == pytest.approx(expected.item(), abs=1e-10)
     for parameter, right in zip(parameters, gradients, strict=True):
         torch.testing.assert_close(parameter.grad, right, atol=1e-10, rtol=1e-8)
@@ -98,7 +98,7 @@ def test_in_several_turns_only_the_experts_tokens_are_learned(policies: dict[str
         for row in rows
     ]
     expected = plain_loss(policy, [row.prompt + row.tokens for row in rows], labels)
-    found = gradient(policy, list(policy.model.parameters()), as_rollouts(rows, policy.device))
+    found = gradient(policy, as_batch(rows, policy.device))
     assert found.item() == pytest.approx(expected.item(), abs=1e-10)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import yaml
-from demonstrations import Demonstrations, Row, as_rollouts, check_shows, dialogue, turn_end
+from demonstrations import Demonstrations, Row, as_batch, check_shows, dialogue, turn_end
 from torch import Tensor
 from torch.utils.data import DataLoader
 from worked import WorkedKnights
@@ -25,13 +25,14 @@ from worked import WorkedKnights
 from poise import tasks
 from poise._lib.errors import check_range
 from poise.algorithms.sampler import Sampler
+from poise.batch import TokenBatch
 from poise.engines.choose import choose
 from poise.head import token_logp
 from poise.models.layers import can_compile
 from poise.models.master_weights import MasterWeights
+from poise.models.packing import own_tokens
 from poise.models.policy import EMBEDDED, Policy, load_policy, resolve_device
 from poise.models.scoring import default_micro_tokens
-from poise.rollout.types import Rollouts
 from poise.tasks import Problem, Task
 from poise.training.interrupts import SIGNALS, Stopper
 from poise.training.update import HEAD_MEMORY, within_memory
@@ -198,7 +199,7 @@ def train(
     goal = None if settings.stop_at is None else _Goal(settings, policy, task)
     with Stopper(note) as stopper:
         for step, batch in enumerate(data, 1):
-            loss = gradient(policy, parameters, as_rollouts(batch, policy.device))
+            loss = gradient(policy, as_batch(batch, policy.device))
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             schedule.step()
@@ -245,23 +246,22 @@ class _Goal:
         return accuracy >= (self.settings.stop_at or 0.0)
 
 
-def gradient(
-    policy: Policy, parameters: Sequence[Tensor], rollouts: Rollouts, micro_tokens: int | None = None
-) -> Tensor:
-    """Leave the gradient of the mean cross-entropy of the rows' own tokens at ``parameters``; returns the mean."""
-    count = sum(own for _, own in rollouts.extents or ())
+def gradient(policy: Policy, batch: TokenBatch, micro_tokens: int | None = None) -> Tensor:
+    """Leave the gradient of the mean cross-entropy of the rows' own tokens at the parameters; returns the mean."""
+    count = sum(extent.own for extent in batch.extents or ())
 
-    def backward(rows: list[int]) -> dict[str, Tensor]:
-        part = rollouts.rows(rows)
-        targets = part.tokens.flatten()[part.index]
+    def run(rows: list[int]) -> dict[str, Tensor]:
+        part = batch.rows(rows)
+        assert part.targets is not None
+        places = own_tokens(part)
+        targets = part.targets.flatten()[places]
         memory = HEAD_MEMORY if targets.is_cuda else None
-        loss = -token_logp(policy.hidden(part), targets, policy.head(), memory=memory)[0].sum() / count
+        loss = -token_logp(policy.hidden(part, places), targets, policy.head(), memory=memory)[0].sum() / count
         loss.backward()
         return {"loss": loss.detach()}
 
-    tokens = micro_tokens or default_micro_tokens(policy)
-    every = list(range(len(rollouts.prompts)))
-    return within_memory(policy, parameters, rollouts, every, tokens, backward)["loss"]
+    every = list(range(len(batch.mask)))
+    return within_memory(policy, batch, every, micro_tokens or default_micro_tokens(policy), run)["loss"]
 
 
 def _policy(settings: Warmstart, task: Task, device: str) -> Policy:

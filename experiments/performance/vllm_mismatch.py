@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from measure import environment, median, write
 
-from poise.batch import TokenBatch
 from poise.engines.hf import CachedEngine
 from poise.engines.vllm import VllmEngine
 from poise.models.policy import load_policy
+from poise.objective import Settings
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Engine, repeated
+from poise.rollout.types import Engine, padded_batch, repeated
 from poise.tasks import get
 from poise.training.records import mismatch_metrics
 
@@ -51,14 +51,17 @@ def main() -> None:
             wanted = repeated(asked, args.group, args.tokens, policy.end_tokens)
             out = engine.sample(wanted, Sampling(args.temperature), number)
             taken = time.perf_counter() - start
-            tokens = int(out.mask.sum())
+            tokens = sum(len(each.tokens) for each in out)
             if number == 0:  # where vLLM starts
                 seconds["start"] += [taken] * (name == "vllm")
                 continue
             seconds[name].append(taken)
-            if out.sampler_logp is not None:
-                batch = TokenBatch(out.logp, out.mask, torch.zeros(len(out.mask)), sampler_logp=out.sampler_logp)
-                found = mismatch_metrics(batch, 2.0)
+            if reported := [each.sampler_logp for each in out if each.sampler_logp is not None]:
+                batch = padded_batch(
+                    [request.prompt for request in wanted], [each.tokens for each in out], policy.device,
+                    old_logp=[each.logp for each in out], sampler_logp=reported,
+                )  # fmt: skip
+                found = mismatch_metrics(batch, Settings(importance_cap=2.0))
                 rows.append({"round": number, "tokens": tokens, **found})
                 print(f"{number}: {tokens} tokens", {key: float(f"{value:.3g}") for key, value in found.items()})
             print(f"   {name}: {tokens / taken:.0f} tokens/s")

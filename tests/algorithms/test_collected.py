@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from poise._lib.user_code import UserCodeError
-from poise.algorithms import Sample
+from poise.algorithms import Sample, Trajectory
 from poise.algorithms.collected import collect, metrics_of
 from poise.tasks import Problem, Score, TaskError
 
-ROW = Sample(Problem("p", "?", "all", {}), [1], torch.tensor([2]), torch.tensor([True]), Score(1.0, True), "x", True)
+SCORE, PROBLEM = Score(1.0, True), Problem("p", "?", "all", {})
+ROW = Trajectory(PROBLEM, [1], torch.tensor([2]), torch.tensor([True]), SCORE, "x", True)
 PAIR = [replace(ROW, group=0)] * 2
 
 
@@ -37,7 +38,7 @@ def collected(result, name="mine.py:Mine", advantage="group-zscore"):
         (None, "must return a list of samples and the memory for the next step, got None"),
         (PAIR, "must return a list of samples and the memory"),
         (([], None), "no sample, so there is nothing to train on"),
-        (([1, 2], None), "must return a list of poise.Sample first"),
+        (([1, 2], None), "must return a list of poise.algorithms.Trajectory first"),
         ((PAIR, "text"), "must return its memory as a dict, or None, got 'text'"),
         ((PAIR, {"x": object()}), "goes into checkpoints as JSON: Object of type object"),
         (([ROW], None), "sample 0 has nothing to be compared with: give it the group"),
@@ -98,3 +99,7 @@ def test_the_trainer_checks_them(tmp_path, monkeypatch):
     Path("mine.py").write_text(text)
     said = fails("train", "demo", *SMALL, "algorithm=mine.py:Mine", "run=run")
     assert "algorithm 'mine.py:Mine' failed: ValueError: collect returned no sample" in said
+
+
+def test_the_former_name_of_a_trajectory_still_works():
+    assert Sample is Trajectory

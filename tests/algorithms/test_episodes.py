@@ -9,17 +9,17 @@ import transformers
 
 import poise
 from poise import Phase, algorithms, objective
-from poise.algorithms import Grpo, Sample
+from poise.algorithms import Grpo, Trajectory
 from poise.algorithms.sampler import Sampler
 from poise.engines.native.engine import NativeEngine
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Rollouts
+from poise.rollout.types import Completion
 from poise.tasks import RewardError
-from poise.training.batches import group_numbers, stack, token_batch
+from poise.training.batches import group_numbers, make_batch
 from poise.training.records import environment_turns
-from poise.training.update import accumulate
+from poise.training.update import UpdatePlan, backward
 from support.twice import Twice
 
 TEMPLATES = {
@@ -48,13 +48,11 @@ class Script:
 
     def sample(self, requests, sampling, seed, done=None):
         del sampling, seed, done
-        self.asked.append([list(request.prompt) for request in requests])
+        self.asked.append([list(request.prompt.tokens) for request in requests])
         rows = [torch.tensor(row) for row in next(self.turns)]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        ended = torch.tensor([int(row[-1]) in self.policy.end_tokens for row in rows])
-        logp = -torch.arange(1.0, tokens.numel() + 1).view(tokens.shape) * mask
-        return Rollouts(self.asked[-1], tokens, mask, logp, -logp, ended)
+        logp = [-torch.arange(1.0, len(row) + 1) for row in rows]
+        ended = [int(row[-1]) in self.policy.end_tokens for row in rows]
+        return [Completion(row, p, -p, end) for row, p, end in zip(rows, logp, ended, strict=True)]
 
 
 def embedded(template=None):
@@ -81,14 +79,14 @@ def test_own_tokens_are_the_models_to_the_token(name):
         assert sample.own[: len(a)].all()
         assert sample.own[-len(b) :].all()
         assert not sample.own[len(a) : -len(b)].any()
-        assert sample.prompt + sample.tokens[: -len(b)].tolist() == asked  # what the second reply followed
+        assert [*sample.prompt.tokens, *sample.tokens[: -len(b)].tolist()] == asked  # what the second reply followed
         replies = [policy.decode(a).removesuffix(line), policy.decode(b).removesuffix(line)]
         dialogue = [
             {"role": "user", "content": sample.problem.prompt}, {"role": "assistant", "content": replies[0]},
             {"role": "user", "content": " Are you sure? <|end|> "}, {"role": "assistant", "content": replies[1]},
         ]  # fmt: skip
         text = policy.tokenizer.apply_chat_template(dialogue, tokenize=False).rstrip("\n")
-        assert policy.tokenizer.decode([*sample.prompt, *sample.tokens.tolist()]) == text.removesuffix("\n")
+        assert policy.tokenizer.decode([*sample.prompt.tokens, *sample.tokens.tolist()]) == text.removesuffix("\n")
         ends = sum(token == end for token in sample.tokens.tolist())
         # The model's two turns, and the user's where the template ends it so; in what the user says it is text.
         assert ends == (2 if name in ("plain", "trimmed") else 3)
@@ -151,12 +149,12 @@ class Uneven:
         return own + lone, {"steps": remembered}
 
 
-def plain_gradient(policy, samples: list[Sample], advantages, parameters):
+def plain_gradient(policy, samples: list[Trajectory], advantages, parameters):
     """The clipped surrogate's gradient at ratio 1, row by row: a loop that knows nothing of packing."""
     total = sum(int(sample.own.sum()) for sample in samples)
     loss = torch.zeros((), dtype=torch.float64)
     for sample, advantage in zip(samples, advantages, strict=True):
-        ids = torch.cat([torch.tensor(sample.prompt), sample.tokens])[None]
+        ids = torch.cat([torch.tensor(sample.prompt.tokens), sample.tokens])[None]
         logits = policy.model(input_ids=ids).logits[0, len(sample.prompt) - 1 : -1]
         logp = logits.log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
         ratio = (logp - logp.detach()).exp()
@@ -171,18 +169,17 @@ def test_the_gradient_is_that_of_a_plain_loop(algorithm):
     sampler = Sampler(policy, NativeEngine(policy), Twice(), max_tokens=7, others=others)
     samples, memory = algorithm.collect(list(islice(Twice().problems("train", 1), 3)), sampler, seed=2)
     assert memory == ({"steps": 1} if isinstance(algorithm, Uneven) else None)
-    rollouts = stack(samples, policy, 1.0)
-    batch = token_batch(samples, rollouts, policy, recompute=True)
-    batch = replace(batch, old_logp=policy.score(rollouts)[0].detach())  # kept in float32 otherwise
-    assert rollouts.has_holes
+    batch = make_batch(samples, policy, recompute=True)
+    batch = replace(batch, old_logp=policy.score(batch)[0].detach())  # kept in float32 otherwise
+    assert any(extent.own < extent.length for extent in batch.extents)
     assert batch.advantages.abs().sum() > 0
     if isinstance(algorithm, Uneven):
         assert batch.groups.tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 4, 5]
         assert batch.advantages[-3:].tolist() == [0.5] * 3
-        assert (rollouts.logp[-3:][rollouts.mask[-3:]] < 0).all()  # the policy has scored them
+        assert (batch.sampler_logp[-3:][batch.mask[-3:]] < 0).all()  # the policy has scored them
     parameters = list(policy.master_weights.parameters.values())
-    settings = objective.Settings(importance_cap=None)
-    assert accumulate(policy, parameters, rollouts, batch, Phase.of(batch), settings, micro_tokens=60)
+    plan = UpdatePlan(objective.Settings(importance_cap=None), micro_tokens=60)
+    assert backward(policy, batch, Phase.of(batch), plan)
     expected = plain_gradient(policy, samples, batch.advantages.tolist(), parameters)
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)

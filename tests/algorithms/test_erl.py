@@ -11,12 +11,14 @@ import torch
 from poise import regulators, trainer
 from poise.algorithms.erl import CUT_OFF, GAP, Erl, read_advice
 from poise.algorithms.sampler import Sampler
+from poise.batch import Prompt
 from poise.models.policy import ModelError, load_policy
 from poise.models.prompts import PromptError, plain
 from poise.models.scoring import score_all
+from poise.objective import Settings
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
-from poise.training.batches import stack, token_batch, with_verdict, without_consolidated
+from poise.training.batches import make_batch, with_verdict, without_consolidated
 from poise.training.records import step_metrics
 from support.configs import problem
 from support.scripted import Scripted
@@ -142,7 +144,7 @@ def test_rows_groups_and_advantages_are_those_worked_out_by_hand(policy):
     assert roles == ["first"] * 6 + ["reflection"] * 3 + ["second"] * 3 + ["consolidated"] * 3
     assert [sample.score.reward for sample in samples] == [2, -1, -1, 2, -1, 2] + [2, -1, 2] * 3
     assert [sample.notes.get("attempt") for sample in samples] == [None, 2, 3, None, 2, None] + [2, 3, 2] * 3
-    batch = token_batch(samples, stack(samples, policy, 1.0), policy)
+    batch = make_batch(samples, policy)
     # First attempts 2, −1, −1 and 2, −1, 2 with standard deviation √3; then 2, −1 with 3/√2; then a lone success.
     pair = [1 / sqrt(2), -1 / sqrt(2), 1.0]
     expected = [2 / sqrt(3), -1 / sqrt(3), -1 / sqrt(3), 1 / sqrt(3), -2 / sqrt(3), 1 / sqrt(3), *pair, *pair, 1, 0, 1]
@@ -152,26 +154,23 @@ def test_rows_groups_and_advantages_are_those_worked_out_by_hand(policy):
 
 def test_reinforce_pp_normalises_each_role_by_itself(policy):
     _, samples = played(policy)
-    batch = token_batch(samples, stack(samples, policy, 1.0), policy, advantage="reinforce-pp")
+    batch = make_batch(samples, policy, advantage="reinforce-pp")
     first = [1, -1, -1, 1, -1, 1]  # 2 or −1, three of each
     torch.testing.assert_close(batch.advantages, torch.tensor([*first, 1, -1, 1, 1, -1, 1, 1.0, 0, 1]))
 
 
 def test_summaries_and_nthr_leave_consolidated_rows_out(policy):
     _, samples = played(policy)
-    rollouts = stack(samples, policy, 1.0)
-    batch = token_batch(samples, rollouts, policy, hidden=True)
+    batch = make_batch(samples, policy, hidden=True)
     phases = regulators.parse("nthr(self_inclusive=True, eta=0)")(batch)
     assert phases[0].metrics["scored_share"] == 1.0  # four groups of two or more, all with right and wrong rows
-    assert not (phases[0].policy[-3:] != rollouts.mask[-3:]).any()
+    assert not (phases[0].policy[-3:] != batch.mask[-3:]).any()
     few, part = without_consolidated(samples, phases, batch)
     assert len(part.mask) == len(few[0].policy) == 12
     assert part.groups.tolist() == batch.groups.tolist()[:12]
     summary = regulators.summary(few, part)
     assert summary["reg/all/scored_share"] == 1.0
-    assert summary["reg/all/weight_mean"] == pytest.approx(
-        float(phases[0].policy[:12].sum() / rollouts.mask[:12].sum())
-    )
+    assert summary["reg/all/weight_mean"] == pytest.approx(float(phases[0].policy[:12].sum() / batch.mask[:12].sum()))
 
 
 def test_prompts_and_tokens_are_what_was_sampled(policy):
@@ -182,9 +181,9 @@ def test_prompts_and_tokens_are_what_was_sampled(policy):
     asked = [sample.problem.prompt for sample in first]
     # The embedded model's template has no system role: advice stands before the question.
     texts = [f"Say red.\n\n{asked[1]}", asked[2], f"Never blue.\n\n{asked[4]}"]
-    assert [sample.prompt for sample in second] == [policy.encode(text) for text in texts]
+    assert [list(sample.prompt.tokens) for sample in second] == [policy.encode(text) for text in texts]
     assert [sample.problem.prompt for sample in second] == texts
-    assert [sample.prompt for sample in consolidated] == [policy.encode(asked[row]) for row in (1, 2, 4)]
+    assert [list(sample.prompt.tokens) for sample in consolidated] == [policy.encode(asked[row]) for row in (1, 2, 4)]
     for a, b, said in zip(second, consolidated, SECOND, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist() == policy.tokenizer(said)["input_ids"]
         assert a.own.all()
@@ -196,17 +195,17 @@ def test_prompts_and_tokens_are_what_was_sampled(policy):
     assert asked[1] in question
     assert "Your attempt:\nblue\n" in question
     assert "The result:\nblue is not the colour.\n" in question
-    assert policy.encode(question) == reflection[0].prompt == list(play.engine.asked[1][0].prompt)
+    assert Prompt(policy.encode(question)) == reflection[0].prompt == play.engine.asked[1][0].prompt
 
 
 def test_consolidated_rows_are_scored_by_the_policy_and_the_others_by_the_sampler(policy):
     _, samples = played(policy)
-    rollouts = stack(samples, policy, 1.0)
+    batch = make_batch(samples, policy)
     rows = [row for row, sample in enumerate(samples) if sample.role == "consolidated"]
-    logp, _ = score_all(policy, rollouts.rows(rows), 1.0)
-    assert torch.equal(rollouts.logp[rows], logp)
+    logp, _ = score_all(policy, batch.rows(rows), 1.0)
+    assert torch.equal(batch.old_logp[rows], logp)
     for row, sample in enumerate(samples[:12]):
-        assert torch.equal(rollouts.logp[row, : len(sample.tokens)], sample.logp)
+        assert torch.equal(batch.old_logp[row, : len(sample.tokens)], sample.logp)
     _, samples = played(policy, temperature=0.5)  # reflections at another temperature than the update's
     assert all(sample.logp is None for sample in of_role(samples, "reflection"))
     assert all(sample.logp is not None for sample in of_role(samples, "second"))
@@ -260,10 +259,9 @@ def test_a_step_without_first_attempts_has_no_metrics_of_them(policy):
     samples, _ = play.collect(algorithm)
     judged, _ = with_verdict(samples)  # "blue" has nothing to be compared with any more
     assert [sample.role for sample in judged] == ["reflection", "second", "consolidated"]
-    rollouts = stack(judged, policy, 1.0)
-    batch = token_batch(judged, rollouts, policy)
+    batch = make_batch(judged, policy)
     assert batch.advantages.tolist() == [1, 1, 1]
-    metrics = step_metrics(algorithm, play.task, judged, rollouts, batch)
+    metrics = step_metrics(algorithm, play.task, judged, batch, Settings())
     assert not [name for name in metrics if name.startswith(("first/", "second/"))]
 
 
@@ -285,7 +283,7 @@ def test_several_turns(chatml):
     assert "Your attempt:\nYou: left\nEnvironment: And then?\nYou: blue\n" in question
     assert "The attempt failed: reward 0.00 after 2 turns." in question
     opening = [{"role": "system", "content": "Look."}, {"role": "user", "content": "Two doors 0."}]
-    assert again.prompt == chatml.encode(opening)
+    assert list(again.prompt.tokens) == chatml.encode(opening)
     assert consolidated.prompt == samples[0].prompt
     assert torch.equal(again.own, consolidated.own)
     assert torch.equal(again.tokens, consolidated.tokens)
@@ -389,9 +387,9 @@ def test_any_reflection_is_data(policy, said, template, monkeypatch):
         assert second.prompt == plain
         assert memory is None
     else:
-        assert said in policy.tokenizer.decode(second.prompt)
+        assert said in policy.tokenizer.decode(second.prompt.tokens)
         assert memory == {"advice": said}
-        more = sum(token in special for token in second.prompt) - sum(token in special for token in plain)
+        more = sum(token in special for token in second.prompt.tokens) - sum(token in special for token in plain.tokens)
         assert more == (2 if template else 0)  # the template's own, around the system prompt
     # The next question holds that advice, and an attempt that says the same.
     again = Play(
@@ -401,7 +399,7 @@ def test_any_reflection_is_data(policy, said, template, monkeypatch):
         ended("red"),
     )
     rows, _ = again.collect(Erl(2, memory=True), memory=memory)
-    question = of_role(rows, "reflection")[0].prompt
+    question = of_role(rows, "reflection")[0].prompt.tokens
     assert sum(token in special for token in question) == (3 if template else 2)
 
 
@@ -508,6 +506,7 @@ import os, signal
 from poise.__main__ import main
 from poise.algorithms import erl
 from poise.algorithms.sampler import Sampler
+from poise.batch import Prompt
 erl.read_advice = lambda text: text[:9]
 real, calls = Sampler.play, []
 def play(sampler, *args, **kwargs):

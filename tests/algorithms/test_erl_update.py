@@ -12,8 +12,8 @@ from poise.algorithms.erl import Erl
 from poise.algorithms.sampler import Sampler
 from poise.objective import Settings
 from poise.tasks import Problem, Score
-from poise.training.batches import phases_of, stack, token_batch
-from poise.training.update import mini_batches, update
+from poise.training.batches import make_batch, phases_of
+from poise.training.update import UpdatePlan, mini_batches, update
 from support.scripted import Scripted
 from support.tiny_models import bytes_policy, exact
 
@@ -52,11 +52,11 @@ def plain_update(policy, samples, advantages, old, reference, rows, mini_batch, 
     parameters = list(policy.model.parameters())
     for number in range(2):
         for part in mini_batches(len(rows), mini_batch, 3 + number):
-            chosen = [rows[place] for place in part]
+            chosen = torch.tensor(rows)[part].tolist()
             loss = torch.zeros((), dtype=torch.float64)
             for row in chosen:
                 sample, n = samples[row], len(samples[row].tokens)
-                ids = torch.cat([torch.tensor(sample.prompt), sample.tokens])[None]
+                ids = torch.cat([torch.tensor(sample.prompt.tokens), sample.tokens])[None]
                 logits = policy.model(input_ids=ids).logits[0, len(sample.prompt) - 1 : -1] / temperature
                 logps = logits.log_softmax(-1)
                 logp = logps.gather(1, sample.tokens[:, None])[:, 0]
@@ -82,9 +82,9 @@ def test_the_update_is_that_of_a_plain_loop(mini_batch, drop):
         for role, count in [("first", 8), ("reflection", 5), ("second", 5), ("consolidated", 5)]
         for _ in range(count)
     ]
-    rollouts = stack(samples, policy, temperature)
-    reference = rollouts.logp + 0.3 * torch.randn(rollouts.logp.shape, generator=torch.Generator().manual_seed(0))
-    batch = token_batch(samples, rollouts, policy, temperature=temperature, reference=lambda _: reference)
+    old = make_batch(samples, policy, temperature=temperature).old_logp
+    reference = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
+    batch = make_batch(samples, policy, temperature=temperature, reference=lambda _: reference)
     probabilities = batch.prob[batch.mask].sort().values
     threshold = float(probabilities[len(probabilities) // 2 :][:2].mean())  # between two tokens in the middle
     regulator = regulators.parse(f"lopti(threshold={threshold})")
@@ -94,15 +94,12 @@ def test_the_update_is_that_of_a_plain_loop(mini_batch, drop):
     assert all(phase.policy.any() for phase in phases)
 
     start = copy.deepcopy(policy.model.state_dict())
-    old = rollouts.logp.clone()
     plain_update(policy, samples, batch.advantages.tolist(), old, reference, kept, mini_batch, temperature, threshold)
     expected = copy.deepcopy(policy.model.state_dict())
     policy.model.load_state_dict(start)
-    settings = Settings(kl_coef=KL, entropy_coef=ENTROPY)
-    metrics = update(
-        policy, torch.optim.SGD(policy.model.parameters(), lr=RATE), rollouts.rows(rows), batch.rows(rows), phases,
-        settings, temperature=temperature, mini_batch=mini_batch, grad_clip=1e9, seed=3,
-    )  # fmt: skip
+    plan = UpdatePlan(Settings(kl_coef=KL, entropy_coef=ENTROPY), temperature, mini_batch, grad_clip=1e9)
+    optimizer = torch.optim.SGD(policy.model.parameters(), lr=RATE)
+    metrics = update(policy, optimizer, batch.rows(rows), phases, plan, seed=3)
     assert metrics["optim/steps"] == 2 * len(mini_batches(len(kept), mini_batch, 3))
     for name, value in policy.model.state_dict().items():
         moved = expected[name] - start[name]

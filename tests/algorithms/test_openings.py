@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from poise.algorithms.sampler import Sampler
+from poise.batch import Prompt
 from poise.config import load
 from poise.models.policy import load_policy
+from poise.objective import Settings
 from poise.tasks import Problem, Score
-from poise.training.batches import stack, token_batch
+from poise.training.batches import make_batch
 from poise.training.records import response_records, step_metrics
 from poise.training.setup import build_sampler
 from support.scripted import Scripted
@@ -44,7 +46,7 @@ def test_an_opening_replaces_what_the_attempt_is_shown(policy):
     plain = sampler.play(problems, seed=0)
     assert samples[0].prompt == plain[0].prompt
     shown = [{"role": "system", "content": "Think."}, {"role": "user", "content": problems[1].prompt}]
-    assert samples[1].prompt == policy.encode(shown) != plain[1].prompt
+    assert samples[1].prompt == Prompt(policy.encode(shown)) != plain[1].prompt
     assert [sample.text for sample in samples] == ["no 0", "no 1"]
     assert samples[1].episode is not None
 
@@ -58,7 +60,7 @@ def test_a_reply_that_is_begun_is_scored_whole_and_owned_in_part(policy):
     assert begun.score.correct
     asked = engine.asked[0]
     assert [request.max_tokens for request in asked] == [9 - len(prefix), 9]
-    assert asked[0].prompt == [*begun.prompt, *prefix]
+    assert asked[0].prompt == begun.prompt.then(prefix)
     assert begun.tokens[: len(prefix)].tolist() == prefix
     assert begun.own.tolist() == [False] * len(prefix) + [True] * (len(begun.tokens) - len(prefix))
     assert whole.own.all()
@@ -74,9 +76,8 @@ def test_summaries_are_over_first_attempts(policy):
     problems = list(islice(Echo().problems("train", 0), 2))
     first, second = Sampler(policy, engine, Echo(), max_tokens=9).play(problems, seed=0)
     rows = [replace(first, advantage=1.0), replace(second, advantage=1.0, role="second", notes={"cut": 0.5})]
-    rollouts = stack(rows, policy, 1.0)
-    batch = token_batch(rows, rollouts, policy)
-    metrics = step_metrics(Said(), Echo(), rows, rollouts, batch)
+    batch = make_batch(rows, policy)
+    metrics = step_metrics(Said(), Echo(), rows, batch, Settings())
     assert metrics["reward/mean"] == 2.0
     assert metrics["reward/accuracy"] == 0.0
     assert metrics["rollout/length"] == len(first.tokens)
@@ -85,7 +86,7 @@ def test_summaries_are_over_first_attempts(policy):
     assert "role" not in records[0]
     assert records[1]["role"] == "second"
     assert records[1]["notes"] == {"cut": 0.5}
-    assert torch.equal(rollouts.mask[1], torch.ones_like(rollouts.mask[1]))
+    assert torch.equal(batch.mask[1], torch.ones_like(batch.mask[1]))
 
 
 def test_a_prefill_begins_every_reply_and_is_nobodys(policy):
@@ -96,7 +97,7 @@ def test_a_prefill_begins_every_reply_and_is_nobodys(policy):
     samples = sampler.play(problems, seed=0)
     assert [request.max_tokens for request in engine.asked[0]] == [9, 9]
     for sample in samples:
-        assert sample.prompt == [*policy.encode(sample.problem.prompt), *prefill]
+        assert sample.prompt == Prompt([*policy.encode(sample.problem.prompt), *prefill])
         assert sample.text == "A is a knight."
         assert sample.score.correct
         assert sample.own.all()  # only what the model wrote is in the row behind the prompt
@@ -105,7 +106,7 @@ def test_a_prefill_begins_every_reply_and_is_nobodys(policy):
     engine = Scripted(policy, lambda *_: ".<|end|>")
     (sample,) = replace(sampler, engine=engine).play(problems[:1], seed=0, begun=[begun])
     assert sample.text == "A is a knight."
-    assert engine.asked[0][0].prompt == [*policy.encode(problems[0].prompt), *prefill, *begun]
+    assert engine.asked[0][0].prompt == Prompt([*policy.encode(problems[0].prompt), *prefill, *begun])
 
 
 def test_a_prefill_begins_the_later_turns_too(policy):
@@ -117,7 +118,7 @@ def test_a_prefill_begins_the_later_turns_too(policy):
         "A is a knight.",
     ]
     words = policy.tokenizer("A is a")["input_ids"]
-    assert engine.asked[1][0].prompt[-len(words) :] == words
+    assert list(engine.asked[1][0].prompt.tokens[-len(words) :]) == words
     assert policy.decode(sample.tokens[sample.own].tolist()).count("knight") == 2
     assert "A is a" not in policy.decode(sample.tokens[sample.own].tolist())
 
@@ -130,4 +131,4 @@ def test_a_prefill_is_a_setting_of_every_task(policy):
     (sample,) = sampler.play([next(problems)], seed=0)
     tag = policy.tokenizer("<think>", add_special_tokens=False)["input_ids"]
     assert sample.text.startswith("<think>")
-    assert sample.prompt[-len(tag) :] == tag
+    assert list(sample.prompt.tokens[-len(tag) :]) == tag

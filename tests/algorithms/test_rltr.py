@@ -12,13 +12,14 @@ import torch
 from poise.algorithms import Rltr, get
 from poise.algorithms.rltr import MARKS, answer_place, prefix, reasoning_tokens, whole_text
 from poise.algorithms.sampler import Sampler
+from poise.batch import Prompt
 from poise.config.run_settings import to_diagnose
 from poise.models.policy import load_policy
 from poise.reports.diagnose import diagnose
 from poise.rollout.sampling import streams, uniform
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score, TaskError
-from poise.training.batches import stack, token_batch, with_verdict
+from poise.training.batches import make_batch, with_verdict
 from poise.training.records import Clock
 from support.command_line import poise
 from support.configs import problem
@@ -95,9 +96,8 @@ def test_rewards_groups_advantages_and_masks_by_hand(policy):
     )  # nothing of the receiver's is trained
 
     judged, _ = with_verdict(samples)
-    rollouts = stack(judged, policy, 1.0)
-    batch = token_batch(judged, rollouts, policy)
-    assert rollouts.mask.sum(1).tolist() == [11, 11, 11, 4, 1, 5, 12]
+    batch = make_batch(judged, policy)
+    assert batch.mask.sum(1).tolist() == [11, 11, 11, 4, 1, 5, 12]
     mean = sum(expected) / 7
     deviation = math.sqrt(sum((reward - mean) ** 2 for reward in expected) / 6)
     by_hand = [(reward - mean) / (deviation + 1e-6) for reward in expected]
@@ -119,7 +119,8 @@ def test_equal_prefixes_of_a_problem_are_continued_once(policy):
     (asked,) = played.others["receiver"].engine.asked
     known = [policy.encode(f"Is A a knight {i}?") for i in (0, 1)]
     begun = [ids(policy, text) for text in ("<think>A is", "<think>B is")]
-    assert [request.prompt for request in asked] == [prompt + tokens for prompt in known for tokens in begun]
+    expected = [Prompt(prompt + tokens) for prompt in known for tokens in begun]
+    assert [request.prompt for request in asked] == expected
     assert [sample.notes["transfer"] for sample in samples] == [1, 1, 0, 1, 0, 0, 1, 0]
     assert [sample.group for sample in samples] == [0] * 4 + [1] * 4
 
@@ -202,7 +203,7 @@ def test_a_receiver_with_another_vocabulary_reads_text(policy):
     assert said == ["receiver: its vocabulary differs from the policy's, so prefixes are passed on as text"]
     samples = collect(algorithm, played)
     (asked,) = played.others["receiver"].engine.asked
-    texts = [other.tokenizer.decode(request.prompt) for request in asked]
+    texts = [other.tokenizer.decode(request.prompt.tokens) for request in asked]
     frame = "<|im_start|>user\nIs A a knight 0?<|im_end|>\n<|im_start|>assistant\n"  # its own chat template
     tokens = ids(policy, response)
     cut = tokens[: int(0.55 * (tokens.index(ids(policy, "<answer>")[0])))]

@@ -47,7 +47,7 @@ def sample(task, engine, count=6, group=2, **settings):
     samples = sampler.play(asked, seed=0)
     assert [sample.text for sample in samples] == [" ".join(map(str, s.tokens.tolist())) for s in samples]
     assert [sample.score.reward for sample in samples] == [len(sample.tokens) for sample in samples]
-    assert [sample.prompt for sample in samples] == [encoded[int(problem.id)] for problem in asked]
+    assert [list(sample.prompt.tokens) for sample in samples] == [encoded[int(problem.id)] for problem in asked]
     return samples
 
 

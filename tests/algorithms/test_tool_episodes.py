@@ -81,8 +81,8 @@ def test_own_tokens_are_the_models_to_the_token(name, game):
         assert sample.tokens[sample.own].tolist() == own
         assert (sample.logp[sample.own] < 0).all()
         assert not sample.logp[~sample.own].any()
-        ids = [*sample.prompt, *sample.tokens.tolist()]
-        asked = [request.prompt for requests in engine.asked for request in requests if request.number == number]
+        ids = [*sample.prompt.tokens, *sample.tokens.tolist()]
+        asked = [each.prompt.tokens for requests in engine.asked for each in requests if each.number == number]
         for prompt in asked:  # every reply followed exactly what the row has there
             assert ids[: len(prompt)] == list(prompt)
         assert whole(policy, task, sample) == tokenizer.decode(ids)

@@ -10,6 +10,7 @@ from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Request
 from support.native_engines import ENGINES, NATIVE
+from support.sampled import ask
 from support.tiny_models import HEADS, LEARNED, VOCABULARY, Words, exact, head_alone, learned, prompts, sample, tiny
 
 
@@ -37,7 +38,7 @@ def test_log_probabilities_agree_with_the_training_forward(name, engine, tempera
     for limits in ({}, {"top_p": 0.8, "top_k": 20}):
         out = sample(engine(policy, batch=5), prompts(4), 3, max_tokens=24, temperature=temperature, seed=3, **limits)
         with torch.no_grad():
-            logp, entropy = policy.score(out, temperature)
+            logp, entropy = policy.score(out.batch, temperature)
         torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
         torch.testing.assert_close(entropy[out.mask], out.entropy[out.mask], atol=1e-4, rtol=0)
         assert not out.logp[~out.mask].any()
@@ -58,11 +59,12 @@ def test_what_sampling_leaves_behind_can_be_trained_with(monkeypatch):
     assert modes[0] is False  # prompts are read as ever
     assert all(modes[1:])
     cache = vars(engine._decoder.cache)
-    kept = [*cache["response_keys"], *cache["response_values"], *vars(engine._decoder).values(), *vars(out).values()]
+    kept = [*cache["response_keys"], *cache["response_values"], *vars(engine._decoder).values()]
+    kept += [x for completion in out.completions for x in vars(completion).values()]
     tensors = [x for x in [*kept, *policy.model.buffers()] if isinstance(x, torch.Tensor)]
     assert len(tensors) > 10
     assert not any(x.is_inference() for x in tensors)
-    (policy.score(out)[0] * out.logp.exp()).sum().backward()
+    (policy.score(out.batch)[0] * out.logp.exp()).sum().backward()
     again = sample(engine, prompts(3), 2, max_tokens=30, temperature=1.0, seed=0)
     assert torch.equal(out.logp, again.logp)
 
@@ -73,7 +75,7 @@ def test_half_precision_is_scored_without_rounding_it_further():
     whole.model.bfloat16().float()  # the same weights, in float32
     out = sample(NativeEngine(policy), prompts(4), 3, max_tokens=20, temperature=1.0, seed=0)
     with torch.no_grad():
-        exactly, theirs = whole.score(out)[0][out.mask], policy.score(out)[0][out.mask]
+        exactly, theirs = whole.score(out.batch)[0][out.mask], policy.score(out.batch)[0][out.mask]
     assert out.logp.dtype == torch.float32
     assert (out.logp[out.mask] - exactly).norm() < 1.5 * (theirs - exactly).norm()
 
@@ -87,7 +89,7 @@ def test_scale_cap_and_temperature_are_rounded_as_in_the_update(name, engine, li
         pytest.skip("the native engine cannot decode this model")
     out = sample(engine(policy), prompts(5), 4, max_tokens=20, temperature=temperature, seed=3, **limits)
     with torch.no_grad():
-        found = policy.score(out, temperature)
+        found = policy.score(out.batch, temperature)
     for ours, theirs in zip(found, (out.logp, out.entropy), strict=True):
         gap = (ours - theirs)[out.mask].abs()
         # A sum of products in another order may be rounded to another bfloat16, for a token in some hundreds.
@@ -102,7 +104,7 @@ def alone(request):
     """A model, requests, and what each of them gets when it is the only one."""
     policy, asked = exact(tiny(request.param)), prompts(6)
     wanted = [Request(asked[i % 6], 5 + 7 * i % 23, (5, 11) if i % 2 else (), number=100 + i) for i in range(6 * 3)]
-    return policy, wanted, [NativeEngine(policy).sample([one], COMPANY, seed=8) for one in wanted]
+    return policy, wanted, [ask(NativeEngine(policy), [one], COMPANY, seed=8) for one in wanted]
 
 
 class TestNeighbours:
@@ -113,10 +115,10 @@ class TestNeighbours:
         policy, wanted, alone = alone
         order = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0)).tolist()
         for slots in (1, 5, 16, 0):
-            out = engine(policy, batch=slots).sample([wanted[i] for i in order], COMPANY, seed=8)
+            out = ask(engine(policy, batch=slots), [wanted[i] for i in order], COMPANY, seed=8)
             for row, i in enumerate(order):
                 one = alone[i]
-                assert out.prompts[row] == list(wanted[i].prompt)
+                assert out.prompts[row] == list(wanted[i].prompt.tokens)
                 assert out.tokens[row][out.mask[row]].tolist() == one.tokens[0].tolist()
                 torch.testing.assert_close(out.logp[row][out.mask[row]], one.logp[0])
                 assert out.finished[row] == one.finished[0]
@@ -185,11 +187,11 @@ def test_four_thousand_requests_through_64_rows(engine):
             stop = torch.randint(0, 23, (draw(0, 4),), generator=g).tolist()
             wanted.append(Request(prompt, draw(1, 21), stop))
     wanted = wanted[:4000]
-    out = engine(policy, batch=64).sample(wanted, Sampling(), seed=5)
+    out = ask(engine(policy, batch=64), wanted, Sampling(), seed=5)
     assert len(out.prompts) == 4000
     rows = zip(wanted, out.prompts, out.tokens.tolist(), out.lengths, out.finished.tolist(), strict=True)
     for request, prompt, tokens, length, finished in rows:
-        assert prompt == list(request.prompt)
+        assert prompt == list(request.prompt.tokens)
         assert 1 <= length <= request.max_tokens
         assert not set(tokens[: length - 1]) & set(request.stop)
         assert finished == (tokens[length - 1] in request.stop)
@@ -199,11 +201,11 @@ def test_four_thousand_requests_through_64_rows(engine):
     for i in range(0, 4000, 79):
         request = wanted[i]
         numbered = Request(request.prompt, request.max_tokens, request.stop, number=i)
-        alone = NativeEngine(policy).sample([numbered], Sampling(), seed=5)
+        alone = ask(NativeEngine(policy), [numbered], Sampling(), seed=5)
         assert alone.tokens[0].tolist() == out.tokens[i, : out.lengths[i]].tolist()
         torch.testing.assert_close(alone.logp[0], out.logp[i, : out.lengths[i]])
     with torch.no_grad():
-        logp, _ = policy.score(out)
+        logp, _ = policy.score(out.batch)
     torch.testing.assert_close(logp[out.mask].float(), out.logp[out.mask], atol=1e-5, rtol=0)
 
 
@@ -219,7 +221,7 @@ def test_a_row_that_has_ended_asks_for_no_position_that_is_not_there(name, engin
         for i, (prompt, stop) in enumerate(zip(asked, stops, strict=True))
     ]
     for seed in range(4):
-        out = engine(policy, batch=2).sample(wanted, Sampling(), seed)
+        out = ask(engine(policy, batch=2), wanted, Sampling(), seed)
         with torch.no_grad():
-            logp, _ = policy.score(out)
+            logp, _ = policy.score(out.batch)
         torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)

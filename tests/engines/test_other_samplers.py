@@ -14,6 +14,7 @@ from poise.engines.choose import choose
 from poise.engines.native.engine import NativeEngine
 from poise.engines.vllm import weights
 from poise.models.policy import ModelError, Policy, load_policy
+from poise.objective import Settings
 from poise.rollout.sampling import streams
 from poise.runs.folder import RunFolder
 from poise.training import setup
@@ -28,8 +29,7 @@ class Off:
         self.inner, self.gap = NativeEngine(policy), gap  # what the trainer takes otherwise
 
     def sample(self, *args, **kwargs):
-        out = self.inner.sample(*args, **kwargs)
-        return replace(out, sampler_logp=torch.where(out.mask, out.logp - self.gap, torch.nan))
+        return [replace(each, sampler_logp=each.logp - self.gap) for each in self.inner.sample(*args, **kwargs)]
 
 
 def first_step(tmp_path, monkeypatch, name, gap, *more):
@@ -64,7 +64,7 @@ def test_mismatch_is_measured_token_by_token_and_inside_the_mask():
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     gap = torch.tensor([[0.0, 1.0, -1.0], [0.1, 50.0, torch.nan]], dtype=torch.float64)
     old = torch.full((2, 3), -2.0, dtype=torch.float64)
-    found = mismatch_metrics(TokenBatch(old, mask, torch.ones(2), sampler_logp=old - gap), 2.0)
+    found = mismatch_metrics(TokenBatch(old, mask, torch.ones(2), sampler_logp=old - gap), Settings(importance_cap=2.0))
     inside = [0.0, 1.0, -1.0, 0.1]
     assert found == pytest.approx(
         {

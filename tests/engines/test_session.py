@@ -22,6 +22,7 @@ from poise.training.evaluate import evaluate
 from poise.training.records import turn_metrics
 from support.dialogues import GREEDY, Anew, dialogues, said_after
 from support.native_engines import ENGINES, NATIVE, SlotEngine
+from support.sampled import ask
 from support.tiny_models import LEARNED, exact, learned, prompts, tiny
 
 
@@ -62,14 +63,14 @@ def test_log_probabilities_are_those_of_the_training_forward(engine):
     policy = tiny("gemma3")
     with engine(policy).session() as calls:
         asked = [Request(prompt, 12, (), keep=True) for prompt in prompts(5)]
-        out = calls.sample(asked, Sampling(), 0)
+        out = ask(calls, asked, Sampling(), 0)
         more = [
             Request([*p, *row[:n], *said_after(3, i)], 12, (), continues=i)
             for i, (p, row, n) in enumerate(zip(out.prompts, out.tokens.tolist(), out.lengths, strict=True))
         ]
-        out = calls.sample(more, Sampling(), 1)
+        out = ask(calls, more, Sampling(), 1)
     with torch.no_grad():
-        logp, entropy = policy.score(out)
+        logp, entropy = policy.score(out.batch)
     torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
     torch.testing.assert_close(entropy[out.mask], out.entropy[out.mask], atol=1e-4, rtol=0)
 
@@ -114,12 +115,12 @@ def test_half_precision_is_as_close_as_without():
     gaps = []
     for engine in (NativeEngine(policy), Anew(NativeEngine(policy))):
         with session(engine) as calls:
-            first = calls.sample([Request(p, 8, keep=True) for p in prompts(6)], Sampling(), 0)
+            first = ask(calls, [Request(p, 8, keep=True) for p in prompts(6)], Sampling(), 0)
             more = [Request([*p, *t, 9, 8], 20, continues=i)
                     for i, (p, t) in enumerate(zip(first.prompts, first.tokens.tolist(), strict=True))]  # fmt: skip
-            out = calls.sample(more, Sampling(), 1)
+            out = ask(calls, more, Sampling(), 1)
         with torch.no_grad():
-            gaps.append((whole.score(out)[0] - out.logp)[out.mask].norm())
+            gaps.append((whole.score(out.batch)[0] - out.logp)[out.mask].norm())
     assert gaps[0] < 2 * gaps[1]
 
 
@@ -134,7 +135,7 @@ def test_only_new_tokens_run_through_the_model(monkeypatch):
 
     monkeypatch.setattr(Decoder, "_trunk", counted)
     with engine.session() as calls:
-        out = calls.sample([Request([7] * 50, 4, keep=True), Request([8] * 30, 4, keep=True)], GREEDY, 0)
+        out = ask(calls, [Request([7] * 50, 4, keep=True), Request([8] * 30, 4, keep=True)], GREEDY, 0)
         assert sum(n for n, read in run if read) == 80
         run.clear()
         said = [[*p, *t, 9, 10, 11] for p, t in zip(out.prompts, out.tokens.tolist(), strict=True)]
@@ -145,11 +146,11 @@ def test_only_new_tokens_run_through_the_model(monkeypatch):
 def test_several_requests_may_continue_the_same_one():
     engine = NativeEngine(tiny("llama"))
     with engine.session() as calls:
-        first = calls.sample([Request([7, 8, 9], 6, keep=True)], GREEDY, 0)
+        first = ask(calls, [Request([7, 8, 9], 6, keep=True)], GREEDY, 0)
         said = [7, 8, 9, *first.tokens[0].tolist()]
         more = [Request([*said, token], 6, continues=0) for token in (20, 21, 20)]
-        found = calls.sample(more, GREEDY, 1)
-    fresh = engine.sample([Request([*said, token], 6) for token in (20, 21, 20)], GREEDY, 1)
+        found = ask(calls, more, GREEDY, 1)
+    fresh = ask(engine, [Request([*said, token], 6) for token in (20, 21, 20)], GREEDY, 1)
     assert torch.equal(found.tokens, fresh.tokens)
 
 
@@ -157,7 +158,7 @@ def test_several_requests_may_continue_the_same_one():
 class TestMistakes:
     def begin(self, engine):
         calls = session(engine(tiny("llama")))
-        out = calls.sample([Request([7, 8], 3, number=4, keep=True), Request([9], 3)], GREEDY, 0)
+        out = ask(calls, [Request([7, 8], 3, number=4, keep=True), Request([9], 3)], GREEDY, 0)
         return calls, [7, 8, *out.tokens[0].tolist()]
 
     def test_no_new_token(self, engine):
@@ -195,7 +196,7 @@ class TestMistakes:
     def test_positions_count_over_the_whole_dialogue(self, engine):
         policy = learned("gpt2", positions=32)
         with session(engine(policy)) as calls:
-            out = calls.sample([Request([7] * 12, 10, keep=True)], GREEDY, 0)
+            out = ask(calls, [Request([7] * 12, 10, keep=True)], GREEDY, 0)
             said = [*[7] * 12, *out.tokens[0].tolist(), 9]
             with pytest.raises(ModelError, match=r"32 positions.*need 33"):
                 calls.sample([Request(said, 10, continues=0)], GREEDY, 1)
@@ -246,7 +247,7 @@ class TestMemory:
 
 def test_an_interrupted_call_leaves_nothing_to_continue(monkeypatch):
     with NativeEngine(tiny("llama")).session() as calls:
-        out = calls.sample([Request([7, 8], 4, keep=True)], GREEDY, 0)
+        out = ask(calls, [Request([7, 8], 4, keep=True)], GREEDY, 0)
         more = [Request([7, 8, *out.tokens[0].tolist(), 9], 4, continues=0)]
         monkeypatch.setattr(Decoder, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):

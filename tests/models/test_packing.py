@@ -6,12 +6,13 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poise.batch import Prompt
 from poise.engines.hf import CachedEngine
 from poise.models.attention import attention, repeat
 from poise.models.layers import compile_layers
-from poise.models.packing import first_fit, layout, pack
+from poise.models.packing import first_fit, layout, own_tokens, pack, tokens_in
 from poise.models.policy import ModelError, Policy, load_policy
-from poise.rollout.types import Rollouts
+from poise.rollout.types import padded_batch
 from support.tiny_models import ARCHITECTURES, COMMON, Words, exact, prompts, responses, sample, tiny
 
 PACKED = [name for name in ARCHITECTURES if name != "gemma2"]
@@ -42,22 +43,23 @@ class TestBins:
     )
     def test_every_row_once_and_within_the_budget(self, groups, budget, data):
         asked = [[number] * length for number, (length, _) in enumerate(groups)]
-        rollouts = responses(asked, [lengths for _, lengths in groups])
-        some = [row for row in range(len(rollouts.prompts)) if data.draw(st.booleans())]
-        bins = pack(rollouts, some, budget)
+        batch = responses(asked, [lengths for _, lengths in groups])
+        some = [row for row in range(len(batch.mask)) if data.draw(st.booleans())]
+        bins = pack(batch, some, budget)
         assert sorted(row for part in bins for row in part) == some
-        assert bins == pack(rollouts, some, budget)
+        assert bins == pack(batch, some, budget)
         for part in bins:
-            own = {tuple(rollouts.prompts[row]) for row in part}
-            cost = sum(map(len, own)) + sum(rollouts.lengths[row] for row in part)
+            own = {batch.extents[row].prompt.tokens for row in part}
+            cost = sum(map(len, own)) + sum(batch.extents[row].length for row in part)
+            assert cost == tokens_in(batch, part)
             assert cost <= budget or len(part) == 1
-            assert layout(rollouts.rows(part)).ids.shape[1] == cost - len(part)  # no padding; last tokens stay out
+            assert layout(batch.rows(part)).ids.shape[1] == cost - len(part)  # no padding; last tokens stay out
 
     def test_the_example_drawn_in_the_docstring(self):
         a, b, c, p, q, x, y, z, u, v, r, s, t = range(13)
-        tokens, lengths = torch.tensor([[x, y, z], [u, v, 0], [r, s, t]]), torch.tensor([3, 2, 3])
-        mask, zero = torch.arange(3) < lengths[:, None], torch.zeros(3, 3)
-        packed = layout(Rollouts([[a, b, c], [a, b, c], [p, q]], tokens, mask, zero, zero, mask.any(1)))
+        tokens = [torch.tensor(row) for row in ([x, y, z], [u, v], [r, s, t])]
+        asked = [Prompt((a, b, c)), Prompt((a, b, c)), Prompt((p, q))]
+        packed = layout(padded_batch(asked, tokens, torch.device("cpu")))
         assert packed.ids.tolist() == [[a, b, c, x, y, u, p, q, r, s]]
         assert packed.positions.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2, 3]]
         assert packed.places.tolist() == [2, 3, 4, 2, 5, 7, 8, 9]
@@ -67,16 +69,16 @@ class TestBins:
         assert packed.segments.prefix.tolist() == [-1, 0, 0, -1]
 
     def test_a_group_stays_together_where_it_can(self):
-        rollouts = responses(prompts(4), [[9, 9], [3, 3, 3], [9, 9], [3, 3, 3]])
+        batch = responses(prompts(4), [[9, 9], [3, 3, 3], [9, 9], [3, 3, 3]])
         together = [{0, 1}, {2, 3, 4}, {5, 6}, {7, 8, 9}]
-        for part in pack(rollouts, range(10), 45):
+        for part in pack(batch, range(10), 45):
             assert all(group <= set(part) or not group & set(part) for group in together)
 
 
-def gradients(policy, rollouts):
+def gradients(policy, batch):
     """Hidden states of all response tokens, and the gradients of a random function of them."""
     policy.model.zero_grad()
-    states = policy.hidden(rollouts)
+    states = policy.hidden(batch)
     # Drawn in float32, whatever it is for: torch draws other numbers for bfloat16, on some CPUs.
     direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(states.dtype)
     (states * direction).sum().backward()
@@ -98,27 +100,28 @@ class TestNothingChanges:
         policy = exact(tiny(name))
         assert policy.packed
         lengths = SHAPES[shape]
-        rollouts = responses(prompts(len(lengths)), lengths)
-        packed = gradients(policy, rollouts)
+        batch = responses(prompts(len(lengths)), lengths)
+        packed = gradients(policy, batch)
         policy.packed = False
-        assert_same(packed, gradients(policy, rollouts))
+        assert_same(packed, gradients(policy, batch))
 
     def test_rows_in_any_order(self):
         policy = exact(tiny("llama"))
-        rollouts = responses(prompts(4), SHAPES["some shared"])
+        batch = responses(prompts(4), SHAPES["some shared"])
         order = [5, 0, 3, 6, 1, 4, 2]
-        states = policy.hidden(rollouts).split(rollouts.lengths)
-        shuffled = policy.hidden(rollouts.rows(order)).split([rollouts.lengths[row] for row in order])
+        lengths = [extent.length for extent in batch.extents]
+        states = policy.hidden(batch).split(lengths)
+        shuffled = policy.hidden(batch.rows(order)).split([lengths[row] for row in order])
         for row, found in zip(order, shuffled, strict=True):
             torch.testing.assert_close(found, states[row], rtol=1e-10, atol=1e-10)
 
     def test_some_tokens(self):
         policy = tiny("qwen2")
-        rollouts = responses(prompts(4), SHAPES["some shared"])
-        some = rollouts.mask & (torch.rand(rollouts.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5)
+        batch = responses(prompts(4), SHAPES["some shared"])
+        some = batch.mask & (torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5)
         states = torch.zeros(*some.shape, 32)
-        states[rollouts.mask] = policy.hidden(rollouts).detach()
-        torch.testing.assert_close(policy.hidden(rollouts, some.flatten().nonzero()[:, 0]), states[some])
+        states[batch.mask] = policy.hidden(batch).detach()
+        torch.testing.assert_close(policy.hidden(batch, some.flatten().nonzero()[:, 0]), states[some])
 
     @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
     @pytest.mark.parametrize("shape", SHAPES)
@@ -157,11 +160,11 @@ class TestNothingChanges:
             return (torch.cat(outs),)
 
         policy = exact(tiny(name))
-        rollouts = responses(prompts(len(SHAPES[shape])), SHAPES[shape])
-        padded = gradients(policy, rollouts)
+        batch = responses(prompts(len(SHAPES[shape])), SHAPES[shape])
+        padded = gradients(policy, batch)
         monkeypatch.setattr("poise.models.attention._has_kernel", lambda *_: True)
         monkeypatch.setattr("poise.models.attention._kernel", kernel)
-        assert_same(gradients(policy, rollouts), padded)
+        assert_same(gradients(policy, batch), padded)
 
     def test_gradients_in_half_precision_are_added_up_in_float32(self):
         x = torch.zeros(2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
@@ -173,8 +176,8 @@ class TestNothingChanges:
     @pytest.mark.parametrize("name", ["llama", "mistral"])
     def test_layers_computed_twice(self, name):
         policy = exact(tiny(name))
-        rollouts = responses(prompts(4), SHAPES["some shared"])
-        plain = gradients(policy, rollouts)
+        batch = responses(prompts(4), SHAPES["some shared"])
+        plain = gradients(policy, batch)
         calls = []
         for layer in policy.trunk.layers:
             layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -182,7 +185,7 @@ class TestNothingChanges:
         sampled = sample(CachedEngine(policy), asked, 2, max_tokens=9, temperature=1.0, seed=0).tokens
         calls.clear()
         assert policy.save_memory()
-        assert_same(gradients(policy, rollouts), plain)
+        assert_same(gradients(policy, batch), plain)
         assert len(calls) == 2 * len(policy.trunk.layers)
         again = sample(CachedEngine(policy), asked, 2, max_tokens=9, temperature=1.0, seed=0).tokens
         assert torch.equal(sampled, again)  # the cache is not switched off with it
@@ -199,21 +202,21 @@ class TestNothingChanges:
                 torch.nn.init.normal_(parameter, std=0.3)
         policy = exact(Policy(model.eval(), Words()))
         assert policy.packed
-        rollouts = responses(prompts(4), SHAPES["some shared"])
+        batch = responses(prompts(4), SHAPES["some shared"])
         policy.packed = False
-        padded = gradients(policy, rollouts)
+        padded = gradients(policy, batch)
         policy.packed = True
         assert policy.save_memory() or not twice
-        packed = gradients(policy, rollouts)
+        packed = gradients(policy, batch)
         assert packed[1]
         assert_same(packed, padded)
 
     def test_half_precision_on_the_cpu(self):
         policy = tiny("llama")
-        rollouts = responses(prompts(4), SHAPES["many groups"])
-        expected = gradients(policy, rollouts)[1]
+        batch = responses(prompts(4), SHAPES["many groups"])
+        expected = gradients(policy, batch)[1]
         policy.model.bfloat16()
-        for name, value in gradients(policy, rollouts)[1].items():
+        for name, value in gradients(policy, batch)[1].items():
             assert (value - expected[name]).norm() < 0.1 * expected[name].norm()
 
 
@@ -231,14 +234,12 @@ class TestWhatCannotBePacked:
         load_policy("embedded", device="cpu").tokenizer.save_pretrained(tmp_path)
         policy = load_policy(str(tmp_path), device="cpu")
         assert not policy.packed
-        rollouts = responses(prompts(2), [[9, 4], [12]])
-        found = policy.score(rollouts)[0]
+        batch = responses(prompts(2), [[9, 4], [12]])
+        found = policy.score(batch)[0]
         policy.model.set_attn_implementation("sdpa")
-        without = policy.score(rollouts)[0]
-        for row, (prompt, tokens, length) in enumerate(
-            zip(rollouts.prompts, rollouts.tokens, rollouts.lengths, strict=True)
-        ):
-            ids = torch.cat([torch.tensor(prompt), tokens[:length]])
+        without = policy.score(batch)[0]
+        for row, ((prompt, length, _), tokens) in enumerate(zip(batch.extents, batch.targets, strict=True)):
+            ids = torch.cat([torch.tensor(prompt.tokens), tokens[:length]])
             logp = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             expected = logp.gather(1, tokens[:length, None])[:, 0]
             torch.testing.assert_close(found[row, :length], expected, rtol=1e-4, atol=1e-4)
@@ -262,8 +263,8 @@ class TestWhatCannotBePacked:
         policy = Policy(Deaf(ARCHITECTURES["llama"]()).eval(), Words())
         assert not policy.packed
         assert policy.model.config._attn_implementation == "sdpa"
-        rollouts = responses(prompts(2), [[9, 4], [12]])
-        assert policy.hidden(rollouts).isfinite().all()
+        batch = responses(prompts(2), [[9, 4], [12]])
+        assert policy.hidden(batch).isfinite().all()
 
     @pytest.mark.parametrize(
         "setting", [{"s_aux": torch.zeros(4)}, {"softcap": 5.0}, {"dropout": 0.1}, {"is_causal": False}]
@@ -281,13 +282,15 @@ def test_tokens_of_the_environment_are_run_through_but_are_nobodys_own(name):
     whole = responses(prompts(2), [[9, 7], [8]])
     mask = whole.mask.clone()
     mask[0, 2:5] = mask[1, :1] = mask[2, 6:] = False  # in the middle, at the start, at the end
-    holed = Rollouts(whole.prompts, whole.tokens, mask, whole.logp, whole.entropy, whole.finished)
-    assert holed.lengths == [9, 7, 6]
-    assert holed.has_holes
-    assert torch.equal(holed.index, mask.flatten().nonzero()[:, 0])
+    lengths = [9, 7, 6]
+    rows = [[row[:n] for row, n in zip(padded, lengths, strict=True)] for padded in (whole.targets, mask)]
+    holed = padded_batch([extent.prompt for extent in whole.extents], rows[0], torch.device("cpu"), rows[1])
+    assert [extent.length for extent in holed.extents] == lengths
+    assert [extent.own for extent in holed.extents] == mask.sum(1).tolist()
+    assert torch.equal(own_tokens(holed), mask.flatten().nonzero()[:, 0])
     kept = mask[whole.mask]
     torch.testing.assert_close(policy.hidden(holed), policy.hidden(whole)[kept])
-    some = holed.index[::2]
+    some = own_tokens(holed)[::2]
     torch.testing.assert_close(policy.hidden(holed, some), policy.hidden(holed)[::2])
     logp, entropy = policy.score(holed)
     expected, _ = policy.score(whole)
@@ -295,8 +298,8 @@ def test_tokens_of_the_environment_are_run_through_but_are_nobodys_own(name):
     assert not logp[~mask].any()
     assert not entropy[~mask].any()
     part = holed.rows([2, 0])
-    assert part.lengths == [6, 9]
-    assert torch.equal(part.index, mask[[2, 0]].flatten().nonzero()[:, 0])
+    assert [extent.length for extent in part.extents] == [6, 9]
+    assert torch.equal(own_tokens(part), mask[[2, 0]].flatten().nonzero()[:, 0])
 
 
 def test_a_checkpoint_does_not_ask_for_our_attention(tmp_path):
@@ -309,10 +312,10 @@ def test_a_checkpoint_does_not_ask_for_our_attention(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # packed and padded
 def test_a_pass_of_nothing_but_single_tokens(name):
     policy = tiny(name)
-    rollouts = responses(prompts(2), [[1, 1], [5]])
+    batch = responses(prompts(2), [[1, 1], [5]])
     with torch.no_grad():
-        everything = policy.score(rollouts)[0]
-        torch.testing.assert_close(policy.score(rollouts.rows([0, 1]))[0], everything[:2])
+        everything = policy.score(batch)[0]
+        torch.testing.assert_close(policy.score(batch.rows([0, 1]))[0], everything[:2])
 
 
 def test_an_adapter_on_the_head_is_refused():
@@ -330,7 +333,7 @@ def test_an_adapter_on_the_head_is_refused():
 def test_compiled_layers(checkpointing, monkeypatch):
     """Packed passes through torch.compile, also where layers are computed twice; everybody else sees plain layers."""
     monkeypatch.setattr("poise.models.layers.FEWEST_TOKENS", 1)
-    rollouts = responses(prompts(3), [[7, 1, 12, 3], [4, 9], [20, 2, 5]])
+    batch = responses(prompts(3), [[7, 1, 12, 3], [4, 9], [20, 2, 5]])
     results = []
     for compiled in (False, True):
         policy = tiny("llama")
@@ -338,7 +341,7 @@ def test_compiled_layers(checkpointing, monkeypatch):
             compile_layers(policy.trunk, backend="aot_eager")
         if checkpointing:
             assert policy.save_memory()
-        states = policy.hidden(rollouts)
+        states = policy.hidden(batch)
         direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
         (states * direction).sum().backward()
         results.append([states.detach(), *(p.grad for p in policy.trunk.parameters())])

@@ -7,6 +7,7 @@ must catch is planted here, and has to be caught.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,7 +18,7 @@ from poise.models import attention
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import layout
 from poise.objective import Settings
-from poise.training.update import update
+from poise.training.update import UpdatePlan, update
 from support.tiny_models import VOCABULARY, exact, prompts, responses, tiny
 
 HALF = torch.bfloat16
@@ -173,21 +174,21 @@ def test_one_gradient_of_an_update_errs_as_the_plain_path_does():
     half, full = tiny("llama", dtype=HALF), exact(tiny("llama", dtype=HALF))
     half.master_weights, ratios = MasterWeights(half.model), []
     for seed in range(24):
-        rollouts = some_responses(seed)
+        batch = some_responses(seed)
         with torch.no_grad():
-            old = full.score(rollouts)[0] + 0.1 * drawn(seed, *rollouts.mask.shape)
-        batch = TokenBatch(old.float(), rollouts.mask, drawn(seed + 100, 18), ref_logp=old.float())
+            old = full.score(batch)[0] + 0.1 * drawn(seed, *batch.mask.shape)
+        batch = replace(batch, old_logp=old.float(), advantages=drawn(seed + 100, 18), ref_logp=old.float())
         phase, norm = Phase.of(batch), objective.normalizer(batch, SETTINGS)
         kept = []
         for policy, weights in ((full, full.model.parameters()), (half, half.master_weights.parameters.values())):
             optimizer = Gradient(weights, lr=1.0)
-            update(policy, optimizer, rollouts, batch, [phase], SETTINGS, micro_tokens=150, grad_clip=1e30)
+            update(policy, optimizer, batch, [phase], UpdatePlan(SETTINGS, micro_tokens=150, grad_clip=1e30))
             kept.append(optimizer.kept)
         half.model.zero_grad()
         for master in half.master_weights.parameters.values():
             master.grad = None
-        logits = half.head()(half.padded_states(rollouts)).float()
-        logp = logits.log_softmax(-1).gather(-1, rollouts.tokens[..., None])[..., 0]
+        logits = half.head()(half.padded_states(batch)).float()
+        logp = logits.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0]
         objective.policy_loss(logp, batch, phase, SETTINGS, normalizer=norm)[0].backward()
         padded = [master.grad.double() for master in half.master_weights.parameters.values()]
         ratios.append(error(kept[1], kept[0]) / error(padded, kept[0]))

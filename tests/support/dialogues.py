@@ -2,6 +2,7 @@
 
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Request, session
+from support.sampled import ask
 from support.tiny_models import VOCABULARY, prompts
 
 GREEDY = Sampling(temperature=0.0)
@@ -20,7 +21,7 @@ def said_after(turn, i):
 
 
 def dialogues(engine, sampling=GREEDY, *, episodes=7, turns=4, max_tokens=9, length=None):
-    """Episodes that end at different turns, with replies of different limits: the rollouts of each turn, the session.
+    """Episodes that end at different turns, with replies of different limits: the responses of each turn, the session.
 
     Of ``episodes`` = 7 and ``turns`` = 4, these take part in each turn: 7, 7, 5, 3.
     """
@@ -34,7 +35,7 @@ def dialogues(engine, sampling=GREEDY, *, episodes=7, turns=4, max_tokens=9, len
                 )
                 for i in live
             ]  # fmt: skip
-            out = calls.sample(asked, sampling, seed=turn)
+            out = ask(calls, asked, sampling, seed=turn)
             outs.append(out)
             for row, i in enumerate(live):
                 dialogue[i] += out.tokens[row][out.mask[row]].tolist() + said_after(turn, i)

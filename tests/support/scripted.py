@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from poise.rollout.types import Rollouts
+from poise.rollout.types import Completion
 
 
 class Scripted:
@@ -20,14 +20,13 @@ class Scripted:
         del sampling, seed, done
         self.asked.append(requests)
         rows = [torch.tensor(self._reply(request)) for request in requests]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        ended = torch.tensor([int(row[-1]) in self.policy.end_tokens for row in rows])
-        logp = -torch.arange(1.0, tokens.numel() + 1).view(tokens.shape) * mask
-        return Rollouts([list(request.prompt) for request in requests], tokens, mask, logp, -logp, ended)
+        width = max(len(row) for row in rows)
+        logp = [-torch.arange(1.0 + i * width, 1.0 + i * width + len(row)) for i, row in enumerate(rows)]
+        ended = [int(row[-1]) in self.policy.end_tokens for row in rows]
+        return [Completion(row, p, -p, end) for row, p, end in zip(rows, logp, ended, strict=True)]
 
     def _reply(self, request):
-        said = self.say(request.number, self.turns[request.number], list(request.prompt))
+        said = self.say(request.number, self.turns[request.number], list(request.prompt.tokens))
         self.turns[request.number] += 1
         ids = self.policy.tokenizer(said)["input_ids"] if isinstance(said, str) else said
         return ids[: request.max_tokens]

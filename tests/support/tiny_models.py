@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import transformers
 
+from poise.batch import Prompt
 from poise.models.policy import Policy
 from poise.rollout.sampling import Sampling
-from poise.rollout.types import Rollouts, repeated
+from poise.rollout.types import padded_batch, repeated
+from support.sampled import ask
 
 VOCABULARY = 97
 COMMON = {
@@ -141,16 +143,14 @@ def exact(policy):
 
 
 def responses(asked, lengths, seed=0):
-    """Random tokens of the given lengths: one list of lengths for each prompt."""
-    counts = torch.tensor([n for own in lengths for n in own])
-    mask = torch.arange(int(counts.max())) < counts[:, None]
-    tokens = torch.randint(6, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(seed))
-    zero = torch.zeros(mask.shape)
-    repeated = [list(p) for p, own in zip(asked, lengths, strict=True) for _ in own]
-    return Rollouts(repeated, torch.where(mask, tokens, 0), mask, zero, zero, mask.any(1))
+    """A batch of random tokens of the given lengths: one list of lengths for each prompt."""
+    counts = [n for own in lengths for n in own]
+    tokens = torch.randint(6, VOCABULARY, (len(counts), max(counts)), generator=torch.Generator().manual_seed(seed))
+    repeated = [Prompt.of(p) for p, own in zip(asked, lengths, strict=True) for _ in own]
+    return padded_batch(repeated, [row[:n] for row, n in zip(tokens, counts, strict=True)], torch.device("cpu"))
 
 
 def sample(engine, prompts, group, *, max_tokens, seed, temperature=1.0, top_p=1.0, top_k=0, done=None):
     """``group`` responses to each prompt, group after group."""
     wanted = repeated(prompts, group, max_tokens, engine.policy.end_tokens)
-    return engine.sample(wanted, Sampling(temperature, top_p, top_k), seed, done)
+    return ask(engine, wanted, Sampling(temperature, top_p, top_k), seed, done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -12,28 +13,27 @@ from poise.engines.hf import CachedEngine
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy
 from poise.objective import Settings
-from poise.rollout.types import Rollouts
 from poise.tasks.knights_knaves import KnightsKnaves
-from poise.training.update import update
+from poise.training.update import UpdatePlan, update
 from support.tiny_models import sample
 
 SETTINGS = Settings(kl_coef=0.001)
 
 
-def sampled(device: str, steps: int = 20) -> list[tuple[Rollouts, TokenBatch]]:
+def sampled(device: str, steps: int = 20) -> list[TokenBatch]:
     """What steps of the embedded model before training would see, advantages made up so that all move it."""
     policy = load_policy("embedded", device=device, dtype="float32")
     engine, task, made = CachedEngine(policy), KnightsKnaves(), []
     for step in range(steps):
         prompts = [policy.encode(problem.prompt) for problem in islice(task.problems("train", step), 3)]
-        rollouts = sample(engine, prompts, 4, max_tokens=48, temperature=1.0, seed=step)
+        out = sample(engine, prompts, 4, max_tokens=48, temperature=1.0, seed=step)
         groups = torch.arange(3, device=device).repeat_interleave(4)
         rewards = torch.randn(12, generator=torch.Generator().manual_seed(step)).to(device)
-        batch = TokenBatch(
-            rollouts.logp, rollouts.mask, advantages.group_zscore(rewards, groups), groups=groups,
-            ref_logp=rollouts.logp, entropy=rollouts.entropy, targets=rollouts.tokens,
-        )  # fmt: skip
-        made.append((rollouts, batch))
+        logp, entropy = out.logp.to(device), out.entropy.to(device)
+        made.append(replace(
+            out.batch, old_logp=logp, advantages=advantages.group_zscore(rewards, groups), groups=groups, ref_logp=logp,
+            entropy=entropy,
+        ))  # fmt: skip
     return made
 
 
@@ -47,7 +47,7 @@ def start(device: str, dtype: torch.dtype, *, compiled: bool = False) -> tuple[P
 
 
 def fast(
-    made: list[tuple[Rollouts, TokenBatch]],
+    made: list[TokenBatch],
     device: str,
     dtype: torch.dtype,
     *,
@@ -57,25 +57,24 @@ def fast(
     """Packed, fused: losses, and how far the weights have come."""
     policy, optimizer = start(device, dtype, **how)
     before, losses = weights(policy), []
-    for rollouts, batch in made:
-        metrics = update(
-            policy, optimizer, rollouts, batch, regulators.parse("lopti")(batch), SETTINGS, micro_tokens=micro_tokens
-        )
+    plan = UpdatePlan(SETTINGS, micro_tokens=micro_tokens)
+    for batch in made:
+        metrics = update(policy, optimizer, batch, regulators.parse("lopti")(batch), plan)
         losses.append(metrics["optim/loss"])
     return losses, weights(policy) - before
 
 
-def plain(made: list[tuple[Rollouts, TokenBatch]], device: str, dtype: torch.dtype) -> tuple[list[float], torch.Tensor]:
+def plain(made: list[TokenBatch], device: str, dtype: torch.dtype) -> tuple[list[float], torch.Tensor]:
     """Padded, all logits at once, ``objective.policy_loss``, the whole batch in one pass."""
     policy, optimizer = start(device, dtype)
     before, losses = weights(policy), []
-    for rollouts, batch in made:
+    for batch in made:
         step = []
         for phase in regulators.parse("lopti")(batch):
             optimizer.zero_grad()
-            states = policy.padded_states(rollouts)
+            states = policy.padded_states(batch)
             logits = policy.head()(states).to(torch.promote_types(dtype, torch.float32))
-            logp = logits.log_softmax(-1).gather(-1, rollouts.tokens[..., None])[..., 0]
+            logp = logits.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0]
             norm = objective.normalizer(batch, SETTINGS)
             loss, _ = objective.policy_loss(logp, batch, phase, SETTINGS, normalizer=norm)
             loss.backward()

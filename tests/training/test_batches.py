@@ -1,4 +1,4 @@
-"""From samples to tensors: who computes which log-probabilities."""
+"""From trajectories to tensors: who computes which log-probabilities."""
 
 from dataclasses import replace
 
@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from poise.algorithms import Grpo
-from poise.algorithms.base import Sample
+from poise.algorithms.base import Trajectory
 from poise.algorithms.collected import collect
 from poise.algorithms.sampler import Sampler
 from poise.engines.native.engine import NativeEngine
 from poise.models.policy import load_policy
 from poise.models.scoring import score_all
-from poise.objective import importance_weights
+from poise.objective import Settings, importance_weights
 from poise.tasks import Problem, Score
-from poise.training.batches import stack, token_batch, with_verdict
+from poise.training.batches import make_batch, with_verdict
 from support.small_runs import run
 from support.tiny_models import tiny
 from support.twice import Twice
@@ -23,19 +23,18 @@ from support.twice import Twice
 def sample(reward=1.0, failed=None, **given):
     tokens, problem = torch.tensor([11, 12, 13]), Problem("p", "?", "all", {})
     score = Score(reward, reward > 0, failed=failed)
-    return Sample(problem, [7, 8], tokens, tokens > 0, score, "", True, **{"advantage": 1.0, **given})
+    return Trajectory(problem, [7, 8], tokens, tokens > 0, score, "", True, **{"advantage": 1.0, **given})
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_importance_weights_are_of_what_the_sampler_reported_and_1_where_it_reported_nothing(recompute):
     policy, mine, other = tiny("llama"), torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -2.5])
     rows = [sample(logp=mine, sampler_logp=other), sample(sampler_logp=other), sample(logp=mine), sample()]
-    rollouts = stack(rows, policy, 0.7)
-    batch = token_batch(rows, rollouts, policy, temperature=0.7, recompute=recompute)
-    scored = score_all(policy, rollouts, 0.7)[0][1]
+    batch = make_batch(rows, policy, temperature=0.7, recompute=recompute)
+    scored = score_all(policy, batch, 0.7)[0][1]
     torch.testing.assert_close(batch.old_logp, torch.stack([mine, scored, mine, scored]), rtol=1e-4, atol=1e-4)
     expected = torch.stack([mine - other, scored - other, 0 * mine, 0 * mine]).exp()
-    torch.testing.assert_close(importance_weights(batch, 1e9), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(importance_weights(batch, Settings(importance_cap=1e9)), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_rows_with_an_advantage_of_their_own_are_nothing_to_compare_others_with():
@@ -45,7 +44,7 @@ def test_rows_with_an_advantage_of_their_own_are_nothing_to_compare_others_with(
     assert judged == [own]
     judged, _ = with_verdict([own, other, sample(2.0, group=0, advantage=None), lost])
     assert [row.score.reward for row in judged] == [1.0, 0.0, 2.0]
-    batch = token_batch(judged, stack(judged, tiny("llama"), 1.0), tiny("llama"), advantage="group-centered")
+    batch = make_batch(judged, tiny("llama"), advantage="group-centered")
     assert batch.advantages.tolist() == [1.0, -1.0, 1.0]
 
     class Mixed:
@@ -63,12 +62,11 @@ def test_hidden_states_come_from_a_forward_pass_over_the_rows_asked_for():
     problems = [next(task.problems("train", seed)) for seed in (0, 1)]
     samples, _ = Grpo(group=3).collect(problems, Sampler(policy, NativeEngine(policy), task, max_tokens=10), 7)
     assert not all(sample.own.all() for sample in samples)
-    samples[1] = replace(samples[1], prompt=samples[1].prompt[1:], logp=None, entropy=None)
-    rollouts = stack(samples, policy, 1.0)
-    batch = token_batch(samples, rollouts, policy, hidden=True)
+    samples[1] = replace(samples[1], prompt=samples[1].prompt.tokens[1:], logp=None, entropy=None)
+    batch = make_batch(samples, policy, hidden=True)
     found = batch.hidden_of(torch.tensor([4, 1, 0]))
-    expected = policy.padded_hidden(rollouts)[[4, 1, 0]]
-    mask = rollouts.mask[[4, 1, 0]]
+    expected = policy.padded_hidden(batch)[[4, 1, 0]]
+    mask = batch.mask[[4, 1, 0]]
     torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
 
 

@@ -7,31 +7,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise import Phase, TokenBatch, regulators
+from poise import Phase, regulators
 from poise.models.layers import OutOfMemoryError
 from poise.models.scoring import score_all, score_min_p
 from poise.objective import Settings
-from poise.training.update import mini_batches, update
+from poise.training.update import UpdatePlan, mini_batches, update
 from support.heads import SURROGATES
 from support.tiny_models import exact, prompts, responses, tiny
 
+ALL = slice(None)
 SHAPE = [[7, 1, 12, 3], [1, 1], [20, 2, 5], [4, 4, 4, 4, 4], [9]]
 
 
 def make(name="llama", **fields):
     """A policy in float64, plain gradient descent, and a batch with old log-probabilities near the policy's."""
     policy = exact(tiny(name))
-    rollouts = responses(prompts(len(SHAPE)), SHAPE)
+    batch = responses(prompts(len(SHAPE)), SHAPE)
     g = torch.Generator().manual_seed(0)
-    old = policy.score(rollouts)[0].detach().double() + 0.1 * torch.randn(rollouts.mask.shape, generator=g)
-    advantages = torch.randn(len(rollouts.prompts), generator=g, dtype=torch.float64)
-    batch = TokenBatch(**{"old_logp": old, "mask": rollouts.mask, "advantages": advantages} | fields)
-    return policy, torch.optim.SGD(policy.model.parameters(), lr=1.0), rollouts, batch
+    old = policy.score(batch)[0].detach().double() + 0.1 * torch.randn(batch.mask.shape, generator=g)
+    advantages = torch.randn(len(batch.mask), generator=g, dtype=torch.float64)
+    batch = replace(batch, **{"old_logp": old, "advantages": advantages} | fields)
+    return policy, torch.optim.SGD(policy.model.parameters(), lr=1.0), batch
 
 
 def after(made, **settings):
-    policy, _, _, batch = made
-    metrics = update(*made, [Phase.of(batch)], Settings(), grad_clip=1e9, **settings)
+    policy, _, batch = made
+    metrics = update(*made, [Phase.of(batch)], UpdatePlan(grad_clip=1e9, **settings))
     return metrics, {n: p.detach().clone() for n, p in policy.model.named_parameters()}
 
 
@@ -48,8 +49,8 @@ def test_the_size_of_a_pass_changes_nothing(name):
     assert any((value - start[n]).norm() > 1e-3 * value.norm() for n, value in whole[1].items())
     for tokens in (1, 30, 60):
         assert_same(after(make(name), micro_tokens=tokens), whole)
-    policy, _, rollouts, _ = make(name)
-    torch.testing.assert_close(score_all(policy, rollouts, 1.0, 30), score_all(policy, rollouts, 1.0, 10**6))
+    policy, batch = make(name)[0], responses(prompts(len(SHAPE)), SHAPE)
+    torch.testing.assert_close(score_all(policy, batch, 1.0, 30), score_all(policy, batch, 1.0, 10**6))
 
 
 @pytest.mark.parametrize("text", SURROGATES.values())
@@ -57,14 +58,12 @@ def test_the_size_of_a_pass_changes_nothing_with_any_surrogate(text):
     """Two phases and two mini-batches: ratios move, and choices are the mini-batch's, however it is cut."""
     results = []
     for tokens in (10**6, 30):
-        policy, optimizer, rollouts, batch = make()
+        policy, optimizer, batch = make()
         optimizer.param_groups[0]["lr"] = 0.1
-        batch = replace(batch, min_p_logp=score_min_p(policy, rollouts, 1.0, 0.02, tokens).double())
+        batch = replace(batch, min_p_logp=score_min_p(policy, batch, 1.0, 0.02, tokens).double())
         phases = regulators.parse("random-split(share=0.5)")(batch)
-        settings = Settings(surrogate=text, kl_coef=0.0)
-        metrics = update(
-            policy, optimizer, rollouts, batch, phases, settings, mini_batch=8, micro_tokens=tokens, grad_clip=1e9
-        )
+        plan = UpdatePlan(Settings(surrogate=text, kl_coef=0.0), mini_batch=8, micro_tokens=tokens, grad_clip=1e9)
+        metrics = update(policy, optimizer, batch, phases, plan)
         assert metrics["optim/steps"] == 4
         assert ("optim/chosen" in metrics) == text.startswith(("kl-cov", "lp-reg"))
         results.append((metrics, {n: p.detach().clone() for n, p in policy.model.named_parameters()}))
@@ -72,9 +71,9 @@ def test_the_size_of_a_pass_changes_nothing_with_any_surrogate(text):
 
 
 def test_scoring_by_min_p_is_the_distribution_without_its_tail():
-    policy, _, rollouts, batch = make()
-    logp = score_all(policy, rollouts, 0.7)[0]
-    filtered = score_min_p(policy, rollouts, 0.7, 0.05, 40)
+    policy, _, batch = make()
+    logp = score_all(policy, batch, 0.7)[0]
+    filtered = score_min_p(policy, batch, 0.7, 0.05, 40)
     kept = batch.mask & filtered.isfinite()
     assert kept.any()
     assert (batch.mask & filtered.isneginf()).any()
@@ -104,7 +103,7 @@ def test_only_responses_with_a_gradient_are_run():
 
 @given(count=st.integers(1, 300), size=st.integers(0, 320), seed=st.integers(0, 99))
 def test_mini_batches_are_of_one_size(count, size, seed):
-    minis = mini_batches(count, size, seed)
+    minis = [list(range(count))[part] if part == ALL else part for part in mini_batches(count, size, seed)]
     sizes = [len(mini) for mini in minis]
     assert sorted(row for mini in minis for row in mini) == list(range(count))
     assert max(sizes) - min(sizes) <= 1
@@ -122,7 +121,7 @@ def test_mini_batches_cover_everything_and_an_idle_one_takes_no_step():
     assert len(seen) == 4
     made = make(advantages=torch.zeros(15, dtype=torch.float64))
     seen = passes(made[0])
-    metrics = update(*made, [Phase.of(made[3])], Settings())
+    metrics = update(*made, [Phase.of(made[2])], UpdatePlan())
     assert metrics == {"optim/steps": 0.0}
     assert seen == []
 

@@ -37,9 +37,11 @@ class Request:
         object.__setattr__(self, "prompt", Prompt.of(self.prompt))
 
 
-def repeated(prompts: Sequence[Prompt], group: int, max_tokens: int, stop: Sequence[int]) -> list[Request]:
+def repeated(
+    prompts: Sequence[Prompt | Sequence[int]], group: int, max_tokens: int, stop: Sequence[int]
+) -> list[Request]:
     """``group`` requests for each prompt, group after group."""
-    return [Request(prompt, max_tokens, stop) for prompt in prompts for _ in range(group)]
+    return [Request(Prompt.of(prompt), max_tokens, stop) for prompt in prompts for _ in range(group)]
 
 
 def check_requests(requests: Sequence[Request]) -> None:
