@@ -31,7 +31,7 @@ def test_log_probabilities_agree_with_the_training_forward(name, temperature):
     policy = tiny(name)
     out = sample(CachedEngine(policy, batch=5), prompts(4), 3, max_tokens=24, temperature=temperature, seed=3)
     with torch.no_grad():
-        logp, entropy = policy.score(out, temperature)
+        logp, entropy = policy.score(out.batch, temperature)
     torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
     torch.testing.assert_close(entropy[out.mask], out.entropy[out.mask], atol=1e-4, rtol=0)
     assert not out.logp[~out.mask].any()
@@ -52,7 +52,7 @@ def test_reading_a_prompt_once_for_its_group_changes_neither_value_nor_gradient(
     for prompt, tokens, mask in zip(out.prompts, out.tokens, out.mask, strict=True):
         ids = torch.tensor([prompt + tokens[mask].tolist()])
         plain.append(policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1])
-    shared = policy.hidden(out)
+    shared = policy.hidden(out.batch)
     bound = 1e-10 if shared.dtype == torch.float64 else 1e-4
     torch.testing.assert_close(shared, torch.cat(plain), rtol=bound, atol=bound)
     weight = direction[out.mask]

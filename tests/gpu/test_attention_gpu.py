@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
+from poise.batch import Prompt
 from poise.models.attention import _has_kernel
 from poise.models.packing import layout
 from poise.models.policy import Policy
-from poise.rollout.types import Rollouts
+from poise.rollout.types import padded_batch
 
 COMMON = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -51,19 +52,18 @@ def make(name, dtype):
 
 def responses(lengths):
     g = torch.Generator().manual_seed(0)
-    counts = torch.tensor([n for own in lengths for n in own])
-    mask = torch.arange(int(counts.max())) < counts[:, None]
-    tokens = torch.randint(6, 512, mask.shape, generator=g).cuda()
+    counts = [n for own in lengths for n in own]
+    tokens = torch.randint(6, 512, (len(counts), max(counts)), generator=g)
     sizes = torch.randint(1, 200, (len(lengths),), generator=g)
-    asked = [torch.randint(6, 512, (int(n),), generator=g).tolist() for n in sizes]
+    asked = [Prompt(torch.randint(6, 512, (int(n),), generator=g).tolist()) for n in sizes]
     prompts = [prompt for prompt, own in zip(asked, lengths, strict=True) for _ in own]
-    zero = torch.zeros(mask.shape).cuda()
-    return Rollouts(prompts, tokens, mask.cuda(), zero, zero, mask.any(1).cuda())
+    rows = [row[:n] for row, n in zip(tokens, counts, strict=True)]
+    return padded_batch(prompts, rows, torch.device("cuda"))
 
 
-def gradients(policy, rollouts):
+def gradients(policy, batch):
     policy.model.zero_grad()
-    states = policy.hidden(rollouts)
+    states = policy.hidden(batch)
     direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(states)
     (states * direction).sum().backward()
     grads = {n: p.grad.float() for n, p in policy.trunk.named_parameters() if p.grad is not None}
@@ -73,7 +73,7 @@ def gradients(policy, rollouts):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_less_exact_than_padded_attention_in_half_precision(name, shape):
-    rollouts = responses(SHAPES[shape])
+    batch = responses(SHAPES[shape])
     plain, half = make(name, torch.float32), make(name, torch.bfloat16)
     half.model.load_state_dict(plain.model.state_dict())
     assert half.packed
@@ -81,9 +81,9 @@ def test_no_less_exact_than_padded_attention_in_half_precision(name, shape):
     assert _has_kernel(query, query)  # or this is no test of the kernel
     # Both from the same rounded weights, so that the difference is that of the arithmetic.
     plain.model.load_state_dict({n: p.float() for n, p in half.model.state_dict().items()})
-    packed = gradients(half, rollouts)
+    packed = gradients(half, batch)
     half.packed = plain.packed = False
-    padded, exact = gradients(half, rollouts), gradients(plain, rollouts)
+    padded, exact = gradients(half, batch), gradients(plain, batch)
     for part, value in exact.items():
         error, allowed = (packed[part] - value).norm(), (padded[part] - value).norm()
         assert error <= 2 * allowed + 1e-6 * value.norm(), part
@@ -91,35 +91,34 @@ def test_no_less_exact_than_padded_attention_in_half_precision(name, shape):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_is_padded_in_the_attention_and_exact(name):
-    rollouts = responses(SHAPES["many groups"])
+    batch = responses(SHAPES["many groups"])
     policy = make(name, torch.float32)
     assert policy.packed
-    packed = gradients(policy, rollouts)
+    packed = gradients(policy, batch)
     policy.packed = False
-    for part, value in gradients(policy, rollouts).items():
+    for part, value in gradients(policy, batch).items():
         assert (packed[part] - value).norm() <= 1e-4 * value.norm(), part
 
 
 def test_layers_computed_twice():
     policy = make("fewer key heads", torch.bfloat16)
-    rollouts = responses(SHAPES["some shared"])
-    once = gradients(policy, rollouts)
+    batch = responses(SHAPES["some shared"])
+    once = gradients(policy, batch)
     assert policy.save_memory()
-    for part, value in gradients(policy, rollouts).items():
+    for part, value in gradients(policy, batch).items():
         assert (once[part] - value).norm() <= 1e-2 * value.norm(), part
 
 
 def test_a_pass_makes_the_host_wait_for_nothing():
     policy = make("fewer key heads", torch.bfloat16)
-    rollouts = responses(SHAPES["many groups"])
-    rows = list(range(len(rollouts.prompts)))
-    assert sum(rollouts.lengths)  # the one transfer
-    policy.score(rollouts.rows(rows))[0].sum().backward()
+    batch = responses(SHAPES["many groups"])
+    rows = list(range(len(batch.mask)))
+    policy.score(batch.rows(rows))[0].sum().backward()
     try:
         with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
-        packed = layout(rollouts.rows(rows[3:]))
-        policy.score(rollouts.rows(rows[3:]))[0].sum().backward()
+        packed = layout(batch.rows(rows[3:]))
+        policy.score(batch.rows(rows[3:]))[0].sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert packed.ids.is_cuda

@@ -35,7 +35,7 @@ def test_the_model_without_its_adapter_has_graphs_of_its_own(compiled):
     after = sample(own, prompts(6), 4, max_tokens=30, seed=0)
     assert torch.equal(before.tokens, after.tokens)
     with torch.no_grad():
-        for rollouts in (found, fewer):
-            gap = (rollouts.logp - base.score(rollouts)[0])[rollouts.mask].abs().mean()
+        for out in (found, fewer):
+            gap = (out.logp - base.score(out.batch)[0])[out.mask].abs().mean()
             assert gap < 0.05  # bfloat16
-            assert gap < (rollouts.logp - policy.score(rollouts)[0])[rollouts.mask].abs().mean() / 4
+            assert gap < (out.logp - policy.score(out.batch)[0])[out.mask].abs().mean() / 4

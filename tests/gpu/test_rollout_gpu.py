@@ -16,6 +16,7 @@ from poise.rollout.sampling import Sampling, uniform
 from poise.rollout.types import Request
 from support import sampled_law
 from support.chi_square import chi_square
+from support.sampled import ask
 from support.tiny_models import HEADS as MODEL_HEADS
 from support.tiny_models import LEARNED, VOCABULARY, head_alone, learned, prompts, sample, tiny
 
@@ -60,7 +61,7 @@ def test_half_precision_errs_no_more_than_twice_as_much_as_transformers(name, co
     assert engine._decoder.graphs
     theirs = []
     with torch.no_grad():
-        exactly, spread = (x[out.mask] for x in whole.score(out, 0.8))
+        exactly, spread = (x[out.mask] for x in whole.score(out.batch, 0.8))
         for prompt, tokens, length in zip(out.prompts, out.tokens, out.lengths, strict=True):
             ids = torch.cat([torch.tensor(prompt, device="cuda"), tokens[:length]])
             logits = policy.model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / 0.8
@@ -76,10 +77,10 @@ def test_a_row_that_has_ended_asks_for_no_position_that_is_not_there(name):
     policy.model.to("cuda", torch.bfloat16)
     asked = torch.randint(6, VOCABULARY, (12, 12), generator=torch.Generator().manual_seed(0)).tolist()
     wanted = [Request(prompt, 20 - 3 * i % 11, NEVER) for i, prompt in enumerate(asked)]
-    out = NativeEngine(policy, batch=3).sample(wanted, Sampling(), 0)  # three rows: some are decoded for nothing
+    out = ask(NativeEngine(policy, batch=3), wanted, Sampling(), 0)  # three rows: some are decoded for nothing
     torch.cuda.synchronize()
     with torch.no_grad():
-        logp, _ = policy.score(out)
+        logp, _ = policy.score(out.batch)
     assert (logp - out.logp)[out.mask].abs().mean() < 0.05
 
 
@@ -92,7 +93,7 @@ def test_scale_cap_and_temperature_are_rounded_as_in_the_update(name, engine, li
         pytest.skip("the native engine cannot decode this model")
     out = sample(engine(policy), prompts(5), 4, max_tokens=20, temperature=temperature, seed=3, **limits)
     with torch.no_grad():
-        found = policy.score(out, temperature)
+        found = policy.score(out.batch, temperature)
     for ours, theirs in zip(found, (out.logp, out.entropy), strict=True):
         gap = (ours - theirs)[out.mask].abs()
         # A sum of products in another order may be rounded to another bfloat16, for a few tokens.
@@ -104,15 +105,15 @@ def test_requests_of_random_lengths_stops_and_limits(compiled):
     """Whatever was mixed up would have another log-probability than the training forward finds."""
     policy = tiny("llama", "cuda", torch.bfloat16, compiled=compiled)
     asked = requests(10_000)
-    out = NativeEngine(policy, batch=64).sample(asked, Sampling(1.0), seed=7)
-    assert out.prompts == [list(request.prompt) for request in asked]
+    out = ask(NativeEngine(policy, batch=64), asked, Sampling(1.0), seed=7)
+    assert out.prompts == [list(request.prompt.tokens) for request in asked]
     tokens = out.tokens.tolist()
     for request, row, length, ended in zip(asked, tokens, out.lengths, out.finished.tolist(), strict=True):
         stops = [i for i, token in enumerate(row[:length]) if token in request.stop]
         assert stops == ([length - 1] if ended else [])
         assert length == request.max_tokens or ended
     with torch.no_grad():
-        logp, _ = policy.score(out)
+        logp, _ = policy.score(out.batch)
     gap = (logp - out.logp)[out.mask].abs()
     assert gap.mean() < 0.02
     assert gap.max() < 0.5
@@ -121,13 +122,13 @@ def test_requests_of_random_lengths_stops_and_limits(compiled):
 def test_a_sequence_depends_neither_on_its_row_nor_on_its_neighbours():
     policy = tiny("llama", "cuda", torch.bfloat16)
     asked = [Request(prompt, 30, NEVER, number) for number, prompt in enumerate(prompts(32))]
-    first = NativeEngine(policy).sample(asked, Sampling(1.0), seed=1)
+    first = ask(NativeEngine(policy), asked, Sampling(1.0), seed=1)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()
-    again = NativeEngine(policy).sample([asked[i] for i in order], Sampling(1.0), seed=1)
+    again = ask(NativeEngine(policy), [asked[i] for i in order], Sampling(1.0), seed=1)
     assert torch.equal(again.tokens, first.tokens[order])
     assert torch.equal(again.logp, first.logp[order])
     others = [Request(prompt, 30, NEVER, 100 + i) for i, prompt in enumerate(prompts(31, seed=5))]
-    beside = NativeEngine(policy).sample([*others, asked[3]], Sampling(1.0), seed=1)
+    beside = ask(NativeEngine(policy), [*others, asked[3]], Sampling(1.0), seed=1)
     assert torch.equal(beside.tokens[-1], first.tokens[3])
 
 
@@ -143,7 +144,7 @@ def test_graphs_see_weights_that_have_changed():
     out = sample(engine, prompts(4), 4, **settings)
     assert engine._decoder is held
     with torch.no_grad():
-        logp, _ = policy.score(out)
+        logp, _ = policy.score(out.batch)
     assert (logp - out.logp)[out.mask].abs().max() < 0.2
 
 
@@ -151,19 +152,19 @@ def test_graphs_stay_when_other_numbers_of_responses_are_asked_for():
     policy = tiny("llama", "cuda", torch.bfloat16)
     engine = NativeEngine(policy)
 
-    def ask(number, tokens):
+    def replies(number, tokens):
         asked = [Request(prompt, tokens, NEVER, i) for i, prompt in enumerate(prompts(number))]
-        return engine.sample(asked, Sampling(1.0), seed=1)
+        return ask(engine, asked, Sampling(1.0), seed=1)
 
-    ask(32, 30)
+    replies(32, 30)
     held = engine._decoder
     for number, tokens in ((20, 30), (27, 12), (32, 30)):
-        out = ask(number, tokens)
+        out = replies(number, tokens)
         assert engine._decoder is held
         with torch.no_grad():
-            logp, _ = policy.score(out)
+            logp, _ = policy.score(out.batch)
         assert (logp - out.logp)[out.mask].abs().mean() < 0.05
-    ask(40, 10)
+    replies(40, 10)
     grown = engine._decoder.cache
     assert (grown.slots, grown.length) == (40, held.cache.length)
 
@@ -342,8 +343,8 @@ def test_a_long_limit_grows_what_is_kept_of_the_responses():
     for dtype in (torch.float32, torch.bfloat16):
         policy = tiny("llama", "cuda", dtype)
         policy.base.config.max_position_embeddings = 4096
-        out = NativeEngine(policy).sample([Request([7, 8], 700, NEVER)] * 3, Sampling(), 0)
+        out = ask(NativeEngine(policy), [Request([7, 8], 700, NEVER)] * 3, Sampling(), 0)
         assert out.lengths == [700] * 3
         with torch.no_grad():
-            logp, _ = policy.score(out)
+            logp, _ = policy.score(out.batch)
         assert (logp - out.logp)[out.mask].abs().mean() < 0.02

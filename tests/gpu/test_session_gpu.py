@@ -61,7 +61,7 @@ def test_log_probabilities_in_half_precision_are_the_policys(name, compiled):
         outs, calls = dialogues(engine, Sampling(0.8), length=200, **LONG)
         assert (calls.continued > 0) == (not gaps)
         with torch.no_grad():
-            gap = torch.cat([(policy.score(out, 0.8)[0] - out.logp)[out.mask] for out in outs]).abs()
+            gap = torch.cat([(policy.score(out.batch, 0.8)[0] - out.logp)[out.mask] for out in outs]).abs()
         gaps.append(float(gap.mean()))
     kept, anew = gaps
     assert kept < 2 * anew + 1e-3
@@ -76,7 +76,7 @@ def test_learned_positions(name):
     torch.cuda.synchronize()
     for out in outs:
         with torch.no_grad():
-            logp, _ = policy.score(out)
+            logp, _ = policy.score(out.batch)
         assert (logp - out.logp)[out.mask].abs().mean() < 0.05
 
 
@@ -112,7 +112,7 @@ def test_rows_that_do_not_fit_are_read_again(monkeypatch):
     assert calls.reread > 0
     for out in outs:
         with torch.no_grad():
-            logp, _ = policy.score(out)
+            logp, _ = policy.score(out.batch)
         assert (logp - out.logp)[out.mask].abs().mean() < 0.03
 
 

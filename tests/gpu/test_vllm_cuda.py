@@ -57,7 +57,7 @@ def test_log_probabilities_are_the_policys_and_those_of_vllm_next_to_them(engine
     for temperature in (1.0, 0.6):
         out = sample(engine, prompts(5), 8, max_tokens=40, temperature=temperature, seed=3)
         with torch.no_grad():
-            logp, entropy = engine.policy.score(out, temperature)
+            logp, entropy = engine.policy.score(out.batch, temperature)
         torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=0.05, rtol=0.01)
         torch.testing.assert_close(entropy[out.mask], out.entropy[out.mask], atol=0.05, rtol=0.01)
         assert 0 < gap(out) < ROUNDING
@@ -70,7 +70,7 @@ def test_changed_weights_reach_the_recorded_graphs(engine):
     with torch.no_grad():
         for parameter in engine.policy.model.parameters():
             parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))
-        moved, _ = engine.policy.score(before, 1.0)
+        moved, _ = engine.policy.score(before.batch, 1.0)
     after = sample(engine, prompts(6), 4, max_tokens=30, temperature=1.0, seed=0)
     engine.policy.model.load_state_dict(kept)
     assert (moved - before.sampler_logp)[before.mask].abs().mean() > 5 * ROUNDING  # they are another model's

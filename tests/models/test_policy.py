@@ -61,9 +61,9 @@ def plain(model, prompt, tokens):
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def assert_as_alone(model, rollouts, logp):
-    for prompt, tokens, length, found in zip(rollouts.prompts, rollouts.tokens, rollouts.lengths, logp, strict=True):
-        expected = plain(model, prompt, tokens[:length].tolist())
+def assert_as_alone(model, batch, logp):
+    for (prompt, length, _), tokens, found in zip(batch.extents, batch.targets, logp, strict=True):
+        expected = plain(model, list(prompt.tokens), tokens[:length].tolist())
         torch.testing.assert_close(found[:length], expected, atol=1e-4, rtol=0)
 
 
@@ -73,9 +73,9 @@ MIXED = [[3, 40], [5], [25, 2]]  # lengths of responses on both sides of windows
 @pytest.mark.parametrize("name", CONFIGS)
 def test_log_probabilities_and_samples_are_those_of_each_response_alone(name):
     policy = Policy(build(name), Words(), longest=64)
-    rollouts = responses(prompts(3), MIXED)
+    batch = responses(prompts(3), MIXED)
     with torch.no_grad():
-        assert_as_alone(policy.model, rollouts, policy.score(rollouts)[0])
+        assert_as_alone(policy.model, batch, policy.score(batch)[0])
     for choice in ("auto", "transformers"):
         drawn = [
             sample(
@@ -88,7 +88,7 @@ def test_log_probabilities_and_samples_are_those_of_each_response_alone(name):
             )
             for batch in (0, 2)
         ]
-        assert_as_alone(policy.model, drawn[0], drawn[0].logp)
+        assert_as_alone(policy.model, drawn[0].batch, drawn[0].logp)
         assert torch.equal(drawn[1].tokens, drawn[0].tokens)
         torch.testing.assert_close(drawn[1].logp, drawn[0].logp, atol=1e-4, rtol=0)
 
@@ -98,22 +98,22 @@ class TestRotaryEmbeddingsThatChangeWithLength:
     def test_up_to_the_original_length_they_are_transformers(self, name):
         policy, untouched = Policy(build(name), Words()), build(name)
         assert policy.length_limit == ORIGINAL
-        rollouts = responses(prompts(3), [[2, 1], [3], [2, 2]])
+        batch = responses(prompts(3), [[2, 1], [3], [2, 2]])
         with torch.no_grad():
-            assert_as_alone(untouched, rollouts, policy.score(rollouts)[0])
+            assert_as_alone(untouched, batch, policy.score(batch)[0])
 
     @pytest.mark.parametrize("name", CHANGING)
     def test_a_sequence_of_the_length_they_were_fixed_for_is_transformers(self, name):
         prompt = prompts(1)[0]
-        rollouts = responses([prompt], [[50]])
+        batch = responses([prompt], [[50]])
         policy, untouched = Policy(build(name), Words(), longest=len(prompt) + 49), build(name)
         policy.length_limit += 1  # the last token is predicted, not read
         with torch.no_grad():
-            assert_as_alone(untouched, rollouts, policy.score(rollouts)[0][:, :50])
+            assert_as_alone(untouched, batch, policy.score(batch)[0][:, :50])
         short = Policy(build(name), Words())
         short.length_limit = None
         with torch.no_grad(), pytest.raises(AssertionError):  # or the test could not fail
-            assert_as_alone(untouched, rollouts, short.score(rollouts)[0])
+            assert_as_alone(untouched, batch, short.score(batch)[0])
 
     @pytest.mark.parametrize("name", CHANGING)
     def test_longer_ones_are_refused(self, name):
@@ -128,16 +128,16 @@ class TestRotaryEmbeddingsThatChangeWithLength:
     @pytest.mark.parametrize("name", CHANGING)
     def test_a_model_may_be_fixed_again(self, name):
         model = build(name)
-        rollouts = responses(
+        batch = responses(
             [[7, 8, 9, 10]],
             [
                 [50],
             ],
         )
         with torch.no_grad():
-            first = Policy(model, Words(), longest=60).score(rollouts)[0]
+            first = Policy(model, Words(), longest=60).score(batch)[0]
             assert Policy(model, Words()).length_limit == ORIGINAL
-            assert torch.equal(Policy(model, Words(), longest=60).score(rollouts)[0], first)
+            assert torch.equal(Policy(model, Words(), longest=60).score(batch)[0], first)
 
     def test_an_unknown_kind_is_refused(self):
         model = build("dynamic")
@@ -209,7 +209,7 @@ def test_jetmoe_decodes_a_group_of_one_prompt():
     policy = Policy(build("jetmoe"), Words())
     assert supports(policy)
     out = sample(NativeEngine(policy), [[7, 8, 9]], 2, max_tokens=9, temperature=1.0, seed=0)
-    assert_as_alone(policy.model, out, out.logp)
+    assert_as_alone(policy.model, out.batch, out.logp)
 
 
 def test_a_cache_that_gives_other_probabilities_is_refused(monkeypatch):
@@ -217,8 +217,7 @@ def test_a_cache_that_gives_other_probabilities_is_refused(monkeypatch):
     right = CachedEngine.sample
 
     def off(self, *args, **kwargs):
-        out = right(self, *args, **kwargs)
-        return replace(out, logp=out.logp * 1.01)
+        return [replace(each, logp=each.logp * 1.01) for each in right(self, *args, **kwargs)]
 
     monkeypatch.setattr(CachedEngine, "sample", off)
     with pytest.raises(ModelError, match=r"Phimoe.*cache"):

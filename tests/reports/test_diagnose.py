@@ -66,8 +66,8 @@ def test_the_surrogate_is_the_configs(embedded, text):
     g = torch.Generator().manual_seed(0)
     old = sampled.batch.old_logp + 0.3 * torch.randn(sampled.batch.mask.shape, generator=g)
     batch = replace(sampled.batch, old_logp=old.clamp(max=0), min_p_logp=sampled.batch.old_logp + 0.3)
-    loop = PolicyLoop(policy, settings.model_copy(update={"objective": objective}), replace(sampled, batch=batch))
-    plain = ForwardLoop(batch, loop.parameters, lambda: policy.score(sampled.rollouts)[0], loop.settings)
+    loop = PolicyLoop(policy, settings.model_copy(update={"objective": objective}), batch)
+    plain = ForwardLoop(batch, loop.parameters, lambda: policy.score(sampled.batch)[0], loop.settings)
     phase = Phase.of(batch)
     for ours, expected in zip(gradient_of(loop, phase), gradient_of(plain, phase), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-6)
@@ -86,8 +86,8 @@ def test_lp_reg_gets_its_filtered_policy(embedded):
 
 def test_the_trainers_gradient_is_that_of_the_objective(embedded):
     policy, settings, sampled = embedded
-    loop = PolicyLoop(policy, settings, sampled)
-    plain = ForwardLoop(sampled.batch, loop.parameters, lambda: policy.score(sampled.rollouts)[0], loop.settings)
+    loop = PolicyLoop(policy, settings, sampled.batch)
+    plain = ForwardLoop(sampled.batch, loop.parameters, lambda: policy.score(sampled.batch)[0], loop.settings)
     mask = Intervals().masks(sampled.batch)[0]
     assert mask.any()
     for phase in (Phase.of(sampled.batch), Phase.of(sampled.batch, mask), *regulators.parse("tr-grpo")(sampled.batch)):

@@ -13,6 +13,7 @@ from poise.models.policy import ModelError, Policy, load_policy
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Request
 from support.chi_square import chi_square
+from support.sampled import ask
 from support.tiny_models import sample
 from support.vllm_engines import small, start
 
@@ -78,7 +79,7 @@ def test_greedy_decoding_is_that_of_transformers_after_every_change_of_the_weigh
 def test_log_probabilities_are_the_policys_and_those_of_vllm_next_to_them(engine, temperature):
     out = sample(engine, prompts(5), 4, max_tokens=40, temperature=temperature, seed=3)
     with torch.no_grad():
-        logp, entropy = engine.policy.score(out, temperature)
+        logp, entropy = engine.policy.score(out.batch, temperature)
     torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy[out.mask], out.entropy[out.mask], atol=1e-5, rtol=0)
     assert not torch.equal(out.sampler_logp, out.logp)  # another arithmetic
@@ -144,7 +145,7 @@ def test_the_models_own_end_token_ends_no_response_that_does_not_name_it(engine)
     with torch.no_grad():
         embedding = engine.policy.model.get_input_embeddings().weight
         embedding[end] = embedding[10:200].mean(0) * 6
-    out = engine.sample([Request(prompt, 40) for prompt in prompts(8) * 4], Sampling(1.5), 0)
+    out = ask(engine, [Request(prompt, 40) for prompt in prompts(8) * 4], Sampling(1.5), 0)
     assert (out.tokens == end).any()
     assert out.lengths == [40] * 32
     assert not out.finished.any()
@@ -153,7 +154,7 @@ def test_the_models_own_end_token_ends_no_response_that_does_not_name_it(engine)
 def test_an_end_token_that_the_model_does_not_have_ends_nothing_and_is_no_mistake(engine):
     size, [prompt] = engine.policy.model.config.vocab_size, prompts(1)
     plain, named = (
-        engine.sample([Request(prompt, 20, stop)], Sampling(1.0), 0).tokens for stop in ((), (size, 1_000_000))
+        ask(engine, [Request(prompt, 20, stop)], Sampling(1.0), 0).tokens for stop in ((), (size, 1_000_000))
     )
     assert torch.equal(plain, named)
 
