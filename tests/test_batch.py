@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from poise import Head, Phase, TokenBatch, regulators
+from poise.batch import Extent, Prompt
 from support.batches import fields_of, random_batch
 
 
@@ -138,3 +139,18 @@ def test_a_phase_that_reaches_outside_the_mask_is_refused():
     ones = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"kl\[0, 2\] = 1.0"):
         Phase("all", ones * batch.mask, ones).check(batch)
+
+
+def test_rows_take_along_what_the_host_knows_of_them():
+    batch = random_batch(prompts=2, group=2)
+    extents = [Extent(Prompt((i,)), n, n) for i, n in enumerate(batch.lengths.tolist())]
+    whole = TokenBatch(**(fields_of(batch) | {"extents": extents}))
+    for ix in ([3, 1], torch.tensor([3, 1]), torch.tensor([False, True, False, True]), slice(1, None), []):
+        part = whole.rows(ix)
+        assert torch.equal(part.old_logp[part.mask], batch.old_logp[ix][batch.mask[ix]])
+        assert [extent.prompt.tokens[0] for extent in part.extents] == torch.arange(4)[ix].tolist()
+        assert part.rows(slice(0, 1)).extents == part.extents[:1]
+        assert batch.rows(ix).extents is None
+    assert whole.rows(slice(None)).old_logp.data_ptr() == whole.old_logp.data_ptr()
+    with pytest.raises(ValueError, match="extents must have 4 entries, got 3"):
+        TokenBatch(**(fields_of(batch) | {"extents": extents[:3]}))

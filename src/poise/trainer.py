@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from poise import regulators
 from poise._lib.device import keep_freed_memory
@@ -104,7 +103,7 @@ class Trainer:
         self.master_weights = self.policy.master_weights = MasterWeights(self.policy.model)
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
-            self.master_weights.parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay,
+            self.policy.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay,
             fused=True,
         )  # fmt: skip
         self.master_weights.serve(self.optimizer)
@@ -225,13 +224,9 @@ class Trainer:
         return make_batch(
             samples, self.policy, advantage=config.advantage, temperature=config.rollout.temperature,
             recompute=config.rollout.old_logp == "recomputed", hidden="hidden" in self.regulator.needs,
-            reference=self._reference_logp if config.objective.kl_coef else None, min_p=self.settings.min_p,
+            reference=self.frozen.reference if config.objective.kl_coef else None, min_p=self.settings.min_p,
             micro_tokens=config.optim.micro_tokens,
         )  # fmt: skip
-
-    def _reference_logp(self, batch: TokenBatch) -> Tensor:
-        config = self.config
-        return self.frozen.reference.logp(batch, config.rollout.temperature, config.optim.micro_tokens)
 
     def _update(self, step: int, batch: TokenBatch, phases: list[Phase], seed: int) -> dict[str, float]:
         self._set_learning_rate(step)

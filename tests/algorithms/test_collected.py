@@ -103,3 +103,12 @@ def test_the_trainer_checks_them(tmp_path, monkeypatch):
 
 def test_the_former_name_of_a_trajectory_still_works():
     assert Sample is Trajectory
+
+
+def test_an_advantage_per_token_has_the_length_of_the_tokens():
+    row = replace(ROW, tokens=torch.tensor([2, 3]), own=torch.tensor([True, True]))
+    for advantage in (1.0, torch.tensor(1.0), torch.ones(2)):
+        assert collected(([replace(row, advantage=advantage)], None))
+    message = r"sample 0: its advantage must be a number or \(2,\), one per token, got \(3,\)"
+    with pytest.raises(UserCodeError, match=message):
+        collected(([replace(row, advantage=torch.ones(3))], None))

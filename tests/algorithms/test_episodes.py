@@ -100,7 +100,9 @@ def test_a_turn_is_independent_of_the_other_episodes():
     policy = embedded()
     sampler = Sampler(policy, NativeEngine(policy), Twice(), Sampling(0.9), max_tokens=12)
     problems = list(islice(Twice().problems("train", 3), 4))
+    sampler.progress.global_step = 7
     together = sampler.play(problems, seed=5)
+    assert [trajectory.version for trajectory in together] == [7] * 4  # the step whose weights sampled it
     one = Sampler(policy, NativeEngine(policy, batch=1), Twice(), Sampling(0.9), max_tokens=12).play(problems, seed=5)
     for a, b in zip(together, one, strict=True):
         assert torch.equal(a.tokens, b.tokens)

@@ -82,9 +82,10 @@ def test_the_update_is_that_of_a_plain_loop(mini_batch, drop):
         for role, count in [("first", 8), ("reflection", 5), ("second", 5), ("consolidated", 5)]
         for _ in range(count)
     ]
-    old = make_batch(samples, policy, temperature=temperature).old_logp
+    batch = make_batch(samples, policy, temperature=temperature)
+    old = batch.old_logp.clone()
     reference = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
-    batch = make_batch(samples, policy, temperature=temperature, reference=lambda _: reference)
+    batch = replace(batch, ref_logp=reference)
     probabilities = batch.prob[batch.mask].sort().values
     threshold = float(probabilities[len(probabilities) // 2 :][:2].mean())  # between two tokens in the middle
     regulator = regulators.parse(f"lopti(threshold={threshold})")

@@ -6,7 +6,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise.batch import Prompt
+from poise.batch import Prompt, TokenBatch
 from poise.engines.hf import CachedEngine
 from poise.models.attention import attention, repeat
 from poise.models.layers import compile_layers
@@ -67,6 +67,26 @@ class TestBins:
         assert packed.starts_q.tolist() == [0, 3, 5, 6, 10]
         assert packed.starts_k.tolist() == [0, 3, 8, 12, 16]
         assert packed.segments.prefix.tolist() == [-1, 0, 0, -1]
+
+    def test_prompts_with_other_keys_are_others_whatever_their_tokens(self):
+        policy, tokens = tiny("llama"), [torch.tensor([8, 9, 10])] * 3
+        image, other = Prompt((6, 7), key="image"), Prompt((6, 7), key="other image")
+        assert Prompt((6, 7)) == Prompt([6, 7]) != image
+        assert image != other
+        assert image.then([8]) == Prompt((6, 7, 8), key=("image", (8,))) != Prompt((6, 7)).then([8])
+        batch = padded_batch([image, other, image], tokens, policy.device)
+        assert layout(batch).ids.tolist() == [[6, 7, 8, 9, 8, 9, 6, 7, 8, 9]]  # two share a prompt
+        assert tokens_in(batch, [0, 1, 2]) == 2 + 2 + 9
+        assert pack(batch, range(3), 8) == [[0, 2], [1]]
+        states = policy.hidden(batch).detach().view(3, 3, -1)
+        torch.testing.assert_close(states[0], states[1])  # as long as nothing but the tokens is read
+        policy.packed = False
+        torch.testing.assert_close(policy.hidden(batch).detach().view(3, 3, -1), states, rtol=1e-4, atol=1e-4)
+
+    def test_a_pass_needs_to_know_where_rows_begin_and_end(self):
+        plain = TokenBatch(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1), targets=torch.ones(1, 2).long())
+        with pytest.raises(ValueError, match=r"needs TokenBatch\.extents: build the batch with make_batch"):
+            tiny("llama").score(plain)
 
     def test_a_group_stays_together_where_it_can(self):
         batch = responses(prompts(4), [[9, 9], [3, 3, 3], [9, 9], [3, 3, 3]])

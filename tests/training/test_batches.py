@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from poise import regulators
 from poise.algorithms import Grpo
 from poise.algorithms.base import Trajectory
 from poise.algorithms.collected import collect
@@ -15,6 +16,7 @@ from poise.models.scoring import score_all
 from poise.objective import Settings, importance_weights
 from poise.tasks import Problem, Score
 from poise.training.batches import make_batch, with_verdict
+from poise.training.update import NotFiniteError
 from support.small_runs import run
 from support.tiny_models import tiny
 from support.twice import Twice
@@ -73,3 +75,29 @@ def test_hidden_states_come_from_a_forward_pass_over_the_rows_asked_for():
 def test_a_run_with_nthr(tmp_path):
     folder, _ = run(tmp_path, "regulator=nthr", "steps=2", "group=8")
     assert len([line for line in folder.metrics() if "reg/all/scored_share" in line]) == 2
+
+
+def test_an_advantage_may_be_one_per_token():
+    """Beside rows with one number, and rows that are normalised in their group."""
+    own = torch.tensor([0.5, -1.0, 2.0])
+    rows = [sample(advantage=own), sample(advantage=-3.0)]
+    rows += [sample(reward, group=0, advantage=None, logp=torch.zeros(3)) for reward in (1.0, 0.0)]
+    rows[1] = replace(rows[1], tokens=torch.tensor([11, 12]), own=torch.tensor([True, True]))
+    batch = make_batch(rows, tiny("llama"), advantage="group-centered")
+    expected = [[0.5, -1.0, 2.0], [-3.0, -3.0, 0.0], [0.5] * 3, [-0.5] * 3]
+    assert batch.advantages.tolist() == expected
+    assert batch.token_advantages.tolist() == expected
+    (phase,) = regulators.parse("ar")(batch)
+    assert phase.policy.shape == (4, 3)
+
+
+def test_probabilities_that_are_not_finite_are_refused_wherever_they_come_from():
+    wrong, policy = torch.tensor([-1.0, torch.nan, -1.0]), tiny("llama")
+    with pytest.raises(NotFiniteError, match="the model's probabilities are not finite"):
+        make_batch([sample(logp=wrong)], policy)
+    hole = replace(sample(logp=wrong), own=torch.tensor([True, False, True]))
+    assert make_batch([hole], policy).mask.sum() == 2  # nobody reads it
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight[50] = torch.nan
+    with pytest.raises(NotFiniteError):
+        make_batch([sample()], policy)

@@ -211,3 +211,14 @@ class TestOutOfMemory:
         made[1].step = full
         with pytest.raises(OutOfMemoryError, match=r"in the optimizer's step.*lora"):
             after(made)
+
+
+def test_a_single_mini_batch_is_not_copied(monkeypatch):
+    policy, optimizer, batch = make()
+    seen = []
+    monkeypatch.setattr("poise.training.update.backward", lambda _, *rest: seen.append(rest))
+    phase = Phase.of(batch)
+    update(policy, optimizer, batch, [phase], UpdatePlan())
+    ((mini, mini_phase, _, _),) = seen
+    assert mini.old_logp.data_ptr() == batch.old_logp.data_ptr()
+    assert mini_phase.policy.data_ptr() == phase.policy.data_ptr()

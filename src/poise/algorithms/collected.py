@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from poise._lib.errors import short
 from poise._lib.user_code import UserCodeError, blamed, path_to
 from poise.advantages import WITHOUT_GROUPS
@@ -68,6 +70,9 @@ def _checked(result: Any, advantage: str) -> tuple[list[Trajectory], Memory | No
         raise TypeError(f"collect's memory goes into checkpoints as JSON: {error}") from None
     sizes = Counter(sample.group for sample in samples if sample.advantage is None)  # those that are compared
     for row, sample in enumerate(samples):
+        if isinstance(sample.advantage, Tensor) and sample.advantage.shape not in ((), sample.tokens.shape):
+            shape, tokens = tuple(sample.advantage.shape), len(sample.tokens)
+            raise ValueError(f"sample {row}: its advantage must be a number or ({tokens},), one per token, got {shape}")
         alone = sample.group is None or sizes[sample.group] == 1
         if alone and sample.advantage is None and sample.score.failed is None and advantage not in WITHOUT_GROUPS:
             raise ValueError(

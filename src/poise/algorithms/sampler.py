@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,15 +40,8 @@ from poise.tasks import (
 
 Opening = Callable[[int, list[Message]], list[Message]]
 MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
+Timer = Callable[[str], AbstractContextManager[None]]  # ``records.Clock``: adds to the time of a part of the step
 POLICY = "policy"  # the name under which the policy's tokens are counted
-
-
-class Timer(Protocol):
-    """``records.Clock``: a context that adds to the time of a part of the step."""
-
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Time a part."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from poise.batch import Prompt
 from poise.engines.limits import check_lengths
 from poise.engines.native.kv_cache import FIRST_ROOM
 from poise.models.policy import Policy, pad_left
-from poise.models.trials import logp_close, scored_twice, short_windows
+from poise.models.trials import completions_agree, short_windows
 from poise.rollout.sampling import Sampling, uniform
 from poise.rollout.types import Completion, Done, Request, check_requests, completions, end_table, numbers, repeated
 
@@ -200,5 +200,4 @@ def supports(policy: Policy) -> bool:
             raise
         except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False
-        expected = scored_twice(policy, [request.prompt for request in asked], trial)
-    return logp_close(torch.cat([each.logp for each in trial]), expected, policy.head().weight.dtype)
+        return completions_agree(policy, [request.prompt for request in asked], trial)

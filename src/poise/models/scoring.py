@@ -5,6 +5,8 @@ Shapes: B responses, T response tokens (padded).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -32,9 +34,8 @@ def score_all(
 ) -> tuple[Tensor, Tensor]:
     """(B, T) log-probabilities and entropies of all responses under the current policy."""
     logp_BT, entropy_BT = torch.zeros_like(batch.old_logp), torch.zeros_like(batch.old_logp)
-    for rows in _passes(policy, batch, micro_tokens):
-        ix = send(rows, logp_BT.device)
-        logp, entropy = policy.score(batch.rows(rows), temperature)
+    for part, ix in _passes(policy, batch, micro_tokens):
+        logp, entropy = policy.score(part, temperature)
         logp_BT[ix], entropy_BT[ix] = logp.to(logp_BT.dtype), entropy.to(entropy_BT.dtype)
     return logp_BT, entropy_BT
 
@@ -45,18 +46,18 @@ def score_min_p(
 ) -> Tensor:
     """(B, T) log-probabilities under the current policy filtered by min-p: see ``poise.head.min_p_logp``."""
     logp_BT = torch.zeros_like(batch.old_logp)
-    for rows in _passes(policy, batch, micro_tokens):
-        part = batch.rows(rows)
+    for part, ix in _passes(policy, batch, micro_tokens):
         assert part.targets is not None
         places = own_tokens(part)
         states, targets = policy.hidden(part, places), part.targets.flatten()[places]
         logp = min_p_logp(states, targets, policy.head(temperature), min_p)
         scored = torch.zeros_like(part.old_logp).view(-1).index_put_((places,), logp.to(logp_BT.dtype))
-        logp_BT[send(rows, logp_BT.device)] = scored.view(part.old_logp.shape)
+        logp_BT[ix] = scored.view(part.old_logp.shape)
     return logp_BT
 
 
-def _passes(policy: Policy, batch: TokenBatch, micro_tokens: int | None) -> list[list[int]]:
-    """The rows of each packed pass."""
-    tokens = micro_tokens or default_micro_tokens(policy)
-    return pack(batch, range(len(batch.mask)), policy.budget(tokens))
+def _passes(policy: Policy, batch: TokenBatch, micro_tokens: int | None) -> Iterator[tuple[TokenBatch, Tensor]]:
+    """The part of the batch in each packed pass, and its row numbers."""
+    tokens = policy.budget(micro_tokens or default_micro_tokens(policy))
+    for rows in pack(batch, range(len(batch.mask)), tokens):
+        yield batch.rows(rows), send(rows, batch.mask.device)

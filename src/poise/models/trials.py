@@ -148,10 +148,11 @@ def twice(policy: Policy, run: Callable[[], Tensor]) -> Tensor:
         hook.remove()
 
 
-def scored_twice(policy: Policy, prompts: Sequence[Prompt], trial: Sequence[Completion]) -> Tensor:
-    """(2, N) on the host: the log-probabilities of sampled tokens by one pass over prompts and responses, ``twice``."""
+def completions_agree(policy: Policy, prompts: Sequence[Prompt], trial: Sequence[Completion]) -> bool:
+    """Whether an engine's log-probabilities are those of one pass over prompts and responses."""
     batch = padded_batch(prompts, [completion.tokens for completion in trial], policy.device)
-    return twice(policy, lambda: policy.score(batch)[0][batch.mask]).cpu()
+    expected = twice(policy, lambda: policy.score(batch)[0][batch.mask]).cpu()
+    return logp_close(torch.cat([completion.logp for completion in trial]), expected, policy.head().weight.dtype)
 
 
 def states_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bool:

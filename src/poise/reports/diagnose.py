@@ -129,9 +129,8 @@ def _warm_optimizer(sampler: Sampler, config: Config, warmup: int, say: Progress
     tokens of other batches, and of a method's earlier phases, into every step.
     """
     policy, optim = sampler.policy, config.optim
-    assert policy.master_weights is not None
     betas = (0.0, optim.betas[1])
-    optimizer = torch.optim.AdamW(policy.master_weights.parameters.values(), lr=0.0, betas=betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=betas, weight_decay=0.0)
     for number in range(warmup):
         say(f"warm-up batch {number + 1} of {warmup}: gathering the optimizer's second moments")
         loop = PolicyLoop(policy, config, sample(sampler, config, seed=-1 - number).batch)

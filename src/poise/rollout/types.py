@@ -86,25 +86,19 @@ def completions(
 
 
 def padded_batch(
-    prompts: Sequence[Prompt],
-    tokens: Sequence[Tensor],
-    device: torch.device,
-    own: Sequence[Tensor] | None = None,
-    **fields: Any,
+    prompts: Sequence[Prompt], tokens: Sequence[Tensor], device: torch.device, own: Sequence[Tensor] = (), **fields: Any
 ) -> TokenBatch:
-    """The batch of these responses on a device. Without ``own`` the model wrote all of their tokens.
+    """The batch of these responses on a device. ``own`` marks the tokens that the model wrote; by default, all.
 
-    ``fields`` are those of ``TokenBatch``. Lists of (n,) tensors are padded, log-probabilities and advantages are 0 if
-    not passed.
+    ``fields`` are those of ``TokenBatch``; lists of (n,) tensors are padded. Old log-probabilities and advantages are 0
+    unless passed.
     """
 
     def padded(rows: Sequence[Tensor]) -> Tensor:
         return send(pad_sequence(list(rows), batch_first=True), device)
 
-    own = [torch.ones_like(row, dtype=torch.bool) for row in tokens] if own is None else own
-    extents = [
-        Extent(prompt, len(row), int(mine.sum())) for prompt, row, mine in zip(prompts, tokens, own, strict=True)
-    ]
+    own = own or [torch.ones_like(row, dtype=torch.bool) for row in tokens]
+    extents = [Extent(p, len(row), int(mine.sum())) for p, row, mine in zip(prompts, tokens, own, strict=True)]
     known = {name: padded(value) if isinstance(value, list) else value for name, value in fields.items()}
     targets = padded(tokens)
     known.setdefault("old_logp", torch.zeros(targets.shape, device=device))

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from poise import advantages
 from poise._lib.device import send
@@ -22,6 +23,7 @@ from poise.regulators import Regulator
 from poise.rollout.types import padded_batch
 from poise.tasks import TaskError
 from poise.tasks.base import NO_REWARD
+from poise.training.frozen import Frozen
 from poise.training.update import NotFiniteError
 
 MOST_FAILED = 0.05  # share of a step's attempts that may end without a verdict
@@ -71,19 +73,19 @@ def make_batch(
     advantage: str = "group-zscore",
     temperature: float = 1.0,
     recompute: bool = False,
-    reference: Callable[[TokenBatch], Tensor] | None = None,
+    reference: Frozen | None = None,
     hidden: bool = False,
     min_p: float | None = None,
     micro_tokens: int | None = None,
 ) -> TokenBatch:
     """The ``TokenBatch`` of these trajectories, on the policy's device.
 
-    ``recompute`` takes old log-probabilities from a forward pass of the policy instead of the sampler. ``reference``
-    computes the log-probabilities of the KL term. ``hidden`` adds the head, and a function that computes the hidden
-    states (n, T, d) of some rows by a forward pass, for regulators that need them. ``min_p`` adds the log-probabilities
-    under the policy filtered by it (one more pass), for the surrogate lp-reg.
+    ``recompute`` takes old log-probabilities from a forward pass of the policy instead of the sampler. ``reference`` is
+    the model of the KL term. ``hidden`` adds the head, and a function that computes the hidden states (n, T, d) of some
+    rows by a forward pass, for regulators that need them. ``min_p`` adds the log-probabilities under the policy
+    filtered by it (one more pass), for the surrogate lp-reg.
     """
-    sampled = _scored(_sampled(trajectories, policy.device), trajectories, policy, temperature, micro_tokens)
+    sampled = _sampled(_scored(trajectories, policy, temperature, micro_tokens), policy.device)
     old_logp, sampler_logp = sampled.old_logp, sampled.sampler_logp
     if recompute and sampler_logp is None:  # else the old ones already come from the policy
         old_logp, sampler_logp = score_all(policy, sampled, temperature, micro_tokens)[0], old_logp
@@ -92,58 +94,46 @@ def make_batch(
         old_logp=old_logp,
         sampler_logp=sampler_logp,
         advantages=_advantages(trajectories, sampled, advantage),
-        ref_logp=reference(sampled) if reference else None,
+        ref_logp=reference.logp(sampled, temperature, micro_tokens) if reference else None,
         hidden=(lambda rows: policy.padded_hidden(sampled.rows(rows))) if hidden else None,
         head=policy.head(temperature) if hidden else None,
         min_p_logp=None if min_p is None else score_min_p(policy, sampled, temperature, min_p, micro_tokens),
     )
 
 
+def _scored(
+    trajectories: Sequence[Trajectory], policy: Policy, temperature: float, micro_tokens: int | None
+) -> list[Trajectory]:
+    """The trajectories; those that came without log-probabilities and entropies have the policy's."""
+    without = [each for each in trajectories if each.logp is None]
+    if not without:
+        return list(trajectories)
+    prompts, tokens, own = zip(*((each.prompt, each.tokens, each.own) for each in without), strict=True)
+    batch = padded_batch(prompts, tokens, policy.device, own)
+    values = zip(without, *(x.cpu() for x in score_all(policy, batch, temperature, micro_tokens)), strict=True)
+    scored = iter([replace(each, logp=p[: len(each.tokens)], entropy=h[: len(each.tokens)]) for each, p, h in values])
+    return [next(scored) if each.logp is None else each for each in trajectories]
+
+
 def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenBatch:
-    """What was sampled; log-probabilities and entropies that nobody knows yet are 0, and so are all advantages."""
-    nothing = [torch.zeros(len(each.tokens)) for each in trajectories]
+    """What was sampled, with advantages of 0."""
 
     def known(values: Sequence[Tensor | None], other: Sequence[Tensor]) -> list[Tensor]:
         return [y if x is None else x for x, y in zip(values, other, strict=True)]
 
-    logp = known([each.logp for each in trajectories], nothing)
-    own = [each.own for each in trajectories]
-    _check_finite(torch.cat(logp)[torch.cat(own)])
-    of_sampler = [each.sampler_logp for each in trajectories]
+    nothing = [torch.zeros(len(each.tokens)) for each in trajectories]
+    logp, own = known([each.logp for each in trajectories], nothing), [each.own for each in trajectories]
+    if not torch.cat(logp)[torch.cat(own)].isfinite().all():
+        raise NotFiniteError("the model's probabilities are not finite")
+    reported = [each.sampler_logp for each in trajectories]
     return padded_batch(
-        [each.prompt for each in trajectories],
-        [each.tokens for each in trajectories],
-        device,
-        own,
-        old_logp=logp,
+        [each.prompt for each in trajectories], [each.tokens for each in trajectories], device, own, old_logp=logp,
         entropy=known([each.entropy for each in trajectories], nothing),
-        sampler_logp=None if all(x is None for x in of_sampler) else known(of_sampler, logp),
+        sampler_logp=None if all(x is None for x in reported) else known(reported, logp),
         groups=torch.tensor(group_numbers([each.group for each in trajectories]), device=device),
         rewards=torch.tensor([each.score.reward for each in trajectories], device=device),
         correct=torch.tensor([each.score.correct for each in trajectories], device=device),
-    )
-
-
-def _scored(
-    batch: TokenBatch, trajectories: Sequence[Trajectory], policy: Policy, temperature: float, micro_tokens: int | None
-) -> TokenBatch:
-    """The batch with log-probabilities and entropies for the trajectories that came without, by the policy."""
-    unscored = [row for row, each in enumerate(trajectories) if each.logp is None]
-    if not unscored:
-        return batch
-    part, rows = batch.rows(unscored), send(unscored, batch.mask.device)
-    logp, entropy = score_all(policy, part, temperature, micro_tokens)
-    _check_finite(logp[part.mask])
-    scored = {"old_logp": logp, "entropy": entropy}
-    if part.sampler_logp is not None:  # what the sampler reported stays
-        reported = send(torch.tensor([trajectories[row].sampler_logp is not None for row in unscored]), rows.device)
-        scored["sampler_logp"] = torch.where(reported[:, None], part.sampler_logp, logp)
-    return replace(batch, **{name: getattr(batch, name).index_copy(0, rows, new) for name, new in scored.items()})
-
-
-def _check_finite(logp: Tensor) -> None:
-    if not logp.isfinite().all():
-        raise NotFiniteError("the model's probabilities are not finite")
+    )  # fmt: skip
 
 
 def group_numbers(groups: Sequence[Hashable]) -> list[int]:
@@ -167,30 +157,27 @@ def without_consolidated(
 
 
 def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, kind: str) -> Tensor:
-    """(B,) advantages: a trajectory's own one, or else normalised within its group; (B, T) if one is per token.
+    """(B,) advantages: a trajectory's own one, or else normalised within its group; (B, T) if any is per token.
 
     REINFORCE++ normalises over the rows of one role together, since others play another game.
     """
     rewards, groups, estimate = batch.rewards, batch.groups, advantages.TABLE[kind]
     assert rewards is not None
     assert groups is not None
-    preset = [each.advantage for each in trajectories]
     rest: dict[str, list[int]] = {}  # rows to normalise together
     for row, each in enumerate(trajectories):
         if each.advantage is None:
             rest.setdefault(each.role if kind.startswith("reinforce-pp") else "", []).append(row)
-    if [len(rows) for rows in rest.values()] == [len(preset)]:
+    if [len(rows) for rows in rest.values()] == [len(trajectories)]:
         return estimate(rewards, groups, batch.mask)
-    numbers = [0.0 if value is None or isinstance(value, Tensor) else value for value in preset]
-    values = torch.tensor(numbers, device=rewards.device)
+    own = [0.0 if each.advantage is None else each.advantage for each in trajectories]
+    preset = [torch.as_tensor(value, dtype=torch.float32) for value in own]
+    if any(value.dim() for value in preset):
+        preset = [value.expand(len(each.tokens)) for value, each in zip(preset, trajectories, strict=True)]
+    values = send(pad_sequence(preset, batch_first=True) if preset[0].dim() else torch.stack(preset), rewards.device)
     for rows in rest.values():
-        values[rows] = estimate(rewards[rows], groups[rows], batch.mask[rows]).to(values.dtype)
-    if not any(isinstance(value, Tensor) for value in preset):
-        return values
-    values = values[:, None].repeat(1, batch.mask.shape[1])
-    for row, value in enumerate(preset):
-        if isinstance(value, Tensor):
-            values[row, : len(value)] = value.to(values)
+        estimated = estimate(rewards[rows], groups[rows], batch.mask[rows]).to(values.dtype)
+        values[rows] = estimated[:, None] if values.dim() == 2 else estimated
     return values
 
 

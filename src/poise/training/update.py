@@ -94,7 +94,9 @@ def backward(
     if not active_rows:
         return None
     norm = normalizer(batch, settings)
-    survey = _survey(policy, batch, plan)
+    taken: Survey | None = None
+    if settings.rule.surveyed:
+        taken = survey(score_all(policy, batch, plan.temperature, plan.micro_tokens)[0], batch, settings)
 
     def run(rows: list[int]) -> Metrics:
         """One pass: add these rows' share of the loss gradient, and return their share of the metrics."""
@@ -102,22 +104,15 @@ def backward(
         loss, metrics = policy_loss(
             policy.hidden(part, tokens_N), part, phase.rows(rows), settings, normalizer=norm,
             head=policy.head(plan.temperature), tokens=tokens_N, memory=HEAD_MEMORY if tokens_N.is_cuda else None,
-            survey=None if survey is None else survey.rows(send(rows, batch.mask.device)),
+            survey=None if taken is None else taken.rows(send(rows, batch.mask.device)),
         )  # fmt: skip
         loss.backward()
         return metrics
 
     metrics = within_memory(policy, batch, active_rows, plan.micro_tokens or default_micro_tokens(policy), run)
-    if survey is not None and survey.chosen is not None:
-        metrics["optim/chosen"] = survey.chosen.sum() / batch.mask.sum()
+    if taken is not None and taken.chosen is not None:
+        metrics["optim/chosen"] = taken.chosen.sum() / batch.mask.sum()
     return metrics
-
-
-def _survey(policy: Policy, batch: TokenBatch, plan: UpdatePlan) -> Survey | None:
-    """The survey of a mini-batch, from a scoring pass over it, if the surrogate needs one."""
-    if not plan.objective.rule.surveyed:
-        return None
-    return survey(score_all(policy, batch, plan.temperature, plan.micro_tokens)[0], batch, plan.objective)
 
 
 def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:

@@ -23,7 +23,7 @@ from poise.engines.native.scheduler import Scheduler
 from poise.engines.native.shared_cache import SharedPromptCache
 from poise.models.places import first_line
 from poise.models.policy import Policy
-from poise.models.trials import logp_close, scored_twice, short_windows, states_close, states_of
+from poise.models.trials import completions_agree, short_windows, states_close, states_of
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Completion, Done, Request, check_requests
 
@@ -281,14 +281,13 @@ def continues(policy: Policy) -> bool:
             with engine.session() as session:
                 prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size,))]
                 first = session.sample([Request(prompt, 4, keep=True) for prompt in prompts], greedy, 0)
-                replies = [completion.tokens.tolist() for completion in first]
                 said = [[2 % size], [4 % size] * 5]
-                dialogues = [p.then(reply + text) for p, reply, text in zip(prompts, replies, said, strict=True)]
+                parts = zip(prompts, first, said, strict=True)
+                dialogues = [prompt.then(reply.tokens.tolist() + text) for prompt, reply, text in parts]
                 trial = session.sample([Request(p, 3, continues=i) for i, p in enumerate(dialogues)], greedy, 0)
                 kept = session.continued == 2
         except torch.OutOfMemoryError:
             raise
         except TRIAL_ERRORS:
             return False
-        expected = scored_twice(policy, dialogues, trial)
-    return kept and logp_close(torch.cat([each.logp for each in trial]), expected, policy.head().weight.dtype)
+        return kept and completions_agree(policy, dialogues, trial)
