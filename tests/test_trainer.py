@@ -92,7 +92,6 @@ def moved(folder, start):
     return all(not torch.equal(value, start[name]) for name, value in parameters(folder).items() if value.dim() > 1)
 
 
-@pytest.mark.usefixtures("short_evaluation")
 @pytest.mark.parametrize("name", [*regulators.TABLE])
 def test_every_regulator_trains(tmp_path, name, embedded):
     folder, _ = run(tmp_path, f"regulator={name}", "steps=1", "rollouts_every=1", "evaluation=off")
@@ -105,7 +104,6 @@ def test_every_regulator_trains(tmp_path, name, embedded):
         assert line[f"reg/{phase}/weight_mean"] == pytest.approx(values.mean().item(), rel=1e-5)
 
 
-@pytest.mark.usefixtures("short_evaluation")
 @pytest.mark.parametrize("name", [*surrogates.TABLE])
 def test_every_surrogate_trains_with_lopti(tmp_path, name, embedded):
     """Two phases of two mini-batches: from the second step on the ratio is not 1."""
@@ -133,7 +131,6 @@ ADVANTAGES = {
 }
 
 
-@pytest.mark.usefixtures("short_evaluation")
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_every_advantage_trains(tmp_path, name, embedded):
     group = 1 if name in advantages.WITHOUT_GROUPS else 4
