@@ -214,9 +214,8 @@ class TestSameUpdate:
         assert first["optim/grad_norm"] == pytest.approx(second["optim/grad_norm"], rel=1e-3)
 
     @pytest.mark.long
-    @pytest.mark.parametrize(
-        ("function", "logged"), [("save_checkpoint", 2), pytest.param("log", 1, marks=pytest.mark.slow)]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("function", "logged"), [("save_checkpoint", 2), ("log", 1)])
     def test_resuming_a_killed_run_is_exact(self, tmp_path, function, logged):
         """Killed in a process of its own: between the log and the checkpoint of step 2, or before it is logged."""
         settings = ("steps=3", "evaluation.problems=1", "checkpoint_every=1", "regulator=lopti(threshold=0.9)")
@@ -386,7 +385,7 @@ class TestMistakes:
 @pytest.mark.usefixtures("short_evaluation")
 def test_zero_is_only_at_the_end_or_never(tmp_path):
     never = ("checkpoint_every=0", "evaluation.every=0", "rollouts_every=0", "optim.warmup_steps=0", "rollout.batch=0")
-    folder, summary = run(tmp_path, "steps=2", "evaluation.problems=1", "optim.mini_batch=0", "rollout.top_k=0", *never)
+    folder, summary = run(tmp_path, *SHORT, "steps=2", "optim.mini_batch=0", "rollout.top_k=0", *never)
     assert summary["steps"] == 2
     assert folder.checkpoints() == [2]
     assert folder.recorded() == []
