@@ -73,5 +73,5 @@ def test_hidden_states_come_from_a_forward_pass_over_the_rows_asked_for():
 
 
 def test_a_run_with_nthr(tmp_path):
-    folder, _ = run(tmp_path, "regulator=nthr", "steps=2", "group=8")
-    assert len([line for line in folder.metrics() if "reg/all/scored_share" in line]) == 2
+    folder, _ = run(tmp_path, "regulator=nthr", "steps=1", "group=8", "evaluation=off")
+    assert "reg/all/scored_share" in folder.metrics()[0]

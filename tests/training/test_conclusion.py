@@ -11,7 +11,7 @@ from poise.training.results import conclusion, learned
 from poise.training.warnings import RunWarning
 from support.small_runs import SHORT, make
 
-DEMO = {"avg@4": (0.353, 0.575), "greedy": (0.683, 0.660), "pass@4": (0.747, 0.780)}  # docs/results/demo.md
+DEMO = {"avg@4": (0.353, 0.575), "greedy": (0.683, 0.660), "pass@4": (0.747, 0.780)}  # experiments/demo/demo.md
 
 
 def summary(values, width=0.05):
