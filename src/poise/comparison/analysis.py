@@ -26,9 +26,18 @@ COSTS = {"tokens": "sampled tokens", "optimizer_steps": "optimizer steps", "flop
 
 
 def analyse(
-    arms: Sequence[Arm], baseline: str, seeds: Iterable[int] = (), *, score: str = ACCURACY, level: float = LEVEL
+    arms: Sequence[Arm],
+    baseline: str,
+    seeds: Iterable[int] = (),
+    *,
+    looks: Iterable[int] = (),
+    score: str = ACCURACY,
+    level: float = LEVEL,
 ) -> Document:
-    """Compare all arms with the one named ``baseline``. ``seeds`` are those planned: runs may be missing so far."""
+    """Compare all arms with the one named ``baseline``. ``seeds`` are those planned: runs may be missing so far.
+
+    ``looks`` are the numbers of seeds with which this comparison was analysed before.
+    """
     base = next((arm for arm in arms if arm.name == baseline), None)
     if base is None:
         raise ValueError(f"the baseline {baseline!r} is none of the arms: {', '.join(arm.name for arm in arms)}")
@@ -52,6 +61,7 @@ def analyse(
         "level": level,
         "power": POWER,
         "seeds": planned,
+        "looks": _looks(looks, against.values(), level),
         **_power(list(against.values()), len(against), level),
         "arms": rows,
     }
@@ -112,11 +122,18 @@ def _power(found: Sequence[Difference], comparisons: int, level: float) -> Docum
     ``detectable`` is None if so many seeds cannot make any difference significant, or if there are fewer than two.
     """
     most = max((len(each.seeds) for each in found), default=0)
-    spreads = [each.spread for each in found if len(each.seeds) == most and each.spread is not None]
+    spreads = [each.spread for each in found if len(each.seeds) == most and each.spread]  # 0: the runs were the same
     if not spreads:
         return {"detectable": None, "spread": None}
     effect = detectable(most, median(spreads), comparisons, level)
     return {"detectable": effect if isfinite(effect) else None, "spread": median(spreads)}
+
+
+def _looks(earlier: Iterable[int], found: Collection[Difference], level: float) -> list[int]:
+    """The numbers of seeds of all analyses so far that could call a difference significant, this one included."""
+    now = max((len(each.seeds) for each in found), default=0)
+    least = seeds_needed(max(1, len(found)), level)
+    return sorted({seeds for seeds in (*earlier, now) if least <= seeds <= now})
 
 
 def _stability(runs: Collection[RunResult]) -> Document:
@@ -182,15 +199,43 @@ def verdict(document: Mapping[str, Any]) -> list[str]:
     arms = document["arms"]
     (base,) = (arm for arm in arms if arm["name"] == document["baseline"])
     others = [arm for arm in arms if arm is not base]
-    compared = [arm["difference"] for arm in others if arm["difference"]["spread"] is not None]
-    if compared:
-        seeds = max(len(found["seeds"]) for found in compared)
-        said = [power(seeds, len(others), document["detectable"], document["spread"], document["level"])]
-    else:
+    seeds = max((len(arm["difference"]["seeds"]) for arm in others), default=0)
+    scores = {value for arm in arms for value in arm["results"].values()}
+    if seeds < 2:
         said = ["No arm has two seeds in common with the baseline yet: there is nothing to compare."]
+    elif all(_idle(arm) for arm in arms):
+        return ["Nothing was compared: no run took an optimizer step.", *_all_cautions(arms)]
+    elif len(scores) == 1:
+        return [f"All runs ended with the same score, {points(scores.pop())} points.", *_all_cautions(arms)]
+    elif document["spread"] is None:
+        said = []
+    else:
+        said = [power(seeds, len(others), document["detectable"], document["spread"], document["level"])]
+    said += _looked(document["looks"], document["level"])
     for arm in others:
         said += [against(arm, base["name"], document["level"]), *_costs(arm, base)]
-    return [*said, *(caution for arm in arms for caution in _cautions(arm))]
+    said += [f"{arm['name']}: no run took an optimizer step." for arm in arms if _idle(arm)]
+    return [*said, *_all_cautions(arms)]
+
+
+def _idle(arm: Mapping[str, Any]) -> bool:
+    """Whether an arm's runs sampled, and took no optimizer step."""
+    return bool(arm["cost"]["tokens"]) and not arm["cost"]["optimizer_steps"]
+
+
+def _looked(looks: Sequence[int], level: float) -> list[str]:
+    """Several tests of growing data: each may be wrong in 5 % of comparisons, so one of k in at most k times as many."""
+    if len(looks) < 2:
+        return []
+    before, bound = ", ".join(map(str, looks[:-1])), 100 * min(1.0, len(looks) * (1 - level))
+    return [
+        f"Results were seen with {before} seeds before these {looks[-1]}: a difference is called significant by chance "
+        f"in more than {100 * (1 - level):.0f} % of such comparisons, and in at most {bound:.0f} %."
+    ]
+
+
+def _all_cautions(arms: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [caution for arm in arms for caution in _cautions(arm)]
 
 
 def power(seeds: int, comparisons: int, effect: float | None, spread: float, level: float = LEVEL) -> str:
@@ -210,6 +255,8 @@ def against(arm: Mapping[str, Any], baseline: str, level: float = LEVEL) -> str:
     if not seeds:
         return f"{arm['name']}: no seed is complete yet."
     shown = f"{arm['name']}: {signed(found['mean'])} points"
+    if not any(found["values"]):
+        return f"{arm['name']}: the same score as {baseline} with every seed (seeds: {seeds})."
     if not found["interval"]:
         return f"{shown} against {baseline} (seeds: {seeds}, too few to tell)."
     low, high = found["interval"]
