@@ -9,6 +9,17 @@ from poise.comparison.results import Arm
 from support.arms import made_arm, made_run
 
 
+def with_lost(arm, before, after):
+    """The arm, with these shares of samples cut off."""
+    runs = {}
+    for seed, run in arm.runs.items():
+        shares = [before] + [after] * (len(run.curve) - 1)
+        points = zip(run.curve, shares, strict=True)
+        curve = tuple(replace(point, scores={**point.scores, "cut_off": share}) for point, share in points)
+        runs[seed] = replace(run, curve=curve)
+    return Arm(arm.name, arm.settings, runs)
+
+
 def arm(mean=0.012, interval=(-0.008, 0.031), seeds=10, p=0.21, p_adjusted=0.21, method="sign-flip"):
     found = {
         "mean": mean, "interval": interval, "seeds": list(range(seeds)), "p": p, "p_adjusted": p_adjusted,
@@ -112,3 +123,29 @@ def test_looks_with_fewer_seeds_are_named():
     (said,) = (sentence for sentence in again["verdict"] if "were seen" in sentence)
     assert "with 6, 8 seeds before these 10" in said
     assert "in at most 15 %" in said
+
+
+def test_learning_to_stop_is_named():
+    grpo, ar = made_arm("grpo", 0.0), made_arm("ar", 0.1)
+    document = analyse([with_lost(grpo, 0.5, 0.3), with_lost(ar, 0.5, 0.1)], "grpo")
+    said = " ".join(document["verdict"])
+    assert "ar: of the difference to grpo, " in said
+    assert "ar: of the change since before training, " in said
+    assert "(50.0 → 10.0 %)" in said
+    assert document["arms"][1]["scores"]["cut_off"]["before"] == pytest.approx(0.5)
+    said = " ".join(analyse([with_lost(grpo, 0.1, 0.1), with_lost(ar, 0.1, 0.1)], "grpo")["verdict"])
+    assert "cut off" not in said
+
+
+def test_other_problems_other_steps_and_missing_checksums_are_named():
+    def changed(arm, **changes):
+        return Arm(arm.name, {}, {seed: replace(run, **changes) for seed, run in arm.runs.items()})
+
+    grpo, ar = made_arm("grpo", 0.0), made_arm("ar", 0.06)
+    alike = " ".join(analyse([changed(grpo, problems="a"), changed(ar, problems="a")], "grpo")["verdict"])
+    assert not any(words in alike for words in ("same held-out problems", "was measured after", "checksum"))
+    unlike = [changed(grpo, problems="a"), changed(ar, problems="b", steps=80, sealed=False)]
+    said = " ".join(analyse(unlike, "grpo")["verdict"])
+    assert "Not all runs were measured on the same held-out problems" in said
+    assert "ar was measured after 80 steps, grpo after 100." in said
+    assert "ar: 10 of 10 results have no checksum" in said
