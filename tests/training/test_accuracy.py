@@ -305,7 +305,7 @@ def test_the_interval_of_changes_excludes_0_where_the_exact_sign_test_does(up, d
 
 
 def paired_runs(gain, problems, samples, trials=400):
-    """Accuracies of problems before and after, whose own accuracy rises by ``gain`` on average, and not in all alike."""
+    """Accuracies of problems before and after; their true accuracies rise by ``gain`` on average, not all alike."""
     generator = np.random.default_rng(0)
     for _ in range(trials):
         p = generator.beta(0.5, 0.5, problems)

@@ -99,8 +99,9 @@ const result = Object.assign(new Group(), {
     });
     const measured = data.runs.filter((run) => run.after);
     const differ = (of) => new Set(measured.map(of)).size > 1;
+    const settings = (run) => JSON.stringify([field(run, "task"), field(run, "evaluation.seed"), run.after.n]); // older runs have no fingerprint
     const unlike = [
-      differ((run) => run.after.problems ?? JSON.stringify([run.config?.task, run.config?.evaluation])) && "These runs were measured on different held-out problems.",
+      differ(measured.every((run) => run.after.problems) ? (run) => run.after.problems : settings) && "These runs were measured on different held-out problems.",
       differ((run) => run.done) && `These runs were measured after different numbers of steps: ${measured.map((run) => `${run.name} ${many(run.done)}`).join(", ")}.`,
     ].filter(Boolean);
     return [...unlike.map((sentence) => el("p", { class: "unlike" }, sentence)), ...data.runs.flatMap((run, r) => (said[r] && said.indexOf(said[r]) === r ? el("p", {}, new Set(said).size > 1 && `${run.name}: `, said[r]) : []))];
