@@ -142,9 +142,7 @@ def test_runs_that_were_measured_on_other_problems_or_steps_are_named(page, tmp_
         "These runs were measured on different held-out problems.",
         "These runs were measured after different numbers of steps: one 4, two 3.",
     ]
-    assert page.locator(".verdict li").last.inner_text() == (
-        "two: summary.json was changed after the run wrote it: these are not its numbers"
-    )
+    assert page.inner_text("#main > .warnings li").startswith("two: summary.json was changed after the run wrote it.")
 
 
 def test_the_curves_of_many_runs_have_one_line_each(page, tmp_path):
@@ -249,3 +247,12 @@ def test_a_watched_report_shows_the_result_when_it_comes(page, served):
     folder.write_json("summary.json", {"steps": 2, "after": evaluation(0.5, 0.5)})
     see(page, ".headline", "0.250 → 0.500")
     assert Source([folder.path]).index()["runs"][0]["done"] == 2
+
+
+def test_a_summary_that_was_changed_is_named(tmp_path):
+    folder = finished(tmp_path / "run")
+    folder.write_json("summary.json", sealed(folder.read_json("summary.json")))
+    assert Source([folder.path]).index()["runs"][0]["warnings"] == []
+    folder.write_json("summary.json", folder.read_json("summary.json") | {"tokens": 5})
+    (said,) = Source([folder.path]).index()["runs"][0]["warnings"]
+    assert "summary.json was changed" in said["what"]

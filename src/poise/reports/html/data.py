@@ -33,7 +33,8 @@ WATCHED = (
     "config.json", "metrics.jsonl", warnings.FILE, "before.json", "summary.json", "diverged.json", "diagnose.json",
     "diagnose", "tokens",
 )  # fmt: skip
-CHANGED = "summary.json was changed after the run wrote it: these are not its numbers"
+CHANGED = "summary.json was changed after the run wrote it."
+REWRITE = "Put it back from a copy, or have poise train --resume measure the model again."
 REMEDY = "Begin again with a smaller optim.lr, or with dtype=float32."  # for a run that diverged
 
 
@@ -111,7 +112,7 @@ class Source:
             "before": _evaluation(read_json(folder, "before.json")) or _evaluation(ended.get("before")),
             "after": _evaluation(ended.get("after")),
             "done": ended.get("steps"),
-            "learned": [CHANGED] if was_changed(ended) else learned(ended),
+            "learned": learned(ended),
             "changes": change_intervals(ended),
             "warnings": _warnings(folder, lines[-1]["step"] if lines else 0),
             "diagnose": _diagnosis(folder),
@@ -190,6 +191,8 @@ def _warnings(folder: RunFolder, last: int) -> list[dict[str, Any]]:
     if isinstance(diverged, dict) and not _passed(diverged.get("step"), last):
         what = f"The run diverged: {diverged.get('why')}."
         said.append({"step": diverged.get("step"), "what": what, "remedy": REMEDY})
+    if was_changed(read_json(folder, "summary.json")):
+        said.append({"step": 0, "what": CHANGED, "remedy": REWRITE})
     return said
 
 
