@@ -83,6 +83,8 @@ METRICS: dict[str, str] = {
     "eval/TASK/pass@K": "share of the problems that one of K samples solves",
     "eval/TASK/maj@K": "share of the problems whose most frequent answer of K is right",
     "eval/TASK/greedy": "accuracy of greedy decoding",
+    "eval/TASK/cut_off": "share of the samples that reached rollout.max_tokens",
+    "eval/TASK/unreadable": "share of the samples that ended by themselves without a readable answer",
     "eval/TASK/avg@K/DIFFICULTY": "accuracy for the problems of one difficulty",
     "eval/TASK/greedy/DIFFICULTY": "greedy accuracy for the problems of one difficulty",
     # Tokens and time

@@ -17,6 +17,7 @@ from poise.models.policy import ModelError, load_policy
 from poise.runs.folder import CheckpointError, RunFolder
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.trainer import Trainer, TrainError
+from poise.training.evaluate import Evaluation
 from poise.training.resume import in_free_folder
 from support.batches import random_batch
 from support.command_line import poise
@@ -394,6 +395,24 @@ def test_zero_is_only_at_the_end_or_never(tmp_path):
 def test_early_stop(tmp_path):
     folder, summary = run(tmp_path, "evaluation.every=1", "evaluation.problems=12", "stop_at=0.01", "steps=9")
     assert summary["steps"] == 1 == len(folder.metrics())
+
+
+@pytest.mark.usefixtures("short_evaluation")
+def test_what_stops_a_run_is_not_what_it_reports(tmp_path, monkeypatch):
+    """The accuracy that reaches ``stop_at`` is high by chance: before and after have other problems than it."""
+    seen = []
+
+    def noted(self):
+        seen.append(self.problems)
+        return {"eval/kk/avg@2": 1.0}
+
+    monkeypatch.setattr(Evaluation, "metrics", noted)
+    _, summary = run(tmp_path, *SHORT, "evaluation.every=1", "stop_at=0.5", "steps=3")
+    assert summary["steps"] == 1
+    assert summary["before"]["problems"] == summary["after"]["problems"]
+    (watched,) = seen
+    assert watched != summary["after"]["problems"]
+    assert summary["change"]["avg@2"].keys() == {"value", "low", "high"}
 
 
 @pytest.mark.usefixtures("short_evaluation")

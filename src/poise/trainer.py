@@ -144,8 +144,7 @@ class Trainer:
                 self.checkpoints.save_finished_step(self.memory, self.tokens)
                 report.stopped(self.folder.resume_command)
                 raise
-        summary = {"steps": done, "tokens": self.tokens, "before": before, "after": after.summary() if after else None}
-        return report.finished(summary, after.by_problem() if after else None)
+        return report.finished(done, self.tokens, before, after)
 
     def _take_steps(self, done: int, report: Reporter, stopper: Stopper, evaluations: Evaluations) -> int:
         """Take the remaining steps, and return the number of the last one. A stop request raises KeyboardInterrupt."""
@@ -157,7 +156,7 @@ class Trainer:
             ending = self._ending(step, self.tokens)
             try:
                 if evaluations.due(step) and not ending:
-                    metrics |= evaluations.measure().metrics()
+                    metrics |= evaluations.during()
             finally:
                 self.folder.log(step, metrics)
                 checkpoints.logged = step
