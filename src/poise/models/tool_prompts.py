@@ -53,7 +53,7 @@ def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
 
 
 def _hold_date(template: str) -> None:
-    """Let the template print the date of ``_STARTED``. transformers turns functions among the arguments into strings."""
+    """Let the template print the date of ``_STARTED``. Arguments cannot: transformers turns functions into strings."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     _compile_jinja_template(template).globals["strftime_now"] = _STARTED.strftime  # compiled templates are cached
