@@ -311,6 +311,9 @@ def test_a_regulator_that_begins_to_regulate_is_refused_at_the_level_of_sequence
 
 
 def test_another_version_of_trl_trains_with_a_warning_if_its_loss_weights_tokens(monkeypatch, tmp_path):
+    monkeypatch.setattr(trl, "__version__", "unknown")  # as that of a copy which is not installed
+    with pytest.warns(UserWarning, match=r"tested with TRL 1.10 to 1.16, this is unknown"):
+        trl_checks.check_trl(trl_runs.RegulatedGRPOTrainer)
     monkeypatch.setattr(trl, "__version__", "1.17.0")
     with pytest.warns(UserWarning, match=r"tested with TRL 1.10 to 1.16, this is 1.17.0"):
         trainer = build(tmp_path, "ar", max_steps=1, max_completion_length=6)  # its loss is tested, then it trains

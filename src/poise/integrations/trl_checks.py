@@ -6,12 +6,12 @@ import warnings
 from typing import Any
 
 import trl
-from packaging.version import Version
 
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, beyond
 from poise.regulators import Regulator
 
-TESTED = ("1.10", "1.16")  # the first and the last tested version
+MINORS = range(10, 17)  # of the tested versions, 1.x
+TESTED = f"1.{MINORS[0]} to 1.{MINORS[-1]}"
 # The methods that the mixin overrides or calls. All of these must be TRL's own, of GRPOTrainer or a class above it.
 HOOKS = (
     "training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "_generate_and_score_completions",
@@ -32,21 +32,20 @@ def check_trl(trainer: type) -> None:
     base = next((kind for kind in trainer.__mro__ if kind.__name__ == "GRPOTrainer" and _is_trl(kind)), None)
     if base is None:
         raise CannotRegulateError(f"{trainer.__name__} does not inherit from TRL's GRPOTrainer: {_other(trainer)}")
-    first, last = TESTED
     for name in HOOKS:
         if not hasattr(base, name):
             raise CannotRegulateError(
                 f"GRPOTrainer.{name}, which poise hooks into, does not exist in TRL {trl.__version__}; install TRL "
-                f"{first} to {last}, as poise's extra 'trl' does"
+                f"{TESTED}, as poise's extra 'trl' does"
             )
         if not _is_trl(found := getattr(base, name)):
             raise CannotRegulateError(
                 f"GRPOTrainer.{name} is not TRL's own but comes from {found.__module__}: its loss may bypass poise. "
                 "Train without the library that patches it"
             )
-    if not Version(first).release <= Version(trl.__version__).release[:2] <= Version(last).release:
+    if trl.__version__.split(".")[:2] not in [["1", str(minor)] for minor in MINORS]:
         warnings.warn(
-            f"poise.integrations.trl is tested with TRL {first} to {last}, this is {trl.__version__}. poise tests on "
+            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}. poise tests on "
             "the first batch whether its loss takes token weights; for all else, a tested version is the safe choice",
             stacklevel=3,
         )
