@@ -151,7 +151,7 @@ def pytest_configure() -> None:
     if regulator := os.environ[REGULATOR]:
         from poise.integrations.trl import RegulatedGRPOTrainer
 
-        class GRPOTrainer(RegulatedGRPOTrainer):  # type: ignore[misc]
+        class GRPOTrainer(RegulatedGRPOTrainer):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, regulator=regulator, **kwargs)
 

@@ -368,8 +368,12 @@ def test_a_batch_counts_its_uses_itself(tmp_path):
     trainer = build(tmp_path, "lopti", num_iterations=2)
     inputs = rollouts(trainer)
     trainer._step = 7
-    used = [trainer._next_phase(inputs) for _ in range(2)]
+    used = [trainer._next_phase(inputs)]
+    with pytest.raises(RuntimeError, match="in the middle of the phases of lopti"):
+        rollouts(trainer)
+    used.append(trainer._next_phase(inputs))
     assert used == [0, 1]
+    rollouts(trainer)
     with pytest.raises(RuntimeError, match=r"used more often than lopti has phases \(2\)"):
         trainer._next_phase(inputs)
 

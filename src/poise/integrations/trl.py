@@ -55,6 +55,7 @@ class _State:
 
     rewards: Tensor | None = None  # (all rows, reward functions) of the last generation batch
     scored_ids: list[list[int]] = field(default_factory=list)  # the responses of this process that got them
+    uses_left: int = 0  # how often the loss will still use micro-batches of it, if there are several phases
     loss_called: bool = False  # whether the current training step went through our _compute_loss
     head_checked: bool = False
     loss_checked: bool = False
@@ -160,6 +161,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if phase == len(phases):
             raise RuntimeError(f"a batch is used more often than {self._regulator_name} has phases ({phase})")
         inputs[USES] += 1  # in place: TRL keeps the batch for its next use
+        self._poise.uses_left -= 1
         return phase
 
     @torch.no_grad()
@@ -174,6 +176,10 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if self._poise.plain:
             return {}
 
+        if self._poise.uses_left:
+            raise RuntimeError(f"new rollouts begin in the middle of the phases of {self._regulator_name}")
+        if len(phases) > 1:
+            self._poise.uses_left = self.args.steps_per_generation * len(phases)
         count, length = output["completion_mask"].shape
         added = {WEIGHTS: torch.stack([phase.policy[rows, :length] for phase in phases], 1)}
         added[USES] = torch.zeros(count, dtype=torch.long, device=added[WEIGHTS].device)
@@ -333,7 +339,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if self.is_world_process_zero():
             tell_trackers(self.callback_handler.callbacks, method)
         if len(wants.phases) > 1:
-            self._step, self._buffered_inputs = 0, None
+            self._step, self._buffered_inputs, self._poise.uses_left = 0, None, 0
 
     def _skip_idle_step(self) -> None:
         """If there is no gradient, keep the optimizer from moving the model by momentum alone.
@@ -345,8 +351,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             return
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         moves = any(_nonzero(parameter.grad) for parameter in parameters if parameter.grad is not None)
-        moves_somewhere = self.accelerator.reduce(torch.tensor(float(moves), device=self.accelerator.device), "sum")
-        idle = not moves_somewhere
+        idle = not self.accelerator.reduce(torch.tensor(int(moves), device=self.accelerator.device), "sum")
         self._metrics["train"]["reg/idle_steps"].append(float(idle))
         if idle:
             for parameter in parameters:
