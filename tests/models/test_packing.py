@@ -233,7 +233,8 @@ class TestWhatCannotBePacked:
         assert not policy.packed
         rollouts = responses(prompts(2), [[9, 4], [12]])
         found = policy.score(rollouts)[0]
-        policy.model.set_attn_implementation("sdpa")
+        for layer in policy.trunk.layers:
+            layer.self_attn.attn_logit_softcapping = None
         without = policy.score(rollouts)[0]
         for row, (prompt, tokens, length) in enumerate(
             zip(rollouts.prompts, rollouts.tokens, rollouts.lengths, strict=True)
