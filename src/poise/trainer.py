@@ -190,7 +190,7 @@ class Trainer:
                 self.algorithm, problems, self.sampler, seed, self.memory,
                 name=config.algorithm, advantage=config.advantage,
             )  # fmt: skip
-            samples, failed = with_verdict(samples)
+            samples, failed = with_verdict(samples, config.advantage)
         tokens = token_metrics(self.sampler.tokens, self.tokens)
         with clock("regulate"), self._divergence(step):
             rollouts, batch = self._batch(samples)
