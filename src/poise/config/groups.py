@@ -125,7 +125,8 @@ class RolloutConfig(Group):
     """Share of the device's memory for vLLM."""
     old_logp: Literal["sampled", "recomputed"] = "sampled"
     """The old policy's log-probabilities: the sampler's, or from a forward pass of the training model, which costs
-    time. Use the pass if the sampler computes differently from the trainer."""
+    time. Use the pass if the sampler computes differently from the trainer; in half precision a surrogate with bounds
+    below 0.01 (gspo) has it always."""
 
     @property
     def longest(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder, step_of
 from poise.tasks import Problem, Task, TaskError, data_fingerprint, epochs, several_turns
 from poise.tasks.data import Data
+
+ROUNDING = 0.01  # how far half precision may move the ratio of a response with unchanged weights
 
 
 def build_sampler(
@@ -41,6 +44,21 @@ def build_sampler(
         policy, engine, task, sampling, rollout.max_tokens, rollout.max_prompt,
         rollout.max_episode_tokens, prefill=prefill, **more,
     )  # fmt: skip
+
+
+def recomputed(config: Config, policy: Policy, note: Callable[[str], None]) -> bool:
+    """Whether old log-probabilities come from a forward pass: as the settings say, or as the surrogate needs it."""
+    if config.rollout.old_logp == "recomputed":
+        return True
+    bound = config.objective.rule.bound if policy.model.dtype.itemsize < 4 else inf
+    if bound < ROUNDING:
+        name = str(policy.model.dtype).removeprefix("torch.")
+        note(
+            f"objective.surrogate={config.objective.surrogate} holds responses back from a ratio of {bound:g} beside 1 "
+            f"on, and sampling and training in {name} differ by more: old log-probabilities are recomputed, which "
+            "takes a pass a step (rollout.old_logp=recomputed); dtype=float32 needs none"
+        )
+    return bound < ROUNDING
 
 
 def arrive(sampler: Sampler, config: Config, step: int) -> None:
