@@ -65,7 +65,7 @@ class TaskConfig(Group):
     """kk, frozenlake, …, or one of your own: file.py:Class."""
     prefill: Annotated[str, Field(exclude_if=lambda text: not text)] = ""
     """How every reply begins, such as ``<think>``. The model continues from there; the text is scored with the reply,
-    and its tokens are not trained."""
+    and its tokens are not trained. A ``<think>`` that the chat template opens needs no prefill."""
     _task: tasks.Task = PrivateAttr()  # built once: a task may hold a whole dataset
 
     @property
