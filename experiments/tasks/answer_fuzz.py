@@ -91,12 +91,14 @@ def formula(value: Fraction, rng: Random) -> Answer:
         (f"-(-{abs(value)})", abs(value)), (f"{a} - ({text})", a - value), (f"({text})^2", value**2),
         (f"{a}({text})", a * value), (rf"{a} \cdot {text}", a * value), (f"{text} + {a}", value + a),
         (f"{text} million", value * 10**6), (f"{text} dozen", value * 12), (f"half of {text}", value / 2),
-        (f"{text}k", None), (f"{text}e{a}", None), (f"{text} hundredths", value / 100), (f"twice {text}", 2 * value),
+        (f"{text}k", None), (f"{text}e{a}", None if value else value), (f"{text} hundredths", value / 100),
+        (f"twice {text}", 2 * value),
         (f"minus {text}", -value), (f"negative {text}", -value), (f"{text} squared", value**2),
         (f"－({text})", -value), (f"—({text})", -value), (f"‐({text})", -value), (f"-\\left({text}\\right)", -value),
         (f"-{{({text})}}", -value), (f"-\\$({text})", -value), (f"- - {abs(value)}", abs(value)),
         (f"-+{abs(value)}", -abs(value)),
-        (f"1/({text})", 1 / value if value else None), (f"{text} + x", None), (f"{text} (not {a})", value),
+        (f"1/({text})", 1 / value if value else None), (f"{text} + x", None),
+        (f"{text} \\times 10^{{{a}}}", None if value else value), (f"{text} (not {a})", value),
         (f"{text} x 10^2", value * 100), (f"{text} - {a}", value - a),
     ]  # fmt: skip
     valued += [(f"{n}!", Fraction(factorial(int(n)))), (f"{n}^{a}", n**a)] if n is not None else []
@@ -111,7 +113,8 @@ def formula(value: Fraction, rng: Random) -> Answer:
         f"2x = {text}",
         f"-x = {text}", f"x^2 = {text}", f"x + 1 = {text}", f"between {text} and {a}", f"{text} thirds",
         f"{text} mod 7",
-        f"{text} choose 2", f"{text}\\overline{{3}}", f"f({text})", f"{text} {text}", f"{text}²", f"{text}½",
+        f"{text} choose 2", f"{text}\\overline{{3}}", f"f({text})", f"{text.rstrip('.')} {text}", f"{text}²",
+        f"{text}½",
         f"\\frac{{{text}}}{{x}}", f"isn't {text}", f"anything but {text}", f"{text} ?? no, {a}", f"[{text}, {a}]",
         f"\\{{{text}, {a}\\}}", f"{text} < x", f"no. {text} is wrong", f"{a}.{text}.{a}", f"{text}\\infty",
         f"{text} to {a}", f"{text}-{a}", f"{text}–{a}", f"{text} out of {a}", f"{text} and a half", f"{text} plus x",
@@ -121,7 +124,7 @@ def formula(value: Fraction, rng: Random) -> Answer:
         f"y = x + {text}", f"y = {text}x", f"x/2 = {text}", f"\\sqrt{{x}} = {text}", f"x! = {text}", f"3 - x = {text}",
         f"{a} = {a + 1} = {text}", f"x = {a}, y = {text}", f"x = {a} = {text}", f"x \\neq {text}", f"x =/= {text}",
         f"{text} = {a} \\text{{ is false}}", f"\\frac{{d}}{{dx}} {text}", f"\\bar{{{text}}}", f"{text}^{{-1}}",
-        f"\\overline{{{text}}}", f"{text} \\times 10^{{{a}}}", f"\\binom{{{text}}}{{2}}", f"\\log_2 {text}",
+        f"\\overline{{{text}}}", f"\\binom{{{text}}}{{2}}", f"\\log_2 {text}",
         f"{text}\\sqrt{{2}}",
         f"x_{text}", f"x_{abs(value)}", f"a_{abs(value)} = {a}", f"2^{a} + 2000000001 = {text}",
         f"{a}! + {10**9 + 7} = {text}",
@@ -154,11 +157,17 @@ def polynomial(rng: Random) -> tuple[str, Any, Answer]:
         ("x", a, b + 1, c)
     ])  # fmt: skip
     text = written(changed, rng)
-    if rng.random() < 0.3:
-        text, changed = rng.choice([(f"{text}'", None), (f"({text})'", None), (f"-({text})", None),
-                (f"{text} = 0", None),
-                                    (f"({text})^2", None), (f"\\frac{{1}}{{{text}}}", None),
-                                    (f"{text} + C", None)])  # fmt: skip
+    if rng.random() < 0.3:  # something else altogether
+        others = [
+            f"{text}'",
+            f"({text})'",
+            f"-({text})",
+            f"{text} = 0",
+            f"({text})^2",
+            f"\\frac{{1}}{{{text}}}",
+            f"{text} + C",
+        ]
+        return written(value, Random(0)), value, (rng.choice(others), None)
     return written(value, Random(0)), value, (text, changed)
 
 
@@ -172,11 +181,11 @@ def written(value: tuple[str, int, int, int], rng: Random) -> str:
 def listing(rng: Random) -> tuple[str, Any, Answer]:
     """A gold tuple, interval or set; answers with another order, other brackets or other numbers."""
     numbers = rng.sample(range(-20, 40), rng.randint(2, 3))
-    kinds = {"()": tuple, "[]": tuple, r"\{\}": frozenset, "": frozenset}
+    kinds: dict[str, Callable[[list[int]], Any]] = {"()": tuple, "[]": tuple, r"\{\}": frozenset, "": frozenset}
     kind = rng.choice([*kinds])
-    said, said_kind = list(numbers), kind
-    for _ in range(rng.randint(0, 1)):
-        rng.choice([lambda: rng.shuffle(said), lambda: said.append(41), said.pop, lambda: said.__setitem__(0, 50)])()
+    said = list(numbers)
+    if rng.random() < 0.5:
+        said = rng.choice([rng.sample(said, len(said)), [*said, 41], said[1:], [50, *said[1:]]])
     said_kind = rng.choice([kind, kind, *kinds])
     if {kind, said_kind} == {"", r"\{\}"}:
         said_kind = kind  # whether a list without braces is the set with them is a convention
@@ -210,7 +219,7 @@ def fuzz(reward: str, makers: list[Maker], count: int, seed: int) -> dict[str, A
 
 def main() -> None:
     count, seed = (int(text) for text in (*sys.argv[1:3], *("30000", "0")[len(sys.argv) - 1 :]))
-    makers = {"number": [numeric], "math": [*[numeric] * 12, listing, listing, polynomial]}
+    makers: dict[str, list[Maker]] = {"number": [numeric], "math": [*[numeric] * 12, listing, listing, polynomial]}
     found = {reward: fuzz(reward, made, count, seed) for reward, made in makers.items()}
     for reward, counts in found.items():
         print(reward, {name: value for name, value in counts.items() if isinstance(value, int)})

@@ -72,9 +72,8 @@ def stated_number(text: str) -> Fraction | None:
 def _may_be(text: str, value: Fraction) -> bool:
     """Whether what stands before an equals sign can be the number behind it, and no other thing is listed there."""
     try:
-        return (
-            evaluate(_POWER.sub(lambda found: str(int(found[1]) ** int(found[2])), _TIMES.sub("*", text)))[0] == value
-        )
+        powers = _POWER.sub(lambda found: str(int(found[1]) ** int(found[2])), _TIMES.sub("*", text))
+        return evaluate(powers)[0] == value
     except ExpressionError:
         known = number_in(text)
     if known is not None:
@@ -84,7 +83,7 @@ def _may_be(text: str, value: Fraction) -> bool:
 
 
 def _of_one_unknown(text: str) -> bool:
-    """Whether a text is a formula of one variable: ``x + 1 = 5`` says nothing of x yet; ``a + b = 5`` may be asked for."""
+    """Whether a text is a formula of one variable: ``x + 1 = 5`` is no word on x; ``a + b = 5`` may be asked for."""
     letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", text))
     if _VARIABLE.fullmatch(text) or len(letters) != 1:
         return False
