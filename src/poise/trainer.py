@@ -49,7 +49,7 @@ from poise.training.records import (
 from poise.training.reporter import Reporter
 from poise.training.results import finished
 from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
-from poise.training.setup import arrive, build_sampler, check_same_data
+from poise.training.setup import arrive, build_sampler, check_same_data, recomputed
 from poise.training.update import NotFiniteError, update
 
 __all__ = ["TrainError", "Trainer", "train"]
@@ -95,6 +95,7 @@ class Trainer:
         self.notes: list[str] = []  # shown as soon as there is a console
         self.clock = Clock()
         check_settings(self.policy, config.rollout.max_prompt, config.rollout.max_tokens)
+        self.recompute = recomputed(config, self.policy, self.notes.append)
         self.frozen = FrozenModels(  # before the memory for sampling is measured
             config, self.policy, self.algorithm, self.notes.append, folder,
             reference=bool(config.objective.kl_coef),
@@ -189,7 +190,7 @@ class Trainer:
                 self.algorithm, problems, self.sampler, seed, self.memory,
                 name=config.algorithm, advantage=config.advantage,
             )  # fmt: skip
-            samples, failed = with_verdict(samples)
+            samples, failed = with_verdict(samples, config.advantage)
         tokens = token_metrics(self.sampler.tokens, self.tokens)
         with clock("regulate"), self._divergence(step):
             rollouts, batch = self._batch(samples)
@@ -228,7 +229,7 @@ class Trainer:
             raise NotFiniteError("the model's probabilities are not finite")
         return rollouts, token_batch(
             samples, rollouts, self.policy, advantage=config.advantage, temperature=temperature,
-            recompute=config.rollout.old_logp == "recomputed", hidden="hidden" in self.regulator.needs,
+            recompute=self.recompute, hidden="hidden" in self.regulator.needs,
             reference=self._reference_logp if config.objective.kl_coef else None, micro_tokens=micro_tokens,
             min_p=self.settings.min_p,
         )  # fmt: skip

@@ -158,7 +158,7 @@ def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
     problems = draw(sampler.task, "train", drawn, config.prompts)
     algorithm = config.build_algorithm()
     collected, _ = collect(algorithm, problems, sampler, drawn, name=config.algorithm, advantage=config.advantage)
-    samples, _ = with_verdict(collected)
+    samples, _ = with_verdict(collected, config.advantage)
     temperature, micro_tokens = config.rollout.temperature, config.optim.micro_tokens
     rollouts = replace(stack(samples, sampler.policy, temperature, micro_tokens), sampler_logp=None)
     batch = token_batch(

@@ -26,13 +26,15 @@ from poise.tasks import TaskError
 from poise.tasks.base import NO_REWARD
 
 MOST_FAILED = 0.05  # share of a step's attempts that may end without a verdict
+LARGE = 1e3  # size of a reward from which float32 may round the differences of rewards away
 ALL = slice(None)
 
 
-def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
+def with_verdict(samples: Sequence[Sample], advantage: str = "group-zscore") -> tuple[list[Sample], dict[str, float]]:
     """The samples that have a verdict, and the number of the others as a metric.
 
-    A reward function that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
+    Where ``advantage`` compares within groups, a sample that has lost its whole group is left out too. A reward
+    function that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
     """
     failures = [sample for sample in samples if sample.score.failed not in (None, NO_REWARD)]
     if len(failures) > max(1, MOST_FAILED * len(samples)):
@@ -41,7 +43,9 @@ def with_verdict(samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, flo
             f"{len(failures)} of {len(samples)} attempts got no verdict, more than {MOST_FAILED:.0%}; the first one: "
             f"{first.score.failed} (problem {first.problem.id})"
         )
-    judged = _in_groups(samples, [sample for sample in samples if sample.score.failed is None])
+    judged = [sample for sample in samples if sample.score.failed is None]
+    if advantage not in advantages.WITHOUT_GROUPS:
+        judged = _in_groups(samples, judged)
     if not judged:
         without = [sample for sample in samples if sample.score.failed is not None]
         raise TaskError(
@@ -118,14 +122,16 @@ def token_batch(
     ``min_p`` adds the log-probabilities under the policy filtered by it (one more pass), for the surrogate lp-reg.
     """
     device = rollouts.mask.device
-    rewards = torch.tensor([sample.score.reward for sample in samples], device=device)
+    values = [sample.score.reward for sample in samples]
+    exact = torch.float64 if max(map(abs, values)) > LARGE else torch.float32
+    rewards = torch.tensor(values, dtype=exact, device=device)
     groups = torch.tensor(group_numbers([sample.group for sample in samples]), device=device)
     sampler_logp = rollouts.sampler_logp  # if present, rollouts.logp already comes from the policy
     recompute = recompute and sampler_logp is None
     return TokenBatch(
         old_logp=score_all(policy, rollouts, temperature, micro_tokens)[0] if recompute else rollouts.logp,
         mask=rollouts.mask,
-        advantages=_advantages(samples, rewards, groups, rollouts.mask, advantage),
+        advantages=_advantages(samples, rewards, groups, rollouts.mask, advantage).float(),
         groups=groups,
         rewards=rewards,
         correct=torch.tensor([sample.score.correct for sample in samples], device=device),

@@ -51,6 +51,7 @@ def update(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
+    unmoved: Metrics = {}  # before the first optimizer step: what is held back there, rounding alone has moved
     steps = 0
     for number, phase in enumerate(phases):
         active_BT = active(batch, phase, settings).cpu()
@@ -61,6 +62,7 @@ def update(
             )  # fmt: skip
             if metrics is None:
                 continue
+            unmoved = unmoved or {"optim/held_unmoved": metrics["optim/clip_low"] + metrics["optim/clip_high"]}
             metrics["optim/grad_norm"] = clip(parameters, grad_clip, phase.name)
             try:
                 optimizer.step()
@@ -68,8 +70,10 @@ def update(
                 raise OutOfMemoryError("in the optimizer's step") from error
             _add(totals, metrics)
             steps += 1
-    means = (torch.stack([value.double() for value in totals.values()]) / steps).tolist() if totals else []
-    return {**dict(zip(totals, means, strict=True)), "optim/steps": float(steps)}
+    means = {name: value.double() / steps for name, value in totals.items()}
+    values = means | {name: value.double() for name, value in unmoved.items()}
+    numbers = torch.stack([*values.values()]).tolist() if values else []
+    return {**dict(zip(values, numbers, strict=True)), "optim/steps": float(steps)}
 
 
 def accumulate(
