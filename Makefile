@@ -1,5 +1,5 @@
-# On a fresh machine with python3: `make demo` sets up .venv and trains the embedded model; `make test` sets up .venv, then runs
-# lint, types and the quick tests.
+# On a fresh machine with python3 and nothing else: `make demo` sets up .venv and trains the embedded model; `make test` sets
+# up .venv, then runs lint, types and the quick tests. Neither needs a C compiler.
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= passive
@@ -7,7 +7,7 @@ export OMP_WAIT_POLICY ?= passive
 .PHONY: demo test test-all test-verl test-vllm test-gpu lint types unit format benchmark clean
 .DELETE_ON_ERROR:
 
-demo: .venv/installed
+demo: .venv/train
 	@if [ -e runs/demo ]; then old=runs/demo-$$(date +%Y%m%d-%H%M%S); mv runs/demo $$old; echo "the earlier demo is now $$old"; fi
 	$(BIN)/poise train demo run=runs/demo
 	@echo 'to have the command poise: . .venv/bin/activate'
@@ -15,16 +15,27 @@ demo: .venv/installed
 test: lint types unit
 
 # With the tests of browsers, docs and studies and the slow ones: continuous integration runs it.
-test-all: lint types
+test-all: lint types .venv/rg
 	$(BIN)/pytest tests experiments -m ""
 
 # Reinstalls only when what is to be installed has changed.
-.venv/installed: pyproject.toml constraints.txt
+install = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+
+.venv/train: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "poise needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@echo 'installing poise and what it needs into .venv: 2 to 6 GB, some minutes; pip says nothing until it is done'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(install) '.[train]'
 	@touch $@
+
+.venv/installed: .venv/train
+	$(install) '.[dev]'
+	@touch $@
+
+# reasoning-gym needs pycosat, which has to be compiled. Without it its tests are skipped.
+.venv/rg: .venv/installed
+	@if command -v "$${CC:-cc}" >/dev/null; then $(install) '.[rg]' && touch $@; \
+	else echo 'no C compiler, so no reasoning-gym: its tests are skipped'; fi
 
 lint: .venv/installed
 	$(BIN)/ruff check .

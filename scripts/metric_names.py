@@ -45,6 +45,7 @@ METRICS: dict[str, str] = {
     "optim/grad_norm": "norm of the gradient before `optim.grad_clip`",
     "optim/clip_low": "share of the tokens with A < 0 that the clip holds back, of all tokens",
     "optim/clip_high": "share of the tokens with A > 0 that the clip holds back, of all tokens",
+    "optim/held_unmoved": "such shares together before a batch's first optimizer step: rounding alone",
     "optim/drift": "estimate (k3) of KL(old policy ‖ current one): how far the update has moved",
     "optim/kl": "estimate of KL(policy ‖ reference) per token, with `objective.kl_coef`",
     "optim/entropy": "entropy of the current policy, with `objective.entropy_coef`",
@@ -83,6 +84,8 @@ METRICS: dict[str, str] = {
     "eval/TASK/pass@K": "share of the problems that one of K samples solves",
     "eval/TASK/maj@K": "share of the problems whose most frequent answer of K is right",
     "eval/TASK/greedy": "accuracy of greedy decoding",
+    "eval/TASK/cut_off": "share of the samples that reached rollout.max_tokens",
+    "eval/TASK/unreadable": "share of the samples that ended by themselves without a readable answer",
     "eval/TASK/avg@K/DIFFICULTY": "accuracy for the problems of one difficulty",
     "eval/TASK/greedy/DIFFICULTY": "greedy accuracy for the problems of one difficulty",
     # Tokens and time

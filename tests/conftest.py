@@ -1,5 +1,6 @@
 import os
 import shutil
+import sys
 import threading
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("fixed")
 torch.set_num_threads(1)
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # a file that imports trl.experimental runs by itself too
+os.fsync = lambda _: None  # no test cuts the power: runs in this process need not wait for the disk
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to the hub; read when its library is imported, later
 
 
@@ -22,6 +24,33 @@ def pytest_collection_modifyitems(items):
         if "browser" in item.fixturenames:
             item.add_marker("browser")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trials_of_the_embedded_model_pass_once():
+    """Half of loading it are its trials, and tests load it hundreds of times."""
+    if "poise.trainer" not in sys.modules:  # no test of this process needs a model
+        return
+    from poise.engines.native import engine
+    from poise.models import trials
+    from poise.models.places import EMBEDDED
+
+    def once(module, name):
+        trial, passed = getattr(module, name), set()
+
+        def tried(policy, *rest):
+            known = (policy.model.name_or_path, policy.head().weight.dtype, hasattr(policy.model, "peft_config"))
+            if rest or not policy.packed or known[0] != str(EMBEDDED):
+                return trial(policy, *rest)
+            if known not in passed and trial(policy):
+                passed.add(known)
+            return known in passed
+
+        setattr(module, name, tried)
+
+    once(trials, "head_fits")
+    once(trials, "passes_agree")
+    once(engine, "_decodes")
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def picture(path: Path, systems: dict[str, Any]) -> None:
     figure = Figure(figsize=(5.5 * len(systems), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (name, system) in zip(figure.subplots(1, len(systems), squeeze=False)[0], systems.items(), strict=True):
-        for (arm, runs), (colour, marker) in zip(system["arms"].items(), STYLES, strict=False):
+        for (arm, runs), (colour, marker, _) in zip(system["arms"].items(), STYLES, strict=False):
             curves = [run["curve"] for run in runs.values()]
             tokens = [[point["tokens"] / 1000 for point in curve] for curve in curves]
             scores = [[100 * point[ACCURACY] for point in curve] for curve in curves]

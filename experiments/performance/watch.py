@@ -1,4 +1,4 @@
-"""The watch server under load, on this machine's loopback: python benchmarks/watch.py
+"""The watch server under load, on this machine's loopback: python experiments/performance/watch.py
 
 It gets 200 and 1,000 requests at once, for the stamp and for the index.
 """

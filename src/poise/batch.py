@@ -164,6 +164,7 @@ class TokenBatch:
         if hidden.dim() != 3 or hidden.shape[:2] != (len(rows), self.mask.shape[1]):
             expected = f"({len(rows)}, {self.mask.shape[1]}, d)"
             raise ValueError(f"TokenBatch: hidden(rows) must return {expected}, got {tuple(hidden.shape)}")
+        _check_width(self.head, hidden)
         return hidden.detach()
 
     def rows(self, ix: Rows) -> TokenBatch:
@@ -281,7 +282,6 @@ def _check_shapes(batch: TokenBatch) -> None:
         if not isinstance(value, Tensor):
             continue
         if name == "head":
-            as_head(value)
             continue
         expected: tuple[Any, ...] = tuple(shape)
         if name in ("groups", "rewards", "correct") or (name == "advantages" and value.dim() == 1):
@@ -299,6 +299,14 @@ def _check_shapes(batch: TokenBatch) -> None:
         real = name in (*_PER_TOKEN, "rewards", "advantages", "hidden", "min_p_logp")
         if real and not value.is_floating_point():
             raise TypeError(f"TokenBatch: {name} must be floating point, got {value.dtype}")
+    if isinstance(batch.hidden, Tensor):
+        _check_width(batch.head, batch.hidden)
+
+
+def _check_width(head: HeadLike | None, hidden: Tensor) -> None:
+    known = None if head is None else as_head(head)
+    if isinstance(known, Head) and (width := known.weight.shape[1]) != hidden.shape[-1]:
+        raise ValueError(f"TokenBatch: head has width {width}, but hidden {hidden.shape[-1]}: give those of one model")
 
 
 def _check_values(batch: TokenBatch) -> None:

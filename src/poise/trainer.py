@@ -47,7 +47,7 @@ from poise.training.records import (
 from poise.training.reporter import Reporter
 from poise.training.results import finished
 from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
-from poise.training.setup import arrive, build_sampler, check_same_data
+from poise.training.setup import arrive, build_sampler, check_same_data, recomputed
 from poise.training.update import NotFiniteError, UpdatePlan, update
 
 __all__ = ["TrainError", "Trainer", "train"]
@@ -93,6 +93,7 @@ class Trainer:
         self.notes: list[str] = []  # shown as soon as there is a console
         self.clock = Clock()
         check_settings(self.policy, config.rollout.max_prompt, config.rollout.max_tokens)
+        self.recompute = recomputed(config, self.policy, self.notes.append)
         self.frozen = FrozenModels(  # before the memory for sampling is measured
             config, self.policy, self.algorithm, self.notes.append, folder,
             reference=bool(config.objective.kl_coef),
@@ -142,8 +143,7 @@ class Trainer:
                 self.checkpoints.save_finished_step(self.memory, self.tokens)
                 report.stopped(self.folder.resume_command)
                 raise
-        summary = {"steps": done, "tokens": self.tokens, "before": before, "after": after.summary() if after else None}
-        return report.finished(summary, after.by_problem() if after else None)
+        return report.finished(done, self.tokens, before, after)
 
     def _take_steps(self, done: int, report: Reporter, stopper: Stopper, evaluations: Evaluations) -> int:
         """Take the remaining steps, and return the number of the last one. A stop request raises KeyboardInterrupt."""
@@ -155,7 +155,7 @@ class Trainer:
             ending = self._ending(step, self.tokens)
             try:
                 if evaluations.due(step) and not ending:
-                    metrics |= evaluations.measure().metrics()
+                    metrics |= evaluations.during()
             finally:
                 self.folder.log(step, metrics)
                 checkpoints.logged = step
@@ -188,7 +188,7 @@ class Trainer:
                 self.algorithm, problems, self.sampler, seed, self.memory,
                 name=config.algorithm, advantage=config.advantage,
             )  # fmt: skip
-            samples, failed = with_verdict(samples)
+            samples, failed = with_verdict(samples, config.advantage)
         tokens = token_metrics(self.sampler.tokens, self.tokens)
         with clock("regulate"), self._divergence(step):
             batch = self._batch(samples)
@@ -223,7 +223,7 @@ class Trainer:
         config = self.config
         return make_batch(
             samples, self.policy, advantage=config.advantage, temperature=config.rollout.temperature,
-            recompute=config.rollout.old_logp == "recomputed", hidden="hidden" in self.regulator.needs,
+            recompute=self.recompute, hidden="hidden" in self.regulator.needs,
             reference=self.frozen.reference if config.objective.kl_coef else None, min_p=self.settings.min_p,
             micro_tokens=config.optim.micro_tokens,
         )  # fmt: skip

@@ -371,7 +371,7 @@ def test_the_advice_in_a_reflection(text, found):
 
 
 @pytest.mark.parametrize(
-    "said", ["", "xy " * 350_000, "{task} {0} %s", "a <|end|> b <|assistant|> c", "\x00\u202e\ud7ff"]
+    "said", ["", "xy " * 3_500, "{task} {0} %s", "a <|end|> b <|assistant|> c", "\x00\u202e\ud7ff"]
 )
 @pytest.mark.parametrize("template", [None, CHATML])
 def test_any_reflection_is_data(policy, said, template, monkeypatch):
@@ -469,9 +469,8 @@ def without_times(folder):
     return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in folder.metrics()]
 
 
-@pytest.mark.usefixtures("short_evaluation")
 def test_without_reflection_it_is_grpo_bit_for_bit(tmp_path):
-    settings = (*SHORT, "steps=4", "prompts=2", "rollouts_every=0", "evaluation.problems=1")
+    settings = (*SHORT, "steps=2", "prompts=2", "rollouts_every=0", "evaluation=off")
     grpo, _ = run(tmp_path, *settings, name="grpo")
     erl, _ = run(tmp_path, *settings, "algorithm=erl(reflection=false)", name="erl")
     assert all(line["optim/grad_norm"] > 0 for line in grpo.metrics())
@@ -482,7 +481,6 @@ def test_without_reflection_it_is_grpo_bit_for_bit(tmp_path):
         assert b.keys() - a.keys() == {"first/success"}
 
 
-@pytest.mark.usefixtures("short_evaluation")
 @pytest.mark.parametrize("settings", [("regulator=ar | lopti | nthr",), ("lora.rank=4", "objective.kl_coef=0.01")])
 def test_it_trains_with_every_regulator_and_with_lora(tmp_path, settings, monkeypatch):
     monkeypatch.setattr("poise.algorithms.erl.read_advice", lambda _: "Think of every knave.")

@@ -1,17 +1,19 @@
 """Attempts that open in other words, or whose reply somebody else began."""
 
+import copy
 from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 
+from poise import tasks
 from poise.algorithms.sampler import Sampler
 from poise.batch import Prompt
 from poise.config import load
 from poise.models.policy import load_policy
 from poise.objective import Settings
-from poise.tasks import Problem, Score
+from poise.tasks import Problem, Score, TaskError
 from poise.training.batches import make_batch
 from poise.training.records import response_records, step_metrics
 from poise.training.setup import build_sampler
@@ -132,3 +134,50 @@ def test_a_prefill_is_a_setting_of_every_task(policy):
     tag = policy.tokenizer("<think>", add_special_tokens=False)["input_ids"]
     assert sample.text.startswith("<think>")
     assert list(sample.prompt.tokens[-len(tag) :]) == tag
+
+
+def opening_think(policy):
+    """The policy with a template that opens a thought, as those of Qwen3-Thinking and of R1's distilled models do."""
+    made = copy.copy(policy)
+    made.tokenizer = copy.deepcopy(policy.tokenizer)
+    made.tokenizer.chat_template = policy.tokenizer.chat_template.replace(
+        "<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}"
+    )
+    return made
+
+
+def test_a_reply_begins_with_the_thought_that_the_template_opens(policy, tmp_path):
+    policy, task = opening_think(policy), tasks.get("kk", people=2)
+    (problem,) = islice(task.problems("train", 0), 1)
+    closed, open_ended = f"So.</think><answer>{task.gold(problem)}</answer><|end|>", "So it is 5.<|end|>"
+    (sample,) = Sampler(policy, Scripted(policy, lambda *_: closed), task, max_tokens=99).play([problem], seed=0)
+    assert sample.text.startswith("<think>\nSo.</think>")
+    assert sample.score.reward == 3.0
+    assert sample.own.all()
+    assert policy.decode(sample.tokens.tolist()).startswith("So.")
+    (tmp_path / "rows.jsonl").write_text('{"question": "What?", "answer": "5"}\n' * 2)
+    data = tasks.get("data", file=str(tmp_path / "rows.jsonl"), reward="number", held_out=0.0)
+    for said, reward in ((open_ended, 0.0), ("So.</think>It is 5.<|end|>", 1.0)):  # an open thought is not paid
+        sampler = Sampler(policy, Scripted(policy, lambda *_, said=said: said), data, max_tokens=99)
+        assert sampler.play(data.epoch("train", 0, 0)[:1], seed=0)[0].score.reward == reward
+    (sample,) = Sampler(policy, Scripted(policy, lambda *_: "Hm.<|end|>"), Twice(), max_tokens=9).play(
+        list(islice(Twice().problems("train", 0), 1)), seed=0
+    )
+    replies = [message["content"] for message in sample.messages if message["role"] == "assistant"]
+    assert replies == ["<think>\nHm.", "<think>\nHm."]
+
+
+def test_a_thought_that_would_be_opened_twice_is_refused(policy, tmp_path):
+    notes = []
+    build_sampler(load("demo"), opening_think(policy), notes.append)
+    assert sum("the chat template opens <think>" in note for note in notes) == 1
+    with pytest.raises(TaskError, match="the model's chat template opens <think> already"):
+        build_sampler(load("demo", ["task.prefill=<think>"]), opening_think(policy), notes.append)
+    (tmp_path / "rows.jsonl").write_text('{"question": "What?", "answer": "5"}\n' * 9)
+    data = ["task.name=data", f"task.file={tmp_path}/rows.jsonl", "task.reward=format(opened=True)"]
+    with pytest.raises(TaskError, match=r"format\(opened=True\).*leave opened out"):
+        build_sampler(load("grpo", data), opening_think(policy), notes.append)
+    silent = opening_think(policy)
+    silent.tokenizer.chat_template = "{% for message in messages %}<|user|>{{ message.content }}<|end|>{% endfor %}"
+    build_sampler(load("demo"), silent, notes.append)
+    assert sum("the chat template has no generation prompt" in note for note in notes) == 1

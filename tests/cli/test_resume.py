@@ -1,6 +1,7 @@
 """Runs that go on, runs that are finished, and runs without any evaluation."""
 
 import json
+import re
 
 import pytest
 
@@ -8,7 +9,7 @@ from poise import trainer
 from poise.config.run_settings import to_evaluate
 from poise.runs.folder import RunFolder
 from poise.training import evaluations
-from support.command_line import SMALL, contents, poise
+from support.command_line import SMALL, contents, fails, poise
 
 
 def test_a_finished_run_is_shown_again_and_nothing_is_computed(copy, monkeypatch):
@@ -22,12 +23,23 @@ def test_a_finished_run_is_shown_again_and_nothing_is_computed(copy, monkeypatch
     assert changed <= {"curve.png", "config.json"}  # which has the path of the copy
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text("{")])
+def changed(path):
+    """Another number in the file, which is read as before."""
+    path.write_text(re.sub(r'"accuracy": [\d.]+', '"accuracy": 0.123', path.read_text(), count=1))
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text("{"), changed])
 def test_a_finished_run_without_its_result_is_measured_again(copy, damage):
     expected = json.loads((copy / "summary.json").read_text())
     damage(copy / "summary.json")
     poise("train", "--resume", copy)
     assert json.loads((copy / "summary.json").read_text()) == expected | {"run": str(copy)}
+
+
+def test_a_changed_accuracy_before_training_is_refused(copy):
+    (copy / "summary.json").unlink()
+    changed(copy / "before.json")
+    assert "before.json does not hold the accuracy before training as poise wrote" in fails("train", "--resume", copy)
 
 
 def test_a_run_without_any_evaluation(tmp_path, monkeypatch):

@@ -7,10 +7,14 @@ from importlib.util import find_spec
 
 import pytest
 
+from poise.comparison import record
+from poise.comparison.command import _finish
+from poise.comparison.processes import Processes
 from poise.comparison.results import RunResult
+from poise.comparison.runner import Progress, Runner
 from poise.runs.folder import RunFolder
 from support.command_line import fails, poise
-from support.comparisons import SMALL
+from support.comparisons import SMALL, finish, make
 from support.process_table import alive, children, session, wait_until
 from support.small_runs import command
 
@@ -66,6 +70,22 @@ def test_two_arms_and_two_seeds(whole):
     evaluated = sorted(log.read_text().count("evaluating") for log in (folder / "logs").iterdir())
     assert evaluated == [1, 1, 1, 2]  # after training, and before it once
     assert len({path.read_text() for path in folder.glob("arms/*/*/before.json")}) == 1
+
+
+def test_results_that_were_seen_before_seeds_were_added_are_named(tmp_path, capsys):
+    for seeds in (6, 7):
+        plan = make(tmp_path, f"seeds={seeds}")
+        for number, run in enumerate(plan.all_runs()):
+            finish(run, 0.5 + number / 100)
+        runner = Runner(plan, Processes(), Progress(quiet=True), jobs=1)
+        plan.folder.mkdir(exist_ok=True)
+        if not (plan.folder / "plan.json").exists():
+            record.write(plan)
+        runner.run(lambda: False)
+        assert _finish(plan, runner) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert ("Results were seen with 6 seeds before these 7" in printed) == (seeds == 7)
+        assert "in at most 10 %" in printed or seeds == 6
 
 
 def test_a_comparison_needs_two_arms():

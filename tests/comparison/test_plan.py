@@ -293,3 +293,13 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     assert "holds no comparison" in refused(make(tmp_path, name="other"))
     (tmp_path / "other" / "plan.json").write_text("[")
     assert "does not hold a plan" in refused(make(tmp_path, name="other"))
+
+
+def test_a_plan_keeps_the_looks_at_its_results(tmp_path):
+    plan = make(tmp_path)
+    plan.folder.mkdir()
+    record.write(plan)
+    assert record.read_looks(plan) == []
+    record.write(plan, [6, 8])
+    record.write(make(tmp_path, "seeds=4"))  # the same command goes on, with more seeds
+    assert record.read_looks(plan) == [6, 8]

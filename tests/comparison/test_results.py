@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from poise._lib.files import sealed
 from poise.comparison.results import Arm, Cost, Point, RunResult, result_of
 from poise.runs.folder import DamagedError, RunFolder
 from poise.trainer import TrainError, train
@@ -143,6 +144,20 @@ def test_damage_is_named(tmp_path, name):
         result_of(path)
 
 
+@pytest.mark.parametrize("name", ["summary", "before"])
+def test_a_number_that_was_changed_is_refused(tmp_path, name):
+    path = folder_of_a_run(tmp_path / "run", summary=sealed(summary()), before=sealed(evaluation(0.25)))
+    assert RunResult.read(path).sealed
+    text = (path / f"{name}.json").read_text()
+    (path / f"{name}.json").write_text(text.replace('"accuracy": 0.', '"accuracy": 0.9', 1))
+    with pytest.raises(DamagedError, match=rf"{name}\.json was changed .*put the file back from a copy, or move "):
+        result_of(path)
+
+
+def test_results_of_older_versions_are_marked(tmp_path):
+    assert not RunResult.read(folder_of_a_run(tmp_path / "run", summary=summary())).sealed
+
+
 def test_no_run(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no run"):
         RunResult.read(tmp_path / "none")
@@ -166,7 +181,10 @@ def test_a_real_run(tmp_path):
     assert result.state == "finished"
     assert [point.step for point in result.curve] == [0, 1, 2]
     assert result.scores["accuracy"] == found["after"]["accuracy"]
-    assert set(result.scores) == {"accuracy", "avg@2", "pass@2", "maj@2", "greedy"} == set(result.curve[1].scores)
+    measured = {"accuracy", "avg@2", "pass@2", "maj@2", "greedy", "cut_off", "unreadable"}
+    assert set(result.scores) == measured == set(result.curve[1].scores)
+    assert result.sealed
+    assert result.problems == found["before"]["problems"] == found["after"]["problems"] != ""
     assert result.cost.flop > 2 * 1e6 * result.cost.tokens > 0
 
 
@@ -176,5 +194,5 @@ def test_a_real_run_that_diverges(tmp_path):
         train(config, quiet=True)
     result = RunResult.read(config.run)
     assert result.state == "diverged"
-    assert result.scores == result.curve[0].scores
+    assert result.scores == dict.fromkeys(("accuracy", "avg@2", "pass@2", "maj@2", "greedy"), 0.0)
     assert "norm" in result.why

@@ -52,8 +52,10 @@ def sampled(tmp_path, monkeypatch):
 @pytest.mark.parametrize("lora", [[], ["lora.rank=4"]])
 def test_it_is_the_same_to_the_bit_whatever_is_trained_and_with_which_seed(sampled, lora):
     arms = [
-        ["seed=1"], ["regulator=lopti"], ["algorithm=rltr"], ["group=2", "prompts=7"], ["objective.kl_coef=0.1"],
-    ]  # fmt: skip
+        ["seed=1"],
+        ["algorithm=rltr"],
+        ["regulator=lopti", "group=2", "prompts=7", "objective.kl_coef=0.1"],
+    ]
     expected = sampled(*lora)
     assert len(expected) == 6
     for arm in arms:

@@ -9,10 +9,21 @@ from poise.comparison.results import Arm
 from support.arms import made_arm, made_run
 
 
+def with_lost(arm, before, after):
+    """The arm, with these shares of samples cut off."""
+    runs = {}
+    for seed, run in arm.runs.items():
+        shares = [before] + [after] * (len(run.curve) - 1)
+        points = zip(run.curve, shares, strict=True)
+        curve = tuple(replace(point, scores={**point.scores, "cut_off": share}) for point, share in points)
+        runs[seed] = replace(run, curve=curve)
+    return Arm(arm.name, arm.settings, runs)
+
+
 def arm(mean=0.012, interval=(-0.008, 0.031), seeds=10, p=0.21, p_adjusted=0.21, method="sign-flip"):
     found = {
         "mean": mean, "interval": interval, "seeds": list(range(seeds)), "p": p, "p_adjusted": p_adjusted,
-        "method": method, "largest": max(abs(end) for end in interval) if interval else None,
+        "values": [mean] * seeds, "method": method, "largest": max(abs(end) for end in interval) if interval else None,
     }  # fmt: skip
     return {"name": "lopti", "difference": found}
 
@@ -69,3 +80,72 @@ def test_cautions():
         "1 of 9 runs ended far below their best", "× optimizer steps", "× FLOP",
     ):  # fmt: skip
         assert words in said
+
+
+def idle(run):
+    """A run that sampled and took no optimizer step: every group had one reward."""
+    return replace(made_run(run.seed, 0.3), cost=replace(run.cost, optimizer_steps=0.0))
+
+
+def test_runs_without_an_optimizer_step_compare_nothing():
+    arms = [made_arm(name, 0.0, seeds=6) for name in ("grpo", "ar")]
+    still = [Arm(arm.name, {}, {seed: idle(run) for seed, run in arm.runs.items()}) for arm in arms]
+    document = analyse(still, "grpo")
+    assert document["verdict"] == ["Nothing was compared: no run took an optimizer step."]
+    assert document["detectable"] is None
+    assert document["arms"][1]["difference"]["interval"] is None
+    said = analyse([arms[0], still[1]], "grpo")["verdict"]
+    assert "ar: no run took an optimizer step." in said
+    assert not any(sentence.startswith("grpo:") for sentence in said)
+
+
+def test_equal_scores_exclude_no_difference():
+    def same(name, final, seeds=6):
+        return Arm(name, {}, {seed: made_run(seed, final + 0.01 * seed * (final != 0.5)) for seed in range(seeds)})
+
+    assert analyse([same("grpo", 0.5), same("ar", 0.5)], "grpo")["verdict"] == [
+        "All runs ended with the same score, 50.0 points."
+    ]
+    said = analyse([same("grpo", 0.4), same("ar", 0.4), made_arm("lopti", 0.0, seeds=6)], "grpo")["verdict"]
+    assert "ar: the same score as grpo with every seed (seeds: 6)." in said
+    assert not any("0.0 points" in sentence for sentence in said)
+
+
+def test_looks_with_fewer_seeds_are_named():
+    arms = [made_arm("grpo", 0.0), made_arm("ar", 0.06)]
+    first = analyse(arms, "grpo")
+    assert first["looks"] == [10]
+    assert not any("were seen" in sentence for sentence in first["verdict"])
+    assert analyse(arms, "grpo", looks=[10])["verdict"] == first["verdict"]  # the same results again
+    assert analyse(arms, "grpo", looks=[5])["looks"] == [10]  # five seeds cannot make a difference significant
+    again = analyse(arms, "grpo", looks=[6, 8])
+    assert again["looks"] == [6, 8, 10]
+    (said,) = (sentence for sentence in again["verdict"] if "were seen" in sentence)
+    assert "with 6, 8 seeds before these 10" in said
+    assert "in at most 15 %" in said
+
+
+def test_learning_to_stop_is_named():
+    grpo, ar = made_arm("grpo", 0.0), made_arm("ar", 0.1)
+    document = analyse([with_lost(grpo, 0.5, 0.3), with_lost(ar, 0.5, 0.1)], "grpo")
+    said = " ".join(document["verdict"])
+    assert "ar: of the difference to grpo, " in said
+    assert "ar: of the change since before training, " in said
+    assert "(50.0 → 10.0 %)" in said
+    assert document["arms"][1]["scores"]["cut_off"]["before"] == pytest.approx(0.5)
+    said = " ".join(analyse([with_lost(grpo, 0.1, 0.1), with_lost(ar, 0.1, 0.1)], "grpo")["verdict"])
+    assert "cut off" not in said
+
+
+def test_other_problems_other_steps_and_missing_checksums_are_named():
+    def changed(arm, **changes):
+        return Arm(arm.name, {}, {seed: replace(run, **changes) for seed, run in arm.runs.items()})
+
+    grpo, ar = made_arm("grpo", 0.0), made_arm("ar", 0.06)
+    alike = " ".join(analyse([changed(grpo, problems="a"), changed(ar, problems="a")], "grpo")["verdict"])
+    assert not any(words in alike for words in ("same held-out problems", "was measured after", "checksum"))
+    unlike = [changed(grpo, problems="a"), changed(ar, problems="b", steps=80, sealed=False)]
+    said = " ".join(analyse(unlike, "grpo")["verdict"])
+    assert "Not all runs were measured on the same held-out problems" in said
+    assert "ar was measured after 80 steps, grpo after 100." in said
+    assert "ar: 10 of 10 results have no checksum" in said

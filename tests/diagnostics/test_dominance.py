@@ -8,6 +8,7 @@ import torch
 from poise import Head, TokenBatch, regulators
 from poise.diagnostics import ForwardLoop, Intervals, dominance, gradient_sizes, token_gradient_sizes
 from poise.diagnostics.loop import gradient_of, step, unchanged
+from poise.objective import Settings
 from poise.reports.diagnose import combine, verdict
 from support.batches import fields_of, random_batch
 from support.softmax_table import Table
@@ -224,6 +225,24 @@ def test_what_a_regulator_finds_out_about_tokens_is_handed_on():
     scored = tokens["nthr"].isfinite()
     assert scored.any()
     assert not scored[batch.correct].any()
+
+
+def test_a_forward_pass_returns_entropies_for_an_entropy_bonus():
+    table, settings = Table(), Settings(entropy_coef=0.1)
+    phase = regulators.parse("grpo")(table.batch)[0]
+
+    def forward():
+        logs = table.logits.log_softmax(-1)
+        return table.logp(), -(logs.exp() * logs).sum(-1)
+
+    loop = ForwardLoop(table.batch, [table.logits], forward, settings)
+    (found,), (plain,) = gradient_of(loop, phase), gradient_of(table.loop(), phase)
+    mask = table.batch.mask
+    (bonus,) = torch.autograd.grad(forward()[1][mask].sum() / mask.sum(), table.logits)
+    torch.testing.assert_close(found, plain - 0.1 * bonus)
+    assert torch.equal(loop.logp(), table.logp())
+    with pytest.raises(ValueError, match=r"forward\(\) must return \(log-probabilities, entropies\)"):
+        ForwardLoop(table.batch, [table.logits], table.logp, settings).gradient(phase)
 
 
 # Words

@@ -43,6 +43,7 @@ def whole():
     return TokenBatch(old, mask, torch.tensor(ADVANTAGES))
 
 
+@pytest.mark.docs  # the page trains a model
 def test_the_pieces_regulate_and_train(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     left = section("The library, piece by piece", level="##")

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from poise.engines.native import engine
 from poise.engines.native.engine import NativeEngine
 from poise.engines.native.fused_step import FusedStep, _window, fused_step
-from poise.engines.native.slot_cache import Turn
+from poise.engines.native.slot_cache import Rotation
 from support.tiny_models import tiny
 
 TESTS = Path(__file__).parents[1]
@@ -23,17 +23,17 @@ def test_the_rotation_is_that_of_transformers():
     g = torch.Generator().manual_seed(0)
     query, key = torch.randn(5, 4, 8, generator=g), torch.randn(5, 2, 8, generator=g)
     angles = torch.randn(5, 4, generator=g).repeat(1, 2)
-    turn = Turn(angles.cos(), angles.sin())
+    rotation = Rotation(angles.cos(), angles.sin())
     expected = apply_rotary_pos_emb(query[:, :, None], key[:, :, None], angles.cos()[:, None], angles.sin()[:, None])
-    torch.testing.assert_close((turn.query(query), turn.key(key)), tuple(x[:, :, 0] for x in expected))
+    torch.testing.assert_close((rotation.query(query), rotation.key(key)), tuple(x[:, :, 0] for x in expected))
 
 
 def test_the_norm_comes_before_the_rotation():
     policy = tiny("qwen3")
     attention = policy.trunk.layers[0].self_attn
     query = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
-    turn = Turn(query_weight=attention.q_norm.weight, key_weight=attention.k_norm.weight, epsilon=1e-6)
-    torch.testing.assert_close(turn.query(query), attention.q_norm(query))
+    rotation = Rotation(query_weight=attention.q_norm.weight, key_weight=attention.k_norm.weight, epsilon=1e-6)
+    torch.testing.assert_close(rotation.query(query), attention.q_norm(query))
 
 
 def test_no_fused_step_without_triton_and_cuda():

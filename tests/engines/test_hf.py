@@ -26,12 +26,11 @@ def test_greedy_decoding_is_that_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probabilities_agree_with_the_training_forward(name, temperature):
+def test_log_probabilities_agree_with_the_training_forward(name):
     policy = tiny(name)
-    out = sample(CachedEngine(policy, batch=5), prompts(4), 3, max_tokens=24, temperature=temperature, seed=3)
+    out = sample(CachedEngine(policy, batch=5), prompts(4), 3, max_tokens=24, temperature=0.6, seed=3)
     with torch.no_grad():
-        logp, entropy = policy.score(out.batch, temperature)
+        logp, entropy = policy.score(out.batch, 0.6)
     torch.testing.assert_close(logp[out.mask], out.logp[out.mask], atol=1e-4, rtol=0)
     torch.testing.assert_close(entropy[out.mask], out.entropy[out.mask], atol=1e-4, rtol=0)
     assert not out.logp[~out.mask].any()

@@ -32,10 +32,9 @@ def test_greedy_decoding_is_that_of_transformers(name, engine):
 
 @pytest.mark.parametrize("name", NATIVE)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probabilities_agree_with_the_training_forward(name, engine, temperature):
+def test_log_probabilities_agree_with_the_training_forward(name, engine):
     policy = tiny(name)
-    for limits in ({}, {"top_p": 0.8, "top_k": 20}):
+    for temperature, limits in ((1.0, {}), (0.6, {"top_p": 0.8, "top_k": 20})):
         out = sample(engine(policy, batch=5), prompts(4), 3, max_tokens=24, temperature=temperature, seed=3, **limits)
         with torch.no_grad():
             logp, entropy = policy.score(out.batch, temperature)
@@ -114,7 +113,7 @@ class TestNeighbours:
     def test_rows_order_and_company_do_not_matter(self, alone, engine):
         policy, wanted, alone = alone
         order = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0)).tolist()
-        for slots in (1, 5, 16, 0):
+        for slots in (5, 16, 0):
             out = ask(engine(policy, batch=slots), [wanted[i] for i in order], COMPANY, seed=8)
             for row, i in enumerate(order):
                 one = alone[i]
@@ -174,21 +173,21 @@ def tiny_tiny():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_four_thousand_requests_through_64_rows(engine):
+def test_many_requests_through_64_rows(engine):
     """Nothing is lost and nothing mixed up."""
     policy = exact(tiny_tiny())
     g = torch.Generator().manual_seed(0)
     draw = lambda low, high: int(torch.randint(low, high, (), generator=g))  # noqa: E731
-    asked = [torch.randint(0, 23, (draw(1, 12),), generator=g).tolist() for _ in range(800)]
+    asked = [torch.randint(0, 23, (draw(1, 12),), generator=g).tolist() for _ in range(300)]
     wanted = []
-    while len(wanted) < 4000:
+    while len(wanted) < 1500:
         prompt = asked[draw(0, len(asked))]
         for _ in range(draw(1, 9)):
             stop = torch.randint(0, 23, (draw(0, 4),), generator=g).tolist()
             wanted.append(Request(prompt, draw(1, 21), stop))
-    wanted = wanted[:4000]
+    wanted = wanted[:1500]
     out = ask(engine(policy, batch=64), wanted, Sampling(), seed=5)
-    assert len(out.prompts) == 4000
+    assert len(out.prompts) == 1500
     rows = zip(wanted, out.prompts, out.tokens.tolist(), out.lengths, out.finished.tolist(), strict=True)
     for request, prompt, tokens, length, finished in rows:
         assert prompt == list(request.prompt.tokens)
@@ -198,7 +197,7 @@ def test_four_thousand_requests_through_64_rows(engine):
         assert finished or length == request.max_tokens
         assert not any(tokens[length:])
     assert torch.equal(out.mask.sum(1), torch.tensor(out.lengths))
-    for i in range(0, 4000, 79):
+    for i in range(0, 1500, 79):
         request = wanted[i]
         numbered = Request(request.prompt, request.max_tokens, request.stop, number=i)
         alone = ask(NativeEngine(policy), [numbered], Sampling(), seed=5)

@@ -6,7 +6,7 @@ import torch
 from poise.engines.native import engine as engines
 from poise.engines.native.engine import NativeEngine
 from poise.engines.native.fused_step import fused_step
-from poise.engines.native.slot_cache import Turn
+from poise.engines.native.slot_cache import Rotation
 from support.tiny_models import prompts, sample, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,12 +58,12 @@ def test_a_step_sees_an_update_in_place():
     assert torch.equal(after.tokens, fresh.tokens)
 
 
-def test_few_rows_with_many_keys_are_turned_by_plain_torch(monkeypatch):
+def test_few_rows_with_many_keys_are_rotated_by_plain_torch(monkeypatch):
     """There the attention is torch's, which takes queries and keys that are rotated already."""
-    policy, calls, query = tiny("qwen3", "cuda", torch.bfloat16), [], Turn.query
+    policy, calls, query = tiny("qwen3", "cuda", torch.bfloat16), [], Rotation.query
     engine = NativeEngine(policy)
     monkeypatch.setattr("poise.engines.native.kernels.SHORT", 0)
-    monkeypatch.setattr(Turn, "query", lambda self, x: calls.append(x) or query(self, x))
+    monkeypatch.setattr(Rotation, "query", lambda self, x: calls.append(x) or query(self, x))
     found = sample(engine, prompts(2), 1, max_tokens=20, temperature=0.0, seed=0)
     engine.release()
     engine.step = None

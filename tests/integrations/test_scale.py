@@ -23,6 +23,7 @@ from poise import regulators
 from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.trl_checks import check_config, period
 from poise.models.policy import EMBEDDED
+from poise.tasks.knights_knaves import KnightsKnaves
 
 SCALE = Path(__file__).parents[2] / "examples/scale"
 sys.path.insert(0, str(SCALE))
@@ -60,6 +61,20 @@ def test_trl_reads_it_and_the_regulator_can_be_had():
     assert own.problems * 5 // 64 * period(args) == args.max_steps
     with pytest.raises(CannotRegulateError, match="num_iterations=2"):
         check_config(parsed("--num_iterations", "1")[1], probe(regulators.parse(own.regulator)), own.regulator)
+
+
+@pytest.mark.parametrize("method", sorted(regulators.TABLE))
+def test_every_method_can_be_had(method, tmp_path):
+    """On the shipped settings and its own number of phases; NTHR knows which puzzles are solved."""
+    phases = len(probe(regulators.parse(method)).phases)
+    trainer = built(tmp_path, regulator=method, num_iterations=phases)
+    assert trainer.regulator == regulators.parse(method)
+    task = KnightsKnaves(people="3-7")
+    problem = next(task.problems("train", seed=0))
+    texts = f"<think>…</think><answer>{task.gold(problem)}</answer>", "<answer></answer>"
+    scores = [task.score(problem, text) for text in texts]
+    correct = trainer._is_correct(torch.tensor([[score.reward] for score in scores]))
+    assert correct.tolist() == [score.correct for score in scores] == [True, False]
 
 
 def launches():

@@ -13,7 +13,7 @@ from poise import TokenBatch, objective, regulators  # noqa: E402
 from poise.head import Head  # noqa: E402
 from poise.integrations import trl_checks  # noqa: E402
 from poise.integrations.demands import CannotRegulateError, probe  # noqa: E402
-from poise.integrations.trl import KEPT, WEIGHTS, RegulatedGRPOTrainer  # noqa: E402
+from poise.integrations.trl import KEPT, USES, WEIGHTS, RegulatedGRPOTrainer, RegulatorMixin  # noqa: E402
 from support import processes, trl_runs  # noqa: E402
 from support.processes import close  # noqa: E402
 from support.trl_runs import DATA, build, rollouts, weights  # noqa: E402
@@ -84,7 +84,8 @@ def test_inputs_are_not_mutated(tmp_path):
     before = {name: value.clone() for name, value in inputs.items()}
     trainer._compute_loss(trainer.model, inputs)
     assert inputs.keys() == before.keys()
-    assert all(torch.equal(inputs[name], before[name]) for name in before)
+    assert all(torch.equal(inputs[name], before[name]) for name in before.keys() - {USES})
+    assert torch.equal(inputs[USES], before[USES] + 1)
 
 
 # --- the update is the regulator's
@@ -128,12 +129,11 @@ def test_the_gradient_is_that_of_poise(method, tmp_path):
     else:
         assert len(phases) == inputs[WEIGHTS].shape[1]
         assert not (inputs[WEIGHTS] == inputs["completion_mask"][:, None]).all()
-    for number, phase in enumerate(phases):
+    for phase in phases:
         logp, _, _ = by_hand(trainer, inputs)
         loss, metrics = objective.policy_loss(logp, batch, phase, settings, normalizer=batch.mask.sum())
         expected = gradient(trainer, loss)
         assert metrics["optim/drift"] > 1e-4  # the ratio is live
-        trainer._step = number
         ours = trainer._compute_loss(trainer.model, inputs)
         assert torch.isclose(ours, loss, rtol=1e-5, atol=1e-6)
         assert close(gradient(trainer, ours), expected)
@@ -190,7 +190,7 @@ def test_the_phases_of_lopti_add_up_to_trl(loss_type, beta, tmp_path):
     if beta:
         assert trainer._metrics["train"]["kl"][-1] > 0
     total, parts = 0.0, []
-    for trainer._step in range(2):
+    for _ in range(2):
         loss = trainer._compute_loss(trainer.model, inputs)
         parts.append(gradient(trainer, loss))
         total = total + loss.detach()
@@ -238,10 +238,9 @@ class Watched(RegulatedGRPOTrainer):
         self.seen = [*getattr(self, "seen", []), "rollouts" if self.model.training else "evaluation"]
         return super()._generate_and_score_completions(inputs)
 
-    def _compute_loss(self, model, inputs):
-        if self.model.training:
-            self.seen.append(self._phase())
-        return super()._compute_loss(model, inputs)
+    def _next_phase(self, inputs):
+        self.seen.append(super()._next_phase(inputs))
+        return self.seen[-1]
 
 
 def test_evaluation_between_phases_leaves_them_alone(tmp_path):
@@ -323,12 +322,91 @@ def test_two_processes_train_as_one(tmp_path):
 
 @pytest.mark.parametrize(("auxiliary", "still"), [(False, True), (True, False)])
 def test_an_auxiliary_loss_moves_the_model_where_no_token_does(auxiliary, still, tmp_path, monkeypatch):
-    trainer = build(tmp_path, "grpo(passes=2)", num_iterations=2)
-    trainer.aux_loss_enabled = auxiliary
+    own = STOCK._compute_loss
+
+    def loss(self, model, inputs):
+        term = sum(weight.square().sum() for weight in model.parameters())
+        return own(self, model, inputs | {"advantages": torch.zeros(8)}) + (term if auxiliary else 0)
+
+    loss.__module__ = own.__module__
+    monkeypatch.setattr(STOCK, "_compute_loss", loss)
+    trainer = build(tmp_path, "grpo(passes=2)", num_iterations=2, max_steps=2)
+    before = weights(trainer)
+    trainer.train()
+    assert torch.equal(weights(trainer), before) is still
+
+
+class Corrected(RegulatedGRPOTrainer):
+    """After the first generation batch the correction of importance sampling sets every response to 0."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        ratio = torch.full((len(output["advantages"]), 1), float(self.state.global_step == 0))
+        return output | {"importance_sampling_ratio": ratio}
+
+    def _compute_loss(self, model, inputs):
+        self.use_vllm = self.vllm_importance_sampling_correction = True
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.use_vllm = False
+
+
+def test_a_step_whose_responses_are_all_corrected_to_nothing_is_idle(tmp_path):
+    """Their advantages are not 0, but there is no gradient: momentum alone would move the model."""
+    trainer = build(tmp_path, "grpo(passes=2)", kind=Corrected, num_iterations=2, max_steps=2)
+    trainer.train()
+    first = weights(trainer)
+    trainer = build(tmp_path, "grpo(passes=2)", kind=Corrected, num_iterations=2, max_steps=4)
+    trainer.train()
+    assert [row["reg/idle_steps"] for row in trainer.state.log_history[:-1]] == [0.0, 0.0, 1.0, 1.0]
+    assert torch.equal(weights(trainer), first)
+
+
+def test_a_batch_counts_its_uses_itself(tmp_path):
+    """TRL's step counter plays no part, and a further use is refused."""
+    trainer = build(tmp_path, "lopti", num_iterations=2)
     inputs = rollouts(trainer)
-    monkeypatch.setattr(STOCK, "_compute_loss", lambda *_: torch.zeros(()))
-    trainer._compute_loss(trainer.model, inputs | {"advantages": torch.zeros(8)})
-    assert (int(trainer._poise.active_tokens[0]) == 0) is still
+    trainer._step = 7
+    used = [trainer._next_phase(inputs)]
+    with pytest.raises(RuntimeError, match="in the middle of the phases of lopti"):
+        rollouts(trainer)
+    used.append(trainer._next_phase(inputs))
+    assert used == [0, 1]
+    rollouts(trainer)
+    with pytest.raises(RuntimeError, match=r"used more often than lopti has phases \(2\)"):
+        trainer._next_phase(inputs)
+
+
+class ReplayBuffer(STOCK):
+    """Replaces a response after it was scored."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        output["completion_ids"][0, 0] += 1
+        return output
+
+
+class Replaying(RegulatorMixin, ReplayBuffer):
+    pass
+
+
+def test_rewards_of_other_responses_are_not_those_of_the_batch(tmp_path):
+    seen = []
+
+    def mine(batch):
+        seen.append(batch.rewards)
+        return regulators.parse("ar")(batch)
+
+    rollouts(build(tmp_path, mine))
+    assert seen[-1].tolist() == [0.0, 1.0] * 4
+    rollouts(build(tmp_path, mine, kind=Replaying))
+    assert seen[-1] is None
+    mine.needs = {"rewards"}
+    with pytest.raises(CannotRegulateError, match=r"needs rewards, but other .*: Replaying replaces responses"):
+        rollouts(build(tmp_path, mine, kind=Replaying))
+    with pytest.raises(CannotRegulateError, match="nthr needs correct, but other responses were scored"):
+        rollouts(build(tmp_path, "nthr", correct="spread", kind=Replaying))
 
 
 class Second:

@@ -196,6 +196,16 @@ def test_the_test_leaves_no_trace(made, monkeypatch):
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
+def test_a_loss_that_adapts_its_entropy_bonus_is_not_refused(made, monkeypatch):
+    """TRL changes the coefficient in every call of its loss, so that each trial would have another loss."""
+    trainer, _ = made
+    for name in ("use_adaptive_entropy", "_entropy_bonus_enabled"):
+        monkeypatch.setattr(trainer, name, True)
+    for name, value in {"entropy_target": 9.0, "entropy_coef_delta": 0.5, "entropy_coef_max": 9.0}.items():
+        monkeypatch.setattr(trainer.args, name, value)
+    assert check(made, STOCK._compute_loss)
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_batch_that_cannot_tell_leaves_it_to_the_next(count, made):
     trainer, inputs = made
@@ -301,8 +311,11 @@ def test_a_regulator_that_begins_to_regulate_is_refused_at_the_level_of_sequence
 
 
 def test_another_version_of_trl_trains_with_a_warning_if_its_loss_weights_tokens(monkeypatch, tmp_path):
+    monkeypatch.setattr(trl, "__version__", "unknown")  # as that of a copy which is not installed
+    with pytest.warns(UserWarning, match=r"tested with TRL 1.10 to 1.16, this is unknown"):
+        trl_checks.check_trl(trl_runs.RegulatedGRPOTrainer)
     monkeypatch.setattr(trl, "__version__", "1.17.0")
-    with pytest.warns(UserWarning, match=r"tested with TRL 1.16, this is 1.17.0"):
+    with pytest.warns(UserWarning, match=r"tested with TRL 1.10 to 1.16, this is 1.17.0"):
         trainer = build(tmp_path, "ar", max_steps=1, max_completion_length=6)  # its loss is tested, then it trains
     before = weights(trainer)
     trainer.train()

@@ -127,7 +127,7 @@ def test_a_version_of_trl_without_what_poise_hooks_into_is_refused(monkeypatch, 
     ("module", "name", "reason"),
     [
         ("trl", "RLOOTrainer", "one ratio for a whole response"),
-        ("trl.experimental.async_grpo", "AsyncGRPOTrainer", "no group is ever whole"),
+        ("trl.experimental.async_grpo", "AsyncGRPOTrainer", "for which poise has no adapter"),
         ("trl.experimental.online_dpo", "OnlineDPOTrainer", "pairs of whole responses"),
         ("trl", "SFTTrainer", "belongs in front of GRPOTrainer"),
     ],
@@ -142,18 +142,30 @@ def test_trainers_of_trl_that_are_no_grpo_trainer_get_their_reason(module, name,
 
 
 def test_a_patched_trainer_is_refused(monkeypatch, tmp_path):
-    class Replaced(RegulatorMixin, type("GRPOTrainer", (), {"__module__": "unsloth_cache"})):
-        pass
+    for name in ("GRPOTrainer", "UnslothGRPOTrainer"):  # the second is what Unsloth calls its own
 
-    with pytest.raises(
-        CannotRegulateError, match=r"does not inherit from trl.trainer.grpo_trainer.GRPOTrainer: .*Unsloth"
-    ):
-        Replaced(regulator="ar")
+        class Replaced(RegulatorMixin, type(name, (), {"__module__": "unsloth_cache"})):
+            pass
+
+        with pytest.raises(
+            CannotRegulateError,
+            match=f"does not inherit from TRL's GRPOTrainer: .* such as Unsloth, has put its {name} ",
+        ):
+            Replaced(regulator="ar")
     monkeypatch.setattr(STOCK, "compute_loss", lambda *_: None)
     with pytest.raises(
         CannotRegulateError, match=r"GRPOTrainer.compute_loss is not TRL's own but comes from .*test_trl"
     ):
         build(tmp_path, "ar")
+
+
+def test_a_method_may_come_from_any_class_of_trl(monkeypatch):
+    """As after a refactoring of TRL: what its trainers share moves to their base class."""
+    base = STOCK.__mro__[1]
+    monkeypatch.setattr(base, "_calculate_rewards", STOCK._calculate_rewards, raising=False)
+    monkeypatch.delattr(STOCK, "_calculate_rewards")
+    assert base.__module__.startswith("trl.")
+    trl_checks.check_trl(RegulatedGRPOTrainer)
 
 
 def test_a_loss_that_goes_past_poise_is_noticed(tmp_path):

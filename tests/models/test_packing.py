@@ -256,7 +256,8 @@ class TestWhatCannotBePacked:
         assert not policy.packed
         batch = responses(prompts(2), [[9, 4], [12]])
         found = policy.score(batch)[0]
-        policy.model.set_attn_implementation("sdpa")
+        for layer in policy.trunk.layers:
+            layer.self_attn.attn_logit_softcapping = None
         without = policy.score(batch)[0]
         for row, ((prompt, length, _), tokens) in enumerate(zip(batch.extents, batch.targets, strict=True)):
             ids = torch.cat([torch.tensor(prompt.tokens), tokens[:length]])

@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from poise.models.policy import EMBEDDED, load_policy
-from poise.models.prompts import PromptError, encode, encode_next, plain
+from poise.models.prompts import PromptError, encode, encode_next, opened, plain, starts_no_turn
+from poise.models.tool_prompts import template_arguments
 
 TEMPLATES = {
     "embedded": (EMBEDDED / "chat_template.jinja").read_text(),
@@ -150,6 +151,24 @@ def test_the_end_of_a_turn_is_neither_repeated_nor_lost(template, last, follows)
     assert made.decode(encode_next(made, BEFORE, said, last_id, [made.eos_token_id])) == follows
 
 
+@pytest.mark.parametrize(
+    ("template", "tag", "silent"),
+    [
+        (TEMPLATES["embedded"], "", False),
+        (TEMPLATES["chatml"], "<think>\n", False),
+        (TEMPLATES["chatml"].replace("<think>\n", "<think>\n\n</think>\n\n"), "", False),  # Qwen3 without thinking
+        (TEMPLATES["chatml"].replace("{% if add_generation_prompt %}", "{% if false %}"), "", True),
+        ("{% for m in messages %}{{ m.content if m.role == 'assistant' else '[INST] ' + m.content + ' [/INST] ' }}"
+         "{% endfor %}", "", False),  # what follows the question is the reply
+        ("{{ raise_exception('no') }}", "", False),  # the first prompt says that
+        (None, "", False),
+    ],
+)  # fmt: skip
+def test_how_a_template_begins_the_models_turn(template, tag, silent):
+    assert opened(tokenizer(template)) == tag
+    assert starts_no_turn(tokenizer(template)) is silent
+
+
 def test_the_embedded_model_reads_control_tokens_as_text():
     policy = load_policy("embedded", device="cpu")
     ids = policy.encode("Ada says <|end|><|assistant|> <think>")
@@ -184,6 +203,7 @@ def test_the_date_of_a_chat_template_does_not_change_at_midnight(monkeypatch):
     policy.tokenizer.chat_template = (
         "{{ strftime_now('%d') }} {% for message in messages %}{{ message.content }}{% endfor %}"
     )
+    assert not template_arguments(policy.tokenizer, ())  # transformers 5.22.2 takes no functions among them
     first = policy.tokenizer.decode(policy.encode("Ada"))
     Clock.day_of_month = 17
     assert first == policy.tokenizer.decode(policy.encode("Ada"))

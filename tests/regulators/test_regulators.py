@@ -158,6 +158,18 @@ def test_stare_weights_the_least_probable_tokens_of_one_side_while_entropy_is_lo
     assert weights("stare", golden(entropy=entropy + 1), max_entropy=None)[0].policy[0, 0] == 1.1
 
 
+def test_numbers_of_the_same_name_stand_side_by_side_in_a_composition():
+    batch = golden(entropy=torch.full((2, 3), 0.2))
+    (phase,) = regulators.parse('stare(share=1) | stare(side="negative") | stare')(batch)
+    shares = [phase.metrics[name] for name in ("chosen_share", "chosen_share_2", "chosen_share_3")]
+    assert shares == pytest.approx([1 / 2, 1 / 6, 1 / 6])
+    first, second = torch.zeros(2, 3), torch.ones(2, 3)
+    marked = [lambda batch, t=tokens: [Phase.of(batch, tokens={"mine": t})] for tokens in (first, second)]
+    (phase,) = (regulators.get("grpo") | marked[0] | marked[1])(batch)
+    assert phase.tokens["mine"] is first
+    assert phase.tokens["mine_2"] is second
+
+
 def test_two_methods_with_one_seed_draw_apart():
     batch = random_batch(prompts=8, length=40)
     (clipped,) = weights("clip-cov", batch, share=0.3, low=-1e9, high=1e9)

@@ -189,7 +189,7 @@ def test_a_diagnosis_that_was_stopped_leaves_nothing_in_the_way(tmp_path, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr("poise.reports.diagnose.combine", stopped)
-    arguments = ("--regulator", "grpo", "--batches", 1, "--out", "out", *SMALL)
+    arguments = ("--regulator", "grpo", "--batches", 1, "--out", "out", *SMALL, "rollout.max_tokens=8")
     assert call("diagnose", "embedded", *arguments).exit_code == 130
     assert not (tmp_path / "out").exists()
 

@@ -4,6 +4,7 @@ import csv
 
 import pytest
 
+from poise._lib.files import sealed
 from poise.reports.html.data import Source
 from poise.training.warnings import RunWarning, add
 from support.run_folders import HOSTILE, add_step, look, make_run, see
@@ -51,15 +52,15 @@ def test_the_report_opens_with_what_was_reached(page, tmp_path):
     assert page.inner_text(".headline") == ("0.353 → 0.575 avg@4 on 300 held-out problems · greedy 0.683 → 0.660")
     assert page.locator(".verdict li").all_inner_texts() == [
         "rose: avg@4 0.353 → 0.575, pass@4 0.653 → 0.875",
-        "no clear change, the 95 % intervals overlap: greedy 0.683 → 0.660",
+        "no clear change: greedy 0.683 → 0.660",
     ]
-    assert [row[:5] for row in cells(page)] == [
-        ["avg@4", "0.353 [0.313, 0.393]", "0.575 [0.535, 0.615]", "+0.222", "apart"],
-        ["pass@4", "0.653 [0.613, 0.693]", "0.875 [0.835, 0.915]", "+0.222", "apart"],
-        ["greedy", "0.683 [0.643, 0.723]", "0.660 [0.620, 0.700]", "−0.023", "overlap"],
+    assert [row[:4] for row in cells(page)] == [
+        ["avg@4", "0.353 [0.313, 0.393]", "0.575 [0.535, 0.615]", "+0.222 [+0.142, +0.302]"],
+        ["pass@4", "0.653 [0.613, 0.693]", "0.875 [0.835, 0.915]", "+0.222 [+0.142, +0.302]"],
+        ["greedy", "0.683 [0.643, 0.723]", "0.660 [0.620, 0.700]", "−0.023 [−0.103, +0.057]"],
     ]
     assert "300 problems × 4 samples at temperature 1" in page.inner_text(".result")
-    assert "1.0 % → 0.0 % of the samples were cut off" in page.inner_text(".result")
+    assert "1.0 % → 0.0 % of the samples were cut off, – → – unreadable" in page.inner_text(".result")
     page.click("summary:has-text('By difficulty')")
     assert cells(page, 1)[0][0] == "avg@4, difficulty 2"
 
@@ -120,12 +121,28 @@ def test_results_of_two_runs_stand_below_each_other(page, tmp_path):
     look(page, tmp_path, one, two, tab="result")
     assert page.locator(".headline").count() == 0
     assert [row[:2] + row[4:5] for row in cells(page)[:3]] == [
-        ["avg@4", "one", "+0.222"], ["", "two", "+0.247"], ["pass@4", "one", "+0.222"],
+        ["avg@4", "one", "+0.222 [+0.142, +0.302]"], ["", "two", "+0.247 [+0.167, +0.327]"],
+        ["pass@4", "one", "+0.222 [+0.142, +0.302]"],
     ]  # fmt: skip
+    assert page.locator(".unlike").count() == 0
     assert ["regulator", "grpo", "ar"] in cells(page, 2)
     assert page.locator(".verdict li").nth(2).inner_text().startswith("two: rose: avg@4 0.353 → 0.600")
     dashed = page.locator(".legend button:has(i.dashed)").all_inner_texts()
     assert [text.partition(" · ")[2].split()[0] for text in dashed] == ["pass@4", "greedy", "accuracy"] * 2
+
+
+def test_runs_that_were_measured_on_other_problems_or_steps_are_named(page, tmp_path):
+    one, two = finished(tmp_path / "one"), finished(tmp_path / "two")
+    for folder, steps, problems in ((one, 4, "a"), (two, 3, "b")):
+        found = {"before": evaluation(0.3, 0.6), "after": evaluation(0.5, 0.6, problems=problems)}
+        folder.write_json("summary.json", sealed({"steps": steps, **found}))
+    two.write_json("summary.json", two.read_json("summary.json") | {"tokens": 5})
+    look(page, tmp_path, one, two, tab="result")
+    assert page.locator(".unlike").all_inner_texts() == [
+        "These runs were measured on different held-out problems.",
+        "These runs were measured after different numbers of steps: one 4, two 3.",
+    ]
+    assert page.inner_text("#main > .warnings li").startswith("two: summary.json was changed after the run wrote it.")
 
 
 def test_the_curves_of_many_runs_have_one_line_each(page, tmp_path):
@@ -230,3 +247,12 @@ def test_a_watched_report_shows_the_result_when_it_comes(page, served):
     folder.write_json("summary.json", {"steps": 2, "after": evaluation(0.5, 0.5)})
     see(page, ".headline", "0.250 → 0.500")
     assert Source([folder.path]).index()["runs"][0]["done"] == 2
+
+
+def test_a_summary_that_was_changed_is_named(tmp_path):
+    folder = finished(tmp_path / "run")
+    folder.write_json("summary.json", sealed(folder.read_json("summary.json")))
+    assert Source([folder.path]).index()["runs"][0]["warnings"] == []
+    folder.write_json("summary.json", folder.read_json("summary.json") | {"tokens": 5})
+    (said,) = Source([folder.path]).index()["runs"][0]["warnings"]
+    assert "summary.json was changed" in said["what"]

@@ -26,6 +26,8 @@ def value(answer, gold, spec="math"):
 # gold, answer, equal; None where math-verify decides, with what it must say
 CHEAP = [
     ("42", "42", True),
+    ("A", "A^T", False),
+    ("A", r"A^{\top}", False),
     ("42", "43", False),
     ("1234", "1,234", True),
     ("1{,}234", "1234", True),

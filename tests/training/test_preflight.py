@@ -42,10 +42,10 @@ def test_it_changes_nothing_of_a_run_not_even_with_a_task_that_draws_global_rand
 
     monkeypatch.setattr(KnightsKnaves, "score", score)
     random.seed(3)
-    with_it, _ = run(tmp_path, *SHORT, "steps=2", name="with")
+    with_it, _ = run(tmp_path, *SHORT, "steps=1", name="with")
     monkeypatch.setattr(trainer, "preflight", lambda *_: None)
     random.seed(3)
-    without, _ = run(tmp_path, *SHORT, "steps=2", name="without")
+    without, _ = run(tmp_path, *SHORT, "steps=1", name="without")
     assert without.read_json("before.json") == with_it.read_json("before.json")
     for one, two in zip(with_it.metrics(), without.metrics(), strict=True):
         assert {k: v for k, v in one.items() if "time/" not in k} == {k: v for k, v in two.items() if "time/" not in k}

@@ -8,11 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import Phase, regulators
+from poise import config as configs
 from poise.models.layers import OutOfMemoryError
+from poise.models.policy import load_policy
 from poise.models.scoring import score_all, score_min_p
 from poise.objective import Settings
+from poise.training.setup import recomputed
 from poise.training.update import UpdatePlan, mini_batches, update
 from support.heads import SURROGATES
+from support.small_runs import run
 from support.tiny_models import exact, prompts, responses, tiny
 
 ALL = slice(None)
@@ -89,6 +93,35 @@ def passes(policy):
         lambda _, __, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     return seen
+
+
+def test_what_is_held_back_before_the_first_step_is_counted_apart():
+    for off, held in ((1e-3, 1.0), (1e-5, 0.0)):  # log-probabilities of another rounding, gspo's bounds between
+        policy, optimizer, batch = make()
+        old = policy.score(batch)[0].detach().double() - off * batch.advantages.sign()[:, None]
+        batch, plan = replace(batch, old_logp=old), UpdatePlan(Settings(surrogate="gspo"), mini_batch=8)
+        metrics = update(policy, optimizer, batch, [Phase.of(batch)] * 2, plan)
+        assert metrics["optim/steps"] == 4
+        assert metrics["optim/held_unmoved"] == pytest.approx(held)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "surrogate", "recomputes"),
+    [("bfloat16", "gspo", True), ("float32", "gspo", False), ("bfloat16", "clip", False),
+     ("bfloat16", "gspo(clip_low=0.1, clip_high=0.1)", False)],
+)  # fmt: skip
+def test_narrow_bounds_in_half_precision_recompute_old_log_probabilities(dtype, surrogate, recomputes):
+    notes, config = [], configs.load("demo", [f"objective.surrogate={surrogate}"])
+    policy = load_policy("embedded", device="cpu", dtype=dtype)
+    assert recomputed(config, policy, notes.append) is recomputes
+    assert [("gspo" in note, "old log-probabilities are recomputed" in note) for note in notes] == [(1, 1)] * recomputes
+
+
+def test_gspo_in_half_precision_holds_nothing_back_before_the_first_step(tmp_path):
+    folder, _ = run(tmp_path, "objective.surrogate=gspo", "dtype=bfloat16", "steps=1", "evaluation=off")
+    (line,) = folder.metrics()
+    assert line["optim/steps"] == 1
+    assert line["optim/held_unmoved"] == 0
 
 
 def test_only_responses_with_a_gradient_are_run():

@@ -44,6 +44,7 @@ REFUSED = [
     ("nthr", {"+trainer.v1.poise_sync.corect_at": 0.5}, "did you mean correct_at"),
     ("nthr", {"+trainer.v1.poise_sync.correct_at": "nan"}, "correct_at is nan: set it to a number"),
     ("nthr", {"+reward.reward_kwargs.overlong_buffer_cfg.enable": True}, "set trainer.v1.poise_sync.correct_at"),
+    ("nthr", {"reward.custom_reward_function.path": "my.py"}, r"reward of your own .*my.py\).*poise_sync.correct_at"),
     ("nthr | lopti", {"actor_rollout_ref.model.use_fused_kernels": True}, "use_fused_kernels=False"),
     ("nthr", {"algorithm.rollout_correction.bypass_mode": True}, "rollout_correction.bypass_mode=False"),
     ("nthr", {"trainer.n_gpus_per_node": 8}, r"each of the 8 workers: set data.train_batch_size \(now 4\)"),

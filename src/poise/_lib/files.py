@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 TEMPORARY = ".tmp-"  # prefix of a file that is being written
 OLD = ".old-"  # prefix of a folder that is being replaced
 MANIFEST = "manifest.json"
+SEAL = "checksum"  # the key of results that hold their own
 
 
 def dumps(data: Any, indent: int | None = None) -> bytes:
@@ -42,6 +43,17 @@ def loads(text: bytes | str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data`` with the checksum of its contents. The folder it is in (``run``) may change."""
+    contents = {key: value for key, value in data.items() if key not in (SEAL, "run")}
+    return {**data, SEAL: hashlib.sha256(dumps(contents)).hexdigest()}
+
+
+def was_changed(data: Any) -> bool:
+    """Whether ``data``, read from a file, is not what ``sealed`` returned. Data without a checksum cannot tell."""
+    return isinstance(data, dict) and SEAL in data and sealed(data)[SEAL] != data[SEAL]
 
 
 def read_json(path: Path) -> Any:

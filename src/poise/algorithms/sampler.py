@@ -17,7 +17,7 @@ from poise.batch import Prompt
 from poise.engines.limits import NO_LIMIT, check_positions, most_tokens
 from poise.models.places import ModelError, first_line
 from poise.models.policy import Policy
-from poise.models.prompts import PromptError
+from poise.models.prompts import PromptError, opened
 from poise.models.tool_prompts import Tools, tools_of
 from poise.rewards import TrainerState
 from poise.rollout.sampling import Sampling
@@ -149,7 +149,8 @@ class Sampler:
         """Episodes at their first prompt; equal openings are encoded once."""
         known: dict[str, Prompt] = {}
         most = most_tokens(self.policy)
-        prefill = Prefill(self.prefill, self.policy.encode_prefill(self.prefill))
+        opening_tag = opened(self.policy.tokenizer)
+        prefill = Prefill(self.prefill, self.policy.encode_prefill(self.prefill), opening_tag)
         games = []
         for place, problem in enumerate(problems):
             episode = begin(self.task, problem)
@@ -197,10 +198,14 @@ class Sampler:
 
 
 class Prefill(NamedTuple):
-    """What every reply begins with. Its tokens are the last ones of the prompt; its text is part of the reply."""
+    """What every reply begins with. Its tokens are the last ones of the prompt; its text is part of the reply.
+
+    So is ``opened``, which the chat template writes: a reply begins where the template leaves off.
+    """
 
     text: str = ""
     tokens: list[int] = []  # noqa: RUF012 (never changed)
+    opened: str = ""
 
 
 @dataclass(eq=False)
@@ -334,7 +339,8 @@ class _Replies:
         given = [] if game.replies else game.tokens  # those that the first reply begins with
         prefill = game.prefill
         text = self.policy.decode([*prefill.tokens, *given, *tokens])
-        text = prefill.text + text.removeprefix(prefill.text)  # decoding leaves out what the tokenizer calls special
+        # Decoding leaves out what the tokenizer calls special.
+        text = prefill.opened + prefill.text + text.removeprefix(prefill.text)
         with explained(game.task, game.problem, "step()"):
             said = heard(game.task, game.problem, game.episode.step(text))
         together = isinstance(game.task, ScoresTogether)  # then all that have ended are scored in one call

@@ -24,7 +24,7 @@ def diagnose(
         typer.Option(help="A method to measure; may be repeated. The others are compared with the first."),
     ] = None,
     intervals: Annotated[str, typer.Option(help="Edges between the intervals of probability.")] = "0.25,0.5,0.75",
-    batches: Annotated[int, typer.Option(min=1, help="Batches to measure; error bars are over them.")] = 2,
+    batches: Annotated[int, typer.Option(min=1, help="Batches to measure; error bars are over them.")] = 8,
     warmup: Annotated[int, typer.Option(min=1, help="Batches that only feed the optimizer's second moments.")] = 1,
     out: Annotated[
         Path | None, typer.Option(callback=home, help="A new folder for figures, responses and report.")

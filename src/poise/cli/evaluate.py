@@ -110,6 +110,8 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
         f"{summary['greedy_cut_off']} of {summary['n']} greedy responses"
         + ("; raise rollout.max_tokens=" if summary["cut_off"] > samples / 10 else "")
     )
+    if unreadable := summary.get("unreadable"):
+        print(f"without a readable answer: {unreadable} of {samples} samples")
     if failed := summary.get("failed"):
         why = "the reward or the environment failed, or no reward applies"
         print(f"{failed} samples got no verdict ({why}); they count as wrong")

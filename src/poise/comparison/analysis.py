@@ -18,17 +18,28 @@ import numpy as np
 from poise.comparison.results import ACCURACY, Arm, Cost, Point, RunResult
 from poise.comparison.sign_flip import holm
 from poise.comparison.statistics import LEVEL, POWER, Difference, detectable, difference, seeds_needed, student_interval
+from poise.training.accuracy import LOST, much
 
 Document = dict[str, Any]
+CHANGE = 0.02  # a smaller change since before training is not explained
 DROP = 0.1  # a final accuracy so far below the run's own best is a collapse, or below half of a best under 0.2
 DEARER = 1.1  # a cost so many times the baseline's is named
 COSTS = {"tokens": "sampled tokens", "optimizer_steps": "optimizer steps", "flop": "FLOP (estimated)"}
 
 
 def analyse(
-    arms: Sequence[Arm], baseline: str, seeds: Iterable[int] = (), *, score: str = ACCURACY, level: float = LEVEL
+    arms: Sequence[Arm],
+    baseline: str,
+    seeds: Iterable[int] = (),
+    *,
+    looks: Iterable[int] = (),
+    score: str = ACCURACY,
+    level: float = LEVEL,
 ) -> Document:
-    """Compare all arms with the one named ``baseline``. ``seeds`` are those planned: runs may be missing so far."""
+    """Compare all arms with the one named ``baseline``. ``seeds`` are those planned: runs may be missing so far.
+
+    ``looks`` are the numbers of seeds with which this comparison was analysed before.
+    """
     base = next((arm for arm in arms if arm.name == baseline), None)
     if base is None:
         raise ValueError(f"the baseline {baseline!r} is none of the arms: {', '.join(arm.name for arm in arms)}")
@@ -52,6 +63,7 @@ def analyse(
         "level": level,
         "power": POWER,
         "seeds": planned,
+        "looks": _looks(looks, against.values(), level),
         **_power(list(against.values()), len(against), level),
         "arms": rows,
     }
@@ -74,12 +86,22 @@ def _arm(arm: Arm, base: Arm, planned: Sequence[int], score: str, level: float) 
         "accuracy": fmean(results.values()) if results else None,
         "interval": _ends(student_interval(list(results.values()), level)),
         "results": {str(seed): value for seed, value in results.items()},
-        "before": _mean(run.curve[0].scores.get(score) for run in done.values()),
-        "scores": {name: _summary(own, other, arm is base, level) for name, (own, other) in secondary.items()},
+        "before": _before(done.values(), score),
+        "scores": {
+            name: {"before": _before(done.values(), name), **_summary(own, other, arm is base, level)}
+            for name, (own, other) in secondary.items()
+        },
+        "steps": sorted({run.steps for run in done.values() if run.state == "finished"}),
+        "problems": sorted({run.problems for run in done.values()} - {""}),
+        "unsealed": sum(not run.sealed for run in done.values()),
         "stability": _stability(done.values()),
         "cost": _cost(done.values()),
         "curve": _band(list(done.values()), score, level),
     }
+
+
+def _before(runs: Iterable[RunResult], score: str) -> float | None:
+    return _mean(run.curve[0].scores.get(score) for run in runs)
 
 
 def _summary(own: Mapping[int, float], other: Mapping[int, float], alone: bool, level: float) -> Document:
@@ -112,11 +134,18 @@ def _power(found: Sequence[Difference], comparisons: int, level: float) -> Docum
     ``detectable`` is None if so many seeds cannot make any difference significant, or if there are fewer than two.
     """
     most = max((len(each.seeds) for each in found), default=0)
-    spreads = [each.spread for each in found if len(each.seeds) == most and each.spread is not None]
+    spreads = [each.spread for each in found if len(each.seeds) == most and each.spread]  # 0: the runs were the same
     if not spreads:
         return {"detectable": None, "spread": None}
     effect = detectable(most, median(spreads), comparisons, level)
     return {"detectable": effect if isfinite(effect) else None, "spread": median(spreads)}
+
+
+def _looks(earlier: Iterable[int], found: Collection[Difference], level: float) -> list[int]:
+    """The numbers of seeds of all analyses so far that could call a difference significant, this one included."""
+    now = max((len(each.seeds) for each in found), default=0)
+    least = seeds_needed(max(1, len(found)), level)
+    return sorted({seeds for seeds in (*earlier, now) if least <= seeds <= now})
 
 
 def _stability(runs: Collection[RunResult]) -> Document:
@@ -182,15 +211,49 @@ def verdict(document: Mapping[str, Any]) -> list[str]:
     arms = document["arms"]
     (base,) = (arm for arm in arms if arm["name"] == document["baseline"])
     others = [arm for arm in arms if arm is not base]
-    compared = [arm["difference"] for arm in others if arm["difference"]["spread"] is not None]
-    if compared:
-        seeds = max(len(found["seeds"]) for found in compared)
-        said = [power(seeds, len(others), document["detectable"], document["spread"], document["level"])]
-    else:
+    seeds = max((len(arm["difference"]["seeds"]) for arm in others), default=0)
+    scores = {value for arm in arms for value in arm["results"].values()}
+    if seeds < 2:
         said = ["No arm has two seeds in common with the baseline yet: there is nothing to compare."]
+    elif all(_idle(arm) for arm in arms):
+        return ["Nothing was compared: no run took an optimizer step.", *_all_cautions(arms)]
+    elif len(scores) == 1:
+        return [f"All runs ended with the same score, {points(scores.pop())} points.", *_all_cautions(arms)]
+    elif document["spread"] is None:
+        said = []
+    else:
+        said = [power(seeds, len(others), document["detectable"], document["spread"], document["level"])]
+    said += _looked(document["looks"], document["level"])
     for arm in others:
-        said += [against(arm, base["name"], document["level"]), *_costs(arm, base)]
-    return [*said, *(caution for arm in arms for caution in _cautions(arm))]
+        said += [
+            against(arm, base["name"], document["level"]),
+            *_costs(arm, base),
+            *_unlike(arm, base, document["level"]),
+        ]
+    said += [f"{arm['name']}: no run took an optimizer step." for arm in arms if _idle(arm)]
+    if len({name for arm in arms for name in arm["problems"]}) > 1:
+        said.append("Not all runs were measured on the same held-out problems: differences may be those of problems.")
+    return [*said, *_all_cautions(arms)]
+
+
+def _idle(arm: Mapping[str, Any]) -> bool:
+    """Whether an arm's runs sampled, and took no optimizer step."""
+    return bool(arm["cost"]["tokens"]) and not arm["cost"]["optimizer_steps"]
+
+
+def _looked(looks: Sequence[int], level: float) -> list[str]:
+    """If each of k tests is wrong in 5 % of comparisons, one of them is wrong in at most k times as many."""
+    if len(looks) < 2:
+        return []
+    before, bound = ", ".join(map(str, looks[:-1])), 100 * min(1.0, len(looks) * (1 - level))
+    return [
+        f"Results were seen with {before} seeds before these {looks[-1]}: a difference is called significant by chance "
+        f"in more than {100 * (1 - level):.0f} % of such comparisons, and in at most {bound:.0f} %."
+    ]
+
+
+def _all_cautions(arms: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [caution for arm in arms for caution in _cautions(arm)]
 
 
 def power(seeds: int, comparisons: int, effect: float | None, spread: float, level: float = LEVEL) -> str:
@@ -210,6 +273,8 @@ def against(arm: Mapping[str, Any], baseline: str, level: float = LEVEL) -> str:
     if not seeds:
         return f"{arm['name']}: no seed is complete yet."
     shown = f"{arm['name']}: {signed(found['mean'])} points"
+    if not any(found["values"]):
+        return f"{arm['name']}: the same score as {baseline} with every seed (seeds: {seeds})."
     if not found["interval"]:
         return f"{shown} against {baseline} (seeds: {seeds}, too few to tell)."
     low, high = found["interval"]
@@ -232,8 +297,32 @@ def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
         yield f"{arm['name']} costs {', '.join(dearer)} of {base['name']}."
 
 
+def _unlike(arm: Mapping[str, Any], base: Mapping[str, Any], level: float) -> Iterator[str]:
+    """Whether the arm was measured after other steps, and how much of a significant difference is readability."""
+    if arm["steps"] and base["steps"] and arm["steps"] != base["steps"]:
+        yield f"{arm['name']} was measured after {_span(arm)} steps, {base['name']} after {_span(base)}."
+    lost = _lost(base, "mean"), _lost(arm, "mean")
+    significant = arm["difference"]["p_adjusted"] <= 1 - level + 1e-12
+    if significant and (part := much(base["accuracy"], arm["accuracy"], *lost)):
+        yield f"{arm['name']}: of the difference to {base['name']}, {part}."
+
+
+def _span(arm: Mapping[str, Any]) -> str:
+    return " to ".join(str(end) for end in dict.fromkeys((arm["steps"][0], arm["steps"][-1])))
+
+
+def _lost(arm: Mapping[str, Any], when: str) -> float:
+    """The share of samples that were cut off or unreadable, on average (``mean``) or ``before`` training."""
+    return sum(arm["scores"][name][when] or 0.0 for name in LOST if name in arm["scores"])
+
+
 def _cautions(arm: Mapping[str, Any]) -> Iterator[str]:
     name, done, missing = arm["name"], len(arm["seeds"]), len(arm["missing"])
+    changed = done and arm["before"] is not None and abs(arm["accuracy"] - arm["before"]) >= CHANGE
+    if changed and (part := much(arm["before"], arm["accuracy"], _lost(arm, "before"), _lost(arm, "mean"))):
+        yield f"{name}: of the change since before training, {part}."
+    if arm["unsealed"]:
+        yield f"{name}: {arm['unsealed']} of {done} results have no checksum, so that a changed number would not show."
     if diverged := len(arm["diverged"]):
         zero = f"; {len(arm['counted_as_zero'])} before any evaluation, as 0" if arm["counted_as_zero"] else ""
         yield f"{name}: {diverged} of {done} runs diverged, and count with the accuracy last measured{zero}."

@@ -98,7 +98,9 @@ def _foretell(plan: Plan) -> None:
 def _finish(plan: Plan, runner: Runner) -> int:
     """Write the results, print them, and return the exit code."""
     arms = _collect(plan, runner)
-    document = analyse(arms, plan.baseline.name, plan.seeds) | _conditions(plan, runner)
+    found = analyse(arms, plan.baseline.name, plan.seeds, looks=record.read_looks(plan))
+    record.write(plan, found["looks"])
+    document = found | _conditions(plan, runner)
     output.write(plan.folder, document, arms)
     with Console(0) as console:
         output.show(document, console)

@@ -23,6 +23,7 @@ from poise.comparison.plots import picture
 from poise.comparison.results import Arm
 from poise.reports.html.page import data_element, frame
 from poise.runs.console import Console
+from poise.training.accuracy import LOST
 
 Row = dict[str, Any]
 SCRIPTS = ("draw.js", "comparison.js")
@@ -62,7 +63,14 @@ def _shown(arm: Mapping[str, Any]) -> Row:
         "difference": "baseline" if found is None else _with_interval(found["mean"], found["interval"], signed),
         "p": "" if found is None else "–" if found["mean"] is None else f"{found['p_adjusted']:.2g}",
         "greedy": "–" if greedy is None else points(greedy["mean"]),
+        **{f"{name.replace('_', ' ')}, %": _before_and_after(arm["scores"].get(name)) for name in LOST},
     }
+
+
+def _before_and_after(score: Mapping[str, Any] | None) -> str:
+    if score is None:
+        return "–"
+    return " → ".join("–" if score[when] is None else points(score[when]) for when in ("before", "mean"))
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None, text: Callable[[float], str]) -> str:
@@ -93,6 +101,7 @@ def _arm_row(arm: Mapping[str, Any], baseline: str) -> Row:
         "p_adjusted": found.get("p_adjusted"),
         "detectable": found.get("detectable"),
         **{name: score["mean"] for name, score in arm["scores"].items()},
+        **{f"{name}_before": arm["scores"][name]["before"] for name in LOST if name in arm["scores"]},
         "collapsed": arm["stability"]["collapsed"],
         **arm["cost"],
     }

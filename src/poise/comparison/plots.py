@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from poise._lib.files import replacing
 from poise.runs.plots import COLOURS, MARKERS
 
-STYLES = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(len(COLOURS) * len(MARKERS))]  # 30
+LINES = ("-", "--", ":", "-.")
+STYLES = [(*each, line) for line in LINES for each in zip(COLOURS, MARKERS, strict=True)]  # colour, marker, line
 BELOW = 0.25  # of a row, where the dots of the seeds are
 LONGEST = 40  # characters of a name
 COLUMNS = 3  # of the legend
@@ -45,7 +46,7 @@ def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
 
 def _forest(axes: Any, document: Mapping[str, Any], rows: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
     for height, (i, arm) in enumerate(rows):
-        found, (colour, marker) = arm["difference"], STYLES[i % len(STYLES)]
+        found, (colour, marker, _) = arm["difference"], STYLES[i % len(STYLES)]
         if found["mean"] is None:
             continue
         seeds = [100 * value for value in found["values"]]
@@ -63,9 +64,9 @@ def _forest(axes: Any, document: Mapping[str, Any], rows: Sequence[tuple[int, Ma
     axes.set_xlabel(f"points against {document['baseline'][:LONGEST]}", parse_math=False)
 
 
-def _curve(axes: Any, curve: Mapping[str, Any], colour: str, marker: str, label: str) -> None:
-    steps = curve["steps"]
-    axes.plot(steps, [100 * y for y in curve["mean"]], color=colour, marker=marker, markersize=3, label=label)
+def _curve(axes: Any, curve: Mapping[str, Any], colour: str, marker: str, line: str, label: str) -> None:
+    steps, style = curve["steps"], {"color": colour, "marker": marker, "linestyle": line}
+    axes.plot(steps, [100 * y for y in curve["mean"]], markersize=4, label=label, **style)
     if steps and None not in curve["low"]:
         low, high = ([100 * y for y in curve[side]] for side in ("low", "high"))
         axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)

@@ -1,6 +1,6 @@
 """What a comparison's folder remembers, so that the same command goes on, and another one is refused.
 
-plan.json          the variants and seeds of the plan
+plan.json          the variants and seeds of the plan, and with how many seeds results were shown
 arms/…/seed-0/     the runs, ordinary run folders
 logs/              what each run has said
 failures.json      the runs that ended without a result, with the last lines of their logs
@@ -9,6 +9,7 @@ comparison.json    the results
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from poise._lib.errors import short
@@ -102,11 +103,19 @@ def _check_data(run: PlannedRun) -> None:
         )
 
 
-def write(plan: Plan) -> None:
-    """Remember a plan that passed ``check``."""
+def write(plan: Plan, looks: Sequence[int] | None = None) -> None:
+    """Remember a plan that passed ``check``, and the ``looks`` at its results; None: as they were."""
     variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
+    looks = read_looks(plan) if looks is None else looks
+    data = {"variants": variants, "seeds": plan.seeds, "tuning_seeds": plan.tuning_seeds, "looks": looks}
     with replacing(plan.folder / PLAN) as file:
-        file.write(dumps({"variants": variants, "seeds": plan.seeds, "tuning_seeds": plan.tuning_seeds}, indent=1))
+        file.write(dumps(data, indent=1))
+
+
+def read_looks(plan: Plan) -> list[int]:
+    """The numbers of seeds with which results were shown so far."""
+    looks = (_read(plan.folder) or {}).get("looks", [])
+    return [look for look in looks if type(look) is int] if isinstance(looks, list) else []
 
 
 def _read(folder: Path) -> Document | None:

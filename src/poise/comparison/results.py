@@ -16,12 +16,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from poise._lib.files import SEAL, was_changed
 from poise.comparison.arms import PlannedArm, Variant
 from poise.comparison.plan import Plan
 from poise.reports.recorded import read_json, read_metrics
 from poise.runs.folder import RunFolder
 from poise.runs.metrics_file import COPY, DamagedError
-from poise.training.accuracy import BY_DIFFICULTY, is_summary
+from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares
 
 State = Literal["finished", "diverged", "unfinished"]
 Line = Mapping[str, Any]  # the metrics of a step
@@ -50,7 +51,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Point:
-    """Held-out scores after a step, and the cost until then. ``scores`` has accuracy (avg@k), greedy, pass@k, maj@k."""
+    """Held-out scores after a step, and the cost until then.
+
+    ``scores`` has accuracy (avg@k), greedy, pass@k, maj@k, and the shares of samples that were cut off or unreadable.
+    """
 
     step: int
     cost: Cost
@@ -69,6 +73,8 @@ class RunResult:
     entropy: tuple[float, ...] = ()  # by step, NaN where it was not measured
     why: str = ""  # it diverged
     folder: str = ""
+    problems: str = ""  # a fingerprint of the held-out problems; empty if it is unknown
+    sealed: bool = True  # whether its results have a checksum, which older versions did not write
 
     @property
     def scores(self) -> Mapping[str, float]:
@@ -79,7 +85,7 @@ class RunResult:
         if self.state == "unfinished" or not self.curve:
             return {}
         last = self.curve[-1]
-        return dict.fromkeys(last.scores, 0.0) if self.counts_as_zero else last.scores
+        return {name: 0.0 for name in last.scores if name not in LOST} if self.counts_as_zero else last.scores
 
     @property
     def counts_as_zero(self) -> bool:
@@ -96,7 +102,8 @@ class RunResult:
         config, lines = folder.config, read_metrics(folder)
         seed, prompts, group, _ = (_whole(folder, config, key) for key in ("seed", "prompts", "group", "steps"))
         reached = lines[-1]["step"] if lines else 0
-        after = _final(folder, config, reached)
+        summary = _final(folder, config, reached)
+        after = summary["after"] if summary else None
         costs = list(_costs(folder, prompts * group, lines))
         curve = _curve(folder, lines, costs)
         if after is not None and lines:
@@ -112,6 +119,8 @@ class RunResult:
             entropy=tuple(nan if (value := line.get("rollout/entropy")) is None else float(value) for line in lines),
             why=(diverged or "") if state == "diverged" else "",
             folder=str(folder.path),
+            problems=str((after or {}).get("problems", "")),
+            sealed=summary is None or SEAL in summary,
         )
 
 
@@ -142,17 +151,22 @@ class Arm:
 
 
 def _final(folder: RunFolder, config: Line, reached: int) -> dict[str, Any] | None:
-    """The evaluation after training; None while the run, or its extension to more steps, is not at its end."""
+    """The contents of ``summary.json``; None while the run, or its extension to more steps, is not at its end."""
     summary = read_json(folder, "summary.json")
     if summary is None:
         return None
     if not isinstance(summary, dict) or type(summary.get("steps")) is not int or not is_summary(summary.get("after")):
         raise ValueError(f"{folder.path}/summary.json does not hold the results as poise writes them")
+    _check_seal(folder, "summary.json", summary)
     stopped_early = config.get("stop_at") is not None or config.get("budget") is not None
     if reached != summary["steps"] or (reached < config["steps"] and not stopped_early):
         return None
-    after: dict[str, Any] = summary["after"]
-    return after
+    return summary
+
+
+def _check_seal(folder: RunFolder, name: str, data: dict[str, Any]) -> None:
+    if was_changed(data):
+        raise ValueError(f"{folder.path}/{name} was changed after the run wrote it (its checksum is of other numbers)")
 
 
 def _divergence(folder: RunFolder, reached: int) -> str | None:
@@ -173,6 +187,7 @@ def _curve(folder: RunFolder, lines: Sequence[Line], costs: Sequence[Cost]) -> l
         return []
     if not is_summary(before):
         raise ValueError(f"{folder.path}/before.json does not hold the accuracy before training as poise writes it")
+    _check_seal(folder, "before.json", before)
     points = [Point(0, Cost(), _scores(before))]
     ending = f"/avg@{before['samples']}"
     for line, cost in zip(lines, costs, strict=True):
@@ -186,9 +201,9 @@ def _curve(folder: RunFolder, lines: Sequence[Line], costs: Sequence[Cost]) -> l
 
 
 def _scores(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """The scores over all difficulties."""
+    """The scores over all difficulties, and the shares of samples without a whole answer."""
     table = {name: row["value"] for name, row in evaluation["table"].items() if BY_DIFFICULTY not in name}
-    return {ACCURACY: evaluation["accuracy"], **table}
+    return {ACCURACY: evaluation["accuracy"], **table, **lost_shares(evaluation)}
 
 
 def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator[Cost]:

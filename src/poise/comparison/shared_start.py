@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from poise._lib.files import was_changed
 from poise.comparison.plan import PlannedRun
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
@@ -60,4 +61,4 @@ def read(path: Path, config: Config) -> dict[str, Any] | None:
     if data is not None and data != {"fingerprint": data_fingerprint(config.task.build())}:
         return None  # the file was edited since
     before = folder.read_json(FILE)
-    return before if is_summary(before) else None
+    return before if is_summary(before) and not was_changed(before) else None

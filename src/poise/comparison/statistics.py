@@ -57,7 +57,7 @@ def difference(
     incomplete = tuple(sorted({*arm, *baseline, *planned} - {*seeds}))
     if not values:
         return Difference(seeds, values, incomplete, None, None, None, None, 1.0)
-    exact = sign_flip.interval(values, level)
+    exact = sign_flip.interval(values, level) if any(values) else (-inf, inf)  # equal runs exclude no difference
     return Difference(
         seeds,
         values,
@@ -65,7 +65,7 @@ def difference(
         mean=float(np.mean(values)),
         spread=float(np.std(values, ddof=1)) if len(values) > 1 else None,
         exact=exact if isfinite(exact[0]) and isfinite(exact[1]) else None,
-        student=student_interval(values, level),
+        student=student_interval(values, level) if any(values) else None,
         p=sign_flip.p_value(values),
     )
 

@@ -65,7 +65,7 @@ class TaskConfig(Group):
     """kk, frozenlake, …, or one of your own: file.py:Class."""
     prefill: Annotated[str, Field(exclude_if=lambda text: not text)] = ""
     """How every reply begins, such as ``<think>``. The model continues from there; the text is scored with the reply,
-    and its tokens are not trained."""
+    and its tokens are not trained. A ``<think>`` that the chat template opens needs no prefill."""
     _task: tasks.Task = PrivateAttr()  # built once: a task may hold a whole dataset
 
     @property
@@ -125,7 +125,8 @@ class RolloutConfig(Group):
     """Share of the device's memory for vLLM."""
     old_logp: Literal["sampled", "recomputed"] = "sampled"
     """The old policy's log-probabilities: the sampler's, or from a forward pass of the training model, which costs
-    time. Use the pass if the sampler computes differently from the trainer."""
+    time. Use the pass if the sampler computes differently from the trainer; in half precision a surrogate with bounds
+    below 0.01 (gspo) has it always."""
 
     @property
     def longest(self) -> int:

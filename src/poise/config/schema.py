@@ -115,7 +115,7 @@ class Config(Group):
     rollouts_every: CountOrZero = 10
     """Steps between recordings of responses, token by token; 0: never."""
     stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None
-    """Stop once held-out accuracy reaches this."""
+    """Stop once accuracy reaches this, on other held-out problems than those before and after."""
     device: str = "auto"
     """auto (CUDA if there is one), cpu, cuda or cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -35,13 +35,16 @@ class Loop(Protocol):
 
 
 class ForwardLoop:
-    """Any loop with a forward pass: ``forward()`` returns (B, T) log-probabilities with gradients."""
+    """Any loop with a forward pass: ``forward()`` returns (B, T) log-probabilities with gradients.
+
+    With an entropy bonus (``settings.entropy_coef``) it returns a pair, log-probabilities and (B, T) entropies.
+    """
 
     def __init__(
         self,
         batch: TokenBatch,
         parameters: Sequence[Tensor],
-        forward: Callable[[], Tensor],
+        forward: Callable[[], Tensor | tuple[Tensor, Tensor]],
         settings: Settings | None = None,
     ) -> None:
         self.batch, self.parameters, self.forward = batch, list(parameters), forward
@@ -51,14 +54,23 @@ class ForwardLoop:
         """One backward pass."""
         for parameter in self.parameters:
             parameter.grad = None
-        logp, norm = self.forward(), normalizer(self.batch, self.settings)
+        (logp, entropy), norm = self._pass(), normalizer(self.batch, self.settings)
         taken = survey(logp, self.batch, self.settings)
-        policy_loss(logp, self.batch, phase, self.settings, normalizer=norm, survey=taken)[0].backward()
+        loss, _ = policy_loss(logp, self.batch, phase, self.settings, normalizer=norm, entropy=entropy, survey=taken)
+        loss.backward()
 
     @torch.no_grad()
     def logp(self) -> Tensor:
         """One forward pass."""
-        return self.forward()
+        return self._pass()[0]
+
+    def _pass(self) -> tuple[Tensor, Tensor | None]:
+        found = self.forward()
+        if isinstance(found, Tensor) and self.settings.entropy_coef:
+            raise ValueError(
+                "ForwardLoop: entropy_coef is not 0, so forward() must return (log-probabilities, entropies)"
+            )
+        return (found, None) if isinstance(found, Tensor) else found
 
     def changed(self) -> None:
         """Nothing to do: there are no copies."""

@@ -51,10 +51,10 @@ def stored(raw: Tensor) -> Tensor:
 def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, update: bool, write: bool) -> Tensor:
     """Process one slice of the vocabulary, ``raw = W h`` from column ``start`` on, and overwrite it.
 
-    With ``update``, the slice enters ``rows``, and ``raw`` becomes ``exp(logit − top)`` with 0 for the sampled token,
-    whose value is known only after the last slice. Without, ``rows`` is final, and ``raw`` becomes ``π − e_y``; the
-    sampled token's entry is ``−others / norm``, so that 1 − π is never computed. Without ``write``, ``raw``
-    is undefined afterwards. Returns the (N,) factors by which earlier values of ``exp(−top)`` shrink.
+    With ``update``, the slice is added to ``rows``. ``raw`` becomes ``exp(logit − top)``, and 0 for the sampled token,
+    whose value is known only after the last slice. Without ``update``, ``rows`` is final. ``raw`` becomes ``π − e_y``;
+    the sampled token gets ``−others / norm``, which is exact where π − 1 would round. Without ``write``, ``raw`` is
+    undefined afterwards. Returns (N,) factors for what earlier slices gave: it shrinks where ``top`` rose.
     """
     width = raw.shape[1]
     logits = head.finish(raw, slice(start, start + width))

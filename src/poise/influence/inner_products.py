@@ -113,7 +113,7 @@ class _Group(NamedTuple):
 
 
 def _sums(head: Head, group: _Group, self_inclusive: bool, form: Form, block: int | None) -> Tensor:
-    """(N,) the score of each token. In a correct response only the sum is right: the linear form computes no more."""
+    """(N,) the scores of the tokens. Of a correct response use only their sum: the linear form gives no more."""
     if form == "auto":
         form = cheaper_form(sum(group.lengths), group.hidden.shape[1])
     block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)

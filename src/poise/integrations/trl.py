@@ -38,6 +38,7 @@ from poise.lm_head import Head
 from poise.regulators import Regulator, parse, summary
 
 WEIGHTS, KEPT = "poise_weights", "poise_kept"  # (B, phases, T) in TRL's batch
+USES = "poise_uses"  # (B,): how often the loss has used a row; the next use belongs to the phase of that number
 _FIELDS = {  # fields of TokenBatch, and TRL's names for them
     "targets": "completion_ids",
     "ref_logp": "ref_per_token_logps",
@@ -53,8 +54,9 @@ class _State:
     """What the mixin remembers between TRL's calls."""
 
     rewards: Tensor | None = None  # (all rows, reward functions) of the last generation batch
+    scored_ids: list[list[int]] = field(default_factory=list)  # the responses of this process that got them
+    uses_left: int = 0  # how often the loss will still use micro-batches of it, if there are several phases
     loss_called: bool = False  # whether the current training step went through our _compute_loss
-    active_tokens: list[Tensor] = field(default_factory=list)  # counts since the last optimizer step
     head_checked: bool = False
     loss_checked: bool = False
     plain: bool = False  # whether every weight of the last generation batch is 1
@@ -116,8 +118,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             )
         return loss
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        self._poise.rewards = super()._calculate_rewards(*args, **kwargs)
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        self._poise.scored_ids = completion_ids_list
+        self._poise.rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._poise.rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -126,23 +129,19 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         self._poise.loss_called = True
-        if not self.model.training:
-            return super()._compute_loss(model, inputs)
-        if self._poise.plain:
-            self._count_active(inputs)
+        if not self.model.training or self._poise.plain:
             return super()._compute_loss(model, inputs)
         if WEIGHTS not in inputs:
             raise RuntimeError(f"the batch carries no weights of {self._regulator_name}: its generation bypassed poise")
-        weighted = {name: value for name, value in inputs.items() if name not in (WEIGHTS, KEPT)}
+        weighted = {name: value for name, value in inputs.items() if name not in (WEIGHTS, KEPT, USES)}
         if not self._poise.loss_checked:
             self._poise.loss_checked = check_loss(
                 self, super()._compute_loss, model, weighted, self._regulator_name, masks=KEPT in inputs
             )
-        phase = self._phase()
+        phase = self._next_phase(inputs)
         weighted["advantages"] = _per_token(inputs["advantages"]) * inputs[WEIGHTS][:, phase]
         if KEPT in inputs:  # not completion_mask, which is the attention mask too
             weighted["tool_mask"] = inputs[KEPT][:, phase]
-        self._count_active(weighted)
         return super()._compute_loss(model, weighted)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -153,24 +152,22 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
     # --- The mixin's own methods
 
-    def _phase(self) -> int:
-        """The number of the phase that this iteration belongs to."""
-        iteration = self._step // self.args.steps_per_generation % self.num_iterations
-        return int(iteration) if len(self._poise.demands.phases) > 1 else 0
-
-    def _count_active(self, inputs: dict[str, Any]) -> None:
-        """Count the tokens that take part. The count stays on the device; it is read once per optimizer step."""
-        active = inputs["completion_mask"] * inputs.get("tool_mask", 1) != 0
-        if self.beta == 0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled:
-            active = active & (_per_token(inputs["advantages"]) != 0)
-        self._poise.active_tokens.append(active.sum())
+    def _next_phase(self, inputs: dict[str, Any]) -> int:
+        """The number of the phase that this use of the batch belongs to. Counts the use."""
+        phases = self._poise.demands.phases
+        if len(phases) == 1:
+            return 0
+        phase = int(inputs[USES][0])
+        if phase == len(phases):
+            raise RuntimeError(f"a batch is used more often than {self._regulator_name} has phases ({phase})")
+        inputs[USES] += 1  # in place: TRL keeps the batch for its next use
+        self._poise.uses_left -= 1
+        return phase
 
     @torch.no_grad()
     def _weights(self, output: dict[str, Any]) -> dict[str, Tensor]:
         """Run the regulator on a new generation batch, log its metrics, and return the tensors to add to the batch."""
         wants = self._poise.demands
-        if len(wants.phases) > 1 and self._step % (self.args.steps_per_generation * self.num_iterations):
-            raise RuntimeError("new rollouts would begin in the middle of their phases: TRL's step count is off")
         batch, rows = self._token_batch(output)
         phases = self.regulator(batch)
         self._poise.plain = self._check_phases(phases, batch)
@@ -179,8 +176,13 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if self._poise.plain:
             return {}
 
-        length = output["completion_mask"].shape[1]
+        if self._poise.uses_left:
+            raise RuntimeError(f"new rollouts begin in the middle of the phases of {self._regulator_name}")
+        if len(phases) > 1:
+            self._poise.uses_left = self.args.steps_per_generation * len(phases)
+        count, length = output["completion_mask"].shape
         added = {WEIGHTS: torch.stack([phase.policy[rows, :length] for phase in phases], 1)}
+        added[USES] = torch.zeros(count, dtype=torch.long, device=added[WEIGHTS].device)
         if wants.kl == PART and self.beta != 0:
             kept = torch.stack([phase.kl[rows, :length] != 0 for phase in phases], 1)  # includes tool_mask
             added[KEPT] = kept.to(output["completion_mask"].dtype)
@@ -224,12 +226,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
                 values = self.accelerator.pad_across_processes(values, dim=1)
             return self.accelerator.gather(values.contiguous())  # type: ignore[no-any-return]
 
-        rewards = self._poise.rewards
-        assert rewards is not None
-        scores = rewards[ours] if alone else rewards
-        fields: dict[str, Any] = {"rewards": (scores * self.reward_weights.to(scores.device)).nansum(1)}
-        if self._correct is not None:
-            fields["correct"] = self._is_correct(scores)
+        fields: dict[str, Any] = self._scores(output, ours if alone else slice(None))
         if entropy is not None:
             fields["entropy"] = whole(entropy.float())
         if hidden is not None:
@@ -240,11 +237,25 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             whole(old_logp.float()),
             whole(mask.long()),
             whole(output["advantages"].float()),
-            groups=torch.arange(len(scores), device=mask.device)
+            groups=torch.arange(count if alone else count * self.accelerator.num_processes, device=mask.device)
             // self.num_generations,  # TRL keeps a prompt's responses together
             **fields,
         )
         return batch, slice(None) if alone else ours
+
+    def _scores(self, output: dict[str, Any], rows: slice) -> dict[str, Tensor]:
+        """Rewards, and what is correct. Neither is known of a batch whose rows a subclass replaced after scoring."""
+        rewards = self._poise.rewards
+        if rewards is None or not _same_responses(output, self._poise.scored_ids):
+            if read := sorted(self.regulator.needs & {"rewards", "correct"}):
+                raise CannotRegulateError(
+                    f"{self._regulator_name} needs {' and '.join(read)}, but other responses were scored than those of "
+                    f"the batch: {type(self).__name__} replaces responses after TRL has scored them"
+                )
+            return {}
+        scores = rewards[rows]
+        found = {"rewards": (scores * self.reward_weights.to(scores.device)).nansum(1)}
+        return found if self._correct is None else found | {"correct": self._is_correct(scores)}
 
     def _field(self, output: dict[str, Any], name: str, old_logp: Tensor) -> Tensor:
         """An optional field of ``TokenBatch``, from TRL's batch."""
@@ -327,25 +338,38 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         write_state(self.state, method)
         if self.is_world_process_zero():
             tell_trackers(self.callback_handler.callbacks, method)
-        self._poise.active_tokens = []
         if len(wants.phases) > 1:
-            self._step, self._buffered_inputs = 0, None
+            self._step, self._buffered_inputs, self._poise.uses_left = 0, None, 0
 
     def _skip_idle_step(self) -> None:
-        """If no token of the phase took part, keep the optimizer from moving the model by momentum alone.
+        """If there is no gradient, keep the optimizer from moving the model by momentum alone.
 
-        Optimizers skip a parameter without a gradient, and leave its state alone. With one phase this is left to TRL,
-        which does take a step on a batch without advantages.
+        Optimizers skip a parameter whose gradient is None, and leave its state alone. With one phase this is left to
+        TRL, which does take a step on a batch without advantages.
         """
-        counts, self._poise.active_tokens = self._poise.active_tokens, []
         if len(self._poise.demands.phases) == 1:
             return
-        idle = int(self.accelerator.reduce(torch.stack(counts).sum(), reduction="sum")) == 0
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        moves = any(_nonzero(parameter.grad) for parameter in parameters if parameter.grad is not None)
+        idle = not self.accelerator.reduce(torch.tensor(int(moves), device=self.accelerator.device), "sum")
         self._metrics["train"]["reg/idle_steps"].append(float(idle))
         if idle:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            for parameter in parameters:
+                parameter.grad = None
+
+
+def _same_responses(output: dict[str, Any], scored: list[list[int]]) -> bool:
+    """Whether the batch consists of the responses that were scored."""
+    lengths = output["completion_mask"].sum(1).tolist()  # 0 if TRL masks a truncated response
+    return len(lengths) == len(scored) and all(
+        row[: len(ids)] == list(ids) and length <= len(ids)
+        for row, length, ids in zip(output["completion_ids"].tolist(), lengths, scored, strict=True)
+    )
+
+
+def _nonzero(gradient: Tensor) -> bool:
+    """Whether the gradient, or this process's shard of it, has an entry other than 0."""
+    return bool(getattr(gradient, "to_local", lambda: gradient)().any())
 
 
 def _per_token(advantages: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import trl
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, beyond
 from poise.regulators import Regulator
 
-TESTED = "1.16"
-HOME = "trl.trainer.grpo_trainer"
-# The methods that the mixin overrides or calls. All of these must be TRL's own.
+MINORS = range(10, 17)  # of the tested versions, 1.x
+TESTED = f"1.{MINORS[0]} to 1.{MINORS[-1]}"
+# The methods that the mixin overrides or calls. All of these must be TRL's own, of GRPOTrainer or a class above it.
 HOOKS = (
     "training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "_generate_and_score_completions",
     "_calculate_rewards", "_get_per_token_logps_and_entropies",
@@ -20,7 +20,7 @@ HOOKS = (
 # TRL's other online trainers, and why they cannot be regulated.
 OTHERS = {
     "RLOOTrainer": "its loss has one ratio for a whole response, so there are no per-token terms to weight",
-    "AsyncGRPOTrainer": "it takes responses from a queue one by one and packs them, so no group is ever whole",
+    "AsyncGRPOTrainer": "it packs responses from a queue for a loss of its own, for which poise has no adapter",
     "OnlineDPOTrainer": "its loss compares pairs of whole responses and has no advantages",
 }
 # Loss types whose denominator does not depend on ``tool_mask``, so that it can remove terms from a phase.
@@ -28,40 +28,45 @@ MASKABLE = ("dapo", "dr_grpo", "cispo", "luspo")
 
 
 def check_trl(trainer: type) -> None:
-    """Raise unless the trainer's methods are TRL's own; warn if the version is not the tested one."""
-    base = next((kind for kind in trainer.__mro__ if (kind.__module__, kind.__name__) == (HOME, "GRPOTrainer")), None)
+    """Raise unless the trainer's methods are TRL's own; warn if the version is not a tested one."""
+    base = next((kind for kind in trainer.__mro__ if kind.__name__ == "GRPOTrainer" and _is_trl(kind)), None)
     if base is None:
-        raise CannotRegulateError(f"{trainer.__name__} does not inherit from {HOME}.GRPOTrainer: {_other(trainer)}")
+        raise CannotRegulateError(f"{trainer.__name__} does not inherit from TRL's GRPOTrainer: {_other(trainer)}")
     for name in HOOKS:
-        if name not in vars(base):
+        if not hasattr(base, name):
             raise CannotRegulateError(
-                f"GRPOTrainer.{name}, which poise hooks into, does not exist in TRL {trl.__version__}; install "
-                f"'trl=={TESTED}.*', as poise's extra 'trl' does"
+                f"GRPOTrainer.{name}, which poise hooks into, does not exist in TRL {trl.__version__}; install TRL "
+                f"{TESTED}, as poise's extra 'trl' does"
             )
-        if (found := getattr(vars(base)[name], "__module__", None)) != HOME:
+        if not _is_trl(found := getattr(base, name)):
             raise CannotRegulateError(
-                f"GRPOTrainer.{name} is not TRL's own but comes from {found}: its loss may bypass poise. Train without "
-                "the library that patches it"
+                f"GRPOTrainer.{name} is not TRL's own but comes from {found.__module__}: its loss may bypass poise. "
+                "Train without the library that patches it"
             )
-    if trl.__version__.split(".")[:2] != TESTED.split("."):
+    if trl.__version__.split(".")[:2] not in [["1", str(minor)] for minor in MINORS]:
         warnings.warn(
-            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}. poise tests on the "
-            f"first batch whether its loss takes token weights; for all else, 'trl=={TESTED}.*' is the safe choice",
+            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}. poise tests on "
+            "the first batch whether its loss takes token weights; for all else, a tested version is the safe choice",
             stacklevel=3,
         )
+
+
+def _is_trl(thing: Any) -> bool:
+    return str(thing.__module__).split(".")[0] == "trl"
 
 
 def _other(trainer: type) -> str:
     """Why a trainer that is not a GRPOTrainer cannot be regulated."""
     names = [kind.__name__ for kind in trainer.__mro__]
-    if "GRPOTrainer" in names:
-        return (
-            "another library, such as Unsloth, has replaced that class, and its loss bypasses poise. Train without "
-            "that library, or import poise.integrations.trl before it"
-        )
+    names = names[names.index("RegulatorMixin") + 1 :]
     for name, reason in OTHERS.items():
         if name in names:
             return f"{name} cannot be regulated, because {reason}. Use GRPOTrainer, or a subclass of it"
+    if replaced := next((name for name in names if name.endswith("GRPOTrainer")), None):
+        return (
+            f"another library, such as Unsloth, has put its {replaced} in the place of that class, and its loss "
+            "bypasses poise. Train without that library"
+        )
     return "RegulatorMixin belongs in front of GRPOTrainer or a subclass of it, as in class Mine(RegulatorMixin, Yours)"
 
 

@@ -77,9 +77,9 @@ class _Bench:
     def gradient(self, advantages: Tensor, mask: Tensor | None = None) -> Tensor:
         """Gradients (2, B, T) with respect to log-probabilities and entropies; 0 outside the mask."""
         changed = {"advantages": advantages} if mask is None else {"advantages": advantages, "tool_mask": mask}
-        torch.manual_seed(0)  # a loss that draws random numbers draws the same ones each time
         leaves = self.tokens.renew()
-        with torch.enable_grad():
+        with _restored(self.trainer), torch.enable_grad():  # a loss may adapt the trainer's state, as entropy_coef
+            torch.manual_seed(0)  # a loss that draws random numbers draws the same ones each time
             value = self.loss(self.model, self.inputs | changed)
         if not value.requires_grad:
             return torch.zeros((2, *self.mask.shape), device=self.mask.device)

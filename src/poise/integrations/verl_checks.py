@@ -169,12 +169,10 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
         _check_states(config, name)
     if missing := sorted(needs - AVAILABLE):
         raise CannotRegulateError(f"{name} needs {', '.join(missing)}, which verl's batches do not have")
-    given = (config.get("reward", None) or {}).get("reward_kwargs", None) or {}
-    penalty = given.get("overlong_buffer_cfg", None) or {}
-    if "correct" in needs and penalty.get("enable", False) and correct_at(config) is None:
+    if "correct" in needs and (why := _unclear_rewards(config)) and correct_at(config) is None:
         raise CannotRegulateError(
-            f"{name} needs to know which responses are correct, and a penalty for long ones (overlong_buffer_cfg) "
-            f"gives rewards that do not say so: set trainer.v1.{config.trainer.v1.trainer_mode}.correct_at"
+            f"{name} needs to know which responses are correct, and {why} may give rewards that do not say so: set "
+            f"trainer.v1.{config.trainer.v1.trainer_mode}.correct_at, the reward from which on a response is correct"
         )
     rollout = config.actor_rollout_ref.rollout
     correction = config.algorithm.get("rollout_correction", None) or {}
@@ -187,6 +185,16 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
         raise CannotRegulateError(f"{name} needs actor_rollout_ref.rollout.calculate_log_probs=True")
     if "ref_logp" in needs and not (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
         raise CannotRegulateError(f"{name} needs a reference policy: actor_rollout_ref.actor.use_kl_loss=True")
+
+
+def _unclear_rewards(config: Any) -> str:
+    """What may give rewards other than 1, 0 and −1; "" if nothing does."""
+    reward = config.get("reward", None) or {}
+    penalty = (reward.get("reward_kwargs", None) or {}).get("overlong_buffer_cfg", None) or {}
+    if penalty.get("enable", False):
+        return "a penalty for long ones (overlong_buffer_cfg)"
+    own = (reward.get("custom_reward_function", None) or {}).get("path", None)
+    return f"a reward of your own (custom_reward_function, {own})" if own else ""
 
 
 def _check_states(config: Any, name: str) -> None:

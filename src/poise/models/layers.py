@@ -86,9 +86,9 @@ def enable_checkpointing(trunk: Any) -> bool:
     if not layers:
         return False
     # Layers draw no random numbers here, so generator states need not be saved.
-    trunk.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
-    )
+    kind = "activation" if hasattr(trunk, "activation_checkpointing_enable") else "gradient"  # before transformers 5.23
+    settings = {f"{kind}_checkpointing_kwargs": {"use_reentrant": False, "preserve_rng_state": False}}
+    getattr(trunk, f"{kind}_checkpointing_enable")(**settings)
     trunk.disable_input_require_grads()  # only reentrant checkpointing needs them
     for layer in layers:
         for name, value in vars(layer).items():

@@ -84,6 +84,31 @@ def encode_next(
     return ids[ids.index(last) + 1 :] if last in ends and last in between else ids
 
 
+def opened(tokenizer: Any) -> str:
+    """How the template begins every reply: ``<think>`` and blanks, where it opens a thought; else nothing."""
+    found = re.search(r"<think>\s*\Z", _turn(tokenizer)) if tokenizer.chat_template else None
+    return found[0] if found else ""
+
+
+def starts_no_turn(tokenizer: Any) -> bool:
+    """Whether the chat template does not tell the model that its turn begins, as a dialogue with a reply does."""
+    if not tokenizer.chat_template:
+        return False
+    prompt, answered = _turn(tokenizer), _turn(tokenizer, [{"role": "assistant", "content": "x"}])
+    begun = prompt != _turn(tokenizer, start=False) or re.match(re.escape(prompt) + r"\s*x", answered)
+    return bool(answered) and not begun
+
+
+def _turn(tokenizer: Any, more: Sequence[Message] = (), *, start: bool = True) -> str:
+    """What the template writes behind a user's message; nothing where it fails, which the first prompt tells."""
+    messages = [{"role": "user", "content": _PROBE}, *more]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=start and not more)
+    except Exception:  # a chat template is third-party code and may raise anything
+        return ""
+    return str(text).rpartition(_PROBE)[2]
+
+
 def plain(tokenizer: Any, text: str) -> list[int]:
     """The ids of a plain text: special tokens are neither recognised in it nor added to it."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])

@@ -45,9 +45,18 @@ def _schema(function: Any) -> dict[str, Any]:
 
 
 def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
-    """The chat template's arguments besides the messages."""
-    date = {"strftime_now": _STARTED.strftime} if "strftime_now" in str(tokenizer.chat_template) else {}
-    return date | ({"tools": list(tools)} if tools and knows_tools(tokenizer) else {})
+    """The chat template's arguments besides the messages. If the template prints the date, it is held here."""
+    arguments = {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
+    if "strftime_now" in str(tokenizer.chat_template):
+        _hold_date(tokenizer.get_chat_template(tools=arguments.get("tools")))
+    return arguments
+
+
+def _hold_date(template: str) -> None:
+    """Let the template print the date of ``_STARTED``. Arguments cannot: transformers turns functions into strings."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    _compile_jinja_template(template).globals["strftime_now"] = _STARTED.strftime  # compiled templates are cached
 
 
 def announce(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> list[Message]:

@@ -6,9 +6,9 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from poise._lib.errors import short, unknown
 from poise._lib.user_code import F, mark
 from poise.batch import Phase, TokenBatch
 
+V = TypeVar("V")
 MOST_PHASES = 100  # per regulator: each phase is a whole pass of the update and holds weights for every token
 QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 STATES = frozenset({"hidden", "head", "targets"})  # the fields that only ``scores`` reads
@@ -159,7 +160,17 @@ def parts_of(regulator: Regulator) -> tuple[Regulator, ...]:
 
 def _product(a: Phase, b: Phase) -> Phase:
     name = "/".join(n for n in (a.name, b.name) if n != "all") or "all"
-    return Phase(name, a.policy * b.policy, a.kl * b.kl, {**a.metrics, **b.metrics}, {**a.tokens, **b.tokens})
+    metrics, tokens = _both(a.metrics, b.metrics), _both(a.tokens, b.tokens)
+    return Phase(name, a.policy * b.policy, a.kl * b.kl, metrics, tokens)
+
+
+def _both(a: Mapping[str, V], b: Mapping[str, V]) -> dict[str, V]:
+    """The entries of both. A name that ``a`` has already gets a number in ``b``: ``chosen_share_2``."""
+    joined = dict(a)
+    for name, value in b.items():
+        names = (name if n == 1 else f"{name}_{n}" for n in count(1))
+        joined[next(free for free in names if free not in joined)] = value
+    return joined
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ class TokenRegulation(Regulator):
     """TR-GRPO: ``w = clip(α·(σ(p/τ) − μ), L, U)`` on the ratio, in both branches of the clipped minimum, and on the KL.
 
     ``alpha``, ``tau``, ``mu``, ``low`` and ``high`` are α, τ, μ, L and U. Paper: arXiv 2511.00066 (later called
-    GRPO-SG). Neither code nor the values of the constants are public. **Ours:** every default, chosen so that the
-    weight rises with p, spans [L, U] over p in [0, 1] and averages near 1 on real rollouts (measured in
-    docs/papers.md); p is the old policy's, so that the weight is a constant of the update. ``direction="falling"`` is
-    the paper's reverse ablation, taken as the weight of 1 − p. ``kl_weighted=False`` leaves the KL term alone, for
-    frameworks that cannot weight it.
+    GRPO-SG). The paper is public, but the values of its constants were not available to us: enter them with these
+    settings. **Ours:** every default, chosen so that the weight rises with p, spans [L, U] over p in [0, 1] and
+    averages near 1 on real rollouts (measured in docs/papers.md); p is the old policy's, so that the weight is a
+    constant of the update; it multiplies the finished minimum and the finished KL term, where the paper seems to have
+    it inside both (docs/papers.md). ``direction="falling"`` is the paper's reverse ablation, taken as the weight of
+    1 − p. ``kl_weighted=False`` leaves the KL term alone, for frameworks that cannot weight it.
     """
 
     scope = "token"

@@ -10,7 +10,7 @@ from poise import __version__
 from poise.reports.recorded import read_json, read_metrics
 from poise.runs.folder import RunFolder
 from poise.training import warnings
-from poise.training.accuracy import BY_DIFFICULTY, is_summary
+from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares
 from poise.training.results import cell
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -61,11 +61,14 @@ def _accuracy(before: Any, after: Any) -> list[str]:
     if not is_summary(before) or not is_summary(after):
         return ["Not measured: the run has no evaluation before training and of this model."]
     names = [name for name in before["table"] if name in after["table"] and BY_DIFFICULTY not in name]
+    lost = lost_shares(before), lost_shares(after)
     sampling = f"{after['samples']} samples at temperature {_plain(after.get('temperature'))}"
     return [
         f"{after['n']} problems × {sampling}, with 95 % intervals:",
         "", "| measure | before | after |", "|---|---|---|",
         *(f"| {_plain(name)} | {cell(before['table'][name])} | {cell(after['table'][name])} |" for name in names),
+        *(f"| {name.replace('_', ' ')} | {lost[0][name]:.3f} | {lost[1][name]:.3f} |" for name in LOST
+          if all(name in shares for shares in lost)),
     ]  # fmt: skip
 
 

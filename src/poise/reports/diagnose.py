@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import inf, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
@@ -76,7 +76,7 @@ def diagnose(
     task: Task | None = None,
     methods: Sequence[str] = METHODS,
     intervals: Intervals | None = None,
-    batches: int = 3,
+    batches: int = 8,
     warmup: int = 3,
     say: Progress = lambda _: None,
 ) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def diagnose(
     mean, error = combine(results)
     result = {
         "intervals": intervals.names, "edges": list(intervals.edges), "mean": mean, "error": error, "batches": results,
-        "verdict": verdict(mean, error, intervals.names), "settings": {"batches": batches, "warmup": warmup},
+        "verdict": verdict(mean, error, intervals.names, batches), "settings": {"batches": batches, "warmup": warmup},
         "responses": batches * config.prompts * config.group, "cut_off": cut_off,
         "suspects": sorted(suspects, key=lambda each: -each["score"])[:SUSPECTS],
     }  # fmt: skip
@@ -151,7 +151,8 @@ def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
     problems = draw(sampler.task, "train", drawn, config.prompts)
     algorithm = config.build_algorithm()
     collected, _ = collect(algorithm, problems, sampler, drawn, name=config.algorithm, advantage=config.advantage)
-    samples = [replace(trajectory, sampler_logp=None) for trajectory in with_verdict(collected)[0]]
+    samples, _ = with_verdict(collected, config.advantage)
+    samples = [replace(trajectory, sampler_logp=None) for trajectory in samples]
     batch = make_batch(
         samples, sampler.policy, advantage=config.advantage, temperature=config.rollout.temperature, recompute=True,
         hidden=True, min_p=config.objective.min_p, micro_tokens=config.optim.micro_tokens,
@@ -220,8 +221,11 @@ def combine(found: Sequence[Any]) -> tuple[Any, Any]:
     return fmean(found), stdev(found) / sqrt(len(found)) if len(found) > 1 else None
 
 
-def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """What follows from the figures of the first method: the lowest interval against the highest."""
+def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], batches: int) -> list[str]:
+    """What follows from the figures of the first method: the lowest interval against the highest.
+
+    Errors are 95 % intervals by Student's t: the standard error of two batches is itself known to a factor of 13 only.
+    """
     if not mean["with_gradient"]:
         return ["No token had an advantage: all responses of a group got the same score, so there is nothing to learn."]
     method, low, high = next(iter(mean["regulators"])), names[0], names[-1]
@@ -230,12 +234,24 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str]) -
         return [f"{method} leaves no gradient at all: name a method first that learns from these tokens."]
     if not (mean["tokens"][0] and mean["tokens"][-1]):
         return [f"No token was sampled with a probability in {low} or in {high}: choose other intervals."]
+    wide, over = _student(batches), f" (95 % interval over {batches} batches)" if batches > 1 else ""
     parts = [
         f"p in {name}: {_percent(mean['token_share'][i])} of the tokens, "
-        f"{_percent(base['share'][i], off['share'][i])} of the gradient of {method}"
+        f"{_percent(base['share'][i], _times(wide, off['share'][i]))} of the gradient of {method}{over}"
         for name, i in ((low, 0), (high, -1))
     ]
-    return [*parts, *_influence(base, off, low, high)]
+    return [*parts, *_influence(base, off, low, high, wide)]
+
+
+def _student(batches: int) -> float:
+    """How many standard errors a 95 % interval extends to each side."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, batches - 1)) if batches > 1 else inf
+
+
+def _times(factor: float, error: float | None) -> float | None:
+    return None if error is None else factor * error
 
 
 def table(mean: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -253,7 +269,7 @@ def table(mean: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str) -> list[str]:
+def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str, wide: float) -> list[str]:
     """Whether a step with one interval alone moves the other one farther than its own step does."""
     rows, errors = ([row["moved"] for row in each["influence"]] for each in (base, error))
     corners = [(i, j) for i in (0, -2) for j in (0, -1)]  # the last row is the update on all tokens
@@ -262,7 +278,7 @@ def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str)
     onto_high, onto_low = rows[0][-1] / rows[-2][-1], rows[-2][0] / rows[0][0]
     used = [(rows[i][j], errors[i][j]) for i, j in corners]
     used += [(base["share"][i], error["share"][i]) for i in (0, -1)]
-    if any(off is not None and off >= abs(value) > 0 for value, off in used):
+    if any(off is not None and wide * off >= abs(value) > 0 for value, off in used):
         follows = "an error here is as large as its value, so nothing follows: measure more (--batches, prompts=)"
     elif onto_high > 1 > onto_low:
         follows = "the unlikely tokens dominate, as the paper says"
@@ -277,4 +293,4 @@ def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str)
 
 
 def _percent(value: float, error: float | None = None) -> str:
-    return f"{100 * value:.3g} %" if error is None else f"{100 * value:.3g} ± {100 * error:.2g} %"
+    return f"{100 * value:.3g} %" if error is None else f"{100 * value:.3g} ± {100 * error:.3g} %"

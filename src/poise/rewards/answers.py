@@ -15,6 +15,7 @@ _PHRASE = re.compile(r"\banswer[\s*_]{0,6}(?:is|was|=|:)\s{0,4}:?", re.IGNORECAS
 _HASHES = re.compile(r"^[ \t]{0,8}####", re.MULTILINE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+", re.ASCII)
+_END = re.compile(r"[.!?;](?=\s)(?!\s+[a-z?\\+*/=^<>-])")  # of a sentence: "60. or more" and "60. + 2" go on
 _EDGES = " \t\r\n*_`"
 _QUOTES = _EDGES + "\"'"
 
@@ -120,4 +121,4 @@ def _sentence(text: str, start: int) -> str:
     formula = re.match(r"\$\$(.+?)\$\$|\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", line)
     if formula:
         return next(inside for inside in formula.groups() if inside)
-    return re.split(r"[.!?;](?=\s)", line, maxsplit=1)[0]
+    return _END.split(line, maxsplit=1)[0]

@@ -24,7 +24,11 @@ _EQUALS = re.compile(r"(?<![<>!:/\\=])(?<!\\not)(?<!\\not )=(?![=/])")
 _VARIABLE = re.compile(
     r"[A-Za-z]'{0,3}(?:_\{?\w{1,3}\}?)?(?:\s?\(\s?\w{1,3}\s?\))?|\\[a-z]{2,8}"
 )  # x, x_1, f(2), \theta
-_MULTIPLE = re.compile(r"[-+]\s?[A-Za-z]|[-+]?\s?[\d.]+\s?[A-Za-z]")  # -x = 5 says nothing of x yet
+_UNKNOWN = re.compile(r"(?:\\(?:d?frac|sqrt|cdot|times)(?![A-Za-z])|[-+*/^(){}\s\d.|!])*")  # what 2x + 1 has beside x
+_TIMES = re.compile(r"\\(?:cdot|times)(?![A-Za-z])")
+_POWER = re.compile(r"(?<![\d.)}^])(\d{1,4})\s?\^\s?\{?\s?(\d{1,2})(?![\d.])\s?\}?(?!\s?[\^!])")
+_ARITHMETIC = re.compile(r"\\(?:frac|binom|cdot|times|div|sum|prod|[lr](?:floor|ceil))(?![A-Za-z])")
+_MARKS = re.compile(r"'|\^\s?\{?\s?(?:T(?![A-Za-z])|\\top)")  # f' is not f, and A^T is not A
 _ENDLESS = re.compile(r"\^[{(\s]*-?\d{5}|\d[})\s]*\^[{(\s]*\d+[})\s]*\^|\d{4}\s*!|!\s*!")  # 9^{99999}, 9^{9^9}, 9999!
 _BASED = re.compile(r"(?:(?<![\dA-Za-z}])\((?=\w+\)_))?(\d[\dA-Fa-f]*)\)?_\{?(\d{1,2})\}?")  # (32)_5 is 32_{5}
 _BASE = re.compile(r"\d\s?[)}]?\s?_")  # 32_5: math-verify drops the base
@@ -47,7 +51,7 @@ def equal(answer: str, gold: str) -> bool | None:
         answer = _right_side(answer)  # f'(x) = 2x gives 2x
     if _squeezed(answer) == _squeezed(gold):
         return bool(answer)
-    if not answer or answer.count("'") != gold.count("'"):
+    if not answer or len(_MARKS.findall(answer)) != len(_MARKS.findall(gold)):
         return False
     if _BASE.search(answer) or _BASE.search(gold):
         return sorted(_squeezed(answer).split(",")) == sorted(_squeezed(gold).split(","))
@@ -68,12 +72,22 @@ def stated_number(text: str) -> Fraction | None:
 def _may_be(text: str, value: Fraction) -> bool:
     """Whether what stands before an equals sign can be the number behind it, and no other thing is listed there."""
     try:
-        return evaluate(re.sub(r"\\(?:cdot|times)", "*", text))[0] == value
+        powers = _POWER.sub(lambda found: str(int(found[1]) ** int(found[2])), _TIMES.sub("*", text))
+        return evaluate(powers)[0] == value
     except ExpressionError:
         known = number_in(text)
     if known is not None:
         return known == value
-    return not (changes_value(text) or _MULTIPLE.fullmatch(text) or "," in _OR.sub(",", text))
+    named = re.search("[A-Za-z]", _ARITHMETIC.sub("", text))  # 5!/12 = 11 names nothing, and is not worked out here
+    return bool(named) and not (changes_value(text) or _of_one_unknown(text) or "," in _OR.sub(",", text))
+
+
+def _of_one_unknown(text: str) -> bool:
+    """Whether a text is a formula of one variable: ``x + 1 = 5`` is no word on x; ``a + b = 5`` may be asked for."""
+    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", text))
+    if _VARIABLE.fullmatch(text) or len(letters) != 1:
+        return False
+    return _UNKNOWN.fullmatch(text.replace(letters.pop(), "")) is not None
 
 
 def _compare_numbers(answer: str, gold: str) -> bool | None:

@@ -55,6 +55,7 @@ _POINT = re.compile(
     r"(?<![\d.^_])(?:(?<!,)|(?!\d{3}\.))(\d*)\.(\d+)(?![\d.]|\s?\\(?:overline|bar|[lc]?dots?(?![a-z])))", re.ASCII
 )
 _ONE = re.compile(rf"[-+]?(?:{_PLAIN})(?:/\d+)?", re.ASCII)
+_MEASURED = re.compile(r"(.*[\d.}])\s+((?:a\s)?[A-Za-z]{2,}(?:\s[A-Za-z]{2,})*)")  # \frac{1}{2} cups a day
 _BESIDE = re.compile(r"[\w'\",.:;()\[\]?\s-]*")  # what may stand around a number that is the answer
 _LARGEST_EXPONENT = 300
 # With one of these words a number is another number, or not a plain one: "5 million", "not 5", "5 pm", "5 or more".
@@ -63,9 +64,9 @@ _CHANGING_WORDS = (
     " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion"
     " quadrillion lakh crore dozen half halve halves third quarter twice double triple thrice"
     " not no none never neither nor isn isnt except without more less fewer greater smaller larger higher lower least"
-    " most than above below under over between beyond almost nearly exceed or false wrong incorrect negative"
+    " most than but excluding above below under over between beyond almost nearly exceed or false wrong incorrect"
     " pi sqrt log ln lg sin cos tan cot csc sinh cosh tanh arcsin arccos arctan exp mod modulo base remainder factorial"
-    " squared cubed choose power root plus minus times infinity inf divided multiplied"
+    " negative squared cubed choose power root plus minus times infinity inf divided multiplied"
     " am pm noon midnight morning afternoon evening bc ad bce ce north south east west"
 )
 _CHANGING = frozenset(_CHANGING_WORDS.split())
@@ -111,7 +112,9 @@ def number_in(text: str) -> Fraction | None:
 
     None too where it is part of a formula (``x^5``, ``5k``, ``-(5)``), or a word changes it ("not 5", "5 million").
     """
-    value = number(text)
+    value = number(text[1:-1] if text.startswith("(") and text.endswith(")") else text)
+    if value is None and (measured := _MEASURED.fullmatch(text)) and not changes_value(measured[2]):
+        value = number(measured[1])
     found = [] if value is not None else _ONE.findall(text)
     if len(found) != 1:
         return value
@@ -122,7 +125,7 @@ def number_in(text: str) -> Fraction | None:
         return None
     if not (_BESIDE.fullmatch(before) and _BESIDE.fullmatch(after)):
         return None
-    formula = before[-1:].isalnum() or after[:1].isalnum() or re.search(r"(?<!\w)-|-(?!\w)", f"{before} {after}")
+    formula = re.search(r"\w$", before) or re.match(r"\w", after) or re.search(r"(?<!\w)-|-(?!\w)", f"{before} {after}")
     variable = re.search(r"(?<![\w'])[b-zB-HJ-Z](?!\w)", f"{before} {after}")  # any letter but a and I
     return None if formula or variable or changes_value(f"{before} {after}") else number(found[0])
 

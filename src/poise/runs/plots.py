@@ -13,8 +13,8 @@ from poise._lib.files import replacing
 from poise.runs.metrics_file import AXES, drawable, x_values
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; markers differ too, for black-and-white print.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
-MARKERS = "os^Dv"
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255"]  # the last is Tol's
+MARKERS = "os^DvPX*"
 
 Metrics = Sequence[Mapping[str, Any]]  # RunFolder.metrics()
 Points = list[tuple[float, float]]

@@ -87,6 +87,11 @@ class Surrogate(ABC):
         """The average that this surrogate asks for; None: any."""
         return None
 
+    @property
+    def bound(self) -> float:
+        """The smallest distance of a ratio from 1 at which it may hold a token back."""
+        return min(getattr(self, "clip_low", inf), getattr(self, "clip_high", inf))
+
 
 def clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
     """``min(r·A, clip(r, 1 − low, 1 + high)·A)``, and at least ``dual·A`` for A < 0."""

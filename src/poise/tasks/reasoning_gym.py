@@ -7,6 +7,8 @@ reasoning-gym scores answers itself, and what a model writes is not safe with so
   ``countdown`` and ``puzzle24`` are read by our own parser; puzzle24's scorer also took other numbers than those given.
 - Some give nonsense a little (0.01 to 0.25), one gives it full marks. Each problem's scorer is therefore asked about a
   nonsense word as well. Where that gets full marks, only the gold answer is right.
+- Some give full marks to ``nan``, to 0, to the gold number with another sign, or to the gold answer with something
+  behind it. Such an answer scores 0 (``is_plausible``).
 - One raises on nonsense. An answer on which a scorer raises scores 0; one on which it hangs gets no verdict.
 
 By default the reward is 1 for an answer with full marks and 0 for any other. With ``partial`` it is the score, less
@@ -25,6 +27,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, how_to_install, unknown
+from poise.rewards import formulas
 from poise.rewards.answers import last_answer
 from poise.rewards.arithmetic import ExpressionError, evaluate
 from poise.tasks.base import Problem, Score, Split, check_split
@@ -46,6 +49,7 @@ _FORMULA = re.compile(
     rf"(?:{_FUNCTIONS.replace(' ', '|')}|[a-zA-Z](?![a-zA-Z_])|\d{{1,12}}(?:\.\d{{1,12}})?(?![\d.])|[-+*/^(), ])*",
     re.ASCII,
 )
+_NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])")
 _POWER = re.compile(r"(?:\*\*|\^)\s*(\(?\s*-?\s*\d{1,2}(?![\d.])(?!\s*(?:\*\*|\^|!)))?")
 
 
@@ -179,7 +183,9 @@ class ReasoningGym:
         if nonsense >= FULL:
             return float(isinstance(gold, str) and answer.casefold() == gold.strip().casefold())
         found = self._ask(answer, entry)
-        return found if found >= FULL else max(0.0, found - nonsense)
+        if found >= FULL:
+            return float(is_plausible(answer, gold))
+        return max(0.0, found - nonsense)
 
     def _ask(self, answer: str, entry: dict[str, Any]) -> float:
         try:
@@ -211,6 +217,22 @@ def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
     except ExpressionError:
         return False
     return value == target and sorted(used) == sorted(numbers)
+
+
+def is_plausible(answer: str, gold: Any) -> bool:
+    """Whether an answer can be right. Where the gold answer is a number, it must be about that number."""
+    if not isinstance(gold, str):
+        return True
+    said, right = (" ".join(text.casefold().split()).strip(" .`\"'") for text in (answer, gold))
+    if said == right:
+        return True
+    if _NOT_A_NUMBER.search(said) and not _NOT_A_NUMBER.search(right):
+        return False
+    value = None if " " in right else formulas.number(formulas.clean(right))
+    if value is not None:
+        found = formulas.number_in(formulas.clean(said)) if len(said) <= 2 * len(right) + 100 else None
+        return found is not None and abs(found - value) <= abs(value) / 100
+    return not right or not (said.startswith(right) or said.endswith(right))
 
 
 def is_small_formula(text: str) -> bool:

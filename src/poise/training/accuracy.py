@@ -7,13 +7,15 @@ intervals too narrow, and more samples of the same problems say nothing about ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import comb, fsum
+from math import comb, fsum, sqrt
 from typing import Any, TypeGuard
 
 Interval = tuple[float, float]
+LOST = ("cut_off", "unreadable")  # counts of samples without a whole answer
+MUCH = 1 / 3  # of a change; if whole and readable answers explain so much of it, that is said
 BY_DIFFICULTY = ", difficulty "  # between the measure and the difficulty, in the names of a summary's rows
 
 
@@ -61,6 +63,62 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
     spread = fsum((value - mean) ** 2 for value in values)
     phi = min(1.0, (spread / most + 4) / (len(values) + 3)) if most > 0 else 1.0
     return exact_interval(mean, len(values) / phi, level)
+
+
+def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interval:
+    """The interval of a mean change over problems that were measured before and after, each change in [−1, 1].
+
+    Student's, with two extra problems that changed by the largest change seen, one up and one down: with changes of
+    ±1 it excludes 0 where the exact sign test does, and the plain interval excludes it too often (test_accuracy.py).
+    """
+    from scipy.stats import t
+
+    n, mean = len(differences), _mean(differences)
+    if n < 2:
+        return -1.0, 1.0
+    extra = 2 * max(abs(value) for value in differences) ** 2
+    spread = fsum((value - mean) ** 2 for value in differences) + extra
+    margin = float(t.ppf((1 + level) / 2, n - 1)) * sqrt(spread / (n - 1) / n)
+    return max(-1.0, mean - margin), min(1.0, mean + margin)
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """How avg@k, greedy accuracy and pass@k changed, problem by problem: ``Evaluation.by_problem`` of two models."""
+    k = after["samples"]
+    if before["samples"] != k or before["problems"] != after["problems"]:
+        return {}
+
+    def measures(side: Mapping[str, Any]) -> dict[str, list[float]]:
+        right = side["correct"]
+        return {
+            f"avg@{k}": [n / k for n in right],
+            "greedy": side["greedy"],
+            f"pass@{k}": [float(n > 0) for n in right],
+        }
+
+    found, ends = {}, measures(after)
+    for name, old in measures(before).items():
+        differences = [new - was for was, new in zip(old, ends[name], strict=True)]
+        low, high = paired_interval(differences)
+        found[name] = {"value": _mean(differences), "low": low, "high": high}
+    return found
+
+
+def much(old: float, new: float, lost_old: float, lost_new: float) -> str:
+    """Say how much of a change in accuracy comes from whole and readable answers; empty if that is little of it.
+
+    Accuracy is the share of such answers times the share of them that is right. ``lost`` are the shares of the others.
+    """
+    sides = ((old, lost_old), (new, lost_new))
+    right = [min(1.0, value / (1 - share)) for value, share in sides if share < 1]
+    part = (lost_old - lost_new) * _mean(right) if right else 0.0
+    if old == new or part / (new - old) < MUCH:
+        return ""
+    which = "fewer" if part > 0 else "more"
+    return (
+        f"{100 * part:+.1f} of {100 * (new - old):+.1f} points comes from {which} answers that are cut off or "
+        f"unreadable ({100 * lost_old:.1f} → {100 * lost_new:.1f} %)"
+    )
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
@@ -130,6 +188,12 @@ def exact_interval(mean: float, n: float, level: float = 0.95) -> Interval:
     low = 0.0 if mean == 0 else float(betaincinv(successes, n - successes + 1, tail))
     high = 1.0 if mean == 1 else 1 - float(betaincinv(n - successes, successes + 1, tail))
     return min(low, mean), max(high, mean)  # rounding must not exclude the mean
+
+
+def lost_shares(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The shares of the samples that were cut off, and that ended without a readable answer, where they are known."""
+    count = summary["n"] * summary["samples"]
+    return {name: summary[name] / count for name in LOST if type(summary.get(name)) is int and count}
 
 
 def without_repeats(table: dict[str, Any]) -> dict[str, Any]:

@@ -27,13 +27,17 @@ from poise.training.frozen import Frozen
 from poise.training.update import NotFiniteError
 
 MOST_FAILED = 0.05  # share of a step's attempts that may end without a verdict
+LARGE = 1e3  # size of a reward from which float32 may round the differences of rewards away
 ALL = slice(None)
 
 
-def with_verdict(samples: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+def with_verdict(
+    samples: Sequence[Trajectory], advantage: str = "group-zscore"
+) -> tuple[list[Trajectory], dict[str, float]]:
     """The samples that have a verdict, and the number of the others as a metric.
 
-    A reward function that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
+    Where ``advantage`` compares within groups, a sample that has lost its whole group is left out too. A reward
+    function that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
     """
     failures = [sample for sample in samples if sample.score.failed not in (None, NO_REWARD)]
     if len(failures) > max(1, MOST_FAILED * len(samples)):
@@ -42,7 +46,9 @@ def with_verdict(samples: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[
             f"{len(failures)} of {len(samples)} attempts got no verdict, more than {MOST_FAILED:.0%}; the first one: "
             f"{first.score.failed} (problem {first.problem.id})"
         )
-    judged = _in_groups(samples, [sample for sample in samples if sample.score.failed is None])
+    judged = [sample for sample in samples if sample.score.failed is None]
+    if advantage not in advantages.WITHOUT_GROUPS:
+        judged = _in_groups(samples, judged)
     if not judged:
         without = [sample for sample in samples if sample.score.failed is not None]
         raise TaskError(
@@ -93,7 +99,7 @@ def make_batch(
         sampled,
         old_logp=old_logp,
         sampler_logp=sampler_logp,
-        advantages=_advantages(trajectories, sampled, advantage),
+        advantages=_advantages(trajectories, sampled, advantage).float(),
         ref_logp=reference.logp(sampled, temperature, micro_tokens) if reference else None,
         hidden=(lambda rows: policy.padded_hidden(sampled.rows(rows))) if hidden else None,
         head=policy.head(temperature) if hidden else None,
@@ -126,12 +132,14 @@ def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenB
     if not torch.cat(logp)[torch.cat(own)].isfinite().all():
         raise NotFiniteError("the model's probabilities are not finite")
     reported = [each.sampler_logp for each in trajectories]
+    rewards = [each.score.reward for each in trajectories]
+    exact = torch.float64 if max(map(abs, rewards)) > LARGE else torch.float32
     return padded_batch(
         [each.prompt for each in trajectories], [each.tokens for each in trajectories], device, own, old_logp=logp,
         entropy=known([each.entropy for each in trajectories], nothing),
         sampler_logp=None if all(x is None for x in reported) else known(reported, logp),
         groups=torch.tensor(group_numbers([each.group for each in trajectories]), device=device),
-        rewards=torch.tensor([each.score.reward for each in trajectories], device=device),
+        rewards=torch.tensor(rewards, dtype=exact, device=device),
         correct=torch.tensor([each.score.correct for each in trajectories], device=device),
     )  # fmt: skip
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from poise._lib.files import dumps
 from poise.algorithms import Trajectory
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.tasks import Problem, TaskError, draw
-from poise.training.accuracy import BY_DIFFICULTY, ProblemResult, summarise
+from poise.training.accuracy import BY_DIFFICULTY, ProblemResult, lost_shares, summarise
 from poise.training.records import task_metrics, turn_metrics
 
 CHUNK = 64  # problems per call of the sampler, and per progress report
@@ -31,6 +33,9 @@ class Evaluation:
     reward: float  # mean over the samples
     cut_off: int  # samples that reached the token limit
     greedy_cut_off: int
+    problems: str  # a fingerprint of the problems
+    unreadable: int | None = None  # samples that ended by themselves without a readable answer; None: the task has none
+    greedy_unreadable: int | None = None
     failed: int = 0  # samples without a verdict; they count as wrong
     attempts: Sequence[Trajectory] = ()  # the samples themselves
 
@@ -53,23 +58,26 @@ class Evaluation:
             "temperature": self.temperature,
             "cut_off": self.cut_off,
             "greedy_cut_off": self.greedy_cut_off,
+            **({} if self.unreadable is None else {"unreadable": self.unreadable}),
+            **({} if self.greedy_unreadable is None else {"greedy_unreadable": self.greedy_unreadable}),
+            "problems": self.problems,
             **({"failed": self.failed} if self.failed else {}),
             "table": table,
         }
 
     def by_problem(self) -> dict[str, Any]:
-        """For ``problems.json``: the right samples of each problem, in the order of problems, and the greedy answers.
+        """For ``before.json`` and ``problems.json``: the right samples of each problem, and its greedy answer.
 
         Runs with the same evaluation settings have the same problems, so they can be compared problem by problem.
         """
         right, greedy = ([sum(result.correct) for result in results] for results in (self.sampled, self.greedy))
-        return {"samples": self.samples, "correct": right, "greedy": greedy}
+        return {"samples": self.samples, "problems": self.problems, "correct": right, "greedy": greedy}
 
     def metrics(self) -> dict[str, float]:
         """``eval/{task}/…`` for the metrics of a step."""
         summary = self.summary()
         named = {name.replace(BY_DIFFICULTY, "/"): row["value"] for name, row in summary["table"].items()}
-        return {f"eval/{self.task}/{name}": value for name, value in named.items()}
+        return {f"eval/{self.task}/{name}": value for name, value in {**named, **lost_shares(summary)}.items()}
 
 
 def _chunk(samples: int, device: torch.device) -> int:
@@ -118,6 +126,9 @@ def evaluate(
         sum(sample.score.reward for sample in sampled) / len(sampled),
         sum(not sample.finished for sample in sampled),
         sum(not sample.finished for sample in greedy),
+        hashlib.sha256(dumps([[problem.id, problem.prompt] for problem in test_problems])).hexdigest()[:16],
+        _unreadable(sampled),
+        _unreadable(greedy),
         sum(sample.score.failed is not None for sample in sampled),
         sampled,
     )
@@ -128,14 +139,22 @@ def held_out(
     config: Config,
     progress: Callable[[int, int], None] | None = None,
     drawn: Sequence[Problem] | None = None,
+    seed: int | None = None,
 ) -> Evaluation:
     """``evaluate`` with a run's settings: for the trainer, before and after, and for ``poise eval``."""
     settings = config.evaluation
     sampling = replace(sampler.sampling, temperature=config.test_temperature)
     return evaluate(
         replace(sampler, sampling=sampling), problems=settings.problems, samples=settings.samples,
-        seed=settings.seed, progress=progress, drawn=drawn,
+        seed=settings.seed if seed is None else seed, progress=progress, drawn=drawn,
     )  # fmt: skip
+
+
+def _unreadable(samples: Sequence[Trajectory]) -> int | None:
+    """How many samples ended by themselves without a readable answer; None if the task gives right ones none either."""
+    if any(sample.score.correct and sample.score.answer is None for sample in samples):
+        return None
+    return sum(sample.finished and sample.score.answer is None for sample in samples)
 
 
 def _result(samples: Sequence[Trajectory]) -> ProblemResult:

@@ -10,6 +10,7 @@ from functools import cached_property
 from math import nan
 from typing import Any
 
+from poise._lib.files import sealed
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
@@ -19,6 +20,8 @@ from poise.training.interrupts import Stopper
 from poise.training.reporter import Reporter
 from poise.training.results import read_before
 from poise.training.resume import model_errors
+
+WATCH = 20_000  # added to the seed of the evaluations that ``stop_at`` watches; tuning adds 10,000
 
 
 @dataclass(frozen=True)
@@ -31,31 +34,37 @@ class Evaluations:
     report: Reporter
     stopper: Stopper
 
-    @property
-    def problems(self) -> list[Problem]:
-        """The held-out problems, which are the same in every evaluation of a run.
+    def problems(self, seed: int) -> list[Problem]:
+        """The held-out problems of a seed.
 
         A task of poise's own draws them once. A user's task may write into its problems, and draws them anew.
         """
         own = type(self.sampler.task).__module__.startswith("poise.")
-        return self._drawn if own else self._draw()
+        if not own or seed not in self._drawn:
+            self._drawn[seed] = draw(self.sampler.task, "test", seed, self.config.evaluation.problems)
+        return self._drawn[seed]
 
     @cached_property
-    def _drawn(self) -> list[Problem]:
-        return self._draw()
+    def _drawn(self) -> dict[int, list[Problem]]:
+        return {}
 
-    def _draw(self) -> list[Problem]:
+    def measure(self, seed: int | None = None) -> Evaluation:
+        """Evaluate now, with the seed of the settings or another. A stop request raises KeyboardInterrupt."""
         settings = self.config.evaluation
-        return draw(self.sampler.task, "test", settings.seed, settings.problems)
-
-    def measure(self) -> Evaluation:
-        """Evaluate now. A stop request raises KeyboardInterrupt."""
-        settings = self.config.evaluation
+        seed = settings.seed if seed is None else seed
         greedily = " and greedily" if self.config.test_temperature else ", greedily"
         with self.stopper.at_once(), model_errors():
-            problems = self.problems
+            problems = self.problems(seed)
             self.report.note(f"evaluating {len(problems)} held-out problems × {settings.samples}{greedily}")
-            return held_out(self.sampler, self.config, self._progress, problems)
+            return held_out(self.sampler, self.config, self._progress, problems, seed)
+
+    def during(self) -> dict[str, float]:
+        """The metrics of an evaluation in the course of training.
+
+        With ``stop_at`` it has other problems and random numbers than those before and after training: the accuracy
+        that ends a run is among its highest by chance, and so must not be the one that is reported.
+        """
+        return self.measure(self.config.evaluation.seed + (WATCH if self.config.stop_at else 0)).metrics()
 
     def _progress(self, done: int, total: int) -> None:
         self.report.note(f"  {done}/{total}")
@@ -67,9 +76,13 @@ class Evaluations:
             return None
         before = read_before(self.folder, done)
         if before is None:
-            before = known or self.measure().summary()
-            self.folder.write_json("before.json", before)
+            before = known or self._before()
+            self.folder.write_json("before.json", sealed(before))
         return before
+
+    def _before(self) -> dict[str, Any]:
+        found = self.measure()
+        return found.summary() | {"by_problem": found.by_problem()}
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after this step, unless it is the last."""
@@ -89,7 +102,7 @@ class Evaluations:
             return False
         if any(key.startswith("eval/") for key in line):  # only the final evaluation was cut short, if there was one
             return self.goal_reached(line)
-        measured = self.measure().metrics()
+        measured = self.during()
         self.folder.log_more(done, measured)
         logged = {key: nan if value is None else value for key, value in line.items() if key != "step"}
         self.report.step(done, logged | measured)
@@ -101,5 +114,7 @@ class Evaluations:
         goal, accuracy = self.config.stop_at, metrics.get(name)
         if goal is None or accuracy is None or accuracy < goal:
             return False
-        self.report.note(f"held-out accuracy {accuracy:.3f} has reached stop_at={goal}: stopping")
+        self.report.note(
+            f"accuracy {accuracy:.3f} on other held-out problems has reached stop_at={goal}: stopping, to measure anew"
+        )
         return True

@@ -195,9 +195,9 @@ def starting_weights(config: Config, folder: RunFolder) -> str:
 
 
 def _places(start: str, sources: Iterable[str], folder: RunFolder | None) -> dict[str, str]:
-    """The checkpoints that run folders among the sources stand for: the newest ones when this run began.
+    """For each source that is a run folder: its newest checkpoint when this run began.
 
-    They are written down, because another run may go on meanwhile, and a resumed run must find the same weights.
+    The run folder keeps them: if the other run trains on, a resumed run still loads the same weights.
     """
     saved = folder.read_json(PLACES) if folder is not None else None
     places: dict[str, str] = {source: str(place) for source, place in saved.items()} if isinstance(saved, dict) else {}

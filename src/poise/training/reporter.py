@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
+from poise._lib.files import sealed
 from poise.algorithms.base import FIRST, Trajectory
 from poise.config.schema import Config
 from poise.runs.console import Console, complain
 from poise.runs.folder import RunFolder
 from poise.runs.trackers import open_trackers
 from poise.training import results
+from poise.training.evaluate import Evaluation
 from poise.training.records import shown
 from poise.training.warnings import RunWarning, Watch
 
@@ -77,11 +79,16 @@ class Reporter:
         self._console.close()
         self._console.note(f"stopped; go on with: {resume}")
 
-    def finished(self, summary: dict[str, Any], by_problem: dict[str, Any] | None) -> dict[str, Any]:
+    def finished(
+        self, steps: int, tokens: int, before: dict[str, Any] | None, after: Evaluation | None
+    ) -> dict[str, Any]:
         """Write and show the result of the run; the contents of ``summary.json``."""
-        summary = {**summary, "run": str(self._folder.path)}
-        if by_problem is not None:
+        summary = {"steps": steps, "tokens": tokens, "before": results.shown_before(before), "after": None}
+        if after is not None:
+            by_problem = after.by_problem()
+            summary |= {"after": after.summary(), "change": results.change(before, by_problem)}
             self._folder.write_json("problems.json", by_problem)
+        summary = sealed(summary | {"run": str(self._folder.path)})
         self._folder.write_json("summary.json", summary)
         if not self._quiet:
             results.show(self._config, summary, self._console)

@@ -6,14 +6,15 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from poise._lib.files import SEAL, was_changed
 from poise.config.schema import Config
 from poise.runs.console import Console
 from poise.runs.folder import RunFolder
-from poise.training.accuracy import is_summary, without_repeats
+from poise.training.accuracy import LOST, Interval, changes, is_summary, lost_shares, much, without_repeats
 from poise.training.resume import TrainError
 from poise.training.warnings import TABLE, Progress, RunWarning, read
 
-ROSE, FELL, UNCLEAR = "rose", "fell", "no clear change, the 95 % intervals overlap"
+ROSE, FELL, UNCLEAR = "rose", "fell", "no clear change"
 
 
 def show(config: Config, summary: dict[str, Any], console: Console) -> None:
@@ -23,17 +24,14 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     folder = RunFolder.open(config.run, resume=False)
     measured = summary["before"] is not None and summary["after"] is not None
     if measured:
-        console.table(_rows(summary))
+        console.table(_rows(summary, config.rollout.max_tokens))
     else:
         console.note("accuracy was not measured (evaluation=off); measure the model with poise eval")
     for when in ("before", "after") if measured else ():
         found = summary[when]
-        count = found["n"] * found["samples"]
         if failed := found.get("failed"):
+            count = found["n"] * found["samples"]
             console.note(f"{when} training, {failed} of {count} samples got no verdict, and count as wrong")
-        if cut := found.get("cut_off"):
-            limit = f"rollout.max_tokens={config.rollout.max_tokens}"
-            console.note(f"{when} training, {cut} of {count} samples were cut off at {limit}")
     picture = folder.path / "curve.png"
     lines = with_ends(folder.metrics(), config.task.name, summary["before"], summary["after"])
     title = f"{folder.path}: {config.regulator}"
@@ -52,7 +50,7 @@ def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[
     done, evaluated = max(folder.checkpoints(), default=0), bool(config.evaluation.problems)
     try:
         summary = folder.read_json("summary.json")
-        if not done or not isinstance(summary, dict) or summary.get("steps") != done:
+        if not done or not isinstance(summary, dict) or summary.get("steps") != done or was_changed(summary):
             return None
         folder.verify(done)
     except (ValueError, OSError):
@@ -63,7 +61,8 @@ def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[
     logged = max((line["step"] for line in folder.metrics()), default=0)
     if not complete or logged != done or (done < config.steps and not spent):
         return None
-    summary |= {"before": read_before(folder, done) if evaluated else None, "run": str(folder.path)}
+    before = read_before(folder, done) if evaluated else None
+    summary |= {"before": shown_before(before), "run": str(folder.path)}
     ending = "budget" if spent else "steps"
     with Console(0, quiet=quiet) as console:
         console.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
@@ -83,12 +82,22 @@ def read_before(folder: RunFolder, done: int) -> dict[str, Any] | None:
             f"{folder.path}/before.json is missing: it holds the accuracy before training, which cannot be measured "
             f"any more at step {done}; put it back, or begin again in another run=DIR"
         )
-    if before is not None and not is_summary(before):
+    if before is not None and (not is_summary(before) or was_changed(before)):
         raise TrainError(
-            f"{folder.path}/before.json does not hold the accuracy before training as poise writes it: put the file "
+            f"{folder.path}/before.json does not hold the accuracy before training as poise wrote it: put the file "
             "back from a copy, or begin again in another run=DIR"
         )
     return before
+
+
+def shown_before(before: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The part of ``before.json`` that ``summary.json`` repeats."""
+    return before and {key: value for key, value in before.items() if key not in ("by_problem", SEAL)}
+
+
+def change(before: dict[str, Any] | None, by_problem: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The paired changes since ``before.json``; empty if an older run did not write what each problem got."""
+    return changes(before["by_problem"], by_problem) if before and "by_problem" in before else {}
 
 
 def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: Any) -> list[dict[str, Any]]:
@@ -111,19 +120,27 @@ def _key(lines: Sequence[dict[str, Any]], task: str, samples: int) -> str:
     return next(known, f"eval/{task}/{measure}")
 
 
-def _rows(summary: dict[str, Any]) -> list[dict[str, str]]:
-    """Each measure before and after training, with its 95 % interval."""
+def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
+    """Each measure before and after training, with its 95 % interval; then how many samples had no whole answer."""
     before, after = (without_repeats(summary[when]["table"]) for when in ("before", "after"))
-    return [
+    within = change_intervals(summary)
+    rows = [
         {
             "": name,
             "before": cell(before[name]),
             "after": cell(after[name]),
-            "change": f"{after[name]['value'] - before[name]['value']:+.3f}",
+            "change": f"{after[name]['value'] - before[name]['value']:+.3f}"
+            + ("" if name not in within else " [{:+.3f}, {:+.3f}]".format(*within[name])),
         }
         for name in before
         if name in after
     ]
+    words = dict(zip(LOST, (f"cut off at rollout.max_tokens={limit}", "unreadable"), strict=True))
+    old, new = (lost_shares(summary[when]) for when in ("before", "after"))
+    for name in (name for name in LOST if name in old and name in new):
+        change = f"{new[name] - old[name]:+.3f}"
+        rows.append({"": words[name], "before": f"{old[name]:.3f}", "after": f"{new[name]:.3f}", "change": change})
+    return rows
 
 
 def cell(row: dict[str, float]) -> str:
@@ -157,10 +174,17 @@ def conclusion(
 
 
 def learned(summary: dict[str, Any]) -> list[str]:
-    """Which measures rose, fell, or neither: a rise or a fall needs 95 % intervals that are apart."""
+    """Which measures rose, fell, or neither; and whether answers are only whole and readable more often."""
     if _nothing_right(summary):
         return ["no held-out answer was right, before training or after it"]
-    return [f"{way}: {', '.join(shown)}" for way, shown in _changes(summary).items() if shown]
+    found = _changes(summary)
+    told = [f"{way}: {', '.join(shown)}" for way, shown in found.items() if shown]
+    for name, old, new in _measures(summary)[:1]:
+        lost = [sum(lost_shares(summary[when]).values()) for when in ("before", "after")]
+        clear = not any(shown.startswith(f"{name} ") for shown in found[UNCLEAR])
+        if clear and (part := much(old["value"], new["value"], *lost)):
+            told.append(f"of the change of {name}, {part}: learning to stop is not learning to solve")
+    return told
 
 
 def _measures(summary: dict[str, Any]) -> list[tuple[str, dict[str, float], dict[str, float]]]:
@@ -174,10 +198,27 @@ def _measures(summary: dict[str, Any]) -> list[tuple[str, dict[str, float], dict
     return [(name, tables[0][name], tables[1][name]) for name in names if all(name in table for table in tables)]
 
 
+def change_intervals(summary: dict[str, Any]) -> dict[str, Interval]:
+    """The 95 % interval of each measure's change over problems.
+
+    Runs of older versions did not write what each problem got: their interval holds every change that the intervals
+    before and after allow.
+    """
+    paired = summary.get("change")
+    found = {}
+    for name, old, new in _measures(summary):
+        match paired.get(name) if isinstance(paired, dict) else None:
+            case {"low": int() | float() as low, "high": int() | float() as high}:
+                found[name] = low, high
+            case _:
+                found[name] = new["low"] - old["high"], new["high"] - old["low"]
+    return found
+
+
 def _changes(summary: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {ROSE: [], FELL: [], UNCLEAR: []}
-    for name, old, new in _measures(summary):
-        way = ROSE if new["low"] > old["high"] else FELL if new["high"] < old["low"] else UNCLEAR
+    for (name, old, new), (low, high) in zip(_measures(summary), change_intervals(summary).values(), strict=True):
+        way = ROSE if low > 0 else FELL if high < 0 else UNCLEAR
         found[way].append(f"{name} {old['value']:.3f} → {new['value']:.3f}")
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from poise.engines.choose import choose
 from poise.engines.native.engine import NativeEngine
 from poise.models.places import locate
 from poise.models.policy import Policy
+from poise.models.prompts import opened, starts_no_turn
 from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder, step_of
 from poise.tasks import Problem, Task, TaskError, data_fingerprint, epochs, several_turns
 from poise.tasks.data import Data
+
+ROUNDING = 0.01  # how far half precision may move the ratio of a response with unchanged weights
 
 
 def build_sampler(
@@ -35,12 +39,45 @@ def build_sampler(
         episode = rollout.max_episode_tokens if several_turns(task) else None
         engine.check_memory(rollout.max_prompt, episode or rollout.max_tokens)
     prefill = config.task.prefill
+    check_beginning(task, policy, prefill, note)
     check_data(task, policy, rollout.max_prompt - len(policy.encode_prefill(prefill)), note)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     return Sampler(
         policy, engine, task, sampling, rollout.max_tokens, rollout.max_prompt,
         rollout.max_episode_tokens, prefill=prefill, **more,
     )  # fmt: skip
+
+
+def check_beginning(task: Task, policy: Policy, prefill: str, note: Callable[[str], None]) -> None:
+    """Refuse a ``<think>`` that would be opened twice; note a chat template that does not begin the model's turn."""
+    tag = opened(policy.tokenizer)
+    if tag and "<think>" in prefill:
+        raise TaskError(f"task.prefill={prefill!r}: the model's chat template opens <think> already: leave the tag out")
+    rewards = task.rewards.specs if isinstance(task, Data) else []
+    if "<think>" in tag + prefill and any(getattr(spec.reward, "opened", False) for spec in rewards):
+        raise TaskError("format(opened=True): the replies that rewards read begin with <think> here: leave opened out")
+    if tag:
+        note("the chat template opens <think>: rewards and tasks read replies with that tag in front")
+    if starts_no_turn(policy.tokenizer):
+        note(
+            "the chat template has no generation prompt: the model is not told that its turn begins; correct "
+            "chat_template.jinja in the model's folder, or begin the replies with task.prefill=TEXT"
+        )
+
+
+def recomputed(config: Config, policy: Policy, note: Callable[[str], None]) -> bool:
+    """Whether old log-probabilities come from a forward pass: as the settings say, or as the surrogate needs it."""
+    if config.rollout.old_logp == "recomputed":
+        return True
+    bound = config.objective.rule.bound if policy.model.dtype.itemsize < 4 else inf
+    if bound < ROUNDING:
+        name = str(policy.model.dtype).removeprefix("torch.")
+        note(
+            f"objective.surrogate={config.objective.surrogate} holds responses back from a ratio of {bound:g} beside 1 "
+            f"on, and sampling and training in {name} differ by more: old log-probabilities are recomputed, which "
+            "takes a pass a step (rollout.old_logp=recomputed); dtype=float32 needs none"
+        )
+    return bound < ROUNDING
 
 
 def arrive(sampler: Sampler, config: Config, step: int) -> None:

@@ -62,6 +62,7 @@ def update(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
+    unmoved: Metrics = {}  # before the first optimizer step: what is held back there, rounding alone has moved
     steps = 0
     for number, phase in enumerate(phases):
         active_BT = active(batch, phase, plan.objective).cpu()
@@ -69,6 +70,7 @@ def update(
             metrics = backward(policy, batch.rows(rows), phase.rows(rows), plan, active_BT[rows])
             if metrics is None:
                 continue
+            unmoved = unmoved or {"optim/held_unmoved": metrics["optim/clip_low"] + metrics["optim/clip_high"]}
             metrics["optim/grad_norm"] = clip(parameters, plan.grad_clip, phase.name)
             try:
                 optimizer.step()
@@ -76,8 +78,10 @@ def update(
                 raise OutOfMemoryError("in the optimizer's step") from error
             _add(totals, metrics)
             steps += 1
-    means = (torch.stack([value.double() for value in totals.values()]) / steps).tolist() if totals else []
-    return {**dict(zip(totals, means, strict=True)), "optim/steps": float(steps)}
+    means = {name: value.double() / steps for name, value in totals.items()}
+    values = means | {name: value.double() for name, value in unmoved.items()}
+    numbers = torch.stack([*values.values()]).tolist() if values else []
+    return {**dict(zip(values, numbers, strict=True)), "optim/steps": float(steps)}
 
 
 def backward(

@@ -133,6 +133,10 @@ def _entropy_collapsed(run: Progress) -> bool:
     return fell and run.within("reward/no_spread", 0.5, 1) and run.within("reward/accuracy", 0, 0.9)
 
 
+def _held_unmoved(run: Progress) -> bool:
+    return run.within("optim/held_unmoved", 0.01, 1)
+
+
 def _accuracy_fell(run: Progress) -> bool:
     """Less than two thirds of the best, and by more than chance: four standard errors, at their largest."""
     right, (best, _) = run.last("reward/accuracy"), run.best()
@@ -207,6 +211,14 @@ TABLE = (
         lambda run: f"The optimizer took no step in the last {run.few} steps, although rewards differ: the weight of "
         f"every token is 0 (regulator={run.config.regulator}).",
         lambda _: "Change the regulator's settings: poise diagnose shows the weights; regulator=grpo has weight 1.",
+    ),
+    Entry(
+        "rounding",
+        _held_unmoved,
+        lambda run: f"{_mean(run.last('optim/held_unmoved')):.0%} of the tokens are held back before a batch's first "
+        f"optimizer step (objective.surrogate={run.config.objective.surrogate}): sampling and training differ by more "
+        "than its bounds, by rounding alone.",
+        lambda _: "Set rollout.old_logp=recomputed or dtype=float32, or widen the bounds of the surrogate.",
     ),
     Entry(
         "entropy",

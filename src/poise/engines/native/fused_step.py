@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from poise._lib import device as _device
-from poise.engines.native.slot_cache import SlotCache, Turn
+from poise.engines.native.slot_cache import Rotation, SlotCache
 from poise.models.layers import Joined, join_projections
 from poise.models.policy import Policy
 
@@ -48,8 +48,8 @@ class FusedStep:
             x, inner = add_norm(x, delta, *_norm(layer.input_layernorm))
             products = linear(inner, attention.q_proj.whole, attention.q_proj.whole_bias)
             query, key, value = _heads(products, attention)
-            turn = _turn(attention, cosine, sine)
-            met = cache.attend(number, query, key, value, attention.scaling, _window(attention), turn)
+            rotation = _rotation(attention, cosine, sine)
+            met = cache.attend(number, query, key, value, attention.scaling, _window(attention), rotation)
             x, inner = add_norm(x, attention.o_proj(met.reshape(n, -1)), *_norm(layer.post_attention_layernorm))
             gate_up = linear(inner, mlp.gate_proj.whole, mlp.gate_proj.whole_bias)
             delta = mlp.down_proj(silu_product(gate_up))
@@ -96,9 +96,9 @@ def _window(attention: Any) -> int | None:
     return window
 
 
-def _turn(attention: Any, cosine: Tensor, sine: Tensor) -> Turn:
-    turn = Turn(cosine, sine) if getattr(attention, "use_rope", True) else Turn()
+def _rotation(attention: Any, cosine: Tensor, sine: Tensor) -> Rotation:
+    rotation = Rotation(cosine, sine) if getattr(attention, "use_rope", True) else Rotation()
     if not hasattr(attention, "q_norm"):
-        return turn
+        return rotation
     (query_weight, epsilon), (key_weight, _) = _norm(attention.q_norm), _norm(attention.k_norm)
-    return turn._replace(query_weight=query_weight, key_weight=key_weight, epsilon=epsilon)
+    return rotation._replace(query_weight=query_weight, key_weight=key_weight, epsilon=epsilon)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from poise._lib.logit_kernels import LOG2E, NEVER, finished
-from poise.engines.native.slot_cache import Turn
+from poise.engines.native.slot_cache import Rotation
 from poise.lm_head import Head
 
 SHORT = 1024  # keys in a slot: a single program reads that many fast enough, even if most processors are idle
@@ -27,7 +27,7 @@ def _attend_kernel(
     query, query_row, query_head, new_key, key_row, key_head, new_value, value_row, value_head,
     keys, values, length, used, out, scale, window, cosine, sine, query_weight, key_weight, epsilon,
     HEADS: tl.constexpr, SHARING: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
-    NORM: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     own, at = tl.arange(0, 16), tl.arange(0, PADDED)  # tl.dot takes at least 16 rows
@@ -37,7 +37,7 @@ def _attend_kernel(
     new_key += row * key_row + head * key_head
     q = tl.load(query + at[None, :], mask=place, other=0.0)
     k = tl.load(new_key + at, mask=inside, other=0.0)
-    if NORM or TURN:
+    if NORM or ROTATE:
         q, k = q.to(tl.float32), k.to(tl.float32)
         q_factor, k_factor = tl.full([16], 1.0, tl.float32), 1.0
         if NORM:
@@ -45,7 +45,7 @@ def _attend_kernel(
             k_factor = tl.rsqrt(tl.sum(k * k, 0) / WIDTH + epsilon)
             q = q * q_factor[:, None] * tl.load(query_weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
             k = k * k_factor * tl.load(key_weight + at, mask=inside, other=0.0).to(tl.float32)
-        if TURN:  # each element with its partner, half a head away
+        if ROTATE:  # each element with its partner, half a head away
             half = WIDTH // 2
             partner, sign = tl.where(at < half, at + half, at - half), tl.where(at < half, -1.0, 1.0)
             other_q = tl.load(query + partner[None, :], mask=place, other=0.0).to(tl.float32)
@@ -94,15 +94,15 @@ def _attend_kernel(
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float | None,
-    window: int | None, turn: Turn | None = None,
+    window: int | None, rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
     """Store a new key and value (n, G, D) in each slot, and attend with the queries (n, H, D) to all of its keys.
 
-    Slots are (S, length, G, D). The first ``used`` (n,) keys of a slot count, the new one included. ``turn`` says what
-    becomes of queries and keys first.
+    Slots are (S, length, G, D). The first ``used`` (n,) keys of a slot count, the new one included. Without
+    ``rotation``, queries and keys are normed and rotated already.
     """
     rows, heads, width = query.shape
-    shared, turn = keys.shape[2], turn or Turn()
+    shared, rotation = keys.shape[2], rotation or Rotation()
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
     none = used  # where a kernel without norm or rotation reads nothing
@@ -111,11 +111,11 @@ def attend(
             query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
             value, value.stride(0), value.stride(1), keys, values, keys.shape[1], used, out,
             (width**-0.5 if scale is None else scale) * LOG2E.value, window or 0,
-            none if turn.cosine is None else turn.cosine, none if turn.sine is None else turn.sine,
-            none if turn.query_weight is None else turn.query_weight,
-            none if turn.key_weight is None else turn.key_weight, turn.epsilon,
+            none if rotation.cosine is None else rotation.cosine, none if rotation.sine is None else rotation.sine,
+            none if rotation.query_weight is None else rotation.query_weight,
+            none if rotation.key_weight is None else rotation.key_weight, rotation.epsilon,
             HEADS=shared, SHARING=heads // shared, WIDTH=width, PADDED=max(triton.next_power_of_2(width), 16),
-            WINDOW=window is not None, NORM=turn.query_weight is not None, TURN=turn.cosine is not None,
+            WINDOW=window is not None, NORM=rotation.query_weight is not None, ROTATE=rotation.cosine is not None,
             BLOCK=64 if width <= 128 else 32, num_warps=4,
         )  # fmt: skip
     return out

@@ -15,10 +15,10 @@ from poise.models.attention import flash_takes, over_slots, text_over_slots
 from poise.models.packing import Packed
 
 
-class Turn(NamedTuple):
-    """What an attention layer does to queries and keys before they meet: a norm of each head, and the rotation.
+class Rotation(NamedTuple):
+    """What an attention layer does to the queries and keys of one token a row: a norm of each head, then the rotation.
 
-    For one token in every row; a part that is None is left out.
+    A part that is None is left out.
     """
 
     cosine: Tensor | None = None  # (n, D) of the rotary embedding
@@ -29,13 +29,13 @@ class Turn(NamedTuple):
 
     def query(self, x: Tensor) -> Tensor:
         """(n, H, D) queries as they meet the keys."""
-        return self._turned(x, self.query_weight)
+        return self._rotated(x, self.query_weight)
 
     def key(self, x: Tensor) -> Tensor:
         """(n, G, D) keys as they are stored."""
-        return self._turned(x, self.key_weight)
+        return self._rotated(x, self.key_weight)
 
-    def _turned(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _rotated(self, x: Tensor, weight: Tensor | None) -> Tensor:
         wide = x.float()
         if weight is not None:
             wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon) * weight.float()
@@ -152,20 +152,20 @@ class SlotCache(KVCache):
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None,
-        turn: Turn | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:  # fmt: skip
         """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their slots.
 
-        Without ``turn``, queries and keys are normed and rotated already.
+        Without ``rotation``, queries and keys are normed and rotated already.
         """
         n, keys, values = len(query), self.keys[layer][: self.n], self.values[layer][: self.n]
         if _device.suits_triton(query):
             from poise.engines.native import kernels
 
             if kernels.suits(query, keys):
-                return kernels.attend(query, key, value, keys, values, self.used, scale, window, turn)
-        if turn is not None:
-            query, key = turn.query(query), turn.key(key)
+                return kernels.attend(query, key, value, keys, values, self.used, scale, window, rotation)
+        if rotation is not None:
+            query, key = rotation.query(query), rotation.key(key)
         for store, new in ((keys, key), (values, value)):
             store.flatten(0, 1).index_copy_(0, self.newest, new)
         starts = self.query_starts[: n + 1], self.slot_starts[: n + 1]

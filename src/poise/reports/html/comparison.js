@@ -4,6 +4,8 @@ const comparison = JSON.parse(document.getElementById("data").textContent);
 const baseline = comparison.arms.find((arm) => arm.name === comparison.baseline);
 const rivals = comparison.arms.filter((arm) => arm !== baseline);
 
+const LOST = ["cut_off", "unreadable"];
+
 const points = (value) => (known(value) ? (100 * value).toFixed(1) : "–");
 const signed = (value) => (known(value) ? `${value >= 0.0005 ? "+" : ""}${(Math.round(1000 * value) / 10 || 0).toFixed(1)}`.replace("-", "−") : "–");
 const range = (ends, show) => (ends ? ` [${show(ends[0])}, ${show(ends[1])}]` : "");
@@ -82,8 +84,9 @@ function bands(by) {
 }
 
 function tables() {
-  const names = [...new Set(comparison.arms.flatMap((arm) => Object.keys(arm.scores)))].filter((name) => !name.startsWith("avg@"));
-  const result = (arm) => [arm.name, arm.seeds.length, `${points(arm.accuracy)}${range(arm.interval, points)}`,
+  const names = [...new Set(comparison.arms.flatMap((arm) => Object.keys(arm.scores)))].filter((name) => !name.startsWith("avg@") && !LOST.includes(name));
+  const lost = (arm, name) => (arm.scores[name] ? `${points(arm.scores[name].before)} → ${points(arm.scores[name].mean)}` : "–");
+  const result = (arm) => [arm.name, arm.seeds.length, `${points(arm.accuracy)}${range(arm.interval, points)}`, ...LOST.map((name) => lost(arm, name)),
     arm.difference ? `${signed(arm.difference.mean)}${range(arm.difference.interval, signed)}` : "baseline",
     !arm.difference ? "" : known(arm.difference.mean) ? chance(arm.difference.p_adjusted) : "–", large(arm.cost.tokens), power(arm.cost.flop), large(arm.cost.optimizer_steps), large(arm.cost.seconds)];
   const secondary = (arm, name) => {
@@ -100,8 +103,9 @@ function tables() {
   return [
     el("h2", {}, "Results and cost"),
     el("p", { class: "muted" }, `Accuracy in points with its ${100 * comparison.level} % interval over seeds; the difference is paired by seed; p is corrected by Holm's method. `
+      + "Beside it the percentages of answers that were cut off or unreadable, before training and after it. "
       + "Cost is the mean of a run, without evaluations; FLOP is an estimate."),
-    table(["arm", "seeds", "accuracy", "difference", "p", "tokens", "≈ FLOP", "optimizer steps", "seconds"], comparison.arms.map(result)),
+    table(["arm", "seeds", "accuracy", "cut off", "unreadable", "difference", "p", "tokens", "≈ FLOP", "optimizer steps", "seconds"], comparison.arms.map(result)),
     el("h2", {}, "Other scores"),
     el("p", { class: "muted" }, "In points; in brackets the difference to the baseline. These intervals are not corrected for their number."),
     table(["arm", "before", ...names], comparison.arms.map(other)),

@@ -19,19 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poise._lib.files import was_changed
 from poise.algorithms.base import FIRST
 from poise.reports.recorded import read_json, read_metrics, read_step
 from poise.runs.folder import RunFolder
 from poise.runs.metrics_file import AXES, x_values
 from poise.training import warnings
 from poise.training.accuracy import is_summary, without_repeats
-from poise.training.results import learned
+from poise.training.results import change_intervals, learned
 
 Block = tuple[int, int, int]  # run, step, row: the address of a response
 WATCHED = (
     "config.json", "metrics.jsonl", warnings.FILE, "before.json", "summary.json", "diverged.json", "diagnose.json",
     "diagnose", "tokens",
 )  # fmt: skip
+CHANGED = "summary.json was changed after the run wrote it."
+REWRITE = "Put it back from a copy, or have poise train --resume measure the model again."
 REMEDY = "Begin again with a smaller optim.lr, or with dtype=float32."  # for a run that diverged
 
 
@@ -110,6 +113,7 @@ class Source:
             "after": _evaluation(ended.get("after")),
             "done": ended.get("steps"),
             "learned": learned(ended),
+            "changes": change_intervals(ended),
             "warnings": _warnings(folder, lines[-1]["step"] if lines else 0),
             "diagnose": _diagnosis(folder),
             "steps": [line["step"] for line in lines],
@@ -173,7 +177,10 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _evaluation(summary: Any) -> dict[str, Any] | None:
     """Held-out accuracy as ``Evaluation.summary`` has it; None if it was not measured, or is damaged."""
-    return summary | {"table": without_repeats(summary["table"])} if is_summary(summary) else None
+    if not is_summary(summary):
+        return None
+    shown = {key: value for key, value in summary.items() if key != "by_problem"}
+    return shown | {"table": without_repeats(summary["table"])}
 
 
 def _warnings(folder: RunFolder, last: int) -> list[dict[str, Any]]:
@@ -184,6 +191,8 @@ def _warnings(folder: RunFolder, last: int) -> list[dict[str, Any]]:
     if isinstance(diverged, dict) and not _passed(diverged.get("step"), last):
         what = f"The run diverged: {diverged.get('why')}."
         said.append({"step": diverged.get("step"), "what": what, "remedy": REMEDY})
+    if was_changed(read_json(folder, "summary.json")):
+        said.append({"step": 0, "what": CHANGED, "remedy": REWRITE})
     return said
 
 

@@ -1,6 +1,6 @@
 // Small tools: elements, numbers, the tooltip, the theme. Text is only ever set as text, and all its characters are visible.
 
-const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
+const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
 const DASHES = ["", "5 3", "2 3", "8 3 2 3", "1 4", "9 5"];
 const SVG = "http://www.w3.org/2000/svg";
 const colour = (i) => `var(${COLOURS[i % COLOURS.length]})`;

@@ -2,6 +2,7 @@
 
 const fixed = (value) => (Number.isFinite(value) ? value.toFixed(3) : "–");
 const interval = (row) => `[${fixed(row.low)}, ${fixed(row.high)}]`;
+const signed = (value) => `${value < 0 ? "−" : "+"}${fixed(Math.abs(value))}`;
 const spelt = (row) => (row ? `${fixed(row.value)} ${interval(row)}` : "–");
 const many = (value) => (Number.isFinite(value) ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : "–");
 const sumOf = (run, key) => (run.metrics[key] || []).reduce((sum, value) => sum + (value || 0), 0);
@@ -40,7 +41,7 @@ const result = Object.assign(new Group(), {
       this.headline(whole),
       this.learned(),
       (measures.length > 0 || chart) && el("div", { class: data.runs.length > 1 ? "result several" : "result" },
-        measures.length > 0 && card("Held-out accuracy", "In brackets the 95 % intervals over problems, and whether those before and after overlap.", this.table(whole), parts.length > 0 && el("details", {}, el("summary", {}, "By difficulty"), this.table(parts)),
+        measures.length > 0 && card("Held-out accuracy", "In brackets the 95 % intervals over problems. Before and after have the same problems, so the change has an interval of its own.", this.table(whole), parts.length > 0 && el("details", {}, el("summary", {}, "By difficulty"), this.table(parts)),
           this.conditions(), el("p", { class: "bar" }, el("button", { type: "button", id: "csv", onclick: () => saveTable("result.csv", this.rows(measures)) }, "Save as CSV"))),
         chart && card("Its curve", "Bars are the intervals before and after training.", chart.svg, chart.legend)),
       el("h2", {}, "What was trained"), el("div", { class: "facts" }, table(["", ...data.runs.map((run) => run.name)], this.facts())),
@@ -68,14 +69,14 @@ const result = Object.assign(new Group(), {
     const several = data.runs.length > 1;
     const rows = measures.flatMap((measure) => data.runs.map((run, r) => {
       const [before, after] = both(run).map((found) => found?.table[measure]);
-      const known = before && after, apart = known && (after.low > before.high || after.high < before.low);
+      const known = before && after, within = run.changes[measure];
       const change = known ? after.value - before.value : null;
       const cell = (row) => (row ? [fixed(row.value), " ", el("small", {}, interval(row))] : "–");
       return [...(several ? [el("span", { class: "legend" }, el("span", {}, mark(colour(r)), run.name))] : []), r ? "" : measure, cell(before), cell(after),
-        known ? `${change < 0 ? "−" : "+"}${fixed(Math.abs(change))}` : "–", known ? (apart ? "apart" : "overlap") : "–", this.picture(before, after, colour(several ? r : 0))];
+        known ? [signed(change), " ", within && el("small", {}, `[${within.map(signed).join(", ")}]`)] : "–", this.picture(before, after, colour(several ? r : 0))];
     }));
     const order = (cells) => (several ? [cells[1], cells[0], ...cells.slice(2)] : cells);
-    return table(order([...(several ? ["run"] : []), "measure", "before", "after", "change", "intervals", "from 0 to 1"]), rows.map(order));
+    return table(order([...(several ? ["run"] : []), "measure", "before", "after", "change", "from 0 to 1"]), rows.map(order));
   },
 
   // Before (hollow) and after (filled), each with its interval, between 0 and 1.
@@ -93,10 +94,17 @@ const result = Object.assign(new Group(), {
     const said = data.runs.map((run) => {
       const found = run.after || run.before;
       if (!found) return null;
-      const cut = both(run).filter(Boolean).map((each) => percent((each.cut_off ?? 0) / (each.n * each.samples))).join(" → ");
-      return `${many(found.n)} problems × ${found.samples} samples at temperature ${number(found.temperature)}, and one greedy answer each; ${cut} of the samples were cut off.`;
+      const share = (key) => both(run).filter(Boolean).map((each) => percent(Number.isFinite(each[key]) ? each[key] / (each.n * each.samples) : null)).join(" → ");
+      return `${many(found.n)} problems × ${found.samples} samples at temperature ${number(found.temperature)}, and one greedy answer each; ${share("cut_off")} of the samples were cut off, ${share("unreadable")} unreadable.`;
     });
-    return data.runs.flatMap((run, r) => (said[r] && said.indexOf(said[r]) === r ? el("p", {}, new Set(said).size > 1 && `${run.name}: `, said[r]) : []));
+    const measured = data.runs.filter((run) => run.after);
+    const differ = (of) => new Set(measured.map(of)).size > 1;
+    const settings = (run) => JSON.stringify([field(run, "task"), field(run, "evaluation.seed"), run.after.n]); // older runs have no fingerprint
+    const unlike = [
+      differ(measured.every((run) => run.after.problems) ? (run) => run.after.problems : settings) && "These runs were measured on different held-out problems.",
+      differ((run) => run.done) && `These runs were measured after different numbers of steps: ${measured.map((run) => `${run.name} ${many(run.done)}`).join(", ")}.`,
+    ].filter(Boolean);
+    return [...unlike.map((sentence) => el("p", { class: "unlike" }, sentence)), ...data.runs.flatMap((run, r) => (said[r] && said.indexOf(said[r]) === r ? el("p", {}, new Set(said).size > 1 && `${run.name}: `, said[r]) : []))];
   },
 
   // The curves of avg@k, greedy and pass@k, beside accuracy in training (null).

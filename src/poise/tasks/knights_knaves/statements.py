@@ -34,7 +34,7 @@ def variables(people: int) -> tuple[int, ...]:
     if not 1 <= people <= MAX_PEOPLE:
         raise ValueError(f"knights and knaves: between 1 and {MAX_PEOPLE} people, got {people}")
     everything = (1 << (1 << people)) - 1
-    # Runs of 2^i zeros and 2^i ones, repeated: dividing 11…1 by (2^run + 1) spaces single runs out.
+    # Person i's table repeats 2^i zeros and 2^i ones. 11…1 / (2^(2^i) + 1) has the ones in the other half: shift them.
     return tuple(everything // ((1 << (1 << i)) + 1) << (1 << i) for i in range(people))
 
 
