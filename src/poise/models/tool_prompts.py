@@ -17,9 +17,9 @@ INSTRUCTION = (
     "You can call these tools, described by JSON schemas:\n{}\nTo call one, write its name and its arguments as JSON "
     'between tags:\n<tool_call>\n{{"name": "NAME", "arguments": {{…}}}}\n</tool_call>'
 )
-_STARTED = datetime.now()  # the date of all prompts of a process: a run does not change at midnight
 _PROBE = "ResultOfProbe."
 _KNOWN: dict[str, bool] = {}  # by template
+_DATE = [datetime.now()]  # in all prompts of a process, or of a run: it does not change at midnight
 
 
 def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -46,8 +46,13 @@ def _schema(function: Any) -> dict[str, Any]:
 
 def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
     """The chat template's arguments besides the messages."""
-    date = {"strftime_now": _STARTED.strftime} if "strftime_now" in str(tokenizer.chat_template) else {}
+    date = {"strftime_now": _DATE[0].strftime} if "strftime_now" in str(tokenizer.chat_template) else {}
     return date | ({"tools": list(tools)} if tools and knows_tools(tokenizer) else {})
+
+
+def fix_date(date: datetime) -> None:
+    """Let chat templates show this date from now on: that of a run's beginning, so that its prompts stay the same."""
+    _DATE[0] = date
 
 
 def announce(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> list[Message]:

@@ -67,9 +67,12 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """``eval/{task}/…`` for the metrics of a step."""
-        summary = self.summary()
-        named = {name.replace(BY_DIFFICULTY, "/"): row["value"] for name, row in summary["table"].items()}
-        return {f"eval/{self.task}/{name}": value for name, value in named.items()}
+        return summary_metrics(self.task, self.summary())
+
+
+def summary_metrics(task: str, summary: dict[str, Any]) -> dict[str, float]:
+    """``Evaluation.metrics``, of an evaluation's summary."""
+    return {f"eval/{task}/{name.replace(BY_DIFFICULTY, '/')}": row["value"] for name, row in summary["table"].items()}
 
 
 def _chunk(samples: int, device: torch.device) -> int:

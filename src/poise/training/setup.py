@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from poise._lib.user_code import Code, edited
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.engines.choose import choose
@@ -17,6 +18,7 @@ from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder, step_of
 from poise.tasks import Problem, Task, TaskError, data_fingerprint, epochs, several_turns
 from poise.tasks.data import Data
+from poise.training.resume import TrainError
 
 
 def build_sampler(
@@ -79,6 +81,32 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
     for line in task.notes:
         note(line)
     note(task.sizes())
+
+
+def code_versions(folder: RunFolder) -> list[Code]:
+    """What the user's own code was made of when a run began, and after each edit that was accepted since."""
+    saved = folder.read_json("code.json")
+    return (
+        [each["code"] for each in saved if isinstance(each, dict) and isinstance(each.get("code"), dict)]
+        if isinstance(saved, list)
+        else []
+    )
+
+
+def check_same_code(config: Config, folder: RunFolder, *, accept: bool = False) -> list[str]:
+    """Refuse to resume a run with edited code, unless the user accepts it: then the names of the edited files."""
+    versions = code_versions(folder)
+    if not config.code or config.code in versions[-1:]:
+        return []
+    files = edited(versions[-1], config.code) if versions else []
+    if files and not accept:
+        raise TrainError(
+            f"{', '.join(files)}: this code was edited since the run in {folder.path} began; put it back, begin "
+            "another run=DIR, or go on knowingly with --trust-changed (in Python: trust_changed=True)"
+        )
+    version = {"after_step": folder.progress()[0], "code": config.code}
+    folder.write_json("code.json", [*(folder.read_json("code.json") if versions else []), version])
+    return files
 
 
 def check_same_data(task: Task, folder: RunFolder) -> None:
