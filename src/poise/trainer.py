@@ -44,6 +44,7 @@ from poise.training.records import (
     environment,
     response_records,
     step_metrics,
+    task_metrics,
     token_arrays,
     token_metrics,
     turn_metrics,
@@ -191,7 +192,9 @@ class Trainer:
         self.sampler.tokens.clear()  # those of an evaluation
         self.sampler.turns.clear()
         with clock("problems"):
-            problems = training_problems(task, seed=config.seed, step=step, step_seed=seed, count=config.prompts)
+            problems = training_problems(
+                task, seed=config.seed, step=step, step_seed=seed, count=config.prompts, fits=self.sampler.fits
+            )
         with model_errors():
             samples, memory = collect(
                 self.algorithm, problems, self.sampler, seed, self.memory,
@@ -199,7 +202,15 @@ class Trainer:
             )  # fmt: skip
             samples, failed = with_verdict(samples)
         tokens = token_metrics(self.sampler.tokens, self.tokens)
-        with clock("regulate"), self._divergence(step):
+        if not samples:
+            report.note(
+                f"step {step}: no reward applies to its attempts, or to one alone of a group; nothing is learned"
+            )
+            self.memory, self.tokens = memory, tokens["tokens/total"]
+            self.checkpoints.weights_of = step
+            others = {**failed, **task_metrics(task), **turn_metrics(self.sampler), "optim/steps": 0.0}
+            return {**others, **tokens, **clock.metrics(tokens["tokens/sampled"])}
+        with clock("regulate"), model_errors(), self._divergence(step):
             rollouts, batch = self._batch(samples)
             with blamed("regulator", config.regulator):
                 rows, phases, dropped = phases_of(

@@ -97,9 +97,8 @@ def _train(config: Any, before: dict[str, Any] | None) -> None:
     while True:
         try:
             begun = (Path(config.run) / "config.json").exists()
-            trainer.train(
-                config, resume=begun, before=before, renumber=False, trust_changed=True
-            )  # checked by the plan
+            checked = {"renumber": False, "trust_changed": True}  # by the comparison
+            trainer.train(config, resume=begun, before=before, **checked)
             return
         except BusyError:
             if time.monotonic() > end:

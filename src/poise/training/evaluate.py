@@ -94,7 +94,7 @@ def evaluate(
     The same seed gives the same problems and random numbers, so that two policies are compared on equal terms.
     ``drawn`` are these problems, if they are known already.
     """
-    test_problems = draw(sampler.task, "test", seed, problems) if drawn is None else drawn
+    test_problems = draw(sampler.task, "test", seed, problems, sampler.fits) if drawn is None else drawn
     problems = len(test_problems)  # a finite task may have fewer
     sampled: list[Sample] = []
     greedy: list[Sample] = []

@@ -47,7 +47,7 @@ class Evaluations:
 
     def _draw(self) -> list[Problem]:
         settings = self.config.evaluation
-        return draw(self.sampler.task, "test", settings.seed, settings.problems)
+        return draw(self.sampler.task, "test", settings.seed, settings.problems, self.sampler.fits)
 
     def measure(self) -> Evaluation:
         """Evaluate now. A stop request raises KeyboardInterrupt."""

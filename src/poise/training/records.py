@@ -167,10 +167,12 @@ def turn_metrics(sampler: Sampler) -> dict[str, float]:
     """``rollout/continued`` and ``rollout/reread`` of a task with several turns, since the last call.
 
     The later turns that continued from keys that the engine had kept, and those that had to read their dialogue again.
+    If problems were too long, ``rollout/too_long`` is their number.
     """
-    turns = {f"rollout/{name}": float(sampler.turns[name]) for name in ("continued", "reread")}
+    names = ["continued", "reread"] * several_turns(sampler.task) + ["too_long"] * ("too_long" in sampler.turns)
+    turns = {f"rollout/{name}": float(sampler.turns[name]) for name in names}
     sampler.turns.clear()
-    return turns if several_turns(sampler.task) else {}
+    return turns
 
 
 def reward_metrics(samples: Sequence[Sample], batch: TokenBatch) -> dict[str, float]:

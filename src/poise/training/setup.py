@@ -31,7 +31,9 @@ def build_sampler(
 ) -> Sampler:
     """A sampler for the config's task, or for ``task``. ``note`` receives messages for the user."""
     rollout = config.rollout
-    engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)
+    engine = choose(
+        policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory, micro_tokens=config.optim.micro_tokens
+    )
     task = task or config.task.build()
     if isinstance(engine, NativeEngine):
         episode = rollout.max_episode_tokens if several_turns(task) else None
