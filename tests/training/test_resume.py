@@ -15,7 +15,7 @@ from poise.runs.folder import CHANGEABLE, CheckpointError, RunFolder
 from poise.training import checkpoints
 from poise.training.records import begun, write_start
 from poise.training.resume import TrainError, open_to_resume
-from poise.training.setup import check_same_code, code_versions
+from poise.training.setup import check_same_code
 from support.command_line import fails, poise
 from support.small_runs import SHORT, run
 
@@ -157,7 +157,7 @@ def test_edited_code_is_refused_by_name_and_may_be_accepted(tmp_path, monkeypatc
     shown = poise("train", "--resume", folder.path, "steps=3", "--trust-changed").output
     assert "beside.py: edited since the run began" in shown
     assert [line["reg/all/weight_mean"] for line in folder.metrics()] == [0.5, 0.5, 2.5]
-    assert len(code_versions(folder)) == 2
+    assert len(folder.code_versions()) == 2
     assert [each["after_step"] for each in json.loads((folder.path / "code.json").read_text())] == [0, 2]
     assert poise("train", "--resume", folder.path, "steps=4", "--trust", "--quiet").exit_code == 0  # accepted
 
@@ -170,5 +170,5 @@ def test_a_run_without_a_record_of_its_code_goes_on(tmp_path, monkeypatch):
     config = configs.load("demo", ["regulator=softer.py:softer", f"run={tmp_path / 'run'}"])
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
     assert check_same_code(config, folder) == []
-    assert code_versions(folder) == [config.code]
+    assert folder.code_versions() == [config.code]
     assert config.code["softer.py:softer"].keys() == {"softer.py", "beside.py"}

@@ -20,7 +20,6 @@ from poise.config.run_settings import differences
 from poise.runs.folder import RunFolder
 from poise.runs.listing import PLAN
 from poise.tasks import data_fingerprint
-from poise.training.setup import code_versions
 
 ANOTHER = "or begin another comparison with run=DIR"
 
@@ -113,7 +112,7 @@ def _check_code(plan: Plan, accepted: list[Code]) -> None:
 def _other_code(plan: Plan) -> list[tuple[PlannedRun, Code]]:
     """The runs that were trained with another version of the user's code than today's, and that version."""
     runs = (run for run in plan.all_runs() if run.config.code)
-    codes = ((run, code) for run in runs for code in code_versions(RunFolder(run.folder)))
+    codes = ((run, code) for run in runs for code in RunFolder(run.folder).code_versions())
     return [(run, code) for run, code in codes if code != run.config.code]
 
 

@@ -50,7 +50,6 @@ def read(path: Path, config: Config) -> dict[str, Any] | None:
     from poise.models.loading import resolve_device
     from poise.training.accuracy import is_summary
     from poise.training.records import environment
-    from poise.training.setup import code_versions
 
     folder = RunFolder(path.parent)
     there, here = folder.read_json("environment.json"), environment(resolve_device(config.device))
@@ -61,7 +60,7 @@ def read(path: Path, config: Config) -> dict[str, Any] | None:
     data = folder.read_json("data.json")
     if data is not None and data != {"fingerprint": data_fingerprint(config.task.build())}:
         return None  # the file was edited since
-    names, versions = foreign({"task": dict(config.task)}), code_versions(folder)
+    names, versions = foreign({"task": dict(config.task)}), folder.code_versions()
     if any(code.get(name) != config.code.get(name) for name in names for code in versions):
         return None  # the task's code was edited since
     before = folder.read_json(FILE)

@@ -51,6 +51,7 @@ from poise._lib.files import (
     sync_folder,
     verify,
 )
+from poise._lib.user_code import Code
 from poise.runs.console import complain
 from poise.runs.listing import is_comparison
 from poise.runs.lock import check_free, resume_command
@@ -174,6 +175,12 @@ class RunFolder:
             return read_json(path) if path.exists() else None
         except ValueError:
             raise DamagedError(f"{path} cannot be read as JSON: {COPY}") from None
+
+    def code_versions(self) -> list[Code]:
+        """What the user's own code was made of when the run began, and after each edit that was accepted since."""
+        saved = self.read_json("code.json")
+        versions = [each.get("code") for each in saved if isinstance(each, dict)] if isinstance(saved, list) else []
+        return [code for code in versions if isinstance(code, dict)]
 
     # Metrics
 

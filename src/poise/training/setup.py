@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from poise._lib.user_code import Code, edited
+from poise._lib.user_code import edited
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.engines.choose import choose
@@ -85,19 +85,9 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
     note(task.sizes())
 
 
-def code_versions(folder: RunFolder) -> list[Code]:
-    """What the user's own code was made of when a run began, and after each edit that was accepted since."""
-    saved = folder.read_json("code.json")
-    return (
-        [each["code"] for each in saved if isinstance(each, dict) and isinstance(each.get("code"), dict)]
-        if isinstance(saved, list)
-        else []
-    )
-
-
 def check_same_code(config: Config, folder: RunFolder, *, accept: bool = False) -> list[str]:
     """Refuse to resume a run with edited code, unless the user accepts it: then the names of the edited files."""
-    versions = code_versions(folder)
+    versions = folder.code_versions()
     if not config.code or config.code in versions[-1:]:
         return []
     files = edited(versions[-1], config.code) if versions else []
