@@ -12,7 +12,6 @@ from poise._lib.files import expand
 from poise.config.documents import Document, merge
 from poise.config.run_settings import differences
 from poise.config.schema import Config
-from poise.models.layers import OutOfMemoryError
 from poise.models.places import ModelError
 from poise.runs.console import Console, complain
 from poise.runs.folder import CHANGEABLE, RunFolder
@@ -27,7 +26,7 @@ def model_errors() -> Iterator[None]:
     """Turn an error of the model, such as a prompt that is too long for it, into a TrainError."""
     try:
         yield
-    except (ModelError, OutOfMemoryError) as error:
+    except ModelError as error:
         raise TrainError(str(error)) from error
 
 
