@@ -5,11 +5,14 @@ Shapes: B responses, T response tokens (padded).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from poise._lib.device import send
 from poise.head import min_p_logp
+from poise.models.layers import OutOfMemoryError
 from poise.models.packing import pack
 from poise.models.policy import Policy
 from poise.rollout.types import Rollouts
@@ -32,10 +35,13 @@ def score_all(
 ) -> tuple[Tensor, Tensor]:
     """(B, T) log-probabilities and entropies of all responses under the current policy."""
     logp_BT, entropy_BT = torch.zeros_like(rollouts.logp), torch.zeros_like(rollouts.logp)
-    for rows in _passes(policy, rollouts, micro_tokens):
+
+    def score(rows: list[int]) -> None:
         ix = send(rows, rollouts.logp.device)
         logp, entropy = policy.score(rollouts.rows(rows), temperature)
         logp_BT[ix], entropy_BT[ix] = logp.to(logp_BT.dtype), entropy.to(entropy_BT.dtype)
+
+    _in_passes(policy, rollouts, micro_tokens, score)
     return logp_BT, entropy_BT
 
 
@@ -45,16 +51,46 @@ def score_min_p(
 ) -> Tensor:
     """(B, T) log-probabilities under the current policy filtered by min-p: see ``poise.head.min_p_logp``."""
     logp_BT = torch.zeros_like(rollouts.logp)
-    for rows in _passes(policy, rollouts, micro_tokens):
+
+    def score(rows: list[int]) -> None:
         part = rollouts.rows(rows)
         index = part.index
         logp = min_p_logp(policy.hidden(part), part.tokens.flatten()[index], policy.head(temperature), min_p)
         scored = torch.zeros_like(part.logp).view(-1).index_put_((index,), logp.to(logp_BT.dtype))
         logp_BT[send(rows, rollouts.logp.device)] = scored.view(part.logp.shape)
+
+    _in_passes(policy, rollouts, micro_tokens, score)
     return logp_BT
 
 
-def _passes(policy: Policy, rollouts: Rollouts, micro_tokens: int | None) -> list[list[int]]:
-    """The rows of each packed pass."""
-    tokens = micro_tokens or default_micro_tokens(policy)
-    return pack(rollouts, range(len(rollouts.prompts)), policy.budget(tokens))
+def _in_passes(
+    policy: Policy, rollouts: Rollouts, micro_tokens: int | None, score: Callable[[list[int]], None]
+) -> None:
+    """Call ``score`` with the rows of each packed pass; when memory runs out, again with fewer tokens per pass."""
+    while True:
+        bins = pack(rollouts, range(len(rollouts.prompts)), policy.budget(micro_tokens or default_micro_tokens(policy)))
+        try:
+            for rows in bins:
+                score(rows)
+            return
+        except torch.OutOfMemoryError:
+            pass  # retry outside of this block: here the error still references the tensors that filled the memory
+        take_less(policy, largest_pass(rollouts, bins))
+
+
+def take_less(policy: Policy, largest: int) -> None:
+    """Let later passes have half of ``largest`` tokens; an error if that was a single response already."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if not largest:
+        raise OutOfMemoryError("with a single response per pass")
+    policy.most_tokens = largest // 2
+
+
+def largest_pass(rollouts: Rollouts, bins: Sequence[Sequence[int]]) -> int:
+    """The most tokens of a pass of several responses, each prompt counted once; 0 if there is no such pass."""
+    sizes = [0]
+    for rows in bins:
+        prompts = {tuple(rollouts.prompts[row]) for row in rows}
+        sizes += [sum(rollouts.lengths[row] for row in rows) + sum(map(len, prompts))] if len(rows) > 1 else []
+    return max(sizes)

@@ -16,7 +16,7 @@ from poise.head import policy_loss
 from poise.models.layers import OutOfMemoryError
 from poise.models.packing import pack
 from poise.models.policy import Policy
-from poise.models.scoring import BUSY_TOKENS, default_micro_tokens, score_all
+from poise.models.scoring import BUSY_TOKENS, default_micro_tokens, largest_pass, score_all, take_less
 from poise.objective import Settings, active, normalizer, survey
 from poise.rollout.types import Rollouts
 from poise.surrogates import Survey
@@ -190,14 +190,9 @@ def within_memory(
         except torch.OutOfMemoryError:
             pass  # retry outside of this block: here the error still references the tensors that filled the memory
         _clear(policy, parameters)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        largest = max((_token_count(rollouts, bin_rows) for bin_rows in bins if len(bin_rows) > 1), default=0)
-        if largest < BUSY_TOKENS and policy.save_memory():
-            continue
-        if not largest:
-            raise OutOfMemoryError("with a single response per pass")
-        policy.most_tokens = largest // 2
+        largest = largest_pass(rollouts, bins)
+        if largest >= BUSY_TOKENS or not policy.save_memory():
+            take_less(policy, largest)
 
 
 def _clear(policy: Policy, parameters: Sequence[Tensor]) -> None:
@@ -205,12 +200,6 @@ def _clear(policy: Policy, parameters: Sequence[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
     policy.model.zero_grad(set_to_none=True)
-
-
-def _token_count(rollouts: Rollouts, rows: list[int]) -> int:
-    """The number of tokens in a pass, each prompt counted once."""
-    prompts = {tuple(rollouts.prompts[row]) for row in rows}
-    return sum(rollouts.lengths[row] for row in rows) + sum(map(len, prompts))
 
 
 def _add(totals: Metrics, more: Metrics) -> None:
