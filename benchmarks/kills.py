@@ -169,8 +169,9 @@ def contents(folder: Path) -> dict[str, str]:
             lines = [json.loads(line) for line in data.splitlines()]
             kept = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
             data = json.dumps(kept).encode()
-        elif path.name in ("config.json", "summary.json"):
-            data = json.dumps({k: v for k, v in json.loads(data).items() if k != "run"}).encode()
+        elif path.name in ("config.json", "summary.json", "environment.json"):
+            starts = ("run", "began", "after_step", "earlier_starts")
+            data = json.dumps({k: v for k, v in json.loads(data).items() if k not in starts}).encode()
         found[path.relative_to(folder).as_posix()] = hashlib.sha256(data).hexdigest()
     return found
 

@@ -30,6 +30,7 @@ METRICS: dict[str, str] = {
     "rollout/finished": "share of the responses that ended by themselves, before the token limit",
     "rollout/continued": "later turns of episodes that went on from keys the engine had kept",
     "rollout/reread": "later turns of episodes that had to read their dialogue again",
+    "rollout/too_long": "problems whose prompts were longer than rollout.max_prompt; others took their place",
     "rollout/importance": (
         "mean of old / sampler probability before truncation; 1 if both agree (only where they are computed apart, "
         "as with vLLM)"

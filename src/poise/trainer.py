@@ -24,6 +24,7 @@ from poise.engines.limits import check_settings
 from poise.models.layers import OutOfMemoryError
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import load_policy
+from poise.models.tool_prompts import fix_date
 from poise.rollout.sampling import derived_seed
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
@@ -37,17 +38,20 @@ from poise.training.interrupts import Stopper
 from poise.training.preflight import preflight
 from poise.training.records import (
     Clock,
+    begun,
     environment,
     response_records,
     step_metrics,
+    task_metrics,
     token_arrays,
     token_metrics,
     turn_metrics,
+    write_start,
 )
 from poise.training.reporter import Reporter
 from poise.training.results import finished
 from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
-from poise.training.setup import arrive, build_sampler, check_same_data, recomputed
+from poise.training.setup import arrive, build_sampler, check_same_code, check_same_data, recomputed
 from poise.training.update import NotFiniteError, UpdatePlan, update
 
 __all__ = ["TrainError", "Trainer", "train"]
@@ -55,13 +59,14 @@ __all__ = ["TrainError", "Trainer", "train"]
 
 def train(
     config: Config, *, resume: bool = False, quiet: bool = False, before: dict[str, Any] | None = None,
-    renumber: bool = True,
+    renumber: bool = True, trust_changed: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Train with this config into its run folder, show the result, and return the contents of ``summary.json``.
 
     ``before`` is the accuracy before training, if another run of the same model has measured it in the same way. If
     the folder has a run already, this one goes to the next free folder, such as ``runs/mine-2``; with
-    ``renumber=False`` that is an error. On a CPU the C library is told to keep freed memory, from then on
+    ``renumber=False`` that is an error. ``trust_changed`` goes on with a run although code of the user's own was edited
+    since it began. On a CPU the C library is told to keep freed memory, from then on
     (``_lib/device.py``).
     """
     if renumber and not resume:
@@ -70,7 +75,9 @@ def train(
         if resume and (ended := finished(config, folder, quiet=quiet)):
             return ended
         check_trackers(config.tracking)
+        changed = check_same_code(config, folder, accept=trust_changed)
         trainer = Trainer(config, folder, quiet=quiet)
+        trainer.notes += [f"{', '.join(changed)}: edited since the run began, as code.json says"] if changed else []
         if trainer.policy.device.type == "cpu":
             keep_freed_memory()
         preflight(config, trainer.sampler, trainer.checkpoints, trainer._batch)
@@ -82,6 +89,7 @@ class Trainer:
 
     def __init__(self, config: Config, folder: RunFolder, *, quiet: bool = False) -> None:
         self.config, self.folder, self.quiet = config, folder, quiet
+        fix_date(begun(folder))  # before anything is encoded
         self.settings = config.objective
         self.regulator = config.build_regulator()
         self.algorithm = config.build_algorithm()
@@ -122,7 +130,7 @@ class Trainer:
         sizes = {"parameters": Frozen(self.policy).parameters, "parameters_of": self.frozen.parameters()}
         arrive(self.sampler, self.config, done)
         with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
-            self.folder.write_json("environment.json", {**environment(self.policy.device), **sizes})
+            self.notes += write_start(self.folder, environment(self.policy.device) | sizes, done)
             for note in self.notes:
                 report.note(note)
             evaluations = Evaluations(self.sampler, self.config, self.folder, report, stopper)
@@ -182,7 +190,9 @@ class Trainer:
         self.sampler.tokens.clear()  # those of an evaluation
         self.sampler.turns.clear()
         with clock("problems"):
-            problems = training_problems(task, seed=config.seed, step=step, step_seed=seed, count=config.prompts)
+            problems = training_problems(
+                task, seed=config.seed, step=step, step_seed=seed, count=config.prompts, fits=self.sampler.fits
+            )
         with model_errors():
             samples, memory = collect(
                 self.algorithm, problems, self.sampler, seed, self.memory,
@@ -190,7 +200,15 @@ class Trainer:
             )  # fmt: skip
             samples, failed = with_verdict(samples, config.advantage)
         tokens = token_metrics(self.sampler.tokens, self.tokens)
-        with clock("regulate"), self._divergence(step):
+        if not samples:
+            report.note(
+                f"step {step}: no reward applies to its attempts, or to one alone of a group; nothing is learned"
+            )
+            self.memory, self.tokens = memory, tokens["tokens/total"]
+            self.checkpoints.weights_of = step
+            others = {**failed, **task_metrics(task), **turn_metrics(self.sampler), "optim/steps": 0.0}
+            return {**others, **tokens, **clock.metrics(tokens["tokens/sampled"])}
+        with clock("regulate"), model_errors(), self._divergence(step):
             batch = self._batch(samples)
             with blamed("regulator", config.regulator):
                 rows, phases, dropped = phases_of(

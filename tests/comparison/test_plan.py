@@ -10,6 +10,7 @@ from poise.comparison.plan import TUNING, read_plan
 from poise.config.documents import ConfigError
 from poise.config.groups import HELD_OUT
 from poise.runs.folder import RunFolder
+from poise.training.setup import check_same_code
 from support.comparisons import SMALL, finish, make, write_rows
 
 
@@ -268,6 +269,45 @@ def test_a_run_on_data_that_were_edited_since_is_refused(tmp_path):
     said = refused(planned())
     assert f"the data were edited since {run.folder} was trained" in said
     assert "move the folder away, and the same command trains this run anew" in said
+
+
+SOFTER = """
+import poise
+
+@poise.regulator
+def softer(batch):
+    return [poise.Phase.of(batch, 0.5)]
+"""
+
+
+def test_a_run_with_code_that_was_edited_since_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "softer.py").write_text(SOFTER)
+
+    def planned(*more):
+        return make(tmp_path, *more, regulator="grpo; softer.py:softer")
+
+    plan = planned()
+    plan.folder.mkdir()
+    record.write(plan)
+    runs = plan.all_runs()
+    for run in runs[:2]:
+        finish(run)
+        check_same_code(run.config, RunFolder(run.folder))
+    record.check(planned("seeds=4"))
+    (tmp_path / "softer.py").write_text(SOFTER.replace("0.5", "7.0"))
+    said = refused(planned("seeds=4"))
+    assert f"softer.py: this code was edited since {runs[1].folder} was trained, and one arm would mix both" in said
+    assert "--trust-changed" in said
+    accepted = planned("seeds=4")
+    record.check(accepted, trust_changed=True)
+    record.write(accepted)
+    record.check(planned("seeds=5"))  # it was accepted, and stays written down
+    assert record.mixed_code(accepted) == {"softer.py:softer": ["softer.py"]}
+    (tmp_path / "softer.py").write_text(SOFTER.replace("0.5", "9.0"))
+    record.check(planned("seeds=5"))  # no run has the second version yet
+    check_same_code(accepted.all_runs()[3].config, RunFolder.create(accepted.all_runs()[3].folder, {}))
+    assert "this code was edited" in refused(planned("seeds=5"))
 
 
 def test_runs_with_the_same_settings_written_otherwise_count(tmp_path):

@@ -158,6 +158,20 @@ def test_a_run_on_data_that_were_edited_meanwhile_does_not_begin(tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_with_code_that_was_edited_meanwhile_does_not_begin(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    for name in THREADS:
+        monkeypatch.setenv(name, "1")
+    (tmp_path / "softer.py").write_text("import poise\n\n@poise.regulator\ndef softer(batch): ...\n")
+    config = load("demo", ["regulator=softer.py:softer", "device=cpu", f"run={tmp_path / 'run'}"])
+    with (tmp_path / "softer.py").open("a") as file:
+        file.write("# edited\n")
+    assert carry_out(config.model_dump(mode="json"), threads=1, code=config.code) == FAILED
+    assert "softer.py was edited since the comparison began" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_how_a_run_ended_in_words(tmp_path):
     assert ending(1) == "exit code 1"
     assert ending(-9) == "killed by SIGKILL (out of memory?)"

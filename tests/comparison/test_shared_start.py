@@ -12,6 +12,7 @@ from poise.models.loading import resolve_device
 from poise.runs.folder import RunFolder
 from poise.training import evaluations
 from poise.training.records import environment
+from poise.training.setup import check_same_code
 from support.comparisons import evaluation, make, write_rows
 from support.small_runs import make as make_run
 
@@ -96,4 +97,21 @@ def test_it_is_not_taken_if_the_data_were_edited_since(tmp_path):
     folder.write_json("before.json", evaluation(0.5))
     assert shared_start.read(folder.path / "before.json", config) == evaluation(0.5)
     rows.write_text(rows.read_text().replace("3 + 1?", "4 + 0?"))
+    assert shared_start.read(folder.path / "before.json", load(None, settings)) is None
+
+
+def test_it_is_not_taken_if_the_code_of_the_task_was_edited_since(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = write_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "mine.py").write_text("def right(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    (tmp_path / "softer.py").write_text("import poise\n\n@poise.regulator\ndef softer(batch): ...\n")
+    settings = ["model=embedded", f"data={rows}", "reward=mine.py:right", "device=cpu", f"run={tmp_path / 'run'}"]
+    config = load(None, [*settings, "regulator=softer.py:softer"])
+    folder = RunFolder.create(config.run, config.model_dump(mode="json"))
+    check_same_code(config, folder)
+    folder.write_json("environment.json", environment(resolve_device("cpu")))
+    folder.write_json("before.json", evaluation(0.5))
+    (tmp_path / "softer.py").write_text("import poise\n\n@poise.regulator\ndef softer(batch): pass\n")
+    assert shared_start.read(folder.path / "before.json", load(None, settings)) == evaluation(0.5)  # no regulator
+    (tmp_path / "mine.py").write_text("def right(completions, **columns):\n    return [0.0 for _ in completions]\n")
     assert shared_start.read(folder.path / "before.json", load(None, settings)) is None

@@ -41,10 +41,10 @@ RUNS = [  # task, changes
     (SUMS, ["rollout.max_tokens=12"]),
     (MATH, ["rollout.max_tokens=12"]),
 ]
-# Written only where a reward function hangs, vLLM samples, or no continuation gets a verdict
+# Written only where a reward function hangs, problems are too long, vLLM samples, or no continuation gets a verdict
 RARE = {
-    "reward/failed", "transfer/failed", "rollout/importance", "rollout/truncated", "rollout/mismatch",
-    "rollout/mismatch_max", "rollout/mismatch_kl",
+    "reward/failed", "rollout/too_long", "transfer/failed", "rollout/importance", "rollout/truncated",
+    "rollout/mismatch", "rollout/mismatch_max", "rollout/mismatch_kl",
 }  # fmt: skip
 
 

@@ -169,11 +169,18 @@ def test_a_run_that_has_reached_its_goal_only_does_the_final_evaluation_again(tm
     assert trainer.train(config, resume=True, quiet=True)["steps"] == 2
 
 
-def test_a_run_that_goes_on_beyond_its_end_is_not_evaluated_there_twice(tmp_path):
-    folder, _ = run(tmp_path, *QUICK, "evaluation.every=2", "steps=2")
-    config = make(tmp_path, *QUICK, "evaluation.every=2", "steps=3")
-    trainer.train(config, resume=True, quiet=True)
+@pytest.mark.parametrize("every", [2, 0])
+def test_a_run_that_goes_on_beyond_its_end_keeps_its_evaluation_and_does_it_once(tmp_path, monkeypatch, every):
+    folder, summary = run(tmp_path, *QUICK, f"evaluation.every={every}", "steps=2")
     assert not any(key.startswith("eval/") for line in folder.metrics() for key in line)
+    config, real, calls = make(tmp_path, *QUICK, f"evaluation.every={every}", "steps=3"), Evaluations.measure, []
+    monkeypatch.setattr(Evaluations, "measure", lambda held: calls.append(1) or real(held))
+    trainer.train(config, resume=True, quiet=True)
+    assert len(calls) == 1  # after step 3
+    _, second, third = folder.metrics()
+    assert second["eval/kk/avg@1"] == summary["after"]["accuracy"]
+    assert second["eval/kk/greedy"] == summary["after"]["greedy"]
+    assert not any(key.startswith("eval/") for key in third)
 
 
 def test_a_signal_before_an_evaluation_begins_none(tmp_path, monkeypatch):

@@ -24,13 +24,17 @@ from typing import Any, TypeVar
 
 from poise._lib.calls import split_bars
 from poise._lib.errors import unknown
+from poise._lib.files import remove
+from poise._lib.fingerprint import files, fingerprint, hashes, module_files
 
 FOLDERS: list[str] = []  # searched for modules after everything that is installed; the command line adds one
 TASK_CODE = ("name", "reward", "factory")  # the settings of a task that may name code
 _MARK = "_poise_kind"
 _FILES: dict[str, str] = {}  # modules loaded from a file: their name, and the file as the user wrote it
+_LOADED: dict[Path, bytes] = {}  # files as they were when they were imported last
 
 F = TypeVar("F", bound=Callable[..., Any])
+Code = dict[str, dict[str, str]]  # what code is made of: see ``code_of``
 
 
 class UntrustedError(ValueError):
@@ -104,10 +108,35 @@ def check_trusted(what: str, path: str | None = None) -> None:
 
 def asks_for_code(settings: Mapping[str, Any]) -> bool:
     """Whether ``untrusted`` would refuse these settings: then ``--resume`` needs ``--trust``."""
+    return bool(foreign(settings) or settings.get("remote_code"))
+
+
+def foreign(settings: Mapping[str, Any]) -> list[str]:
+    """The paths of code in a run's settings that is not part of poise."""
     task = settings.get("task")
     named = [task.get(key) for key in TASK_CODE] if isinstance(task, Mapping) else []
     named += [settings.get("regulator"), settings.get("algorithm")]
-    return any(is_foreign(path) for value in named for path in _paths(value)) or bool(settings.get("remote_code"))
+    return [path for value in named for path in _paths(value) if is_foreign(path)]
+
+
+def code_of(settings: Mapping[str, Any]) -> Code:
+    """What the code is made of that a run's settings name: for each path, the hashes of its files. Imports nothing."""
+    found: Code = {}
+    for path in foreign(settings):
+        name = _split_path(path)[0]
+        if name.endswith(".py"):
+            file = Path(os.path.expanduser(name)).resolve()
+            named = hashes(files([file], FOLDERS), file.parent) if file.is_file() else {}
+            found[path] = {os.path.normpath(os.path.join(os.path.dirname(name), key)): named[key] for key in named}
+        elif name in sys.modules:
+            found[path] = fingerprint(sys.modules[name])
+    return found
+
+
+def edited(before: Code, now: Code) -> list[str]:
+    """The files that differ, by name."""
+    pairs = [(before.get(path, {}), now.get(path, {})) for path in {**before, **now}]
+    return sorted({file for old, new in pairs for file in {**old, **new} if old.get(file) != new.get(file)})
 
 
 def is_foreign(name: str) -> bool:
@@ -203,7 +232,7 @@ def _module(kind: str, path: str, name: str) -> ModuleType:
         folders = [*FOLDERS, str(file.parent)] if file else FOLDERS  # a file may import those beside it
         sys.path += [folder for folder in folders if folder not in sys.path]
     try:
-        return importlib.import_module(name) if file is None else _from_file(file, name)
+        return _from_name(name) if file is None else _from_file(file, name)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (name + ".").startswith(missing + "."):
@@ -215,12 +244,20 @@ def _module(kind: str, path: str, name: str) -> ModuleType:
         raise ValueError(f"{kind} {path!r}: importing {name} failed: {at}{type(error).__name__}: {error}") from error
 
 
+def _from_name(name: str) -> ModuleType:
+    """The module of that name, imported again if it was edited: in a notebook, code changes while Python runs."""
+    module = importlib.import_module(name)
+    return importlib.import_module(name) if _forget_edited(module_files(module, FOLDERS)) else module
+
+
 def _from_file(file: Path, written: str) -> ModuleType:
-    """The module of a file. It is loaded once, under a name that no installed module has."""
+    """The module of a file, under a name that no installed module has and that changes with what the file imports."""
     file = file.resolve()
-    name = f"{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
+    contents = files([file], FOLDERS)
+    name = f"{file.stem}_{hashlib.sha256(repr((file, contents)).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
+    _forget_edited(contents)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -233,6 +270,24 @@ def _from_file(file: Path, written: str) -> ModuleType:
         raise
     _FILES[name] = written
     return module
+
+
+def _forget_edited(contents: Mapping[Path, bytes]) -> bool:
+    """If one of these files was edited since its import, forget the modules of all, so that they are imported again."""
+    changed = [file for file, text in contents.items() if _LOADED.get(file, text) != text]
+    _LOADED.update(contents)
+    if changed:
+        for name, module in list(sys.modules.items()):
+            if (
+                name not in _FILES
+                and getattr(module, "__file__", None)
+                and Path(module.__file__ or "").resolve() in contents
+            ):
+                del sys.modules[name]
+        for file in changed:  # Python tells bytecode apart by size and second
+            remove(Path(importlib.util.cache_from_source(str(file))))
+        importlib.invalidate_caches()
+    return bool(changed)
 
 
 def _defined_in(place: Any) -> Iterator[tuple[str, Any]]:

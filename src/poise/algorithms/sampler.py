@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ from poise.tasks import (
     judge_all,
     several_turns,
 )
+from poise.tasks.data import Data
+from poise.tasks.environment import Environment
 
 Opening = Callable[[int, list[Message]], list[Message]]
 MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
@@ -62,7 +65,8 @@ class Sampler:
     others: Mapping[str, Sampler] = field(default_factory=dict)
     clock: Timer = field(default=lambda _: nullcontext())
     progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: the trainer keeps it up to date
-    # Of episodes with several turns: how many later turns "continued" from kept keys, and "reread" their dialogue.
+    # Of episodes with several turns: how many later turns "continued" from kept keys, and "reread" their dialogue. Of
+    # all: how many problems were "too_long", and others drawn.
     turns: Counter[str] = field(default_factory=Counter)
     prefill: str = ""  # what every reply begins with: given to the model, scored with the reply, no part of the loss
     name: str = POLICY
@@ -171,6 +175,28 @@ class Sampler:
             games.append(game)
         return games
 
+    def fits(self, problem: Problem) -> bool:
+        """Whether the prompt of a problem has at most ``max_prompt`` tokens.
+
+        True where only an episode of the user's own code could tell: it is not begun for that.
+        """
+        own = type(self.task).__module__.startswith("poise.") and not isinstance(self.task, Environment | Data)
+        plain = not hasattr(self.task, "episode")  # then the prompt is a user's message
+        # A token has at least one byte, so a prompt with few bytes fits without being encoded.
+        short = plain and len(problem.prompt.encode(errors="replace")) + self._frame <= (self.max_prompt or NO_LIMIT)
+        if (own or plain) and not short:
+            try:
+                self._start([problem])
+            except LongPromptError:
+                self.turns["too_long"] += 1
+                return False
+        return True
+
+    @cached_property
+    def _frame(self) -> int:
+        """The tokens that the chat template and the prefill add to a user's message."""
+        return len(self.policy.encode(".")) + len(self.policy.encode_prefill(self.prefill))
+
     def _room(self, left: int) -> int:
         """How many tokens may follow a prompt in all turns together, where the model has so many positions left."""
         # Where not even the first reply fits, the engine refuses it.
@@ -188,13 +214,17 @@ class Sampler:
                 f"({type(error).__name__}: {first_line(error)})"
             ) from error
         if self.max_prompt is not None and len(ids) > self.max_prompt:
-            raise ModelError(
+            raise LongPromptError(
                 f"the prompt of problem {problem.id} has {len(ids)} tokens, more than rollout.max_prompt="
                 f"{self.max_prompt}: raise it, or make the task's prompts shorter"
             )
         asked = f"the prompt of problem {problem.id} with {len(ids)} tokens"
         check_positions(self.policy, len(ids), self.max_tokens, asked)
         return Prompt(tuple(ids))
+
+
+class LongPromptError(ModelError):
+    """A prompt has more than ``rollout.max_prompt`` tokens."""
 
 
 class Prefill(NamedTuple):

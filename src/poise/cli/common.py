@@ -21,6 +21,10 @@ Trust = Annotated[
     bool, typer.Option("--trust", help="Run code that the folder's settings name; docs/security.md says why this asks.")
 ]
 
+TrustChanged = Annotated[
+    bool, typer.Option("--trust-changed", help="Go on although your own code was edited since; it is written down.")
+]
+
 
 def fail(message: object) -> NoReturn:
     """Print what is wrong, without a traceback, and exit with status 1."""

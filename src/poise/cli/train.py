@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from poise._lib.imports import quick_imports
-from poise.cli.common import Trust, explained, fail, loading
+from poise.cli.common import Trust, TrustChanged, explained, fail, loading
 
 if TYPE_CHECKING:
     from poise.config.schema import Config
@@ -22,6 +22,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every setting with its value, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")] = False,
     trust: Trust = False,
+    trust_changed: TrustChanged = False,
 ) -> None:
     """Train a model. Without a recipe this is the demo: the embedded model, on any laptop.
 
@@ -49,7 +50,7 @@ def train(
     recipe, overrides = split_arguments(args or [])
     with explained():
         with quick_imports():  # of torch, once something must be built to be checked
-            config = _resumed(recipe, overrides, trust) if resume else configs.load(recipe, overrides)
+            config = _resumed(recipe, overrides, trust or trust_changed) if resume else configs.load(recipe, overrides)
         if dry_run:
             settings = configs.dump(config)
             print(visible(settings) if resume else settings)  # a run folder's may be anybody's
@@ -61,7 +62,7 @@ def train(
             from poise import trainer
             from poise.training.results import show
 
-        summary = trainer.train(config, resume=resume, quiet=quiet, renumber=False)
+        summary = trainer.train(config, resume=resume, quiet=quiet, renumber=False, trust_changed=trust_changed)
         if quiet:
             show(config, summary, Console(0))
 
@@ -70,11 +71,15 @@ def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
     """The settings of the run that is to go on. Its folder is named as ``run=DIR``, or by itself."""
     from poise.config.documents import split_overrides
     from poise.config.run_settings import of_run
+    from poise.runs.folder import CHANGEABLE
 
     if recipe is not None and any(item.startswith("run=") for item in overrides):
         fail(f"--resume takes its settings from the run folder: leave {recipe} out")
-    if extra := sorted({item.partition("=")[0] for item in overrides} - {"run", "steps", "budget"}):
-        fail(f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed (steps= and budget= can)")
+    if extra := sorted({item.partition("=")[0].strip() for item in overrides} - CHANGEABLE.keys()):
+        fail(
+            f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed. What can: "
+            f"{', '.join(CHANGEABLE)}"
+        )
     changes = split_overrides(overrides)
     changes.setdefault("run", recipe)
     if changes["run"] is None:
@@ -94,6 +99,7 @@ def compare(
     args: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and a forecast, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")] = False,
+    trust_changed: TrustChanged = False,
 ) -> None:
     """Compare methods over several seeds: train every arm with every seed, side by side, and test the differences.
 
@@ -123,6 +129,6 @@ def compare(
 
     recipe, overrides = split_arguments(args or [])
     with explained():
-        code = command.compare(recipe, overrides, dry_run=dry_run, quiet=quiet)
+        code = command.compare(recipe, overrides, dry_run=dry_run, quiet=quiet, trust_changed=trust_changed)
     if code:
         raise typer.Exit(code)

@@ -25,16 +25,22 @@ ON_A_GPU = 16  # runs side by side
 INTERRUPTED = 130
 
 
-def compare(recipe: str | None, overrides: Sequence[str], *, dry_run: bool = False, quiet: bool = False) -> int:
-    """Carry out a comparison, or what is left of it; the exit code: 0, 1 if a run failed, 130 if it was interrupted."""
+def compare(
+    recipe: str | None, overrides: Sequence[str], *, dry_run: bool = False, quiet: bool = False,
+    trust_changed: bool = False,
+) -> int:  # fmt: skip
+    """Carry out a comparison, or what is left of it; the exit code: 0, 1 if a run failed, 130 if it was interrupted.
+
+    ``trust_changed`` goes on although code of the user's own was edited since some of its runs.
+    """
     plan = read_plan(recipe, overrides)
-    record.check(plan)
+    record.check(plan, trust_changed=trust_changed)
     _check_models(plan)
     if dry_run:
         _foretell(plan)
         return 0
     with owned(plan.folder, make=True):
-        record.check(plan)  # again: another process may have begun one meanwhile
+        record.check(plan, trust_changed=trust_changed)  # again: another process may have begun one meanwhile
         record.write(plan)
         view = Progress(quiet=quiet)
         with Stopper(view.note) as stopper:
@@ -106,6 +112,8 @@ def _finish(plan: Plan, runner: Runner) -> int:
         output.show(document, console)
     for line in description.tuned(document["tuning"]):
         print(visible(line))
+    for arm, files in record.mixed_code(plan).items():
+        print(visible(f"{arm}: its runs were trained with different versions of {', '.join(files)}"))
     for folder, failure in runner.failures.items():
         print(visible(f"failed: {folder} ({failure['ended']}); its log: {failure['log']}"))
     print(visible(f"results: {plan.folder / 'comparison.json'}   page: {plan.folder / 'comparison.html'}"))
@@ -125,6 +133,7 @@ def _conditions(plan: Plan, runner: Runner) -> Document:
         "tuning_seeds": list(plan.tuning_seeds),
         "held_out": {"problems": config.evaluation.problems, "seed": config.evaluation.seed},
         "failures": list(runner.failures.values()),
+        "mixed_code": record.mixed_code(plan),
         "settings": plan.baseline.variants[0].identity,
     }
 

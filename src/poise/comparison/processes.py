@@ -58,7 +58,7 @@ class Processes:
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         data = data_fingerprint(config.task.build())
-        arguments = (config.model_dump(mode="json"), log, self.threads, before, data)
+        arguments = (config.model_dump(mode="json"), log, self.threads, before, data, config.code)
         process = self._context.Process(target=worker.main, args=arguments)
         try:
             with _safe_path():

@@ -1,6 +1,7 @@
 """What a comparison's folder remembers, so that the same command goes on, and another one is refused.
 
-plan.json          the variants and seeds of the plan, and with how many seeds results were shown
+plan.json          the variants and seeds of the plan, with how many seeds results were shown, and which versions of the
+                   user's code may stand beside today's
 arms/…/seed-0/     the runs, ordinary run folders
 logs/              what each run has said
 failures.json      the runs that ended without a result, with the last lines of their logs
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from poise._lib.errors import short
 from poise._lib.files import dumps, read_json, replacing
+from poise._lib.user_code import Code, edited
 from poise.comparison.plan import Plan, PlannedRun
 from poise.config.documents import ConfigError, Document
 from poise.config.run_settings import differences
@@ -24,8 +26,11 @@ from poise.tasks import data_fingerprint
 ANOTHER = "or begin another comparison with run=DIR"
 
 
-def check(plan: Plan) -> None:
-    """Refuse a folder that holds something else, or a comparison whose runs would not fit this plan."""
+def check(plan: Plan, *, trust_changed: bool = False) -> None:
+    """Refuse a folder that holds something else, or a comparison whose runs would not fit this plan.
+
+    With ``trust_changed``, runs that were trained with other versions of the user's code fit.
+    """
     if plan.folder.exists() and not plan.folder.is_dir():
         raise ConfigError([f"run={plan.folder} is a file: choose another run=DIR"])
     recorded = _read(plan.folder)
@@ -38,6 +43,8 @@ def check(plan: Plan) -> None:
     elif any(plan.folder.glob("arms/*/seed-*/config.json")):  # else there is nothing to be compared with
         _check_plan(plan, recorded)
         _check_runs(plan)
+        if not trust_changed:
+            _check_code(plan, recorded.get("accepted", []))
 
 
 def _check_plan(plan: Plan, recorded: Document) -> None:
@@ -91,6 +98,31 @@ def _check_runs(plan: Plan) -> None:
             )
 
 
+def _check_code(plan: Plan, accepted: list[Code]) -> None:
+    """Refuse a run that was trained with a version of the user's code that is neither today's nor accepted."""
+    for run, code in _other_code(plan):
+        if code not in accepted:
+            raise ConfigError(
+                [
+                    f"{', '.join(edited(code, run.config.code))}: this code was edited since {run.folder} was trained, "
+                    f"and one arm would mix both versions: put it back, {ANOTHER}; or move the folder away, and the "
+                    "same command trains this run anew; or go on knowingly with --trust-changed"
+                ]
+            )
+
+
+def _other_code(plan: Plan) -> list[tuple[PlannedRun, Code]]:
+    """The runs that were trained with another version of the user's code than today's, and that version."""
+    runs = (run for run in plan.all_runs() if run.config.code)
+    codes = ((run, code) for run in runs for code in RunFolder(run.folder).code_versions())
+    return [(run, code) for run, code in codes if code != run.config.code]
+
+
+def mixed_code(plan: Plan) -> dict[str, list[str]]:
+    """The files of the user's code that were edited between the runs of a variant, by the variant's name."""
+    return {run.variant.name: edited(code, run.config.code) for run, code in _other_code(plan)}
+
+
 def _check_data(run: PlannedRun) -> None:
     """Refuse a run that was trained and measured on other problems than its data hold now."""
     path, now = run.folder / "data.json", data_fingerprint(run.config.task.build())
@@ -107,9 +139,10 @@ def write(plan: Plan, looks: Sequence[int] | None = None) -> None:
     """Remember a plan that passed ``check``, and the ``looks`` at its results; None: as they were."""
     variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
     looks = read_looks(plan) if looks is None else looks
+    accepted = {repr(code): code for _, code in _other_code(plan)}  # ``check`` has passed
     data = {"variants": variants, "seeds": plan.seeds, "tuning_seeds": plan.tuning_seeds, "looks": looks}
     with replacing(plan.folder / PLAN) as file:
-        file.write(dumps(data, indent=1))
+        file.write(dumps({**data, **({"accepted": list(accepted.values())} if accepted else {})}, indent=1))
 
 
 def read_looks(plan: Plan) -> list[int]:

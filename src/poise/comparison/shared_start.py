@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from poise._lib.files import was_changed
+from poise._lib.user_code import foreign
 from poise.comparison.plan import PlannedRun
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
@@ -60,5 +61,8 @@ def read(path: Path, config: Config) -> dict[str, Any] | None:
     data = folder.read_json("data.json")
     if data is not None and data != {"fingerprint": data_fingerprint(config.task.build())}:
         return None  # the file was edited since
+    names, versions = foreign({"task": dict(config.task)}), folder.code_versions()
+    if any(code.get(name) != config.code.get(name) for name in names for code in versions):
+        return None  # the task's code was edited since
     before = folder.read_json(FILE)
     return before if is_summary(before) and not was_changed(before) else None

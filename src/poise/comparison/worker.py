@@ -18,7 +18,9 @@ PR_SET_PDEATHSIG = 1
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def main(settings: dict[str, Any], log: Path, threads: int, before: Path | None, data: str | None) -> NoReturn:
+def main(
+    settings: dict[str, Any], log: Path, threads: int, before: Path | None, data: str | None, made_of: Any
+) -> NoReturn:
     """Carry out a run, write what it says to the end of ``log``, and end the process."""
     from poise._lib import user_code
 
@@ -32,7 +34,7 @@ def main(settings: dict[str, Any], log: Path, threads: int, before: Path | None,
         os.dup2(file, 1)
         os.dup2(file, 2)
         user_code.FOLDERS.append(os.getcwd())
-        code = carry_out(settings, threads=threads, before=before, data=data)
+        code = carry_out(settings, threads=threads, before=before, data=data, code=made_of)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -50,14 +52,18 @@ def die_with_parent() -> None:
         os._exit(FAILED)
 
 
-def carry_out(settings: dict[str, Any], *, threads: int, before: Path | None = None, data: str | None = None) -> int:
+def carry_out(
+    settings: dict[str, Any], *, threads: int, before: Path | None = None, data: str | None = None, code: Any = None
+) -> int:
     """Begin the run with these settings, or go on with it; its exit code. What went wrong is printed.
 
     The file ``before`` has the accuracy before training, if another run has measured it. ``data`` is the fingerprint of
-    the data that the comparison was planned with: a run on others could not be compared.
+    the data that the comparison was planned with, ``code`` that of the user's code: a run on others could not be
+    compared.
     """
     import torch
 
+    from poise._lib.user_code import edited
     from poise.comparison import shared_start
     from poise.config.schema import restore
     from poise.tasks import TaskError, data_fingerprint
@@ -68,6 +74,10 @@ def carry_out(settings: dict[str, Any], *, threads: int, before: Path | None = N
         config = restore(settings, trust=True)  # the user typed them
         if data is not None and data != data_fingerprint(config.task.build()):
             raise TaskError("the data were edited since the comparison began: put them back, or begin another run=DIR")
+        if files := edited(code or config.code, config.code):
+            raise TaskError(
+                f"{', '.join(files)} was edited since the comparison began: put it back, or begin another run=DIR"
+            )
         _train(config, None if before is None else shared_start.read(before, config))
     except KeyboardInterrupt:
         return STOPPED
@@ -87,7 +97,8 @@ def _train(config: Any, before: dict[str, Any] | None) -> None:
     while True:
         try:
             begun = (Path(config.run) / "config.json").exists()
-            trainer.train(config, resume=begun, before=before, renumber=False)
+            checked = {"renumber": False, "trust_changed": True}  # by the comparison
+            trainer.train(config, resume=begun, before=before, **checked)
             return
         except BusyError:
             if time.monotonic() > end:

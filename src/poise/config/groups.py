@@ -194,7 +194,7 @@ class LoraConfig(Group):
 
     rank: Count = 16
     """Of each adapter; any setting lora.… turns LoRA on."""
-    alpha: Annotated[Real, Field(gt=0)] = 32
+    alpha: Annotated[Real, Field(gt=0)] = 32.0
     """An adapter is multiplied by alpha / rank."""
     dropout: Real = 0.0
     """Must be 0."""

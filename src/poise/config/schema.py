@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 from pydantic import (
     BaseModel,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -126,6 +127,12 @@ class Config(Group):
     """Where metrics are sent: tensorboard, wandb, trackio."""
     remote_code: bool = False
     """Let the model's repository run its own Python."""
+    _code: _user_code.Code = PrivateAttr(default_factory=dict)
+
+    @property
+    def code(self) -> _user_code.Code:
+        """What the user's own code was made of when these settings were read: the hashes of its files."""
+        return self._code
 
     @field_validator("model", "run")
     @classmethod
@@ -235,6 +242,7 @@ class Config(Group):
     def _fits_together(self) -> Self:
         from poise.advantages import WITHOUT_GROUPS
 
+        self._code = _user_code.code_of({name: getattr(self, name) for name in METHODS} | {"task": dict(self.task)})
         group = getattr(self.build_algorithm(), "group", self.group)  # it may have one of its own
         if isinstance(group, int) and group < 2 and self.advantage not in WITHOUT_GROUPS:
             raise ValueError(

@@ -23,13 +23,15 @@ def choose(
     note: Callable[[str], None] = print,
     *,
     memory: float = MEMORY,
+    micro_tokens: int | None = None,
 ) -> Engine:
     """The engine that ``choice`` names. ``auto`` is the native engine, or ``CachedEngine`` if the model needs it.
 
-    ``note`` is told of such a fallback. vLLM is opt-in; ``memory`` is its share of the device's memory.
+    ``note`` is told of such a fallback. vLLM is opt-in; ``memory`` is its share of the device's memory, and
+    ``micro_tokens`` bounds the passes in which the policy scores its tokens.
     """
     if choice == "vllm":
-        engine = VllmEngine(policy, batch, memory)
+        engine = VllmEngine(policy, batch, memory, micro_tokens)
         note(
             "vLLM samples, in this process: it starts with the first prompts, and takes up to "
             f"{memory:.0%} of the device's memory (rollout.vllm_memory)"

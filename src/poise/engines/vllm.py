@@ -42,14 +42,14 @@ class VllmEngine:
 
     vLLM starts with the first call. The weights are pushed to it at every call: a copy is far cheaper than sampling,
     and no dirty-tracking is needed. ``batch`` bounds how many responses are decoded together; 0 leaves that to vLLM.
-    ``memory`` is the share of the device's memory that it may take.
+    ``memory`` is the share of the device's memory that it may take, ``micro_tokens`` the tokens per pass of the policy.
     """
 
     started: ClassVar[int] = 0  # in this process
 
-    def __init__(self, policy: Policy, batch: int = 0, memory: float = MEMORY) -> None:
+    def __init__(self, policy: Policy, batch: int = 0, memory: float = MEMORY, micro_tokens: int | None = None) -> None:
         check_installed()
-        self.policy, self.batch, self.memory = policy, batch, memory
+        self.policy, self.batch, self.memory, self.micro_tokens = policy, batch, memory, micro_tokens
         self._llm: Any = None
         self._failed = False
 
@@ -110,7 +110,7 @@ class VllmEngine:
             raise
         tokens = [torch.tensor(output.token_ids) for output in outputs]
         batch = padded_batch([request.prompt for request in requests], tokens, self.policy.device)
-        scores = score_all(self.policy, batch, sampling.temperature or 1.0)
+        scores = score_all(self.policy, batch, sampling.temperature or 1.0, self.micro_tokens)
         return [
             Completion(
                 ids, logp[: len(ids)], entropy[: len(ids)], output.finish_reason == "stop",

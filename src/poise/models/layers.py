@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poise._lib import device as _device
 from poise.models.packing import Packed
+from poise.models.places import ModelError
 
 FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
 # Tokens × layers × width of the updates from which on compiling saves more time than it takes. On an H200 it takes 15 s
@@ -70,7 +71,7 @@ def _dispatch(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callab
     return forward
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(ModelError):
     """Not even a single response fits, with every way to save memory in use."""
 
     def __init__(self, where: str) -> None:

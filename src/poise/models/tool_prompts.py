@@ -17,9 +17,9 @@ INSTRUCTION = (
     "You can call these tools, described by JSON schemas:\n{}\nTo call one, write its name and its arguments as JSON "
     'between tags:\n<tool_call>\n{{"name": "NAME", "arguments": {{…}}}}\n</tool_call>'
 )
-_STARTED = datetime.now()  # the date of all prompts of a process: a run does not change at midnight
 _PROBE = "ResultOfProbe."
 _KNOWN: dict[str, bool] = {}  # by template
+_DATE = [datetime.now()]  # in all prompts of a process, or of a run: it does not change at midnight
 
 
 def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -53,10 +53,15 @@ def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
 
 
 def _hold_date(template: str) -> None:
-    """Let the template print the date of ``_STARTED``. Arguments cannot: transformers turns functions into strings."""
+    """Let the template print the date of ``_DATE``. Arguments cannot: transformers turns functions into strings."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    _compile_jinja_template(template).globals["strftime_now"] = _STARTED.strftime  # compiled templates are cached
+    _compile_jinja_template(template).globals["strftime_now"] = _DATE[0].strftime  # compiled templates are cached
+
+
+def fix_date(date: datetime) -> None:
+    """Let chat templates show this date from now on: that of a run's beginning, so that its prompts stay the same."""
+    _DATE[0] = date
 
 
 def announce(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> list[Message]:

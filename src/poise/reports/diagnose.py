@@ -148,7 +148,7 @@ def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
     Old log-probabilities come from a forward pass, so that measured changes start at 0 with every engine.
     """
     drawn = 1_000_003 * (config.seed + 1) + seed
-    problems = draw(sampler.task, "train", drawn, config.prompts)
+    problems = draw(sampler.task, "train", drawn, config.prompts, sampler.fits)
     algorithm = config.build_algorithm()
     collected, _ = collect(algorithm, problems, sampler, drawn, name=config.algorithm, advantage=config.advantage)
     samples, _ = with_verdict(collected, config.advantage)

@@ -1,8 +1,9 @@
 """The run folder: everything that a run writes, and what it resumes from.
 
     config.json, data.json         the run's settings; the fingerprint of its dataset, if it has one
+    code.json                      the hashes of the user's own code, for each version that it was trained with
     metrics.jsonl                  one line per step, append-only
-    environment.json, models.json  versions and hardware; the checkpoints that run folders stood for as frozen models
+    environment.json, models.json  versions and hardware of every start; checkpoints of run folders as frozen models
     rollouts/step-000010.jsonl.gz  the responses of a step, with their scores
     tokens/step-000010.safetensors their tokens, each with its log-probability, weight and so on
     checkpoints/step-000010/       what a resumed run starts from, sealed by manifest.json
@@ -19,21 +20,21 @@ from __future__ import annotations
 
 import errno
 import gzip
-import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from poise._lib.errors import check_range
+from poise._lib.errors import check_range, short
 from poise._lib.files import (
     MANIFEST,
     OLD,
@@ -50,6 +51,7 @@ from poise._lib.files import (
     sync_folder,
     verify,
 )
+from poise._lib.user_code import Code
 from poise.runs.console import complain
 from poise.runs.listing import is_comparison
 from poise.runs.lock import check_free, resume_command
@@ -61,15 +63,31 @@ T = TypeVar("T")
 _STEP = r"step-(\d{6,})"
 _OWN = (
     *("config.json", "data.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "problems.json"),
-    *("models.json", "diverged.json", "warnings.json", "curve.png", "rollouts", "tokens", "checkpoints"),
+    *("models.json", "code.json", "diverged.json", "warnings.json", "curve.png", "rollouts", "tokens", "checkpoints"),
 )
-CHANGEABLE = ("run", "steps", "budget")  # settings that a resumed run may change
+_ROUNDING = "the rest of the run rounds differently"
+# The settings that a resumed run may change, and what the user is told then. All others are fixed.
+CHANGEABLE = {
+    "run": "", "steps": "", "budget": "", "stop_at": "", "tracking": "", "checkpoint_every": "", "keep_checkpoints": "",
+    "rollouts_every": "", "rollout.vllm_memory": "", "optim.micro_tokens": _ROUNDING, "rollout.batch": _ROUNDING,
+    "device": _ROUNDING, "compile": _ROUNDING, "task.reward_timeout": "slow rewards are cut off at another time",
+    "rollout.max_prompt": "longer problems, which were left out before, are trained on from now on",
+}  # fmt: skip
 LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses: a hostile 10 MB file can unpack to 10 GB
 ASIDE = "set-aside-"  # prefix of an unreadable checkpoint that the run continued without
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or none could be read. The message says what to do."""
+
+
+class OtherSettingsError(ValueError):
+    """A checkpoint was saved with other settings than the run has; ``difference`` says which."""
+
+    def __init__(self, difference: str) -> None:
+        self.difference = difference
+        what = "it was saved with settings other than those in config.json"
+        super().__init__(f"{what} ({difference}): undo the changes there")
 
 
 class RunFolder:
@@ -141,11 +159,9 @@ class RunFolder:
 
     @cached_property
     def _origin(self) -> dict[str, Any]:
-        """Identifies this run's checkpoints: its seed, and a hash of the settings that cannot change."""
-        config = self.config
-        fixed = {key: value for key, value in config.items() if key not in CHANGEABLE}
-        digest = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode("ascii")).hexdigest()
-        return {"seed": config.get("seed"), "config": digest}
+        """Identifies this run's checkpoints: its seed, and the settings that cannot change, as a manifest has them."""
+        fixed = {key: value for key, value in _dotted(self.config) if key not in CHANGEABLE}
+        return {"seed": self.config.get("seed"), "settings": loads(dumps(fixed))}
 
     def write_json(self, name: str, data: Any) -> None:
         """Write ``data`` to a file of the folder, atomically."""
@@ -159,6 +175,12 @@ class RunFolder:
             return read_json(path) if path.exists() else None
         except ValueError:
             raise DamagedError(f"{path} cannot be read as JSON: {COPY}") from None
+
+    def code_versions(self) -> list[Code]:
+        """What the user's own code was made of when the run began, and after each edit that was accepted since."""
+        saved = self.read_json("code.json")
+        versions = [each.get("code") for each in saved if isinstance(each, dict)] if isinstance(saved, list) else []
+        return [code for code in versions if isinstance(code, dict)]
 
     # Metrics
 
@@ -249,21 +271,34 @@ class RunFolder:
     ) -> tuple[int, T] | None:
         """Read the newest intact checkpoint: its step and the result of ``read``; None if there is no checkpoint yet.
 
-        An unreadable checkpoint is reported to ``say``, and the one before it is tried.
+        An unreadable checkpoint is reported to ``say``, and the one before it is tried. One that only the memory has no
+        room for is not unreadable, and raises CheckpointError.
         """
         failures: list[str] = []
+        others: list[OtherSettingsError] = []
         for step in reversed(self.checkpoints()):
             folder = self._checkpoints / _name(step)
             try:
                 self.verify(step)
                 loaded = read(folder)
             except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
+                    raise CheckpointError(
+                        f"out of memory while reading {folder}, which is intact: is another process using the device? "
+                        f"Then go on with: {self.resume_command}"
+                    ) from error
                 failures.append(f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}")
+                others += [error] if isinstance(error, OtherSettingsError) else []
                 cause = error
                 continue
             if failures:
                 say("\n".join([*failures, f"going on from the checkpoint of step {step}"]))
             return step, loaded
+        if failures and len(others) == len(failures):
+            raise CheckpointError(
+                f"{self._config} was edited since the run began ({others[0].difference}): undo the changes there. What "
+                f"a resumed run may change, write behind --resume: {', '.join(CHANGEABLE)}"
+            ) from cause
         if failures:
             listed = "\n  ".join(failures)
             way = "put one of them back, or begin again in another run=DIR"
@@ -277,8 +312,10 @@ class RunFolder:
             raise ValueError(f"it belongs to step {about['step']}, but has another name")
         if about.get("seed", self._origin["seed"]) != self._origin["seed"]:
             raise ValueError(f"it belongs to a run with seed {about['seed']}; this one has seed {self._origin['seed']}")
-        if about.get("config", self._origin["config"]) != self._origin["config"]:
-            raise ValueError("it was saved with settings other than those in config.json: undo the changes there")
+        saved, now = about.get("settings", self._origin["settings"]), self._origin["settings"]
+        for key in {**saved, **now} if isinstance(saved, dict) else ():
+            if saved.get(key) != now.get(key):
+                raise OtherSettingsError(f"{key} = {short(now.get(key))} instead of {short(saved.get(key))}")
 
     def newest(self) -> Path:
         """The folder of the newest checkpoint."""
@@ -364,6 +401,15 @@ def step_of(checkpoint: Path) -> int:
     """The step of a checkpoint, by the name of its folder; 0: it has another name."""
     found = re.fullmatch(_STEP, checkpoint.name)
     return int(found[1]) if found else 0
+
+
+def _dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their dotted keys."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _name(step: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,6 +17,7 @@ SPLITS: tuple[str, ...] = get_args(Split)
 LONGEST_GOLD = 4000  # characters: data for fine-tuning has whole solutions there
 LONGEST_FEEDBACK = 2000  # characters of what a task of a user's own may say
 NO_REWARD = "no reward applies to it"  # a reason to leave an attempt out that is nobody's fault
+PATIENCE = 100  # draws in place of problems that are too long
 LARGEST_REWARD = 1e30  # training computes in float32, which ends at 3e38: this leaves room for sums over a batch
 
 
@@ -123,27 +124,44 @@ class TaskError(RuntimeError):
     """A task that does not do what ``Task`` asks of it."""
 
 
-def draw(task: Task, split: Split, seed: int, count: int) -> list[Problem]:
-    """The first ``count`` problems, or an error that says what is wrong with them.
+def draw(
+    task: Task, split: Split, seed: int, count: int, fits: Callable[[Problem], bool] = lambda _: True
+) -> list[Problem]:
+    """The first ``count`` problems that fit the model, or an error that says what is wrong with them.
 
     A finite task may have fewer: then all it has.
     """
     if isinstance(task, Finite):
         with _blamed(task, "epoch()"):
-            found = list(task.epoch(split, seed, 0)[:count])
-        if not found:
+            drawn = list(task.epoch(split, seed, 0)[:count])
+        if not drawn:
             why = _why_none_held_out(task, seed) if split == "test" else ""
             raise TaskError(f"task {task.name!r} has no problem of split {split}{why}")
-    else:
-        with _blamed(task, "problems()"):
-            found = list(islice(task.problems(split, seed), count))
-    if len(found) < count and not isinstance(task, Finite):
-        raise TaskError(
-            f"task {task.name!r} has {len(found)} problems of split {split}, and {count} are asked for: problems must "
-            "not end; begin again with the first, shuffled by the seed"
-        )
-    _check_texts(task, found)
-    return found
+        return _fitting(task, drawn, fits)
+    found: list[Problem] = []
+    with _blamed(task, "problems()"):
+        stream = iter(task.problems(split, seed))
+        for _ in range(PATIENCE):
+            missing = count - len(found)
+            drawn = list(islice(stream, missing))
+            if len(drawn) < missing:
+                raise TaskError(
+                    f"task {task.name!r} has {len(found) + len(drawn)} problems of split {split}, and {count} are "
+                    "asked for: problems must not end; begin again with the first, shuffled by the seed"
+                )
+            _check_texts(task, drawn)
+            found += filter(fits, drawn)
+    return found if len(found) == count else _fitting(task, [], fits)
+
+
+def _fitting(task: Task, problems: Sequence[Problem], fits: Callable[[Problem], bool]) -> list[Problem]:
+    """Those of the problems that fit; an error if none does."""
+    _check_texts(task, problems)
+    if found := [problem for problem in problems if fits(problem)]:
+        return found
+    raise TaskError(
+        f"task {task.name!r}: too many prompts are longer than rollout.max_prompt: raise it, or make prompts shorter"
+    )
 
 
 def _why_none_held_out(task: Finite, seed: int) -> str:
@@ -171,22 +189,22 @@ def epochs(task: Task, seed: int, problems: int) -> float:
     return problems / size if size else 0.0
 
 
-def training_problems(task: Task, *, seed: int, step: int, step_seed: int, count: int) -> list[Problem]:
-    """The problems of a training step: fresh ones, or the next ``count`` of a finite set, epoch after epoch.
+def training_problems(
+    task: Task, *, seed: int, step: int, step_seed: int, count: int, fits: Callable[[Problem], bool] = lambda _: True
+) -> list[Problem]:
+    """The problems of a training step that fit the model: fresh ones, or those of the next ``count`` of a finite set.
 
     ``seed`` is the run's, ``step_seed`` the step's own. The result depends on the arguments alone, so that a resumed
     run goes on in the middle of an epoch.
     """
     if not isinstance(task, Finite):
-        return draw(task, "train", step_seed, count)
+        return draw(task, "train", step_seed, count, fits)
     size = len(task.epoch("train", seed, 0))
     if not size:
         raise TaskError(f"task {task.name!r} has no problem of split train")
     places = [divmod(place, size) for place in range((step - 1) * count, step * count)]
     epochs = {number: task.epoch("train", seed, number) for number in {number for number, _ in places}}  # one call each
-    found = [epochs[number][place] for number, place in places]
-    _check_texts(task, found)
-    return found
+    return _fitting(task, [epochs[number][place] for number, place in places], fits)
 
 
 def _check_texts(task: Task, problems: Sequence[Problem]) -> None:

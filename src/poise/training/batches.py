@@ -34,7 +34,7 @@ ALL = slice(None)
 def with_verdict(
     samples: Sequence[Trajectory], advantage: str = "group-zscore"
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """The samples that have a verdict, and the number of the others as a metric.
+    """The samples that have a verdict, and the number of the others as a metric. None are left if no reward applies.
 
     Where ``advantage`` compares within groups, a sample that has lost its whole group is left out too. A reward
     function that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
@@ -49,12 +49,6 @@ def with_verdict(
     judged = [sample for sample in samples if sample.score.failed is None]
     if advantage not in advantages.WITHOUT_GROUPS:
         judged = _in_groups(samples, judged)
-    if not judged:
-        without = [sample for sample in samples if sample.score.failed is not None]
-        raise TaskError(
-            f"none of the {len(samples)} attempts of this step can be compared with another: {len(without)} got no "
-            f"verdict, the first one because: {without[0].score.failed} (problem {without[0].problem.id})"
-        )
     return judged, {"reward/failed": float(len(failures))} if failures else {}
 
 

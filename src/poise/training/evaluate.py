@@ -75,9 +75,13 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """``eval/{task}/…`` for the metrics of a step."""
-        summary = self.summary()
-        named = {name.replace(BY_DIFFICULTY, "/"): row["value"] for name, row in summary["table"].items()}
-        return {f"eval/{self.task}/{name}": value for name, value in {**named, **lost_shares(summary)}.items()}
+        return summary_metrics(self.task, self.summary())
+
+
+def summary_metrics(task: str, summary: dict[str, Any]) -> dict[str, float]:
+    """``Evaluation.metrics``, of an evaluation's summary."""
+    named = {name.replace(BY_DIFFICULTY, "/"): row["value"] for name, row in summary["table"].items()}
+    return {f"eval/{task}/{name}": value for name, value in {**named, **lost_shares(summary)}.items()}
 
 
 def _chunk(samples: int, device: torch.device) -> int:
@@ -99,7 +103,7 @@ def evaluate(
     The same seed gives the same problems and random numbers, so that two policies are compared on equal terms.
     ``drawn`` are these problems, if they are known already.
     """
-    test_problems = draw(sampler.task, "test", seed, problems) if drawn is None else drawn
+    test_problems = draw(sampler.task, "test", seed, problems, sampler.fits) if drawn is None else drawn
     problems = len(test_problems)  # a finite task may have fewer
     sampled: list[Trajectory] = []
     greedy: list[Trajectory] = []

@@ -15,7 +15,8 @@ from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, draw
-from poise.training.evaluate import Evaluation, held_out
+from poise.training.accuracy import is_summary
+from poise.training.evaluate import Evaluation, held_out, summary_metrics
 from poise.training.interrupts import Stopper
 from poise.training.reporter import Reporter
 from poise.training.results import read_before
@@ -41,7 +42,9 @@ class Evaluations:
         """
         own = type(self.sampler.task).__module__.startswith("poise.")
         if not own or seed not in self._drawn:
-            self._drawn[seed] = draw(self.sampler.task, "test", seed, self.config.evaluation.problems)
+            self._drawn[seed] = draw(
+                self.sampler.task, "test", seed, self.config.evaluation.problems, self.sampler.fits
+            )
         return self._drawn[seed]
 
     @cached_property
@@ -94,19 +97,23 @@ class Evaluations:
         return self.measure() if self.config.evaluation.problems else None
 
     def catch_up(self, done: int) -> bool:
-        """Do the evaluation after step ``done`` that was cut short, if it was; whether the goal is reached."""
+        """Do the evaluation after step ``done`` that was cut short, if it was; whether the goal is reached.
+
+        The final evaluation of a run that ended there and now goes on is the evaluation after that step.
+        """
         line = next((line for line in self.folder.metrics() if line["step"] == done), None)
         summary = self.folder.read_json("summary.json")
-        ended = isinstance(summary, dict) and summary.get("steps") == done  # it had the final evaluation
-        if line is None or not self.due(done) or ended:
+        final = summary.get("after") if isinstance(summary, dict) and summary.get("steps") == done else None
+        if line is None or not (self.due(done) or is_summary(final)):
             return False
         if any(key.startswith("eval/") for key in line):  # only the final evaluation was cut short, if there was one
             return self.goal_reached(line)
-        measured = self.during()
+        task = self.sampler.task.name
+        measured = summary_metrics(task, final) if is_summary(final) else self.during()
         self.folder.log_more(done, measured)
         logged = {key: nan if value is None else value for key, value in line.items() if key != "step"}
         self.report.step(done, logged | measured)
-        return self.goal_reached(measured)
+        return self.due(done) and self.goal_reached(measured)
 
     def goal_reached(self, metrics: dict[str, float]) -> bool:
         """Whether a step's evaluation, if it had one, reached ``stop_at``."""

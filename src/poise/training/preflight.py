@@ -43,7 +43,7 @@ def preflight(
     check_disk(config, checkpoints)
     episode = min(sampler.max_episode or EPISODE, EPISODE) if several_turns(sampler.task) else None
     with same_random_numbers(sampler.policy.device), model_errors():
-        problems = draw(sampler.task, "train", config.seed, PROBLEMS)
+        problems = draw(sampler.task, "train", config.seed, PROBLEMS, sampler.fits)
         echo = replace(
             sampler, engine=Echo(sampler.policy), max_tokens=min(sampler.max_tokens, TOKENS), max_episode=episode
         )

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -14,13 +16,17 @@ import torch
 from torch import Tensor
 
 from poise import __version__
+from poise._lib.fingerprint import package_hash
 from poise.algorithms.base import FIRST, Algorithm, Trajectory
 from poise.algorithms.collected import metrics_of
 from poise.algorithms.sampler import POLICY, Sampler
 from poise.batch import Phase, TokenBatch
 from poise.objective_settings import Settings
 from poise.runs.console import barred
+from poise.runs.folder import RunFolder
 from poise.tasks import Task, gold_answer, several_turns
+
+STARTS = ("package", "python", "torch", "transformers", "device", "threads")  # what may differ between two starts
 
 
 def response_records(step: int, samples: Sequence[Trajectory], task: Task) -> Iterator[dict[str, Any]]:
@@ -95,17 +101,43 @@ def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor
     return {name: values.cpu() for name, values in arrays.items()}
 
 
-def environment(device: torch.device) -> dict[str, str | int]:
-    """The versions and the hardware that a run's figures depend on."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """The versions and the hardware that a run's figures depend on. ``package`` is a hash of poise's own code."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "poise": __version__,
         "python": platform.python_version(),
+        "package": package_hash()[:12],
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "system": platform.system(),
         "device": f"{device.type}: {name}",
         "threads": torch.get_num_threads(),
     }
+
+
+def begun(folder: RunFolder) -> datetime:
+    """When a run began, by ``environment.json``: now, if it has not begun."""
+    saved = folder.read_json("environment.json")
+    try:
+        return datetime.fromisoformat(saved["began"])
+    except (TypeError, KeyError, ValueError):
+        return datetime.now()
+
+
+def write_start(folder: RunFolder, here: dict[str, Any], step: int) -> list[str]:
+    """Write ``environment.json``: where the run goes on after this step, and all its earlier starts.
+
+    Returns notes on what differs from the start before.
+    """
+    saved, began = folder.read_json("environment.json"), begun(folder).isoformat(timespec="seconds")
+    last = {key: value for key, value in saved.items() if key != "earlier_starts"} if isinstance(saved, dict) else {}
+    earlier = [*saved.get("earlier_starts", []), last] if last else []
+    more = {"earlier_starts": earlier} if earlier else {}
+    folder.write_json("environment.json", {**here, "began": began, "after_step": step, **more})
+    differing = [key for key in STARTS if last.get(key, here[key]) != here[key]]
+    changes = ", ".join(f"{key} {here[key]} instead of {last[key]}" for key in differing)
+    return [f"since the last start has changed: {changes}; results may differ in rounding"] if changes else []
 
 
 def step_metrics(
@@ -137,10 +169,12 @@ def turn_metrics(sampler: Sampler) -> dict[str, float]:
     """``rollout/continued`` and ``rollout/reread`` of a task with several turns, since the last call.
 
     The later turns that continued from keys that the engine had kept, and those that had to read their dialogue again.
+    If problems were too long, ``rollout/too_long`` is their number.
     """
-    turns = {f"rollout/{name}": float(sampler.turns[name]) for name in ("continued", "reread")}
+    names = ["continued", "reread"] * several_turns(sampler.task) + ["too_long"] * ("too_long" in sampler.turns)
+    turns = {f"rollout/{name}": float(sampler.turns[name]) for name in names}
     sampler.turns.clear()
-    return turns if several_turns(sampler.task) else {}
+    return turns
 
 
 def reward_metrics(samples: Sequence[Trajectory], batch: TokenBatch) -> dict[str, float]:

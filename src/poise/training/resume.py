@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 from poise._lib.errors import short
 from poise._lib.files import expand
+from poise.config.documents import Document, merge
 from poise.config.run_settings import differences
 from poise.config.schema import Config
 from poise.models.places import ModelError
-from poise.runs.console import Console
+from poise.runs.console import Console, complain
 from poise.runs.folder import CHANGEABLE, RunFolder
 
 
@@ -21,7 +23,7 @@ class TrainError(RuntimeError):
 
 @contextmanager
 def model_errors() -> Iterator[None]:
-    """Turn a ModelError, such as a prompt that is too long, into a TrainError."""
+    """Turn an error of the model, such as a prompt that is too long for it, into a TrainError."""
     try:
         yield
     except ModelError as error:
@@ -54,12 +56,15 @@ def open_to_resume(config: Config) -> RunFolder:
     saved = folder.config
     done, tokens = folder.progress()
     requested = config.model_dump(mode="json")
-    updated = {**saved, **{key: requested[key] for key in CHANGEABLE}}
-    for key, before, now in differences(updated, requested):
-        raise TrainError(
-            f"a resumed run keeps its settings, but {key} differs from {folder.path}/config.json ({short(now)} instead "
-            f"of {short(before)}): leave it out, or begin another run=DIR"
-        )
+    changes = list(differences(saved, requested))
+    for key, before, now in changes:
+        if key not in CHANGEABLE:
+            raise TrainError(
+                f"a resumed run keeps its settings, but {key} differs from {folder.path}/config.json ({short(now)} "
+                f"instead of {short(before)}): leave it out, or begin another run=DIR"
+            )
+        if key == "rollout.max_prompt" and now < before:
+            raise TrainError(f"{key}={now}: a resumed run may only raise it; the run in {folder.path} has {before}")
     if config.steps < done:
         raise TrainError(
             f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
@@ -70,9 +75,18 @@ def open_to_resume(config: Config) -> RunFolder:
             f"budget={config.budget}: the run in {folder.path} has sampled {tokens} tokens already, and nothing was "
             "changed; raise budget to go on, or begin a shorter run in another run=DIR"
         )
-    if updated != saved:
-        folder.write_config(updated)
+    for key, before, now in changes:
+        saved = merge(saved, _nested(key.split("."), now))
+        if CHANGEABLE[key]:
+            complain(f"{key} was {short(before)} and is {short(now)} now: {CHANGEABLE[key]}")
+    if changes:
+        folder.write_config(saved)
     return folder
+
+
+def _nested(keys: list[str], value: Any) -> Document:
+    """A document with one setting."""
+    return {keys[0]: _nested(keys[1:], value) if keys[1:] else value}
 
 
 def in_free_folder(config: Config, *, quiet: bool = False) -> Config:

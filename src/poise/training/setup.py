@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from poise._lib.user_code import edited
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.engines.choose import choose
@@ -19,6 +20,7 @@ from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder, step_of
 from poise.tasks import Problem, Task, TaskError, data_fingerprint, epochs, several_turns
 from poise.tasks.data import Data
+from poise.training.resume import TrainError
 
 ROUNDING = 0.01  # how far half precision may move the ratio of a response with unchanged weights
 
@@ -33,7 +35,9 @@ def build_sampler(
 ) -> Sampler:
     """A sampler for the config's task, or for ``task``. ``note`` receives messages for the user."""
     rollout = config.rollout
-    engine = choose(policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory)
+    engine = choose(
+        policy, rollout.engine, rollout.batch, note, memory=rollout.vllm_memory, micro_tokens=config.optim.micro_tokens
+    )
     task = task or config.task.build()
     if isinstance(engine, NativeEngine):
         episode = rollout.max_episode_tokens if several_turns(task) else None
@@ -116,6 +120,22 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
     for line in task.notes:
         note(line)
     note(task.sizes())
+
+
+def check_same_code(config: Config, folder: RunFolder, *, accept: bool = False) -> list[str]:
+    """Refuse to resume a run with edited code, unless the user accepts it: then the names of the edited files."""
+    versions = folder.code_versions()
+    if not config.code or config.code in versions[-1:]:
+        return []
+    files = edited(versions[-1], config.code) if versions else []
+    if files and not accept:
+        raise TrainError(
+            f"{', '.join(files)}: this code was edited since the run in {folder.path} began; put it back, begin "
+            "another run=DIR, or go on knowingly with --trust-changed (in Python: trust_changed=True)"
+        )
+    version = {"after_step": folder.progress()[0], "code": config.code}
+    folder.write_json("code.json", [*(folder.read_json("code.json") if versions else []), version])
+    return files
 
 
 def check_same_data(task: Task, folder: RunFolder) -> None:

@@ -16,9 +16,9 @@ from poise.batch import Phase, Rows, TokenBatch
 from poise.config.schema import Config
 from poise.head import policy_loss
 from poise.models.layers import OutOfMemoryError
-from poise.models.packing import pack, tokens_in
+from poise.models.packing import pack
 from poise.models.policy import Policy
-from poise.models.scoring import BUSY_TOKENS, default_micro_tokens, score_all
+from poise.models.scoring import BUSY_TOKENS, default_micro_tokens, largest_pass, score_all, take_less
 from poise.objective import Settings, active, normalizer, survey
 from poise.surrogates import Survey
 
@@ -148,14 +148,9 @@ def within_memory(
         except torch.OutOfMemoryError:
             pass  # retry outside of this block: here the error still references the tensors that filled the memory
         _clear(policy)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        largest = max((tokens_in(batch, bin_rows) for bin_rows in bins if len(bin_rows) > 1), default=0)
-        if largest < BUSY_TOKENS and policy.save_memory():
-            continue
-        if not largest:
-            raise OutOfMemoryError("with a single response per pass")
-        policy.most_tokens = largest // 2
+        largest = largest_pass(batch, bins)
+        if largest >= BUSY_TOKENS or not policy.save_memory():
+            take_less(policy, largest)
 
 
 def _clear(policy: Policy) -> None:

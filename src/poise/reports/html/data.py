@@ -108,7 +108,7 @@ class Source:
         return {
             "name": self.names[run],
             "config": read_json(folder, "config.json"),
-            "environment": read_json(folder, "environment.json"),
+            "environment": _environment(read_json(folder, "environment.json")),
             "before": _evaluation(read_json(folder, "before.json")) or _evaluation(ended.get("before")),
             "after": _evaluation(ended.get("after")),
             "done": ended.get("steps"),
@@ -173,6 +173,12 @@ def _names(paths: Sequence[Path]) -> list[str]:
     """The folders' names, or their paths if two names are equal."""
     short = [path.resolve().name for path in paths]
     return short if len(set(short)) == len(short) else [str(path) for path in paths]
+
+
+def _environment(saved: Any) -> Any:
+    """``environment.json`` with the number of earlier starts in place of what it says of them."""
+    earlier = saved.get("earlier_starts") if isinstance(saved, dict) else None
+    return {**saved, "earlier_starts": len(earlier)} if isinstance(earlier, list) else saved
 
 
 def _evaluation(summary: Any) -> dict[str, Any] | None:

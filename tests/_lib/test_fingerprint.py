@@ -1,0 +1,182 @@
+"""What code is made of: the same in every process, and another once a file, a function or a value has changed."""
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from poise import regulators
+from poise._lib import user_code
+from poise._lib.fingerprint import files, fingerprint, hashes
+
+NOTEBOOK = """
+import functools, json, torch
+from poise._lib.fingerprint import fingerprint
+POWER = 2
+
+def helper(x):
+    return x ** POWER
+
+def reward(completions, **columns):
+    return [helper(len(text)) for text in completions]
+
+def scaled(factor):
+    return lambda completions: [factor * each for each in reward(completions)]
+
+class Judge:
+    bonus = {1.5, "a", None}
+
+    def __init__(self, limit):
+        self.limit, self.me, self.seen = limit, self, {"a": [1, (2.0,)]}
+
+    def __call__(self, completions):
+        return [min(each, self.limit) for each in reward(completions)]
+
+judge = Judge(3)
+things = [reward, scaled(2), judge, judge.__call__, functools.partial(reward, a=1), functools.cache(helper)]
+print(json.dumps([fingerprint(thing) for thing in things]))
+"""
+
+
+def printed(source, *, hash_seed="0"):
+    """What a notebook's cell prints: code that is in no file."""
+    run = [sys.executable, "-c", f"exec(compile({source!r}, '<cell>', 'exec'))"]
+    env = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": hash_seed}
+    return subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_code_without_a_file_is_its_source_its_globals_and_its_values():
+    before = printed(NOTEBOOK)
+    assert printed(NOTEBOOK, hash_seed="7") == before
+    for old, new, names in [
+        ("POWER = 2", "POWER = 3", {"helper"}),
+        ("helper(len", "-helper(len", {"reward"}),
+        ("scaled(2)", "scaled(5)", {"scaled.<locals>.<lambda>"}),
+        ("Judge(3)", "Judge(4)", {"Judge", "Judge.__call__"}),
+        ('"a", None', '"b", None', {"Judge"}),
+        ("min(each", "max(each", {"Judge.__call__"}),
+        ("a=1", "a=2", {"partial"}),
+    ]:
+        assert old in NOTEBOOK
+        then, now = (json.loads(text) for text in (before, printed(NOTEBOOK.replace(old, new))))
+        changed = {name for a, b in zip(then, now, strict=True) for name in a | b if a.get(name) != b.get(name)}
+        assert names <= changed <= {*names, "Judge"}, (old, changed)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A file with imports from beside it, in a package and out of it."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    for name, text in {
+        "mine.py": "import json, torch, beside\nfrom pack import deep\nfrom pack.other import one as two\n",
+        "beside.py": "x = 1\n",
+        "json.py": "never imported\n",
+        "pack/__init__.py": "from . import inner\n",
+        "pack/inner.py": "from .other import one\nfrom .. import above\n",
+        "pack/deep.py": "def broken(:\n",
+        "pack/other.py": "from pack import inner\none = 1\n",
+        "pack/unused.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("beside", "pack")]:
+        del sys.modules[name]
+
+
+def test_a_file_is_made_of_what_it_imports_from_beside_it(package):
+    found = hashes(files([package / "mine.py"]), package)
+    assert list(found) == ["beside.py", "mine.py", "pack/__init__.py", "pack/deep.py", "pack/inner.py", "pack/other.py"]
+    (package / "pack/inner.py").write_text("")
+    now = hashes(files([package / "mine.py"]), package)
+    assert [name for name in found if found[name] != now[name]] == ["pack/inner.py"]
+
+
+def test_a_function_of_a_module_is_its_files(package):
+    (package / "pack/inner.py").write_text("")
+    (package / "pack/other.py").write_text("from pack import inner\ndef one(x=1): return x\n")
+    from pack.other import one
+
+    assert {"pack/__init__.py", "pack/inner.py", "pack/other.py", "one"} == fingerprint(one).keys()
+    assert {"beside.py"} == fingerprint(__import__("beside")).keys()
+
+
+def test_poise_and_installed_code_count_by_name_and_by_their_values():
+    assert fingerprint(regulators.get("ar", alpha=0.3)) != fingerprint(regulators.get("ar", alpha=0.2))
+    assert fingerprint(regulators.get("ar")).keys() == {type(regulators.get("ar")).__name__}
+    assert fingerprint(pytest.approx) != fingerprint(pytest.raises)
+    assert any(name.endswith(".py") for name in fingerprint(pytest.approx))  # its own file, not what that imports
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])),
+        (torch.ones(2, dtype=torch.bfloat16), torch.ones(2)),
+        (torch.ones(0), torch.ones(0, 1)),
+        (functools.partial(print, 1), functools.partial(print, 2)),
+        (__import__("re").compile("a"), __import__("re").compile("b")),
+        ({"a": {1, 2}}, {"a": {1, 3}}),
+        (Path("a"), Path("b")),
+        (__import__("numpy").arange(3), __import__("numpy").arange(4)),
+    ],
+)
+def test_values(one, other):
+    assert fingerprint([one]) == fingerprint([one])
+    assert fingerprint([one]) != fingerprint([other])
+
+
+def test_what_cannot_be_read_is_its_type():
+    assert fingerprint([threading.Lock()]) == fingerprint([threading.Lock()])
+    assert fingerprint(iter(x for x in ())) != {}
+
+
+SOFTER = """
+from dataclasses import dataclass
+import beside
+import poise
+
+@dataclass(frozen=True)
+class Softer(poise.Regulator):
+    def phases(self, batch):
+        return [poise.Phase.of(batch, 0.25 * beside.x)]
+
+    power = 0.25 * beside.x
+"""
+
+
+@pytest.mark.parametrize("path", ["softer.py:Softer", "softer.Softer"])
+def test_edited_code_is_loaded_again_in_the_same_process(package, monkeypatch, path):
+    """As of a notebook's cell ``%%writefile``: within a second, and with as many letters."""
+    monkeypatch.chdir(package)
+    monkeypatch.setattr(user_code, "FOLDERS", [str(package)])
+    (package / "softer.py").write_text(SOFTER)
+    known = user_code.load("regulator", path, regulators.Regulator)
+    assert known.power == 0.25
+    assert user_code.load("regulator", path, regulators.Regulator) is known
+    (package / "softer.py").write_text(SOFTER.replace("0.25 *", "0.75 *"))
+    assert user_code.load("regulator", path, regulators.Regulator).power == 0.75
+    (package / "beside.py").write_text("x = 2\n")
+    assert user_code.load("regulator", path, regulators.Regulator).power == 1.5
+    before = user_code.code_of({"regulator": f"ar | {path}(a=1)"})
+    assert before.keys() == {path}
+    assert before[path].keys() == {"softer.py", "beside.py"}
+    (package / "beside.py").write_text("x = 3\n")
+    assert user_code.edited(before, user_code.code_of({"regulator": path})) == ["beside.py"]
+    sys.modules.pop("softer", None)
+
+
+def test_names_of_files_are_as_the_user_would_write_them(package, monkeypatch):
+    monkeypatch.chdir(package.parent)
+    name = f"{package.name}/mine.py"
+    found = user_code.code_of(
+        {"task": {"name": f"{name}:Mine", "reward": ["exact", "nowhere.py:x"]}, "regulator": "ar"}
+    )
+    assert {name, f"{package.name}/pack/other.py"} < found[f"{name}:Mine"].keys()
+    assert found["nowhere.py:x"] == {}
