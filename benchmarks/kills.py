@@ -33,8 +33,8 @@ from poise import trainer
 from poise.models.policy import Policy, load_policy
 from poise.runs import folder as runs
 from poise.runs.folder import RunFolder
+from poise.runs.subscribers.evaluations import Evaluations
 from poise.trainer import Trainer
-from poise.training.evaluations import Evaluations
 
 SETTINGS = [
     "steps=3", "prompts=2", "group=2", "task.people=2", "rollout.max_tokens=6", "evaluation.problems=1",

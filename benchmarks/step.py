@@ -47,7 +47,7 @@ from poise.models.policy import EMBEDDED
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score, Split, Task
 from poise.trainer import Trainer
-from poise.training.reporter import Reporter
+from poise.training.state import State
 
 NEVER = 1_000_000  # an end token that no vocabulary has
 LR = 2e-4
@@ -123,7 +123,7 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.device, self.ours, self.problems, self.prompt_ids, self.kept = device, ours, problems, prompt_ids, kept
         self.theirs: TimedTrainer | None = None
-        self.report = Reporter(ours.config, ours.folder, 0, quiet=True) if ours else None
+        self.state = State()
         self.rows: Rows = []
         self.first_step_s = 0.0  # from the start of the process
 
@@ -155,11 +155,11 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
     def our_step(self, step: int) -> dict[str, float]:
         """A step of poise, and its figures."""
         assert self.ours is not None
-        assert self.report is not None
         before = at_rest(self.device)
         start = now(self.device)
-        metrics = self.ours.step(step, self.report)
+        result = self.ours.step(self.state)
         seconds = now(self.device) - start
+        self.state, metrics = result.state, result.metrics
         assert self.problems.steps == step, "the problems differ"
         config = self.ours.config
         lengths = [metrics["rollout/length"]] * (config.prompts * config.group)
@@ -329,8 +329,7 @@ def alone(config: Config, regulators: list[str], warm_up: int, endless: bool) ->
     for text in regulators:
         ours = config.model_copy(update={"regulator": text, "run": f"{config.run}/{text}"})
         trainer = our_trainer(ours, Problems(ours.task.build(), endless), endless)
-        report = Reporter(ours, trainer.folder, 0, quiet=True)
-        steps = [trainer.step(step, report) for step in range(1, ours.steps + 1)][warm_up:]
+        steps = [result.metrics for result in trainer.steps(State())][warm_up:]
         found[text] = [{k: v for k, v in step.items() if k.startswith("time/")} for step in steps]
         parts = {name: statistics.median(part[name] for part in found[text]) for name in found[text][0]}
         print(f"{text:>10s}: " + ", ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in parts.items()), flush=True)

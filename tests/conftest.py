@@ -98,7 +98,7 @@ def served(tmp_path):
 @pytest.fixture
 def short_evaluation(monkeypatch):
     """For tests that do not look at accuracy, most of a small run: replies to held-out problems end after 4 tokens."""
-    from poise.training import evaluations
+    from poise.runs.subscribers import evaluations
 
     real = evaluations.held_out
     monkeypatch.setattr(evaluations, "held_out", lambda sampler, *rest: real(replace(sampler, max_tokens=4), *rest))

@@ -16,7 +16,7 @@ from pathlib import Path
 from poise import config as configs
 from poise.config.schema import restore
 from poise.runs.folder import RunFolder
-from poise.training.warnings import Entry, Progress, found
+from poise.runs.subscribers.warnings import Entry, Progress, found
 
 STUDIES = Path(__file__).parents[1]
 

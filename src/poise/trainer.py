@@ -16,7 +16,7 @@ from poise import regulators
 from poise._lib.device import keep_freed_memory
 from poise._lib.files import expand
 from poise._lib.user_code import blamed
-from poise.algorithms import Memory, Trajectory
+from poise.algorithms import Trajectory
 from poise.algorithms.collected import collect
 from poise.batch import Phase, TokenBatch
 from poise.config.schema import Config
@@ -28,30 +28,22 @@ from poise.models.tool_prompts import fix_date
 from poise.rollout.sampling import derived_seed
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
+from poise.runs.subscribers import check_callbacks, tell
+from poise.runs.subscribers.evaluations import Evaluations
+from poise.runs.subscribers.records import Recorder, begun
+from poise.runs.subscribers.reporter import Reporter
+from poise.runs.subscribers.results import finished, show
 from poise.runs.trackers import check_trackers
 from poise.tasks import training_problems
-from poise.training.batches import make_batch, on_all_rows, phases_of, with_verdict, without_consolidated
+from poise.training.batches import make_batch, phases_of, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
-from poise.training.evaluations import Evaluations
 from poise.training.frozen import Frozen, FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
+from poise.training.metrics import Clock, reported_metrics, step_metrics, token_metrics, turn_metrics
 from poise.training.preflight import preflight
-from poise.training.records import (
-    Clock,
-    begun,
-    environment,
-    response_records,
-    step_metrics,
-    task_metrics,
-    token_arrays,
-    token_metrics,
-    turn_metrics,
-    write_start,
-)
-from poise.training.reporter import Reporter
-from poise.training.results import finished
 from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
-from poise.training.setup import arrive, build_sampler, check_same_code, check_same_data, recomputed
+from poise.training.setup import build_sampler, check_same_code, check_same_data, progress, recomputed
+from poise.training.state import State, StepResult
 from poise.training.update import NotFiniteError, UpdatePlan, update
 
 __all__ = ["TrainError", "Trainer", "train"]
@@ -59,16 +51,18 @@ __all__ = ["TrainError", "Trainer", "train"]
 
 def train(
     config: Config, *, resume: bool = False, quiet: bool = False, before: dict[str, Any] | None = None,
-    renumber: bool = True, trust_changed: bool = False,
+    renumber: bool = True, trust_changed: bool = False, callbacks: Sequence[Any] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Train with this config into its run folder, show the result, and return the contents of ``summary.json``.
 
     ``before`` is the accuracy before training, if another run of the same model has measured it in the same way. If
     the folder has a run already, this one goes to the next free folder, such as ``runs/mine-2``; with
     ``renumber=False`` that is an error. ``trust_changed`` goes on with a run although code of the user's own was edited
-    since it began. On a CPU the C library is told to keep freed memory, from then on
-    (``_lib/device.py``).
+    since it began. ``callbacks`` follow the run: objects with any of ``on_start(state)``, ``on_step(result)`` and
+    ``on_end(state)``; ``on_step`` ends the run after a step by returning False (``runs/subscribers``). On a CPU the C
+    library is told to keep freed memory, from then on (``_lib/device.py``).
     """
+    check_callbacks(callbacks)
     if renumber and not resume:
         config = in_free_folder(config, quiet=quiet)
     with owned(expand(config.run), make=not resume), run_folder(config, resume=resume) as folder:
@@ -81,7 +75,7 @@ def train(
         if trainer.policy.device.type == "cpu":
             keep_freed_memory()
         preflight(config, trainer.sampler, trainer.checkpoints, trainer._batch)
-        return trainer.run(before)
+        return trainer.run(before, callbacks)
 
 
 class Trainer:
@@ -99,14 +93,13 @@ class Trainer:
             tokens=config.tokens_left(*folder.progress()), longest=config.rollout.longest,
         )  # fmt: skip
         self.notes: list[str] = []  # shown as soon as there is a console
-        self.clock = Clock()
         check_settings(self.policy, config.rollout.max_prompt, config.rollout.max_tokens)
         self.recompute = recomputed(config, self.policy, self.notes.append)
         self.frozen = FrozenModels(  # before the memory for sampling is measured
             config, self.policy, self.algorithm, self.notes.append, folder,
             reference=bool(config.objective.kl_coef),
         )  # fmt: skip
-        self.sampler = build_sampler(config, self.policy, self.notes.append, clock=self.clock)
+        self.sampler = build_sampler(config, self.policy, self.notes.append)
         self.sampler = self.frozen.beside(self.sampler)
         check_same_data(self.sampler.task, folder)
         self.master_weights = self.policy.master_weights = MasterWeights(self.policy.model)
@@ -119,121 +112,94 @@ class Trainer:
         self.checkpoints = Checkpoints(
             folder, self.policy, self.master_weights, self.optimizer, config.checkpoint_every
         )
-        self.memory: Memory | None = None
-        self.tokens = 0  # sampled since the run began, by all models, evaluations apart
 
     # The loop
 
-    def run(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after."""
-        done, self.memory, self.tokens = self.checkpoints.restore()
-        sizes = {"parameters": Frozen(self.policy).parameters, "parameters_of": self.frozen.parameters()}
-        arrive(self.sampler, self.config, done)
-        with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
-            self.notes += write_start(self.folder, environment(self.policy.device) | sizes, done)
+    def run(self, before: dict[str, Any] | None = None, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
+        """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after.
+
+        Who follows the run is told of each step before its checkpoint, so what a checkpoint holds is logged.
+        """
+        config, folder, checkpoints, state = self.config, self.folder, self.checkpoints, self.checkpoints.restore()
+        with Reporter(config, folder, state.step, quiet=self.quiet) as report, Stopper(report.note) as stopper:
+            sizes = {"parameters": Frozen(self.policy).parameters, "parameters_of": self.frozen.parameters()}
+            recorder = Recorder(folder, self.policy, self.sampler.task, config.rollouts_every, sizes, report.note)
+            evaluations = Evaluations(self.sampler, config, folder, report, stopper, before)
+            subscribers = [recorder, evaluations, report, *callbacks]
             for note in self.notes:
                 report.note(note)
-            evaluations = Evaluations(self.sampler, self.config, self.folder, report, stopper)
-            ending = self._ending(done, self.tokens)
             try:
-                before = evaluations.before(done, before)
-                reached = not ending and evaluations.catch_up(done)
+                going = tell(subscribers, "on_start", state)
             except KeyboardInterrupt:
-                report.stopped(self.folder.resume_command)
+                report.stopped()
                 raise
-            if ending:
-                report.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
-            report.begin(done, self.tokens)
             try:
-                done = done if ending or reached else self._take_steps(done, report, stopper, evaluations)
-                after = evaluations.after()
+                stopper.check()
+                for result in self.steps(state) if going else ():
+                    state = result.state
+                    going = tell(subscribers, "on_step", result) and not stopper.requested
+                    last = not going or config.ending(state.step, state.tokens) is not None
+                    if last or checkpoints.due(state.step):
+                        checkpoints.save(state)
+                    stopper.check()
+                    if last:
+                        break
+                tell(subscribers, "on_end", state)
             except (Exception, KeyboardInterrupt):
-                self.checkpoints.save_finished_step(self.memory, self.tokens)
-                report.stopped(self.folder.resume_command)
+                checkpoints.save_finished(state)
+                report.stopped()
                 raise
-        return report.finished(done, self.tokens, before, after)
+        if not self.quiet:
+            show(config, evaluations.summary, report.console)
+        return evaluations.summary
 
-    def _take_steps(self, done: int, report: Reporter, stopper: Stopper, evaluations: Evaluations) -> int:
-        """Take the remaining steps, and return the number of the last one. A stop request raises KeyboardInterrupt."""
-        config, checkpoints = self.config, self.checkpoints
-        for step in range(done + 1, config.steps + 1):
-            stopper.check()
-            metrics = self.step(step, report)
-            arrive(self.sampler, config, step)
-            ending = self._ending(step, self.tokens)
-            try:
-                if evaluations.due(step) and not ending:
-                    metrics |= evaluations.during()
-            finally:
-                self.folder.log(step, metrics)
-                checkpoints.logged = step
-            report.step(step, metrics)
-            last = ending is not None or stopper.requested or evaluations.goal_reached(metrics)
-            if last or checkpoints.due(step):
-                checkpoints.save(step, self.memory, self.tokens)
-            stopper.check()
-            if last:
-                report.ended(ending, step, self.tokens)
-                return step
-        return done
+    def steps(self, state: State) -> Iterator[StepResult]:
+        """Take step after step from this state on, until ``steps`` or ``budget`` ends the run."""
+        while self.config.ending(state.step, state.tokens) is None:
+            result = self.step(state)
+            state = result.state
+            yield result
 
-    def _ending(self, step: int, tokens: int) -> str | None:
-        """The setting that ends a run after this step and so many tokens, ``budget`` or ``steps``; None: it goes on."""
-        if self.config.budget is not None and tokens >= self.config.budget:
-            return "budget"
-        return "steps" if step >= self.config.steps else None
-
-    def step(self, step: int, report: Reporter) -> dict[str, float]:
-        """One step: problems, samples, a batch, phases, an update, and the metrics of all of them."""
-        config, clock, task, seed = self.config, self.clock, self.sampler.task, derived_seed(self.config.seed, step)
-        clock.restart()
-        self.sampler.tokens.clear()  # those of an evaluation
-        self.sampler.turns.clear()
+    def step(self, state: State) -> StepResult:
+        """One step: problems, trajectories, a batch, phases, an update, and the metrics of all of them."""
+        config, clock, number = self.config, Clock(), state.step + 1
+        seed, task = derived_seed(config.seed, number), self.sampler.task
+        sampler = self.sampler.at(progress(config, task, state.step), clock)
         with clock("problems"):
             problems = training_problems(
-                task, seed=config.seed, step=step, step_seed=seed, count=config.prompts, fits=self.sampler.fits
+                task, seed=config.seed, step=number, step_seed=seed, count=config.prompts, fits=sampler.fits
             )
         with model_errors():
-            samples, memory = collect(
-                self.algorithm, problems, self.sampler, seed, self.memory,
-                name=config.algorithm, advantage=config.advantage,
-            )  # fmt: skip
-            samples, failed = with_verdict(samples, config.advantage)
-        tokens = token_metrics(self.sampler.tokens, self.tokens)
-        if not samples:
-            report.note(
-                f"step {step}: no reward applies to its attempts, or to one alone of a group; nothing is learned"
+            trajectories, memory = collect(
+                self.algorithm, problems, sampler, seed, state.memory, name=config.algorithm, advantage=config.advantage
             )
-            self.memory, self.tokens = memory, tokens["tokens/total"]
-            self.checkpoints.weights_of = step
-            others = {**failed, **task_metrics(task), **turn_metrics(self.sampler), "optim/steps": 0.0}
-            return {**others, **tokens, **clock.metrics(tokens["tokens/sampled"])}
-        with clock("regulate"), model_errors(), self._divergence(step):
-            batch = self._batch(samples)
+            trajectories, failed = with_verdict(trajectories, config.advantage)
+        tokens = token_metrics(sampler.counts, state.tokens)
+        state = State(number, tokens["tokens/total"], memory)
+        turns = turn_metrics(sampler.counts, task)
+        if not trajectories:
+            self.checkpoints.weights_of = number
+            metrics = {**failed, **reported_metrics(sampler.counts), **turns, "optim/steps": 0.0, **tokens}
+            return StepResult(state, metrics | clock.metrics(tokens["tokens/sampled"]), clock)
+        with clock("regulate"), model_errors(), self._divergence(number):
+            batch = self._batch(trajectories)
             with blamed("regulator", config.regulator):
                 rows, phases, dropped = phases_of(
-                    self.regulator, samples, batch, drop_equal_groups=config.drop_equal_groups
+                    self.regulator, trajectories, batch, drop_equal_groups=config.drop_equal_groups
                 )
-        with clock("record"):
-            if config.rollouts_every and (step == 1 or step % config.rollouts_every == 0):
-                self.folder.save_rollouts(step, response_records(step, samples, task))
-                arrays = token_arrays(batch, [on_all_rows(phase, rows, batch) for phase in phases])
-                self.folder.save_tokens(step, arrays, self.policy.texts(arrays["id"]))
-            if step == 1 or self._ending(step, tokens["tokens/total"]):
-                report.samples(samples)
         with clock("update"):
-            update_metrics = self._update(step, batch.rows(rows), phases, seed)
-        self.memory, self.tokens = memory, tokens["tokens/total"]
-        return {
-            **step_metrics(self.algorithm, task, samples, batch, self.settings),
+            update_metrics = self._update(number, batch.rows(rows), phases, seed)
+        metrics = {
+            **step_metrics(self.algorithm, sampler.counts, trajectories, batch, self.settings),
             **failed,
             **dropped,
-            **turn_metrics(self.sampler),
+            **turns,
             **update_metrics,
-            **regulators.summary(*without_consolidated(samples, phases, batch, rows)),
+            **regulators.summary(*without_consolidated(trajectories, phases, batch, rows)),
             **tokens,
             **clock.metrics(tokens["tokens/sampled"]),
         }
+        return StepResult(state, metrics, clock, trajectories, batch, phases, rows)
 
     # The parts of a step
 

@@ -14,11 +14,12 @@ from poise.algorithms.sampler import Sampler
 from poise.engines.native.engine import NativeEngine
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy
+from poise.rewards import TrainerState
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Completion
+from poise.runs.subscribers.records import environment_turns
 from poise.tasks import RewardError
 from poise.training.batches import group_numbers, make_batch
-from poise.training.records import environment_turns
 from poise.training.update import UpdatePlan, backward
 from support.twice import Twice
 
@@ -100,8 +101,7 @@ def test_a_turn_is_independent_of_the_other_episodes():
     policy = embedded()
     sampler = Sampler(policy, NativeEngine(policy), Twice(), Sampling(0.9), max_tokens=12)
     problems = list(islice(Twice().problems("train", 3), 4))
-    sampler.progress.global_step = 7
-    together = sampler.play(problems, seed=5)
+    together = sampler.at(TrainerState(7)).play(problems, seed=5)
     assert [trajectory.version for trajectory in together] == [7] * 4  # the step whose weights sampled it
     one = Sampler(policy, NativeEngine(policy, batch=1), Twice(), Sampling(0.9), max_tokens=12).play(problems, seed=5)
     for a, b in zip(together, one, strict=True):

@@ -10,7 +10,7 @@ import torch
 
 from poise import regulators, trainer
 from poise.algorithms.erl import CUT_OFF, GAP, Erl, read_advice
-from poise.algorithms.sampler import Sampler
+from poise.algorithms.sampler import Counts, Sampler
 from poise.batch import Prompt
 from poise.models.policy import ModelError, load_policy
 from poise.models.prompts import PromptError, plain
@@ -19,7 +19,7 @@ from poise.objective import Settings
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 from poise.training.batches import make_batch, with_verdict, without_consolidated
-from poise.training.records import step_metrics
+from poise.training.metrics import step_metrics
 from support.configs import problem
 from support.scripted import Scripted
 from support.small_runs import SHORT, command, make, parameters, run
@@ -261,7 +261,7 @@ def test_a_step_without_first_attempts_has_no_metrics_of_them(policy):
     assert [sample.role for sample in judged] == ["reflection", "second", "consolidated"]
     batch = make_batch(judged, policy)
     assert batch.advantages.tolist() == [1, 1, 1]
-    metrics = step_metrics(algorithm, play.task, judged, batch, Settings())
+    metrics = step_metrics(algorithm, Counts(), judged, batch, Settings())
     assert not [name for name in metrics if name.startswith(("first/", "second/"))]
 
 
@@ -503,7 +503,7 @@ IN_A_RETRY = """
 import os, signal
 from poise.__main__ import main
 from poise.algorithms import erl
-from poise.algorithms.sampler import Sampler
+from poise.algorithms.sampler import Counts, Sampler
 from poise.batch import Prompt
 erl.read_advice = lambda text: text[:9]
 real, calls = Sampler.play, []

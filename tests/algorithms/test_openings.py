@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from poise import tasks
-from poise.algorithms.sampler import Sampler
+from poise.algorithms.sampler import Counts, Sampler
 from poise.batch import Prompt
 from poise.config import load
 from poise.models.policy import load_policy
 from poise.objective import Settings
+from poise.runs.subscribers.records import response_records
 from poise.tasks import Problem, Score, TaskError
 from poise.training.batches import make_batch
-from poise.training.records import response_records, step_metrics
+from poise.training.metrics import step_metrics
 from poise.training.setup import build_sampler
 from support.scripted import Scripted
 from support.twice import Twice
@@ -79,7 +80,7 @@ def test_summaries_are_over_first_attempts(policy):
     first, second = Sampler(policy, engine, Echo(), max_tokens=9).play(problems, seed=0)
     rows = [replace(first, advantage=1.0), replace(second, advantage=1.0, role="second", notes={"cut": 0.5})]
     batch = make_batch(rows, policy)
-    metrics = step_metrics(Said(), Echo(), rows, batch, Settings())
+    metrics = step_metrics(Said(), Counts(), rows, batch, Settings())
     assert metrics["reward/mean"] == 2.0
     assert metrics["reward/accuracy"] == 0.0
     assert metrics["rollout/length"] == len(first.tokens)

@@ -8,7 +8,7 @@ import pytest
 from poise import trainer
 from poise.config.run_settings import to_evaluate
 from poise.runs.folder import RunFolder
-from poise.training import evaluations
+from poise.runs.subscribers import evaluations
 from support.command_line import SMALL, contents, fails, poise
 
 

@@ -10,8 +10,8 @@ from poise.comparison import shared_start
 from poise.config.schema import load
 from poise.models.loading import resolve_device
 from poise.runs.folder import RunFolder
-from poise.training import evaluations
-from poise.training.records import environment
+from poise.runs.subscribers import evaluations
+from poise.runs.subscribers.records import environment
 from poise.training.setup import check_same_code
 from support.comparisons import evaluation, make, write_rows
 from support.small_runs import make as make_run

@@ -19,7 +19,7 @@ from poise.rollout.sampling import Sampling
 from poise.rollout.types import Request, Session, session
 from poise.tasks import Problem, Score, get
 from poise.training.evaluate import evaluate
-from poise.training.records import turn_metrics
+from poise.training.metrics import turn_metrics
 from support.dialogues import GREEDY, Anew, dialogues, said_after
 from support.native_engines import ENGINES, NATIVE, SlotEngine
 from support.sampled import ask
@@ -341,7 +341,7 @@ def test_a_task_of_one_turn_keeps_nothing(monkeypatch, tmp_path):
     for task in (get("kk", people="2"), data):
         sampler = Sampler(policy, NativeEngine(policy), task, max_tokens=8)
         sampler.play(list(islice(task.problems("train", 0), 3)), seed=0)
-        assert turn_metrics(sampler) == {}
+        assert turn_metrics(sampler.counts, task) == {}
 
 
 def test_a_step_tells_how_many_turns_continued_and_how_many_were_read_again():
@@ -350,11 +350,11 @@ def test_a_step_tells_how_many_turns_continued_and_how_many_were_read_again():
     problems = list(islice(task.problems("train", 0), 6))
     later = sum(i % 4 for i in range(6))
     for engine, kept in ((NativeEngine(policy), True), (Anew(NativeEngine(policy)), False)):
-        sampler = Sampler(policy, engine, task, GREEDY, max_tokens=4)
-        for again in (True, False):
+        whole = Sampler(policy, engine, task, GREEDY, max_tokens=4)
+        for _ in range(2):
+            sampler = whole.at()
             sampler.play(problems, seed=3)
+            evaluate(sampler, problems=5, samples=1)
             sampler.greedy().play(problems, seed=4)
             expected = {"rollout/continued": 2 * later * kept, "rollout/reread": 2 * later * (not kept)}
-            assert turn_metrics(sampler) == expected
-            if again:
-                evaluate(sampler, problems=5, samples=1)
+            assert turn_metrics(sampler.counts, task) == expected

@@ -45,7 +45,7 @@ def embedded():
         sample(
             Sampler(policy, CachedEngine(policy), settings.task.build(), max_tokens=settings.rollout.max_tokens),
             settings,
-            seed=2,
+            2,
         ),
     )
 
@@ -78,7 +78,7 @@ def test_lp_reg_gets_its_filtered_policy(embedded):
     objective = replace(settings.objective, surrogate="lp-reg(min_p=0.3)")
     changed = settings.model_copy(update={"objective": objective})
     sampler = Sampler(policy, CachedEngine(policy), settings.task.build(), max_tokens=20)
-    batch = sample(sampler, changed, seed=2).batch
+    batch = sample(sampler, changed, 2).batch
     kept = batch.mask & batch.min_p_logp.isfinite()
     assert (batch.mask & ~kept).any()
     assert (batch.min_p_logp[kept] >= batch.old_logp[kept] - 1e-5).all()

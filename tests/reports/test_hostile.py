@@ -3,8 +3,8 @@
 import pytest
 
 from poise.runs.console import visible
-from poise.training import warnings
-from poise.training.warnings import RunWarning
+from poise.runs.subscribers import warnings
+from poise.runs.subscribers.warnings import RunWarning
 from support.run_folders import HOSTILE, WORDS, look, make_run, next_frame, response, see
 
 HIDDEN = (  # each is invisible or acts on what stands beside it

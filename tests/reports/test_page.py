@@ -16,8 +16,8 @@ from poise.reports.diagnose import combine, verdict
 from poise.reports.html import write_report
 from poise.reports.html.data import Source
 from poise.reports.html.page import in_html
-from poise.training import warnings
-from poise.training.warnings import RunWarning
+from poise.runs.subscribers import warnings
+from poise.runs.subscribers.warnings import RunWarning
 from support.run_folders import HOSTILE, WORDS, add_step, look, make_run, next_frame, response, see
 from support.softmax_table import Table
 

@@ -6,7 +6,7 @@ import pytest
 
 from poise._lib.files import sealed
 from poise.reports.html.data import Source
-from poise.training.warnings import RunWarning, add
+from poise.runs.subscribers.warnings import RunWarning, add
 from support.run_folders import HOSTILE, add_step, look, make_run, see
 
 CONFIG = {

@@ -88,12 +88,11 @@ def test_what_trl_hands_over():
         return [0.0] * len(completions)
 
     scorer = Rewards(curious)
-    state = TrainerState(global_step=7, max_steps=10)
-    verdict = scorer.score(["p"], ["c"], [[1]], {"level": ["hard"]}, ["q"], state, environments=["env"])[0]
+    state, reported = TrainerState(global_step=7, max_steps=10), {}
+    verdict = scorer.score(["p"], ["c"], [[1]], {"level": ["hard"]}, ["q"], state, ["env"], reported)[0]
     assert seen == {"environments": ["env"], "step": 7, "prompts": ["p"], "ids": [[1]], "level": ["hard"]}
     assert verdict.extra == {"seen": "C"}
-    assert scorer.take_metrics() == {"curiosity": 3.0}
-    assert scorer.take_metrics() == {}
+    assert reported == {"curiosity": [3.0]}
 
 
 def raises(completions, **_):

@@ -238,10 +238,10 @@ def test_what_is_wrong_is_said_as_in_this_process(name, texts, message):
 
 def test_what_is_logged_comes_back():
     with Rewards("moody_rewards.talks") as rewards:
-        columns = {"level": [1, 2]}
-        verdicts = rewards.score(["?"] * 2, ["a", "b"], [[], []], columns, ["1", "2"], TrainerState(global_step=5))
+        columns, state, reported = {"level": [1, 2]}, TrainerState(global_step=5), {}
+        verdicts = rewards.score(["?"] * 2, ["a", "b"], [[], []], columns, ["1", "2"], state, reported=reported)
         assert [v.extra for v in verdicts] == [{"upper": "A"}, {"upper": "B"}]
-        assert rewards.take_metrics() == {"step": 5.0}
+        assert reported == {"step": [5.0]}
 
 
 def test_columns_that_cannot_travel():

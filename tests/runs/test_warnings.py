@@ -5,8 +5,8 @@ import json
 import pytest
 
 from poise.runs.folder import DamagedError, RunFolder
-from poise.training import warnings
-from poise.training.warnings import RunWarning
+from poise.runs.subscribers import warnings
+from poise.runs.subscribers.warnings import RunWarning
 
 
 def test_a_warning_is_kept_once_by_name_and_in_order(tmp_path):

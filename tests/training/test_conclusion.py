@@ -7,8 +7,8 @@ import pytest
 from poise import config as configs
 from poise import trainer
 from poise.runs.folder import RunFolder
-from poise.training.results import change_intervals, conclusion, learned
-from poise.training.warnings import RunWarning
+from poise.runs.subscribers.results import change_intervals, conclusion, learned
+from poise.runs.subscribers.warnings import RunWarning
 from support.small_runs import SHORT, make
 
 DEMO = {"avg@4": (0.353, 0.575), "greedy": (0.683, 0.660), "pass@4": (0.747, 0.780)}  # experiments/demo/demo.md

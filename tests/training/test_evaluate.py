@@ -13,9 +13,9 @@ import pytest
 from poise import tasks
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import load
+from poise.runs.subscribers.evaluations import Evaluations
 from poise.tasks import Problem, Score, Task
 from poise.training.evaluate import evaluate
-from poise.training.evaluations import Evaluations
 from poise.training.interrupts import Stopper
 from support.scripted import Scripted
 from support.tiny_models import tiny

@@ -10,10 +10,10 @@ import pytest
 
 from poise import trainer
 from poise.runs.folder import RunFolder
+from poise.runs.subscribers import evaluations
+from poise.runs.subscribers.evaluations import Evaluations
 from poise.trainer import Trainer
-from poise.training import evaluations
 from poise.training.evaluate import Evaluation
-from poise.training.evaluations import Evaluations
 from poise.training.interrupts import Stopper
 from support.small_runs import SMALL, command, make, run
 
@@ -40,10 +40,10 @@ def test_ctrl_c_leaves_a_resumable_folder_and_says_how(tmp_path):
 def test_signals_finish_the_step_and_save_it(tmp_path, monkeypatch, name):
     real = Trainer.step
 
-    def step(held, number, console):
+    def step(held, state):
         os.kill(os.getpid(), getattr(signal, name))
         os.kill(os.getpid(), getattr(signal, name))  # a terminal that closes may send it twice
-        return real(held, number, console)
+        return real(held, state)
 
     monkeypatch.setattr(Trainer, "step", step)
     outside = signal.signal(getattr(signal, name), signal.SIG_DFL)  # the tests themselves may run under nohup
@@ -184,14 +184,14 @@ def test_a_run_that_goes_on_beyond_its_end_keeps_its_evaluation_and_does_it_once
 
 
 def test_a_signal_before_an_evaluation_begins_none(tmp_path, monkeypatch):
-    config, real = make(tmp_path, *QUICK), Evaluations.before
+    config, real = make(tmp_path, *QUICK), Evaluations.on_start
 
-    def interrupted(held, *rest):
+    def interrupted(held, state):
         signal.raise_signal(signal.SIGTERM)
-        return real(held, *rest)
+        return real(held, state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluations, "before", interrupted)
+        patch.setattr(Evaluations, "on_start", interrupted)
         patch.setattr(evaluations, "held_out", lambda *_: pytest.fail("an evaluation began"))
         with pytest.raises(KeyboardInterrupt):
             trainer.train(config, quiet=True)

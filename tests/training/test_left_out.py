@@ -45,7 +45,7 @@ def test_another_problem_is_drawn_for_one_that_is_too_long(policy):
     cut = sampler(policy, task, fourth - 1)
     found = tasks.draw(task, "train", 0, 5, cut.fits)
     assert [problem.id for problem in found] == ["train-0", "train-1", "train-2", "train-4", "train-5"]
-    assert cut.turns["too_long"] == 1
+    assert cut.counts.turns["too_long"] == 1
     whole = tasks.draw(task, "train", 0, 5, sampler(policy, task, fourth).fits)
     assert whole == tasks.draw(task, "train", 0, 5)
     assert tasks.draw(task, "train", 0, 0, cut.fits) == []

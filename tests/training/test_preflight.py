@@ -12,11 +12,11 @@ from poise import regulators, tasks, trainer
 from poise._lib.user_code import UserCodeError
 from poise.models.policy import Policy
 from poise.runs.folder import CheckpointError, RunFolder
+from poise.runs.subscribers.evaluations import Evaluations
 from poise.runs.trackers import TrackerError
 from poise.tasks import Score, TaskError
 from poise.tasks.knights_knaves.task import KnightsKnaves
 from poise.training import preflight as module
-from poise.training.evaluations import Evaluations
 from poise.training.resume import TrainError
 from support.small_runs import SHORT, make, parameters, run
 

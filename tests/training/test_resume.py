@@ -12,8 +12,8 @@ from poise.config.documents import merge
 from poise.config.schema import keys
 from poise.models import tool_prompts
 from poise.runs.folder import CHANGEABLE, CheckpointError, RunFolder
+from poise.runs.subscribers.records import begun, write_start
 from poise.training import checkpoints
-from poise.training.records import begun, write_start
 from poise.training.resume import TrainError, open_to_resume
 from poise.training.setup import check_same_code
 from support.command_line import fails, poise

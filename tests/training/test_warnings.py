@@ -7,8 +7,8 @@ import pytest
 from poise import config as configs
 from poise import trainer
 from poise.runs.folder import RunFolder
-from poise.training import warnings
-from poise.training.warnings import TABLE, Progress, found
+from poise.runs.subscribers import warnings
+from poise.runs.subscribers.warnings import TABLE, Progress, found
 from support.pages import ROOT
 from support.small_runs import make
 

@@ -48,11 +48,23 @@ POLICY = "policy"  # the name under which the policy's tokens are counted
 
 
 @dataclass(frozen=True, eq=False)
+class Counts:
+    """What a sampler has counted since ``Sampler.at`` made it."""
+
+    tokens: Counter[str] = field(default_factory=Counter)  # sampled, by the name of the model
+    # Of episodes with several turns: how many later turns "continued" from kept keys, and "reread" their dialogue. Of
+    # all: how many problems were "too_long", and others drawn.
+    turns: Counter[str] = field(default_factory=Counter)
+    reported: dict[str, list[float]] = field(default_factory=dict)  # by reward functions, by name
+
+
+@dataclass(frozen=True, eq=False)
 class Sampler:
     """A policy, the engine that samples from it, the task it plays, and how.
 
     ``others`` are further models by name, such as a frozen one that continues what the policy began. A model is frozen
-    if nobody gives its parameters to an optimizer. ``tokens`` counts the sampled tokens of all of them, by name.
+    if nobody gives its parameters to an optimizer. Each step and each evaluation samples with a copy of its own
+    (``at``), whose ``counts`` are its own and those of its copies.
     """
 
     policy: Policy
@@ -64,17 +76,22 @@ class Sampler:
     max_episode: int | None = None  # in all that follows, replies and what the environment says; None: no limit
     others: Mapping[str, Sampler] = field(default_factory=dict)
     clock: Timer = field(default=lambda _: nullcontext())
-    progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: the trainer keeps it up to date
-    # Of episodes with several turns: how many later turns "continued" from kept keys, and "reread" their dialogue. Of
-    # all: how many problems were "too_long", and others drawn.
-    turns: Counter[str] = field(default_factory=Counter)
+    progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: reward functions see it
     prefill: str = ""  # what every reply begins with: given to the model, scored with the reply, no part of the loss
     name: str = POLICY
-    tokens: Counter[str] = field(default_factory=Counter)
+    counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
-        others = {name: replace(other, name=name, tokens=self.tokens) for name, other in self.others.items()}
+        counts = replace(self.counts, turns=Counter())  # turns are the policy's alone
+        others = {
+            name: replace(other, name=name, counts=counts, progress=self.progress)
+            for name, other in self.others.items()
+        }
         object.__setattr__(self, "others", others)
+
+    def at(self, progress: TrainerState | None = None, clock: Timer | None = None) -> Sampler:
+        """The sampler for one step or one evaluation: it counts from 0, and reward functions see ``progress``."""
+        return replace(self, progress=progress or self.progress, clock=clock or self.clock, counts=Counts())
 
     def play(
         self,
@@ -96,8 +113,8 @@ class Sampler:
         longest = max((len(game.prompt) + game.room for game in games), default=None) if self.max_episode else None
         with session(self.engine, longest) as engine:
             self._play(games, engine, seed)
-            self.turns.update(continued=engine.continued, reread=engine.reread)
-        self.tokens[self.name] += sum(sum(game.own) for game in games)
+            self.counts.turns.update(continued=engine.continued, reread=engine.reread)
+        self.counts.tokens[self.name] += sum(sum(game.own) for game in games)
         return [game.trajectory(self.progress.global_step) for game in games]
 
     def _play(self, games: Sequence[_Game], engine: Session, seed: int) -> None:
@@ -138,7 +155,7 @@ class Sampler:
         """Games that are over get their score, where they have none yet."""
         waiting = [game for game in games if game.score is None]
         if waiting and isinstance(self.task, ScoresTogether):
-            scores = judge_all(self.task, [game.attempt(self.progress) for game in waiting])
+            scores = judge_all(self.task, [game.attempt(self.progress, self.counts.reported) for game in waiting])
         else:
             scores = [judge(game.task, game.problem, game.episode) for game in waiting]
         for game, score in zip(waiting, scores, strict=True):
@@ -188,7 +205,7 @@ class Sampler:
             try:
                 self._start([problem])
             except LongPromptError:
-                self.turns["too_long"] += 1
+                self.counts.turns["too_long"] += 1
                 return False
         return True
 
@@ -301,10 +318,10 @@ class _Game:
         self.finished &= self.over
         self.over = True
 
-    def attempt(self, progress: TrainerState) -> Attempt:
+    def attempt(self, progress: TrainerState, reported: dict[str, list[float]]) -> Attempt:
         """The episode as reward functions see it."""
         prompt, completion = self.messages[: self.opening], self.messages[self.opening :]
-        return Attempt(self.problem, self.episode, prompt, completion, list(self.tokens), progress)
+        return Attempt(self.problem, self.episode, prompt, completion, list(self.tokens), progress, reported)
 
     def trajectory(self, version: int) -> Trajectory:
         """The row to train on, up to the model's last token."""

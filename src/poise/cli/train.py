@@ -60,7 +60,7 @@ def train(
                 check_free(expand(config.run))
         with loading(quiet=quiet), quick_imports():
             from poise import trainer
-            from poise.training.results import show
+            from poise.runs.subscribers.results import show
 
         summary = trainer.train(config, resume=resume, quiet=quiet, renumber=False, trust_changed=trust_changed)
         if quiet:

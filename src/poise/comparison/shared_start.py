@@ -49,8 +49,8 @@ def is_measuring(run: PlannedRun) -> bool:
 def read(path: Path, config: Config) -> dict[str, Any] | None:
     """What was measured, for a run in this process; None if it was measured elsewhere."""
     from poise.models.loading import resolve_device
+    from poise.runs.subscribers.records import environment
     from poise.training.accuracy import is_summary
-    from poise.training.records import environment
 
     folder = RunFolder(path.parent)
     there, here = folder.read_json("environment.json"), environment(resolve_device(config.device))

@@ -97,8 +97,8 @@ def _train(config: Any, before: dict[str, Any] | None) -> None:
     while True:
         try:
             begun = (Path(config.run) / "config.json").exists()
-            checked = {"renumber": False, "trust_changed": True}  # by the comparison
-            trainer.train(config, resume=begun, before=before, **checked)
+            # The comparison has checked the folder and the code.
+            trainer.train(config, resume=begun, before=before, renumber=False, trust_changed=True)
             return
         except BusyError:
             if time.monotonic() > end:

@@ -9,9 +9,9 @@ from typing import Any
 from poise import __version__
 from poise.reports.recorded import read_json, read_metrics
 from poise.runs.folder import RunFolder
-from poise.training import warnings
+from poise.runs.subscribers import warnings
+from poise.runs.subscribers.results import cell
 from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares
-from poise.training.results import cell
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

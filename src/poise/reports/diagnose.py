@@ -24,12 +24,13 @@ from poise.engines.limits import check_settings
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy, load_policy
 from poise.models.scoring import score_all
+from poise.rollout.sampling import derived_seed
 from poise.runs.folder import RunFolder
+from poise.runs.subscribers.records import environment, response_records, token_arrays
 from poise.tasks import Task, draw
 from poise.training.batches import make_batch, with_verdict
 from poise.training.frozen import FrozenModels
-from poise.training.records import environment, response_records, token_arrays
-from poise.training.setup import arrive, build_sampler, steps_taken
+from poise.training.setup import build_sampler, progress, steps_taken
 from poise.training.update import UpdatePlan, backward, clip
 
 SUSPECTS = 20  # how many tokens with the highest NTHR scores to list
@@ -96,13 +97,13 @@ def diagnose(
     frozen = FrozenModels(config, policy, config.build_algorithm(), say, start=starting_model(config.model))
     sampler = build_sampler(config, policy, say, task=task)
     sampler = frozen.beside(sampler)
-    arrive(sampler, config, steps_taken(config.model))
+    sampler = sampler.at(progress(config, sampler.task, steps_taken(config.model)))
     optimizer = _warm_optimizer(sampler, config, warmup, say)
     results, suspects, cut_off = [], list[dict[str, Any]](), 0
     for number in range(1, batches + 1):
         title = f"batch {number} of {batches}"
         say(f"{title}: sampling {config.prompts} × {config.group} responses")
-        sampled = sample(sampler, config, seed=number)
+        sampled = sample(sampler, config, number)
         announced = _announced(chosen, f"{title}: {int(sampled.batch.mask.sum())} tokens; gradients and steps of", say)
         loop = PolicyLoop(policy, config, sampled.batch)
         figures, tokens = dominance(loop, announced, optimizer, intervals=intervals, clip=config.optim.grad_clip)
@@ -133,7 +134,7 @@ def _warm_optimizer(sampler: Sampler, config: Config, warmup: int, say: Progress
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=betas, weight_decay=0.0)
     for number in range(warmup):
         say(f"warm-up batch {number + 1} of {warmup}: gathering the optimizer's second moments")
-        loop = PolicyLoop(policy, config, sample(sampler, config, seed=-1 - number).batch)
+        loop = PolicyLoop(policy, config, sample(sampler, config, -1 - number).batch)
         loop.gradient(Phase.of(loop.batch))
         clip(loop.parameters, optim.grad_clip, "all")
         optimizer.step()  # lr is 0: the weights stay
@@ -142,12 +143,12 @@ def _warm_optimizer(sampler: Sampler, config: Config, warmup: int, say: Progress
     return optimizer
 
 
-def sample(sampler: Sampler, config: Config, seed: int) -> Sampled:
+def sample(sampler: Sampler, config: Config, number: int) -> Sampled:
     """Sample a batch as the trainer does, with hidden states for methods that read them.
 
     Old log-probabilities come from a forward pass, so that measured changes start at 0 with every engine.
     """
-    drawn = 1_000_003 * (config.seed + 1) + seed
+    drawn = derived_seed(config.seed, f"diagnose {number}")
     problems = draw(sampler.task, "train", drawn, config.prompts, sampler.fits)
     algorithm = config.build_algorithm()
     collected, _ = collect(algorithm, problems, sampler, drawn, name=config.algorithm, advantage=config.advantage)

@@ -137,7 +137,6 @@ class Rewards:
         self.specs = [find(each) for each in listed]
         self.names = _unique([_name(spec) for spec in self.specs])
         self._callers = [self._caller(name, spec) for name, spec in zip(self.names, self.specs, strict=True)]
-        self._metrics: dict[str, list[float]] = {}
         self._lock = threading.Lock()
 
     def score(
@@ -149,8 +148,12 @@ class Rewards:
         ids: Sequence[str],
         state: TrainerState | None = None,
         environments: Sequence[Any] | None = None,
+        reported: dict[str, list[float]] | None = None,
     ) -> list[Verdict]:
-        """One verdict per completion. ``columns`` are the data's, a value per row; ``ids`` name rows in messages."""
+        """One verdict per completion. ``columns`` are the data's, a value per row; ``ids`` name rows in messages.
+
+        What the rewards report with ``log_metric`` is added to ``reported``, by name.
+        """
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         shared = {**given, **{name: values for name, values in columns.items() if name not in RESERVED}}
         batch = Batch(shared, list(ids), state or TrainerState(), environments)
@@ -158,9 +161,9 @@ class Rewards:
             return []
         with self._lock:
             outcomes = self._outcomes(batch)
-            for outcome in outcomes:
-                for metric, value in outcome.metrics:
-                    self._metrics.setdefault(metric, []).append(value)
+        if reported is not None:
+            for metric, value in (pair for outcome in outcomes for pair in outcome.metrics):
+                reported.setdefault(metric, []).append(value)
         return [self._verdict(row, text_of(completions[row]), outcomes) for row in range(len(batch.ids))]
 
     def _outcomes(self, batch: Batch) -> list[Outcome]:
@@ -194,12 +197,6 @@ class Rewards:
         """The columns in which poise's own rewards look for the right answer; None: in those with a usual name."""
         own = [spec.reward for spec in self.specs if type(spec.reward) in TABLE.values()]
         return [reward.column for reward in own if hasattr(reward, "column")]
-
-    def take_metrics(self) -> dict[str, float]:
-        """What rewards have reported with ``log_metric`` since the last call: the mean per name."""
-        with self._lock:
-            taken, self._metrics = self._metrics, {}
-        return {name: sum(values) / len(values) for name, values in taken.items()}
 
     def close(self) -> None:
         """End the worker processes. They also end with this process, however it ends."""

@@ -9,7 +9,7 @@
     checkpoints/step-000010/       what a resumed run starts from, sealed by manifest.json
     before.json, summary.json      held-out accuracy before training; the final results
     problems.json, diverged.json   those results by problem; the step at which the gradient was not finite
-    warnings.json                  what keeps the run from learning (``poise.training.warnings``)
+    warnings.json                  what keeps the run from learning (``poise.runs.subscribers.warnings``)
     owner.json                     the process that trains here, while one does (``poise.runs.lock``)
 
 A kill at any moment leaves only complete files, except for the last line of metrics.jsonl: readers ignore it if torn.

@@ -78,6 +78,7 @@ class Attempt:
     completion: list[Message]  # its replies, and what the environment said in between
     completion_ids: list[int]  # the tokens of the completion
     progress: TrainerState = field(default_factory=TrainerState)  # how far the run is
+    reported: dict[str, list[float]] = field(default_factory=dict)  # gets what rewards report, by name
 
 
 class Task(Protocol):

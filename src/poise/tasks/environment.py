@@ -125,16 +125,13 @@ class Environment:
                 ids=[attempt.problem.id for attempt in chosen],
                 state=chosen[0].progress,
                 environments=[attempt.episode.environment for attempt in chosen],  # type: ignore[attr-defined]
+                reported=chosen[0].reported,
             )
             for at, verdict in zip(alive, verdicts, strict=True):
                 scores[at] = self._sum(scores[at], verdict)
         for attempt in attempts:
             attempt.episode.close()  # type: ignore[attr-defined]
         return scores
-
-    def take_metrics(self) -> dict[str, float]:
-        """What the reward functions have reported since the last call."""
-        return {} if self._rewards is None else self._rewards.take_metrics()
 
     def _sum(self, own: Score, verdict: Any) -> Score:
         reward = own.reward + verdict.reward

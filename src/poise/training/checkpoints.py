@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer state, the algorithm's memory and the number of sampled tokens.
+"""Checkpoints: weights, optimizer state, and the ``State`` of the run, in ``progress.json`` and ``memory.json``.
 
 AdamW's state is written as named tensors, ``step/PARAM``, ``exp_avg/PARAM`` and ``exp_avg_sq/PARAM``: safetensors
 instead of pickle. A parameter that never had a gradient has no state. Learning rates and other settings are not state:
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from poise.algorithms import Memory
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
 from poise.runs.folder import CheckpointError, RunFolder
+from poise.training.state import State
 
 Named = Iterable[tuple[str, Tensor]]  # model.named_parameters()
 KEYS = {"step", "exp_avg", "exp_avg_sq"}
@@ -40,7 +41,6 @@ class Checkpoints:
         self.folder, self.every = folder, every
         self.policy, self.master_weights, self.optimizer = policy, master_weights, optimizer
         self.saved = 0  # step of the newest checkpoint
-        self.logged = 0  # newest step with a line in metrics.jsonl
         self.weights_of: int | None = 0  # step that the weights belong to; None during an update
 
     @property
@@ -61,31 +61,33 @@ class Checkpoints:
         yield
         self.weights_of = step
 
-    def save(self, step: int, memory: Memory | None, tokens: int) -> None:
-        """Save the checkpoint of a step, with the number of tokens sampled until then."""
+    def save(self, state: State) -> None:
+        """Save a checkpoint of the weights as they are, at this state of the run."""
 
         def write(path: Path) -> None:
             parameters = self.master_weights.parameters
             self.policy.save(path / "model")
             save_file({n: p.detach().contiguous() for n, p in parameters.items()}, path / "parameters.safetensors")
             save_file(optimizer_tensors(self.optimizer, parameters.items()), path / "optimizer.safetensors")
-            (path / "progress.json").write_text(json.dumps({"tokens": tokens}))
-            if memory is not None:
-                (path / "memory.json").write_text(json.dumps(memory))
+            (path / "progress.json").write_text(json.dumps({"tokens": state.tokens}))
+            if state.memory is not None:
+                (path / "memory.json").write_text(json.dumps(state.memory))
 
-        self.folder.save_checkpoint(step, write)
-        self.saved = step
+        self.folder.save_checkpoint(state.step, write)
+        self.saved = state.step
 
-    def save_finished_step(self, memory: Memory | None, tokens: int) -> None:
+    def save_finished(self, state: State) -> None:
         """Save the last finished step, unless it is saved. Never save mid-update weights, or a step not yet logged."""
-        if self.weights_of == self.logged > self.saved:
-            self.save(self.logged, memory, tokens)
+        if self.weights_of == state.step > self.saved and state.step in (
+            each["step"] for each in self.folder.metrics()
+        ):
+            self.save(state)
 
-    def restore(self) -> tuple[int, Memory | None, int]:
-        """Load the newest readable checkpoint. Return its step (0: none), the algorithm's memory and sampled tokens."""
+    def restore(self) -> State:
+        """Load the newest readable checkpoint, and return the state of the run then; a new run's if there is none."""
         parameters, device = self.master_weights.parameters, str(self.policy.device)
 
-        def read(path: Path) -> tuple[Memory | None, int]:
+        def read(path: Path) -> State:
             saved = load_file(path / "parameters.safetensors", device=device)
             if saved.keys() != parameters.keys():
                 raise ValueError("the checkpoint is of another model")
@@ -97,18 +99,18 @@ class Checkpoints:
             self.master_weights.publish()
             memory = path / "memory.json"
             tokens = int(json.loads((path / "progress.json").read_bytes())["tokens"])
-            return json.loads(memory.read_bytes()) if memory.exists() else None, tokens
+            return State(tokens=tokens, memory=json.loads(memory.read_bytes()) if memory.exists() else None)
 
-        step, (memory, tokens) = self.folder.load_checkpoint(read) or (0, (None, 0))
+        step, state = self.folder.load_checkpoint(read) or (0, State())
         lines = self.folder.metrics()
         if not step and lines and 0 < self.every < lines[-1]["step"]:
             raise CheckpointError(
                 f"{self.folder.path} has metrics up to step {lines[-1]['step']}, but no checkpoint: put its "
                 "checkpoints back, or begin again in another run=DIR"
             )
-        self.saved = self.weights_of = self.logged = step
+        self.saved = self.weights_of = step
         self.folder.rewind(step)
-        return step, memory, tokens
+        return replace(state, step=step)
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Named) -> dict[str, Tensor]:

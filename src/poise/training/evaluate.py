@@ -15,7 +15,6 @@ from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.tasks import Problem, TaskError, draw
 from poise.training.accuracy import BY_DIFFICULTY, ProblemResult, lost_shares, summarise
-from poise.training.records import task_metrics, turn_metrics
 
 CHUNK = 64  # problems per call of the sampler, and per progress report
 GPU_RESPONSES = 1024  # per call, if that is more: a GPU decodes many in the time of a few
@@ -103,6 +102,7 @@ def evaluate(
     The same seed gives the same problems and random numbers, so that two policies are compared on equal terms.
     ``drawn`` are these problems, if they are known already.
     """
+    sampler = sampler.at()
     test_problems = draw(sampler.task, "test", seed, problems, sampler.fits) if drawn is None else drawn
     problems = len(test_problems)  # a finite task may have fewer
     sampled: list[Trajectory] = []
@@ -119,8 +119,6 @@ def evaluate(
         greedy += attempts[::samples] if already else sampler.greedy().play(chunk, chunk_seed)
         if progress:
             progress(len(greedy), problems)
-    task_metrics(sampler.task)  # what was counted here is not for the next step's metrics
-    turn_metrics(sampler)
     return Evaluation(
         sampler.task.name,
         samples,

@@ -8,7 +8,6 @@ with its adapter disabled. No frozen model has gradients, or a place in the opti
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -145,7 +144,7 @@ class FrozenModels:
         # No limit on prompts: another tokenizer may need more tokens for them. The clock is the algorithm's.
         return replace(
             like, policy=frozen.policy, engine=FrozenEngine(frozen, engine), max_prompt=None,
-            clock=lambda _: nullcontext(), turns=Counter(),
+            clock=lambda _: nullcontext(),
         )  # fmt: skip
 
     def _load(self, name: str, source: str) -> Frozen:

@@ -24,7 +24,6 @@ from poise.rollout.types import Completion, Done, Request
 from poise.runs.folder import CheckpointError
 from poise.tasks import draw, several_turns
 from poise.training.checkpoints import Checkpoints
-from poise.training.records import task_metrics, turn_metrics
 from poise.training.resume import TrainError, model_errors
 from poise.training.update import NotFiniteError
 
@@ -54,9 +53,6 @@ def preflight(
             raise TrainError(f"model={config.model}: {error}, before any training: set dtype=float32") from error
         with blamed("regulator", config.regulator):
             config.build_regulator()(tokens)  # not the run's own, which may keep a state
-    task_metrics(sampler.task)  # what was counted here is not for the first step's metrics
-    turn_metrics(sampler)
-    sampler.tokens.clear()
 
 
 def check_disk(config: Config, checkpoints: Checkpoints) -> None:

@@ -16,6 +16,7 @@ from poise.engines.native.engine import NativeEngine
 from poise.models.places import locate
 from poise.models.policy import Policy
 from poise.models.prompts import opened, starts_no_turn
+from poise.rewards import TrainerState
 from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder, step_of
 from poise.tasks import Problem, Task, TaskError, data_fingerprint, epochs, several_turns
@@ -84,11 +85,9 @@ def recomputed(config: Config, policy: Policy, note: Callable[[str], None]) -> b
     return bound < ROUNDING
 
 
-def arrive(sampler: Sampler, config: Config, step: int) -> None:
-    """Let reward functions see that so many steps have been taken."""
-    progress = sampler.progress
-    progress.global_step, progress.max_steps = step, config.steps
-    progress.epoch = epochs(sampler.task, config.seed, step * config.prompts)
+def progress(config: Config, task: Task, step: int) -> TrainerState:
+    """How far a run is after so many steps, as reward functions see it."""
+    return TrainerState(step, config.steps, epochs(task, config.seed, step * config.prompts))
 
 
 def steps_taken(model: str) -> int:

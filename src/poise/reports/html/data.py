@@ -24,9 +24,9 @@ from poise.algorithms.base import FIRST
 from poise.reports.recorded import read_json, read_metrics, read_step
 from poise.runs.folder import RunFolder
 from poise.runs.metrics_file import AXES, x_values
-from poise.training import warnings
+from poise.runs.subscribers import warnings
+from poise.runs.subscribers.results import change_intervals, learned
 from poise.training.accuracy import is_summary, without_repeats
-from poise.training.results import change_intervals, learned
 
 Block = tuple[int, int, int]  # run, step, row: the address of a response
 WATCHED = (

@@ -162,15 +162,12 @@ class Data:
             {name: [row.get(name) for row in rows] for name in names},
             [attempt.problem.id for attempt in attempts],
             attempts[0].progress if attempts else None,
+            reported=attempts[0].reported if attempts else None,
         )
         for attempt, verdict in zip(attempts, verdicts, strict=True):
             if isinstance(attempt.episode, Dialogue):
                 attempt.episode.reply, attempt.episode.parts = text_of(attempt.completion), verdict.parts
         return [Score(v.reward, v.correct, v.parts, v.answer, v.failed if v.applies else NO_REWARD) for v in verdicts]
-
-    def take_metrics(self) -> dict[str, float]:
-        """What the rewards have reported since the last call."""
-        return self.rewards.take_metrics()
 
     # Rows
 

@@ -5,8 +5,6 @@ A signal ends an evaluation at once. A resumed run does it again from the beginn
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from math import nan
 from typing import Any
 
@@ -14,26 +12,63 @@ from poise._lib.files import sealed
 from poise.algorithms.sampler import Sampler
 from poise.config.schema import Config
 from poise.runs.folder import RunFolder
+from poise.runs.subscribers.reporter import Reporter
+from poise.runs.subscribers.results import change, read_before, shown_before
 from poise.tasks import Problem, draw
 from poise.training.accuracy import is_summary
 from poise.training.evaluate import Evaluation, held_out, summary_metrics
 from poise.training.interrupts import Stopper
-from poise.training.reporter import Reporter
-from poise.training.results import read_before
 from poise.training.resume import model_errors
+from poise.training.setup import progress
+from poise.training.state import State, StepResult
 
 WATCH = 20_000  # added to the seed of the evaluations that ``stop_at`` watches; tuning adds 10,000
 
 
-@dataclass(frozen=True)
 class Evaluations:
-    """Measures the policy on held-out problems, as the run's settings say."""
+    """Measures the policy on held-out problems, as the run's settings say.
 
-    sampler: Sampler
-    config: Config
-    folder: RunFolder
-    report: Reporter
-    stopper: Stopper
+    ``before`` is the accuracy before training, if it is known already; ``summary`` are the contents of
+    ``summary.json``, at the end.
+    """
+
+    def __init__(
+        self, sampler: Sampler, config: Config, folder: RunFolder, report: Reporter, stopper: Stopper,
+        before: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.sampler, self.config, self.folder, self.report, self.stopper = sampler, config, folder, report, stopper
+        self.before, self.summary = before, dict[str, Any]()
+        self._drawn: dict[int, list[Problem]] = {}
+
+    def on_start(self, state: State) -> bool:
+        """Measure before training, or do an evaluation that was cut short; False if the goal is reached already."""
+        self._arrive(state)
+        self.before = self._first(state.step)
+        return self.config.ending(state.step, state.tokens) is not None or not self.catch_up(state.step)
+
+    def on_step(self, result: StepResult) -> bool:
+        """Evaluate, if it is time and not the last step; False if the goal is reached."""
+        state = result.state
+        self._arrive(state)
+        if self.due(state.step) and not self.config.ending(state.step, state.tokens):
+            measured = self.during()
+            result.metrics.update(measured)
+            self.folder.log_more(state.step, measured)
+        return not self.goal_reached(result.metrics)
+
+    def on_end(self, state: State) -> None:
+        """Measure after training, and write ``problems.json`` and ``summary.json``."""
+        summary = {"steps": state.step, "tokens": state.tokens, "before": shown_before(self.before), "after": None}
+        if self.config.evaluation.problems:
+            after = self.measure()
+            by_problem = after.by_problem()
+            summary |= {"after": after.summary(), "change": change(self.before, by_problem)}
+            self.folder.write_json("problems.json", by_problem)
+        self.summary = sealed(summary | {"run": str(self.folder.path)})
+        self.folder.write_json("summary.json", self.summary)
+
+    def _arrive(self, state: State) -> None:
+        self.sampler = self.sampler.at(progress(self.config, self.sampler.task, state.step))
 
     def problems(self, seed: int) -> list[Problem]:
         """The held-out problems of a seed.
@@ -46,10 +81,6 @@ class Evaluations:
                 self.sampler.task, "test", seed, self.config.evaluation.problems, self.sampler.fits
             )
         return self._drawn[seed]
-
-    @cached_property
-    def _drawn(self) -> dict[int, list[Problem]]:
-        return {}
 
     def measure(self, seed: int | None = None) -> Evaluation:
         """Evaluate now, with the seed of the settings or another. A stop request raises KeyboardInterrupt."""
@@ -73,28 +104,23 @@ class Evaluations:
         self.report.note(f"  {done}/{total}")
         self.stopper.check()  # Python drops what a signal raises in a destructor
 
-    def before(self, done: int, known: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _first(self, done: int) -> dict[str, Any] | None:
         """The accuracy before training: measured once; a resumed run reads it from ``before.json``. None: off."""
         if not self.config.evaluation.problems:
             return None
         before = read_before(self.folder, done)
         if before is None:
-            before = known or self._before()
+            before = self.before
+            if before is None:
+                found = self.measure()
+                before = found.summary() | {"by_problem": found.by_problem()}
             self.folder.write_json("before.json", sealed(before))
         return before
-
-    def _before(self) -> dict[str, Any]:
-        found = self.measure()
-        return found.summary() | {"by_problem": found.by_problem()}
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after this step, unless it is the last."""
         settings = self.config.evaluation
         return settings.problems > 0 and settings.every > 0 and step % settings.every == 0
-
-    def after(self) -> Evaluation | None:
-        """The accuracy after training; None: off."""
-        return self.measure() if self.config.evaluation.problems else None
 
     def catch_up(self, done: int) -> bool:
         """Do the evaluation after step ``done`` that was cut short, if it was; whether the goal is reached.
@@ -112,7 +138,7 @@ class Evaluations:
         measured = summary_metrics(task, final) if is_summary(final) else self.during()
         self.folder.log_more(done, measured)
         logged = {key: nan if value is None else value for key, value in line.items() if key != "step"}
-        self.report.step(done, logged | measured)
+        self.report.show(done, logged | measured)
         return self.due(done) and self.goal_reached(measured)
 
     def goal_reached(self, metrics: dict[str, float]) -> bool:

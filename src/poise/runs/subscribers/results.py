@@ -10,9 +10,9 @@ from poise._lib.files import SEAL, was_changed
 from poise.config.schema import Config
 from poise.runs.console import Console
 from poise.runs.folder import RunFolder
+from poise.runs.subscribers.warnings import TABLE, Progress, RunWarning, read
 from poise.training.accuracy import LOST, Interval, changes, is_summary, lost_shares, much, without_repeats
 from poise.training.resume import TrainError
-from poise.training.warnings import TABLE, Progress, RunWarning, read
 
 ROSE, FELL, UNCLEAR = "rose", "fell", "no clear change"
 

@@ -1,0 +1,167 @@
+"""Records of a run in its folder: where it ran, and of each step the responses, their tokens and the metrics."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poise import __version__
+from poise._lib.fingerprint import package_hash
+from poise.algorithms.base import FIRST, Trajectory
+from poise.batch import Phase, TokenBatch
+from poise.models.policy import Policy
+from poise.runs.console import barred
+from poise.runs.folder import RunFolder
+from poise.tasks import Task, gold_answer
+from poise.training.batches import on_all_rows
+from poise.training.state import State, StepResult
+
+STARTS = ("package", "python", "torch", "transformers", "device", "threads")  # what may differ between two starts
+
+
+class Recorder:
+    """Writes where the run is, and of each step the metrics; of every ``every``-th the responses and tokens too.
+
+    ``sizes`` are the numbers of parameters. ``note`` is told what differs from an earlier start of the run.
+    """
+
+    def __init__(
+        self, folder: RunFolder, policy: Policy, task: Task, every: int, sizes: dict[str, Any],
+        note: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.folder, self.policy, self.task, self.every = folder, policy, task, every
+        self.sizes, self.note = sizes, note
+
+    def on_start(self, state: State) -> None:
+        """Write ``environment.json``."""
+        for line in write_start(self.folder, environment(self.policy.device) | self.sizes, state.step):
+            self.note(line)
+
+    def on_step(self, result: StepResult) -> None:
+        """Write the responses and their tokens, if it is their turn; then the line of metrics, with all times."""
+        step, batch = result.state.step, result.batch
+        with result.clock("record"):
+            if batch is not None and self.every and (step == 1 or step % self.every == 0):
+                self.folder.save_rollouts(step, response_records(step, result.trajectories, self.task))
+                arrays = token_arrays(batch, [on_all_rows(phase, result.rows, batch) for phase in result.phases])
+                self.folder.save_tokens(step, arrays, self.policy.texts(arrays["id"]))
+        result.metrics.update(result.clock.metrics(int(result.metrics["tokens/sampled"])))
+        self.folder.log(step, result.metrics)
+
+
+def response_records(step: int, samples: Sequence[Trajectory], task: Task) -> Iterator[dict[str, Any]]:
+    """Every response of a step: the problem, the text, and the verifier's score.
+
+    ``gold`` is the right answer, ``answer`` what the verifier read; a record lacks what is not known.
+    """
+    for sample in samples:
+        gold, answer = gold_answer(task, sample.problem), sample.score.answer
+        yield {
+            "step": step,
+            "problem": sample.problem.id,
+            "difficulty": sample.problem.difficulty,
+            "prompt": sample.problem.prompt,
+            "text": sample.text,
+            "reward": sample.score.reward,
+            "correct": sample.score.correct,
+            "parts": dict(sample.score.parts),
+            "finished": sample.finished,
+            **({"gold": gold} if gold is not None else {}),
+            **({"answer": answer} if isinstance(answer, str) else {}),
+            **({"environment": said} if (said := environment_turns(sample)) else {}),
+            **({"role": sample.role} if sample.role != FIRST else {}),
+            **({"notes": dict(sample.notes)} if sample.notes else {}),
+        }
+
+
+def environment_turns(sample: Trajectory) -> list[tuple[int, str]]:
+    """What the environment said between the replies, each with the number of the model's own tokens before it."""
+    texts: list[str] = []
+    for before, message in pairwise(sample.messages):
+        if message["role"] == "assistant":
+            continue
+        if before["role"] == "assistant":
+            texts.append(message["content"])
+        else:
+            texts[-1] += "\n" + message["content"]
+    ends = sample.own[:-1] & ~sample.own[1:]  # own tokens that the environment's follow
+    return list(zip(sample.own.cumsum(0)[:-1][ends].tolist(), texts, strict=False))
+
+
+def dialogue(sample: Trajectory) -> str:
+    """The replies, with what the environment said between them, behind bars."""
+    own = (message["role"] == "assistant" for message in sample.messages)
+    texts = (message["content"] for message in sample.messages)
+    return "".join(text if mine else barred(text) for mine, text in zip(own, texts, strict=True)) or sample.text
+
+
+def shown(sample: Trajectory) -> tuple[str, str, float, bool]:
+    """A sample as the console shows it."""
+    return sample.problem.prompt, dialogue(sample), sample.score.reward, sample.score.correct
+
+
+def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:
+    """The tokens of those responses, end to end: response i has ``start[i]:start[i + 1]`` of every other array.
+
+    ``weight/NAME`` is the policy weight in phase NAME. A regulator's per-token values keep their own names.
+    """
+    mask = batch.mask
+    assert batch.targets is not None
+    assert batch.entropy is not None
+    arrays = {
+        "id": batch.targets[mask].int(),
+        "logp": batch.old_logp[mask].float(),
+        "entropy": batch.entropy[mask].float(),
+        "advantage": batch.token_advantages[mask].float(),
+        **{f"weight/{phase.name}": phase.policy[mask].float() for phase in phases},
+        **{name: values[mask].float() for phase in phases for name, values in phase.tokens.items()},
+    }
+    lengths = mask.sum(1)
+    arrays["start"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    return {name: values.cpu() for name, values in arrays.items()}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The versions and the hardware that a run's figures depend on. ``package`` is a hash of poise's own code."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "poise": __version__,
+        "python": platform.python_version(),
+        "package": package_hash()[:12],
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "system": platform.system(),
+        "device": f"{device.type}: {name}",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def begun(folder: RunFolder) -> datetime:
+    """When a run began, by ``environment.json``: now, if it has not begun."""
+    saved = folder.read_json("environment.json")
+    try:
+        return datetime.fromisoformat(saved["began"])
+    except (TypeError, KeyError, ValueError):
+        return datetime.now()
+
+
+def write_start(folder: RunFolder, here: dict[str, Any], step: int) -> list[str]:
+    """Write ``environment.json``: where the run goes on after this step, and all its earlier starts.
+
+    Returns notes on what differs from the start before.
+    """
+    saved, began = folder.read_json("environment.json"), begun(folder).isoformat(timespec="seconds")
+    last = {key: value for key, value in saved.items() if key != "earlier_starts"} if isinstance(saved, dict) else {}
+    earlier = [*saved.get("earlier_starts", []), last] if last else []
+    more = {"earlier_starts": earlier} if earlier else {}
+    folder.write_json("environment.json", {**here, "began": began, "after_step": step, **more})
+    differing = [key for key in STARTS if last.get(key, here[key]) != here[key]]
+    changes = ", ".join(f"{key} {here[key]} instead of {last[key]}" for key in differing)
+    return [f"since the last start has changed: {changes}; results may differ in rounding"] if changes else []
