@@ -312,7 +312,7 @@ class TestMistakes:
             load_policy(str(tmp_path))
 
     def test_prompts_that_are_all_longer_than_the_limit(self, tmp_path):
-        with pytest.raises(tasks.TaskError, match=r"'kk': too many prompts are longer than rollout.max_prompt: raise"):
+        with pytest.raises(TrainError, match=r"more than rollout.max_prompt=20: raise it"):
             run(tmp_path, "rollout.max_prompt=20")
 
     @pytest.mark.parametrize(("bad", "message"), [("raise", "raised ZeroDivisionError"), ("nan", "is nan")])

@@ -68,7 +68,7 @@ def test_lessons_are_word_for_word_what_erl_asks_and_shows() -> None:
         memory = {"advice": f"Not {remembered}."} if remembered else None
         samples, _ = algorithm.collect([problem], Sampler(policy, engine, game, max_tokens=64), 0, memory)
         assert samples[0].notes["shown"] == 1
-        asked = [list(requests[0].prompt) for requests in engine.asked]
+        asked = [list(requests[0].prompt.tokens) for requests in engine.asked]
         turns = len(problem.data["replies"])
         assert asked[turns] == policy.encode(lesson.start())
         assert asked[turns + 1] == policy.encode(second.start())

@@ -56,7 +56,8 @@ class Prompt:
 
     def then(self, tokens: Sequence[int]) -> Prompt:
         """The prompt that continues with these tokens."""
-        more = tuple(tokens)
+        if not (more := tuple(tokens)):
+            return self
         return Prompt(self.tokens + more, None if self.key == self.tokens else (self.key, more))
 
 

@@ -265,7 +265,7 @@ def said(batch_changes=None, names=("grpo", "ar(alpha=0.5)", "lopti(threshold=0.
         table.batch = TokenBatch(**(fields_of(table.batch) | batch_changes))
     found = dominance(table.loop(), of(names), sgd([table.logits]))[0]
     mean, error = combine([found, found])
-    return mean, verdict(mean, error, Intervals().names)
+    return mean, verdict(mean, error, Intervals().names, batches=2)
 
 
 def test_the_verdict_says_the_numbers():

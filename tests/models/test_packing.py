@@ -73,6 +73,7 @@ class TestBins:
         image, other = Prompt((6, 7), key="image"), Prompt((6, 7), key="other image")
         assert Prompt((6, 7)) == Prompt([6, 7]) != image
         assert image != other
+        assert image.then([]) is image
         assert image.then([8]) == Prompt((6, 7, 8), key=("image", (8,))) != Prompt((6, 7)).then([8])
         batch = padded_batch([image, other, image], tokens, policy.device)
         assert layout(batch).ids.tolist() == [[6, 7, 8, 9, 8, 9, 6, 7, 8, 9]]  # two share a prompt

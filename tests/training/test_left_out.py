@@ -49,8 +49,9 @@ def test_another_problem_is_drawn_for_one_that_is_too_long(policy):
     whole = tasks.draw(task, "train", 0, 5, sampler(policy, task, fourth).fits)
     assert whole == tasks.draw(task, "train", 0, 5)
     assert tasks.draw(task, "train", 0, 0, cut.fits) == []
-    with pytest.raises(tasks.TaskError, match=r"too many prompts are longer than rollout.max_prompt"):
-        tasks.draw(task, "train", 0, 5, sampler(policy, task, 1).fits)
+    short = sampler(policy, task, 1)
+    with pytest.raises(LongPromptError, match=r"more than rollout\.max_prompt=1: raise it"):
+        short.play(tasks.draw(task, "train", 0, 5, short.fits), seed=0)
 
 
 def test_a_finite_task_leaves_them_out(policy):

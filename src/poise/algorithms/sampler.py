@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -211,8 +211,10 @@ class Sampler:
 
     @cached_property
     def _frame(self) -> int:
-        """The tokens that the chat template and the prefill add to a user's message."""
-        return len(self.policy.encode(".")) + len(self.policy.encode_prefill(self.prefill))
+        """The tokens that the chat template and the prefill add to a user's message; many if the template fails."""
+        with suppress(Exception):  # ``_encode`` names the problem on which it fails
+            return len(self.policy.encode(".")) + len(self.policy.encode_prefill(self.prefill))
+        return NO_LIMIT
 
     def _room(self, left: int) -> int:
         """How many tokens may follow a prompt in all turns together, where the model has so many positions left."""

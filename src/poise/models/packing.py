@@ -40,11 +40,11 @@ def pack(batch: TokenBatch, rows: Sequence[int], tokens: int) -> list[list[int]]
     groups: dict[Prompt, list[int]] = {}
     for row in rows:
         groups.setdefault(extents[row].prompt, []).append(row)
-    lengths = [extent.length for extent in extents]
     items: list[tuple[int, list[int]]] = []  # cost, rows
     for prompt, members in groups.items():
-        parts = first_fit([lengths[row] for row in members], tokens - len(prompt))
-        items += [(len(prompt) + sum(lengths[members[i]] for i in part), [members[i] for i in part]) for part in parts]
+        for part in first_fit([extents[row].length for row in members], tokens - len(prompt)):
+            together = [members[i] for i in part]
+            items.append((len(prompt) + sum(extents[row].length for row in together), together))
     bins = first_fit([cost for cost, _ in items], tokens)
     return [[row for i in part for row in items[i][1]] for part in bins]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf, sqrt
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ Progress = Callable[[str], None]
 CONCATENATED = "questions"  # one value per question; batches have different questions, so no mean exists
 
 
-@dataclass(frozen=True, eq=False)
-class Sampled:
+class Sampled(NamedTuple):
     """One batch of fresh responses."""
 
     samples: list[Trajectory]

@@ -130,7 +130,7 @@ def draw(
 ) -> list[Problem]:
     """The first ``count`` problems that fit the model, or an error that says what is wrong with them.
 
-    A finite task may have fewer: then all it has.
+    A finite task may have fewer: then all it has. If hardly any fits, others are among them: playing these says why.
     """
     if isinstance(task, Finite):
         with _blamed(task, "epoch()"):
@@ -140,6 +140,7 @@ def draw(
             raise TaskError(f"task {task.name!r} has no problem of split {split}{why}")
         return _fitting(task, drawn, fits)
     found: list[Problem] = []
+    others: list[Problem] = []
     with _blamed(task, "problems()"):
         stream = iter(task.problems(split, seed))
         for _ in range(PATIENCE):
@@ -151,18 +152,16 @@ def draw(
                     "asked for: problems must not end; begin again with the first, shuffled by the seed"
                 )
             _check_texts(task, drawn)
-            found += filter(fits, drawn)
-    return found if len(found) == count else _fitting(task, [], fits)
+            fitting = [problem for problem in drawn if fits(problem)]
+            found += fitting
+            others += [problem for problem in drawn if problem not in fitting]
+    return found if len(found) == count else [*others, *found][:count]
 
 
 def _fitting(task: Task, problems: Sequence[Problem], fits: Callable[[Problem], bool]) -> list[Problem]:
-    """Those of the problems that fit; an error if none does."""
+    """Those of the problems that fit; all of them if none does."""
     _check_texts(task, problems)
-    if found := [problem for problem in problems if fits(problem)]:
-        return found
-    raise TaskError(
-        f"task {task.name!r}: too many prompts are longer than rollout.max_prompt: raise it, or make prompts shorter"
-    )
+    return [problem for problem in problems if fits(problem)] or list(problems)
 
 
 def _why_none_held_out(task: Finite, seed: int) -> str:
