@@ -47,7 +47,7 @@ from poise.models.policy import EMBEDDED
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score, Split, Task
 from poise.trainer import Trainer
-from poise.training.state import State
+from poise.training.steps import State
 
 NEVER = 1_000_000  # an end token that no vocabulary has
 LR = 2e-4

@@ -24,7 +24,7 @@ from poise.objective import Settings
 from poise.rollout.sampling import Sampling
 from poise.rollout.types import Engine, padded_batch, repeated
 from poise.tasks import get
-from poise.training.metrics import mismatch_metrics
+from poise.training.steps import mismatch_metrics
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from poise import regulators
 from poise._lib.device import keep_freed_memory
+from poise._lib.errors import short
 from poise._lib.files import expand
 from poise._lib.user_code import blamed
 from poise.algorithms import Trajectory
@@ -28,7 +29,6 @@ from poise.models.tool_prompts import fix_date
 from poise.rollout.sampling import derived_seed
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
-from poise.runs.subscribers import check_callbacks, tell
 from poise.runs.subscribers.evaluations import Evaluations
 from poise.runs.subscribers.records import Recorder, begun
 from poise.runs.subscribers.reporter import Reporter
@@ -37,16 +37,26 @@ from poise.runs.trackers import check_trackers
 from poise.tasks import training_problems
 from poise.training.batches import make_batch, phases_of, with_verdict, without_consolidated
 from poise.training.checkpoints import Checkpoints
-from poise.training.frozen import Frozen, FrozenModels, starting_weights
+from poise.training.frozen import FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
-from poise.training.metrics import Clock, reported_metrics, step_metrics, token_metrics, turn_metrics
 from poise.training.preflight import preflight
 from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
-from poise.training.setup import build_sampler, check_same_code, check_same_data, progress, recomputed
-from poise.training.state import State, StepResult
+from poise.training.setup import build_sampler, check_same_code, check_same_data, recomputed
+from poise.training.steps import (
+    Clock,
+    State,
+    StepResult,
+    reported_metrics,
+    step_metrics,
+    token_metrics,
+    turn_metrics,
+)
 from poise.training.update import NotFiniteError, UpdatePlan, update
 
 __all__ = ["TrainError", "Trainer", "train"]
+
+
+EVENTS = ("on_start", "on_step", "on_end")  # what a subscriber may be told of
 
 
 def train(
@@ -122,8 +132,9 @@ class Trainer:
         """
         config, folder, checkpoints, state = self.config, self.folder, self.checkpoints, self.checkpoints.restore()
         with Reporter(config, folder, state.step, quiet=self.quiet) as report, Stopper(report.note) as stopper:
-            sizes = {"parameters": Frozen(self.policy).parameters, "parameters_of": self.frozen.parameters()}
-            recorder = Recorder(folder, self.policy, self.sampler.task, config.rollouts_every, sizes, report.note)
+            recorder = Recorder(
+                folder, self.policy, self.sampler.task, config.rollouts_every, self.frozen.sizes(), report.note
+            )
             evaluations = Evaluations(self.sampler, config, folder, report, stopper, before)
             subscribers = [recorder, evaluations, report, *callbacks]
             for note in self.notes:
@@ -138,12 +149,11 @@ class Trainer:
                 for result in self.steps(state) if going else ():
                     state = result.state
                     going = tell(subscribers, "on_step", result) and not stopper.requested
-                    last = not going or config.ending(state.step, state.tokens) is not None
-                    if last or checkpoints.due(state.step):
+                    if not going or state.ending(config) or checkpoints.due(state.step):
                         checkpoints.save(state)
-                    stopper.check()
-                    if last:
+                    if not going or stopper.requested:
                         break
+                stopper.check()
                 tell(subscribers, "on_end", state)
             except (Exception, KeyboardInterrupt):
                 checkpoints.save_finished(state)
@@ -155,7 +165,7 @@ class Trainer:
 
     def steps(self, state: State) -> Iterator[StepResult]:
         """Take step after step from this state on, until ``steps`` or ``budget`` ends the run."""
-        while self.config.ending(state.step, state.tokens) is None:
+        while state.ending(self.config) is None:
             result = self.step(state)
             state = result.state
             yield result
@@ -164,7 +174,7 @@ class Trainer:
         """One step: problems, trajectories, a batch, phases, an update, and the metrics of all of them."""
         config, clock, number = self.config, Clock(), state.step + 1
         seed, task = derived_seed(config.seed, number), self.sampler.task
-        sampler = self.sampler.at(progress(config, task, state.step), clock)
+        sampler = self.sampler.at(state.progress(config, task), clock)
         with clock("problems"):
             problems = training_problems(
                 task, seed=config.seed, step=number, step_seed=seed, count=config.prompts, fits=sampler.fits
@@ -233,3 +243,18 @@ class Trainer:
         warmup = self.config.optim.warmup_steps
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.optim.lr * (min(step / warmup, 1.0) if warmup else 1.0)
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raise TypeError unless each of the user's callbacks can be told of something."""
+    for each in callbacks:
+        if isinstance(each, type) or not any(callable(getattr(each, event, None)) for event in EVENTS):
+            raise TypeError(
+                f"callbacks: expected objects with on_start(state), on_step(result) or on_end(state), got {short(each)}"
+            )
+
+
+def tell(subscribers: Sequence[Any], event: str, what: Any) -> bool:
+    """Tell all subscribers of an event, in their order; whether the run goes on, as far as they are concerned."""
+    answers = [getattr(each, event)(what) for each in subscribers if hasattr(each, event)]
+    return not any(answer is False for answer in answers)

@@ -19,7 +19,7 @@ from poise.objective import Settings
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
 from poise.training.batches import make_batch, with_verdict, without_consolidated
-from poise.training.metrics import step_metrics
+from poise.training.steps import step_metrics
 from support.configs import problem
 from support.scripted import Scripted
 from support.small_runs import SHORT, command, make, parameters, run

@@ -16,8 +16,8 @@ from poise.objective import Settings
 from poise.runs.subscribers.records import response_records
 from poise.tasks import Problem, Score, TaskError
 from poise.training.batches import make_batch
-from poise.training.metrics import step_metrics
 from poise.training.setup import build_sampler
+from poise.training.steps import step_metrics
 from support.scripted import Scripted
 from support.twice import Twice
 

@@ -20,7 +20,7 @@ from poise.rollout.sampling import streams, uniform
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score, TaskError
 from poise.training.batches import make_batch, with_verdict
-from poise.training.metrics import Clock
+from poise.training.steps import Clock
 from support.command_line import poise
 from support.configs import problem
 from support.scripted import Scripted

@@ -18,7 +18,7 @@ from poise.objective import Settings
 from poise.rollout.sampling import streams
 from poise.runs.folder import RunFolder
 from poise.training import setup
-from poise.training.metrics import mismatch_metrics
+from poise.training.steps import mismatch_metrics
 from support.tiny_models import Words, prompts, responses, tiny
 
 

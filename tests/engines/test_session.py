@@ -19,7 +19,7 @@ from poise.rollout.sampling import Sampling
 from poise.rollout.types import Request, Session, session
 from poise.tasks import Problem, Score, get
 from poise.training.evaluate import evaluate
-from poise.training.metrics import turn_metrics
+from poise.training.steps import turn_metrics
 from support.dialogues import GREEDY, Anew, dialogues, said_after
 from support.native_engines import ENGINES, NATIVE, SlotEngine
 from support.sampled import ask

@@ -53,7 +53,7 @@ def test_the_tokens_of_other_models_are_counted_too_and_apart():
     whole.play(problems, 0)
     whole.others["receiver"].play(problems[:2], 0, begun=[[5, 6, 7]] * 2)  # what they begin with was sampled before
     whole.greedy().play(problems[:1], 0)
-    assert whole.tokens == {"policy": 4 * 4, "receiver": 2 * 2}
+    assert whole.counts.tokens == {"policy": 4 * 4, "receiver": 2 * 2}
 
 
 @pytest.mark.usefixtures("short_evaluation")

@@ -1,12 +1,12 @@
 """What is kept of a step."""
 
-from poise.training import metrics
+from poise.training import steps
 
 
 def test_the_parts_of_a_step_add_up_to_it(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    clock = metrics.Clock()
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: now[0])
+    clock = steps.Clock()
     for part, seconds in (("rollout", 3), ("update", 2), ("rollout", 1)):
         with clock(part):
             now[0] += seconds

@@ -16,8 +16,9 @@ from poise.runs.subscribers.records import begun, write_start
 from poise.training import checkpoints
 from poise.training.resume import TrainError, open_to_resume
 from poise.training.setup import check_same_code
+from poise.training.steps import State
 from support.command_line import fails, poise
-from support.small_runs import SHORT, run
+from support.small_runs import SHORT, make, run
 
 FREE = [
     "tracking=tensorboard", "checkpoint_every=1", "keep_checkpoints=5", "rollouts_every=1", "steps=3", "budget=1e9",
@@ -163,3 +164,19 @@ def test_a_run_without_a_record_of_its_code_goes_on(tmp_path, monkeypatch):
     assert check_same_code(config, folder) == []
     assert folder.code_versions() == [config.code]
     assert config.code["softer.py:softer"].keys() == {"softer.py", "beside.py"}
+
+
+@pytest.mark.parametrize("state", [State(2, 70, {"lessons": ["a"]}), State(3, 99)])
+def test_the_state_is_saved_and_restored_whole(tmp_path, state):
+    """In the two files that run folders have always had: those of older versions resume."""
+    config = make(tmp_path, "evaluation=off")
+    held = trainer.Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
+    assert held.checkpoints.restore() == State()
+    for step in range(1, 5):
+        held.folder.log(step, {"a": 1.0})
+    held.checkpoints.save(state)
+    place = held.folder.newest()
+    assert json.loads((place / "progress.json").read_text()) == {"tokens": state.tokens}
+    assert (place / "memory.json").exists() == (state.memory is not None)
+    assert held.checkpoints.restore() == state
+    assert [line["step"] for line in held.folder.metrics()] == [*range(1, state.step + 1)]

@@ -76,11 +76,12 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
         from poise.config.run_settings import describe_sampling, describe_task
         from poise.models.policy import load_policy
         from poise.runs.console import Console, visible
-        from poise.runs.subscribers.records import shown
+        from poise.runs.subscribers.reporter import shown
         from poise.training.accuracy import without_repeats
         from poise.training.evaluate import held_out
         from poise.training.interrupts import Stopper
-        from poise.training.setup import build_sampler, progress, steps_taken
+        from poise.training.setup import build_sampler, steps_taken
+        from poise.training.steps import State
 
     asked, rollout = config.evaluation, config.rollout
     policy = load_policy(
@@ -88,7 +89,7 @@ def _measure(config: Config, show: int) -> dict[str, Any]:
     )
     note = partial(print, file=sys.stderr)
     sampler = build_sampler(config, policy, note)
-    sampler = sampler.at(progress(config, sampler.task, steps_taken(config.model)))
+    sampler = sampler.at(State(steps_taken(config.model)).progress(config, sampler.task))
     print(visible(f"{config.model} on task {describe_task(config)}, split test, seed {asked.seed}:"))
     sampling = describe_sampling(config, config.test_temperature)
     greedily = "; and once greedily" if config.test_temperature else ""  # at temperature 0 the samples are

@@ -148,12 +148,6 @@ class Config(Group):
         most = (self.steps - steps) * self.prompts * self.group * longest
         return most if self.budget is None else min(most, self.budget - tokens)
 
-    def ending(self, steps: int, tokens: int) -> str | None:
-        """The setting, ``budget`` or ``steps``, that ends a run after so many steps and tokens; None if none does."""
-        if self.budget is not None and tokens >= self.budget:
-            return "budget"
-        return "steps" if steps >= self.steps else None
-
     @property
     def test_temperature(self) -> float:
         """The sampling temperature for held-out problems."""

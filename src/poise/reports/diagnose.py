@@ -30,7 +30,8 @@ from poise.runs.subscribers.records import environment, response_records, token_
 from poise.tasks import Task, draw
 from poise.training.batches import make_batch, with_verdict
 from poise.training.frozen import FrozenModels
-from poise.training.setup import build_sampler, progress, steps_taken
+from poise.training.setup import build_sampler, steps_taken
+from poise.training.steps import State
 from poise.training.update import UpdatePlan, backward, clip
 
 SUSPECTS = 20  # how many tokens with the highest NTHR scores to list
@@ -96,7 +97,7 @@ def diagnose(
     frozen = FrozenModels(config, policy, config.build_algorithm(), say, start=starting_model(config.model))
     sampler = build_sampler(config, policy, say, task=task)
     sampler = frozen.beside(sampler)
-    sampler = sampler.at(progress(config, sampler.task, steps_taken(config.model)))
+    sampler = sampler.at(State(steps_taken(config.model)).progress(config, sampler.task))
     optimizer = _warm_optimizer(sampler, config, warmup, say)
     results, suspects, cut_off = [], list[dict[str, Any]](), 0
     for number in range(1, batches + 1):

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
 from poise.runs.folder import CheckpointError, RunFolder
-from poise.training.state import State
+from poise.training.steps import State
 
 Named = Iterable[tuple[str, Tensor]]  # model.named_parameters()
 KEYS = {"step", "exp_avg", "exp_avg_sq"}

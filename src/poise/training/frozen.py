@@ -117,9 +117,10 @@ class FrozenModels:
         """The starting weights, for the KL term."""
         return self.by_source[START]
 
-    def parameters(self) -> dict[str, int]:
-        """The number of parameters of each model that the algorithm asks for, by name."""
-        return {name: self.by_source[source].parameters for name, source in self.models.items()}
+    def sizes(self) -> dict[str, Any]:
+        """The number of parameters of the policy, and of each model that the algorithm asks for, by name."""
+        others = {name: self.by_source[source].parameters for name, source in self.models.items()}
+        return {"parameters": Frozen(self.policy).parameters, "parameters_of": others}
 
     def beside(self, sampler: Sampler) -> Sampler:
         """The sampler with one for each of the algorithm's models in ``others``, for the same task and settings.

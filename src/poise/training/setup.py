@@ -16,10 +16,9 @@ from poise.engines.native.engine import NativeEngine
 from poise.models.places import locate
 from poise.models.policy import Policy
 from poise.models.prompts import opened, starts_no_turn
-from poise.rewards import TrainerState
 from poise.rollout.sampling import Sampling
 from poise.runs.folder import RunFolder, step_of
-from poise.tasks import Problem, Task, TaskError, data_fingerprint, epochs, several_turns
+from poise.tasks import Problem, Task, TaskError, data_fingerprint, several_turns
 from poise.tasks.data import Data
 from poise.training.resume import TrainError
 
@@ -83,11 +82,6 @@ def recomputed(config: Config, policy: Policy, note: Callable[[str], None]) -> b
             "takes a pass a step (rollout.old_logp=recomputed); dtype=float32 needs none"
         )
     return bound < ROUNDING
-
-
-def progress(config: Config, task: Task, step: int) -> TrainerState:
-    """How far a run is after so many steps, as reward functions see it."""
-    return TrainerState(step, config.steps, epochs(task, config.seed, step * config.prompts))
 
 
 def steps_taken(model: str) -> int:

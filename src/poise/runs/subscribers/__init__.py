@@ -10,27 +10,3 @@ Then the trainer saves a checkpoint if one is due or the run ends here. A subscr
 ``on_step(result)`` and ``on_end(state)``. One that returns False from the first two ends the run there: a step is saved
 first, the last evaluation is done, and the run can be resumed. All others are still told.
 """
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
-from poise._lib.errors import short
-
-EVENTS = ("on_start", "on_step", "on_end")
-
-
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raise TypeError unless each of the user's callbacks can be told of something."""
-    for each in callbacks:
-        if isinstance(each, type) or not any(callable(getattr(each, event, None)) for event in EVENTS):
-            raise TypeError(
-                f"callbacks: expected objects with on_start(state), on_step(result) or on_end(state), got {short(each)}"
-            )
-
-
-def tell(subscribers: Sequence[Any], event: str, what: Any) -> bool:
-    """Tell all subscribers of an event, in their order; whether the run goes on, as far as they are concerned."""
-    answers = [getattr(each, event)(what) for each in subscribers if hasattr(each, event)]
-    return not any(answer is False for answer in answers)

@@ -19,8 +19,7 @@ from poise.training.accuracy import is_summary
 from poise.training.evaluate import Evaluation, held_out, summary_metrics
 from poise.training.interrupts import Stopper
 from poise.training.resume import model_errors
-from poise.training.setup import progress
-from poise.training.state import State, StepResult
+from poise.training.steps import State, StepResult
 
 WATCH = 20_000  # added to the seed of the evaluations that ``stop_at`` watches; tuning adds 10,000
 
@@ -38,19 +37,19 @@ class Evaluations:
     ) -> None:  # fmt: skip
         self.sampler, self.config, self.folder, self.report, self.stopper = sampler, config, folder, report, stopper
         self.before, self.summary = before, dict[str, Any]()
+        self.state = State()  # the newest that it was told of
         self._drawn: dict[int, list[Problem]] = {}
 
     def on_start(self, state: State) -> bool:
         """Measure before training, or do an evaluation that was cut short; False if the goal is reached already."""
-        self._arrive(state)
+        self.state = state
         self.before = self._first(state.step)
-        return self.config.ending(state.step, state.tokens) is not None or not self.catch_up(state.step)
+        return state.ending(self.config) is not None or not self.catch_up(state.step)
 
     def on_step(self, result: StepResult) -> bool:
         """Evaluate, if it is time and not the last step; False if the goal is reached."""
-        state = result.state
-        self._arrive(state)
-        if self.due(state.step) and not self.config.ending(state.step, state.tokens):
+        self.state = state = result.state
+        if self.due(state.step) and not state.ending(self.config):
             measured = self.during()
             result.metrics.update(measured)
             self.folder.log_more(state.step, measured)
@@ -66,9 +65,6 @@ class Evaluations:
             self.folder.write_json("problems.json", by_problem)
         self.summary = sealed(summary | {"run": str(self.folder.path)})
         self.folder.write_json("summary.json", self.summary)
-
-    def _arrive(self, state: State) -> None:
-        self.sampler = self.sampler.at(progress(self.config, self.sampler.task, state.step))
 
     def problems(self, seed: int) -> list[Problem]:
         """The held-out problems of a seed.
@@ -90,7 +86,8 @@ class Evaluations:
         with self.stopper.at_once(), model_errors():
             problems = self.problems(seed)
             self.report.note(f"evaluating {len(problems)} held-out problems × {settings.samples}{greedily}")
-            return held_out(self.sampler, self.config, self._progress, problems, seed)
+            sampler = self.sampler.at(self.state.progress(self.config, self.sampler.task))
+            return held_out(sampler, self.config, self._progress, problems, seed)
 
     def during(self) -> dict[str, float]:
         """The metrics of an evaluation in the course of training.

@@ -17,11 +17,10 @@ from poise._lib.fingerprint import package_hash
 from poise.algorithms.base import FIRST, Trajectory
 from poise.batch import Phase, TokenBatch
 from poise.models.policy import Policy
-from poise.runs.console import barred
 from poise.runs.folder import RunFolder
 from poise.tasks import Task, gold_answer
 from poise.training.batches import on_all_rows
-from poise.training.state import State, StepResult
+from poise.training.steps import State, StepResult
 
 STARTS = ("package", "python", "torch", "transformers", "device", "threads")  # what may differ between two starts
 
@@ -93,18 +92,6 @@ def environment_turns(sample: Trajectory) -> list[tuple[int, str]]:
             texts[-1] += "\n" + message["content"]
     ends = sample.own[:-1] & ~sample.own[1:]  # own tokens that the environment's follow
     return list(zip(sample.own.cumsum(0)[:-1][ends].tolist(), texts, strict=False))
-
-
-def dialogue(sample: Trajectory) -> str:
-    """The replies, with what the environment said between them, behind bars."""
-    own = (message["role"] == "assistant" for message in sample.messages)
-    texts = (message["content"] for message in sample.messages)
-    return "".join(text if mine else barred(text) for mine, text in zip(own, texts, strict=True)) or sample.text
-
-
-def shown(sample: Trajectory) -> tuple[str, str, float, bool]:
-    """A sample as the console shows it."""
-    return sample.problem.prompt, dialogue(sample), sample.score.reward, sample.score.correct
 
 
 def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:

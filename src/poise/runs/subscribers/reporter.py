@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
-from poise.algorithms.base import FIRST
+from poise.algorithms.base import FIRST, Trajectory
 from poise.config.schema import Config
-from poise.runs.console import Console, complain
+from poise.runs.console import Console, barred, complain
 from poise.runs.folder import RunFolder
-from poise.runs.subscribers.records import shown
 from poise.runs.subscribers.warnings import RunWarning, Watch
 from poise.runs.trackers import open_trackers
-from poise.training.state import State, StepResult
+from poise.training.steps import State, StepResult
 
 
 class Reporter:
@@ -42,7 +41,7 @@ class Reporter:
 
     def on_start(self, state: State) -> None:
         """Start the timing, after the first evaluation."""
-        if ending := self._config.ending(state.step, state.tokens):
+        if ending := state.ending(self._config):
             self.note(f"already at step {state.step}: nothing to train; to go on, raise {ending}=")
         self._watch = Watch(self._config, self._folder)
         self._warn(self._watch.new(state.step))
@@ -51,7 +50,7 @@ class Reporter:
     def on_step(self, result: StepResult) -> None:
         """Report a step; of the first and the last one also a few first attempts, across the range of rewards."""
         step, tokens = result.state.step, result.state.tokens
-        ending = self._config.ending(step, tokens)
+        ending = result.state.ending(self._config)
         if not result.trajectories:
             self.note(f"step {step}: no reward applies to its attempts, or to one alone of a group; nothing is learned")
         elif step == 1 or ending:
@@ -79,3 +78,15 @@ class Reporter:
         """Report that the run ends early, and the command that continues it."""
         self.console.close()
         self.console.note(f"stopped; go on with: {self._folder.resume_command}")
+
+
+def dialogue(sample: Trajectory) -> str:
+    """The replies, with what the environment said between them, behind bars."""
+    own = (message["role"] == "assistant" for message in sample.messages)
+    texts = (message["content"] for message in sample.messages)
+    return "".join(text if mine else barred(text) for mine, text in zip(own, texts, strict=True)) or sample.text
+
+
+def shown(sample: Trajectory) -> tuple[str, str, float, bool]:
+    """A sample as the console shows it."""
+    return sample.problem.prompt, dialogue(sample), sample.score.reward, sample.score.correct

@@ -1,19 +1,75 @@
-"""The metrics of a step, and the clock that says how its time was spent."""
+"""A step: the state of the run before and after it, what it hands to those that follow the run, and its metrics."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
-from poise.algorithms.base import FIRST, Algorithm, Trajectory
+from poise.algorithms.base import FIRST, Algorithm, Memory, Trajectory
 from poise.algorithms.collected import metrics_of
 from poise.algorithms.sampler import POLICY, Counts
-from poise.batch import TokenBatch
+from poise.batch import Phase, Rows, TokenBatch
+from poise.config.schema import Config
 from poise.objective_settings import Settings
-from poise.tasks import Task, several_turns
+from poise.rewards import TrainerState
+from poise.tasks import Task, epochs, several_turns
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run is. With the weights and the optimizer's moments this is all that a checkpoint holds."""
+
+    step: int = 0  # steps taken
+    tokens: int = 0  # sampled since the run began, by all models, evaluations apart
+    memory: Memory | None = None  # the algorithm's
+
+    def ending(self, config: Config) -> str | None:
+        """The setting, ``budget`` or ``steps``, that ends the run here; None if it goes on."""
+        if config.budget is not None and self.tokens >= config.budget:
+            return "budget"
+        return "steps" if self.step >= config.steps else None
+
+    def progress(self, config: Config, task: Task) -> TrainerState:
+        """How far the run is, as reward functions see it."""
+        return TrainerState(self.step, config.steps, epochs(task, config.seed, self.step * config.prompts))
+
+
+class Clock:
+    """Measures how the time of a step is spent, from now on."""
+
+    def __init__(self) -> None:
+        self.start, self.spent = time.perf_counter(), dict[str, float]()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time inside this context to the part ``name``."""
+        start = time.perf_counter()
+        yield
+        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        """``time/…`` in seconds, and the sampled tokens per second of the whole step."""
+        total = time.perf_counter() - self.start
+        parts = {f"time/{name}": seconds for name, seconds in self.spent.items()}
+        parts["time/other"] = total - sum(self.spent.values())  # so that the parts add up to the step
+        return {**parts, "time/step": total, "time/tokens_per_s": tokens / total}
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """One step. Who follows the run may add to ``metrics``, and is seen by those that come later."""
+
+    state: State  # after the step
+    metrics: dict[str, float]
+    clock: Clock
+    trajectories: Sequence[Trajectory] = ()  # what was learned from; none, if no reward applied
+    batch: TokenBatch | None = None  # the rows of the trajectories
+    phases: Sequence[Phase] = ()  # of ``rows`` of the batch
+    rows: Rows = field(default_factory=lambda: slice(None))  # all
 
 
 def step_metrics(
@@ -109,24 +165,3 @@ def mismatch_metrics(batch: TokenBatch, settings: Settings) -> dict[str, float]:
     }
     values = torch.stack([*statistics.values()]).tolist()
     return {f"rollout/{name}": value for name, value in zip(statistics, values, strict=True)}
-
-
-class Clock:
-    """Measures how the time of a step is spent, from now on."""
-
-    def __init__(self) -> None:
-        self.start, self.spent = time.perf_counter(), dict[str, float]()
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Add the time inside this context to the part ``name``."""
-        start = time.perf_counter()
-        yield
-        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
-
-    def metrics(self, tokens: int) -> dict[str, float]:
-        """``time/…`` in seconds, and the sampled tokens per second of the whole step."""
-        total = time.perf_counter() - self.start
-        parts = {f"time/{name}": seconds for name, seconds in self.spent.items()}
-        parts["time/other"] = total - sum(self.spent.values())  # so that the parts add up to the step
-        return {**parts, "time/step": total, "time/tokens_per_s": tokens / total}

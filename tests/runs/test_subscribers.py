@@ -1,0 +1,74 @@
+"""Callbacks: what a user's own object is told of a run, in which order, and how it ends one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from poise import trainer
+from poise.runs.folder import RunFolder
+from poise.training.steps import State
+from support.small_runs import make, parameters
+
+QUICK = ["prompts=2", "group=2", "rollout.max_tokens=4", "objective.entropy_coef=0.01", "evaluation=off"]
+
+
+class Told:
+    """Notes what it is told of, and what is in the run folder then; ends the run after ``last``."""
+
+    def __init__(self, config, last=None):
+        self.folder, self.last, self.events = RunFolder(config.run), last, []
+
+    def on_start(self, state):
+        self.events.append(("start", state))
+
+    def on_step(self, result):
+        step = result.state.step
+        assert self.folder.metrics()[-1]["step"] == step  # logged before
+        assert step not in self.folder.checkpoints()  # saved afterwards
+        assert len(result.trajectories) == len(result.batch.mask) == 4
+        assert result.phases
+        self.events.append((step, result.state, result.metrics))
+        return step != self.last
+
+    def on_end(self, state):
+        assert self.folder.read_json("summary.json")["steps"] == state.step
+        self.events.append(("end", state))
+
+
+def test_a_callback_ends_a_run_which_is_saved_and_resumes_bit_for_bit(tmp_path):
+    whole, cut = (make(tmp_path, *QUICK, "steps=3", "checkpoint_every=1", name=name) for name in ("whole", "cut"))
+    first, second = Told(whole), Told(cut, last=2)
+    assert trainer.train(whole, quiet=True, callbacks=[first])["steps"] == 3
+    assert trainer.train(cut, quiet=True, callbacks=[second])["steps"] == 2
+    assert [event[0] for event in first.events] == ["start", 1, 2, 3, "end"]
+    assert [event[0] for event in second.events] == ["start", 1, 2, "end"]
+    assert first.events[0][1] == State()
+    assert (
+        first.events[-1][1] == first.events[-2][1] == State(3, sum(e[2]["tokens/sampled"] for e in first.events[1:4]))
+    )
+    folder = RunFolder(cut.run)
+    assert folder.checkpoints()[-1] == 2
+    resumed = Told(cut)
+    assert trainer.train(cut, resume=True, quiet=True, callbacks=[resumed])["steps"] == 3
+    assert [event[0] for event in resumed.events] == ["start", 3, "end"]
+    assert resumed.events[0][1] == second.events[-1][1]
+    assert parameters(folder).keys() == parameters(RunFolder(whole.run)).keys()
+    assert all(value.equal(parameters(folder)[name]) for name, value in parameters(RunFolder(whole.run)).items())
+
+
+def test_a_callback_that_raises_loses_no_step(tmp_path):
+    config = make(tmp_path, *QUICK, "steps=3", "checkpoint_every=100")
+
+    def broken(result):
+        return 1 / 0 if result.state.step == 2 else None
+
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(config, quiet=True, callbacks=[SimpleNamespace(on_step=broken)])
+    assert RunFolder(config.run).checkpoints() == [2]
+
+
+@pytest.mark.parametrize("given", [print, Told, 3])
+def test_what_cannot_be_told_of_anything_is_no_callback(tmp_path, given):
+    with pytest.raises(TypeError, match=r"callbacks: expected objects with on_start\(state\), on_step\(result\) or"):
+        trainer.train(make(tmp_path), callbacks=[given])
+    assert not (tmp_path / "run").exists()
