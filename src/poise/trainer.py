@@ -1,7 +1,7 @@
-"""The training loop, top to bottom: problems, rollouts, rewards, advantages, regulator, update, records.
+"""The training loop, top to bottom: problems, trajectories, a batch, regulator, update; then those that follow the run.
 
 A step's random numbers depend on the run's seed and the step's number alone. So a checkpoint holds weights, optimizer
-state and the algorithm's memory, and a resumed run continues bit for bit.
+state and the ``State`` of the run, and a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ from poise.training.steps import (
 )
 from poise.training.update import NotFiniteError, UpdatePlan, update
 
-__all__ = ["TrainError", "Trainer", "train"]
-
+__all__ = ["State", "StepResult", "TrainError", "Trainer", "train"]
 
 EVENTS = ("on_start", "on_step", "on_end")  # what a subscriber may be told of
 
@@ -128,7 +127,7 @@ class Trainer:
     def run(self, before: dict[str, Any] | None = None, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
         """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after.
 
-        Who follows the run is told of each step before its checkpoint, so what a checkpoint holds is logged.
+        Subscribers are told of a step before its checkpoint is saved, so a step that is saved has been logged.
         """
         config, folder, checkpoints, state = self.config, self.folder, self.checkpoints, self.checkpoints.restore()
         with Reporter(config, folder, state.step, quiet=self.quiet) as report, Stopper(report.note) as stopper:

@@ -7,6 +7,6 @@
 4. The user's ``callbacks``, in their order.
 
 Then the trainer saves a checkpoint if one is due or the run ends here. A subscriber has any of ``on_start(state)``,
-``on_step(result)`` and ``on_end(state)``. One that returns False from the first two ends the run there: a step is saved
-first, the last evaluation is done, and the run can be resumed. All others are still told.
+``on_step(result)`` and ``on_end(state)``. One that returns False from the first two ends the run there; the others are
+told all the same. The step is saved, the last evaluation is done, and the run can be resumed.
 """
