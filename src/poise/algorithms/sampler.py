@@ -43,7 +43,7 @@ from poise.tasks.environment import Environment
 
 Opening = Callable[[int, list[Message]], list[Message]]
 MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
-Timer = Callable[[str], AbstractContextManager[None]]  # ``training.steps.Clock``: adds to the time of a part of the step
+Timer = Callable[[str], AbstractContextManager[None]]  # ``steps.Clock``: adds to the time of a part of the step
 POLICY = "policy"  # the name under which the policy's tokens are counted
 
 

@@ -219,7 +219,7 @@ class RunFolder:
         return _steps(self._rollouts, ".jsonl.gz")
 
     def save_tokens(self, step: int, arrays: Mapping[str, Tensor], texts: Mapping[int, str]) -> Path:
-        """Write the tokens of those responses (``subscribers.records.token_arrays``), and the text of each distinct token."""
+        """Write the tokens of those responses (``records.token_arrays``), and the text of each distinct token."""
         path = self.tokens_path(step)
         with replacing(path) as file:
             file.write(save(dict(arrays), {"texts": dumps({str(k): v for k, v in texts.items()}).decode("ascii")}))
