@@ -51,7 +51,7 @@ def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"poise.{alias.name}" for alias in node.names] if node.module == "poise" else [node.module]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]  # which may be modules
         for name in names:
             package, _, inside = name.partition(".")
             if package == "poise" and (room := room_of(inside)):
