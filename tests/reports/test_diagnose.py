@@ -139,7 +139,7 @@ def test_the_weights_in_memory_are_left_alone_too(tmp_path, embedded, monkeypatc
 def test_a_diagnosis_of_dialogues_tells_turns_apart(tmp_path, embedded, monkeypatch):
     policy, _, _ = embedded
     monkeypatch.setattr("poise.reports.diagnose.load_policy", lambda *_, **__: policy)
-    settings = config.load("demo", [*SMALL[:2], "rollout.max_tokens=20"])
+    settings = config.load("demo", [*SMALL[:2], "rollout.max_tokens=20", "seed=1"])
     folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
     found = diagnose(settings, folder, task=Twice(), methods=["grpo", "nthr"], batches=1, warmup=1)
     records, (arrays, _) = folder.rollouts(1), folder.tokens(1)

@@ -108,8 +108,9 @@ def test_the_starting_weights_are_loaded_once(tmp_path):
 def test_lora_needs_no_second_copy(tmp_path):
     models, policy, said = build(tmp_path, "lora.rank=4", reference=True)
     base, plain, _ = build(tmp_path)
-    assert models.parameters() == base.parameters() == {"receiver": Frozen(plain).parameters}
-    assert models.parameters()["receiver"] < Frozen(policy).parameters  # which has an adapter
+    found = models.sizes()
+    assert found["parameters_of"] == base.sizes()["parameters_of"] == {"receiver": Frozen(plain).parameters}
+    assert found["parameters_of"]["receiver"] < found["parameters"] == Frozen(policy).parameters  # with its adapter
     assert models.by_source["start"].policy is policy
     assert said == [
         "receiver: the run's starting weights (embedded): the policy without its LoRA adapter, no second copy of the "
