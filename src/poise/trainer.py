@@ -50,7 +50,7 @@ from poise.training.records import (
 )
 from poise.training.reporter import Reporter
 from poise.training.results import finished
-from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
+from poise.training.resume import TrainError, in_free_folder, keep_changes, model_errors, run_folder
 from poise.training.setup import arrive, build_sampler, check_same_code, check_same_data, recomputed
 from poise.training.update import NotFiniteError, UpdatePlan, update
 
@@ -130,6 +130,7 @@ class Trainer:
         sizes = {"parameters": Frozen(self.policy).parameters, "parameters_of": self.frozen.parameters()}
         arrive(self.sampler, self.config, done)
         with Reporter(self.config, self.folder, done, quiet=self.quiet) as report, Stopper(report.note) as stopper:
+            keep_changes(self.config, self.folder, done)
             self.notes += write_start(self.folder, environment(self.policy.device) | sizes, done)
             for note in self.notes:
                 report.note(note)

@@ -14,7 +14,7 @@ from poise.models import tool_prompts
 from poise.runs.folder import CHANGEABLE, CheckpointError, RunFolder
 from poise.training import checkpoints
 from poise.training.records import begun, write_start
-from poise.training.resume import TrainError, open_to_resume
+from poise.training.resume import TrainError, keep_changes, open_to_resume
 from poise.training.setup import check_same_code
 from support.command_line import fails, poise
 from support.small_runs import SHORT, run
@@ -57,6 +57,13 @@ def test_notes_name_what_changed(copy, capsys):
         said.split()
     )
     assert "tracking" not in said
+
+
+def test_a_start_that_is_refused_leaves_the_settings_alone(copy):
+    before = RunFolder(copy).config
+    said = fails("train", "--resume", copy, "steps=3", "device=cuda:99", "optim.micro_tokens=300")
+    assert "cuda" in said
+    assert RunFolder(copy).config == before
 
 
 def test_max_prompt_may_only_rise(copy):
@@ -145,6 +152,10 @@ def test_edited_code_is_refused_by_name_and_may_be_accepted(tmp_path, monkeypatc
     assert "--trust-changed" in said
     assert "softer.py" not in said
     assert len(folder.metrics()) == 2
+    (tmp_path / "beside.py").write_text("weight = None\n")
+    fails("train", "--resume", folder.path, "steps=3", "--trust-changed")  # in its first trial
+    assert len(folder.code_versions()) == 1
+    (tmp_path / "beside.py").write_text("weight = 2.5\n")
     shown = poise("train", "--resume", folder.path, "steps=3", "--trust-changed").output
     assert "beside.py: edited since the run began" in shown
     assert [line["reg/all/weight_mean"] for line in folder.metrics()] == [0.5, 0.5, 2.5]
@@ -161,5 +172,6 @@ def test_a_run_without_a_record_of_its_code_goes_on(tmp_path, monkeypatch):
     config = configs.load("demo", ["regulator=softer.py:softer", f"run={tmp_path / 'run'}"])
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
     assert check_same_code(config, folder) == []
+    keep_changes(config, folder, 0)
     assert folder.code_versions() == [config.code]
     assert config.code["softer.py:softer"].keys() == {"softer.py", "beside.py"}
