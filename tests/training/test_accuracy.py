@@ -304,6 +304,13 @@ def test_the_interval_of_changes_excludes_0_where_the_exact_sign_test_does(up, d
     assert (low > 0) == (binomtest(up, up + down).pvalue <= 0.05)
 
 
+def test_problems_that_did_not_change_leave_room_for_those_that_would():
+    (low, high), (_, narrow) = paired_interval([0.0] * 8), paired_interval([0.0] * 300)
+    assert low == -high
+    assert 3 / 8 < high < 0.5  # of 8 problems none changed: up to three in eight may
+    assert 0.005 < narrow < 0.015
+
+
 def paired_runs(gain, problems, samples, trials=400):
     """Accuracies of problems before and after; their true accuracies rise by ``gain`` on average, not all alike."""
     generator = np.random.default_rng(0)

@@ -107,6 +107,15 @@ def test_where_nothing_was_ever_right_more_of_the_same_is_no_advice(tmp_path):
     assert "steps=" not in told
 
 
+def test_where_answers_were_cut_off_the_advice_is_to_let_them_end(tmp_path):
+    found = summary({"avg@4": (0.0, 0.0), "greedy": (0.0, 0.0)})
+    found["after"] |= {"cut_off": found["after"]["n"] * found["after"]["samples"], "unreadable": 0}
+    config = configs.load("demo", [f"run={tmp_path}", "rollout.max_tokens=3"])
+    told = "\n".join(conclusion(config, RunFolder(tmp_path), found))
+    assert "Raise rollout.max_tokens (to 6, say)" in told
+    assert "the reward cannot read them" not in told
+
+
 def test_a_change_has_the_interval_of_paired_problems():
     values = {"avg@4": (0.40, 0.45), "greedy": (0.5, 0.5)}
     assert learned(summary(values))[0].startswith("no clear change: avg@4")  # as in runs of older versions

@@ -157,8 +157,9 @@ def conclusion(
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
         lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
     if _nothing_right(summary) and not warnings:  # the run may have been too short for a warning
-        all_wrong = next(entry for entry in TABLE if entry.name == "all-wrong")
-        advice = [all_wrong.remedy(Progress(config))]
+        cut_off = lost_shares(summary["after"]).get("cut_off", 0.0) >= 0.5
+        why = next(entry for entry in TABLE if entry.name == ("cut-off" if cut_off else "all-wrong"))
+        advice = [why.remedy(Progress(config))]
     elif warnings and not changes[ROSE]:  # more of the same does not help
         advice = [each.remedy for each in warnings]
     elif changes[FELL]:
