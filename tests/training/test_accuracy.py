@@ -266,6 +266,12 @@ def test_the_rows_of_a_single_difficulty_are_not_shown():
     assert without_repeats({}) == {}
 
 
+def test_a_single_sample_has_one_row():
+    shown = {"avg@1": 1, "greedy": 1, "avg@1, difficulty 2": 1, "avg@1, difficulty 3": 1}
+    assert without_repeats(shown | {"pass@1": 1, "maj@1": 1, "pass@1, difficulty 2": 1}) == shown
+    assert "pass@16" in without_repeats({"pass@16": 1})
+
+
 def test_fewer_than_all_samples():
     made = summarise([result("1", "x", "x", "r", "r", "r")], 2)["overall"]
     assert made["avg@2"]["value"] == 0.6  # all samples

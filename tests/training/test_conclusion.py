@@ -74,6 +74,13 @@ def test_a_budget_is_raised_above_what_was_sampled(tmp_path):
     assert commands(lines(tmp_path, settings=["budget=1000"], tokens=8059))[1][-1] == "budget=16118"
 
 
+def test_a_run_that_reached_its_goal_goes_on_without_it(tmp_path):
+    goal = ["stop_at=0.5", "evaluation.every=5", "steps=80"]
+    assert commands(lines(tmp_path, settings=goal))[1][-1] == "stop_at=null"
+    assert commands(lines(tmp_path, settings=[*goal, "steps=50"]))[1][-1] == "steps=100"  # it ended with its steps
+    assert commands(lines(tmp_path, settings=[*goal, "budget=1000"], tokens=1001))[1][-1] == "budget=2002"
+
+
 def test_after_a_warning_more_of_the_same_is_not_proposed(tmp_path):
     warned = [RunWarning("cut-off", 5, "What.", "Raise rollout.max_tokens.")]
     told = "\n".join(lines(tmp_path, {"avg@4": (0.0, 0.0)}, warnings=warned))

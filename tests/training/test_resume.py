@@ -100,6 +100,7 @@ def test_every_start_is_kept(copy):
     assert first["after_step"] == 0
     assert write_start(folder, first, 2) == []
     (said,) = write_start(folder, first | {"threads": 99, "torch": "9.9"}, 2)
+    assert said.startswith("changed since the last start: ")
     assert f"torch 9.9 instead of {first['torch']}, threads 99 instead of {first['threads']}" in said
     now = folder.read_json("environment.json")
     assert (now["threads"], now["began"], now["after_step"]) == (99, first["began"], 2)

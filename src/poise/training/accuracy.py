@@ -198,9 +198,13 @@ def lost_shares(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def without_repeats(table: dict[str, Any]) -> dict[str, Any]:
-    """The rows to show: those of a difficulty only if there are several; the rows of a single one repeat the others."""
-    difficulties = {name.partition(BY_DIFFICULTY)[2] for name in table} - {""}
-    return {name: row for name, row in table.items() if len(difficulties) > 1 or BY_DIFFICULTY not in name}
+    """The rows to show: those of a single difficulty repeat the others, and pass@1 and maj@1 repeat avg@1."""
+    parts = {name: name.partition(BY_DIFFICULTY) for name in table}
+    single = len({difficulty for *_, difficulty in parts.values()} - {""}) < 2
+    return {
+        name: row for name, row in table.items()
+        if parts[name][0] not in ("pass@1", "maj@1") and not (single and parts[name][2])
+    }  # fmt: skip
 
 
 def is_summary(data: Any) -> TypeGuard[dict[str, Any]]:

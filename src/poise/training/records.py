@@ -136,8 +136,9 @@ def write_start(folder: RunFolder, here: dict[str, Any], step: int) -> list[str]
     more = {"earlier_starts": earlier} if earlier else {}
     folder.write_json("environment.json", {**here, "began": began, "after_step": step, **more})
     differing = [key for key in STARTS if last.get(key, here[key]) != here[key]]
-    changes = ", ".join(f"{key} {here[key]} instead of {last[key]}" for key in differing)
-    return [f"since the last start has changed: {changes}; results may differ in rounding"] if changes else []
+    names = {"package": "the code of poise"}
+    changes = ", ".join(f"{names.get(key, key)} {here[key]} instead of {last[key]}" for key in differing)
+    return [f"changed since the last start: {changes}; results may differ"] if changes else []
 
 
 def step_metrics(

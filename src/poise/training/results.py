@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from poise._lib.files import SEAL, was_changed
@@ -167,6 +168,8 @@ def conclusion(
     else:
         spent = summary.get("tokens", 0)  # often more than the budget: a step is never cut
         more = f"budget={2 * max(config.budget, spent)}" if config.budget else f"steps={2 * summary['steps']}"
+        if config.stop_at is not None and summary["steps"] < config.steps and spent < (config.budget or inf):
+            more = "stop_at=null"  # the goal, once reached, would end the run again
         advice = ["# train on", f"{folder.resume_command} {more}"]
     report = shlex.join(["poise", "report", str(folder.path)])
     advice = ["# read the responses, token by token", report, *advice]
