@@ -13,7 +13,7 @@ from poise._lib.user_code import UserCodeError
 from poise.models.policy import Policy
 from poise.runs.folder import CheckpointError, RunFolder
 from poise.runs.trackers import TrackerError
-from poise.tasks import Score, TaskError
+from poise.tasks import Score
 from poise.tasks.knights_knaves.task import KnightsKnaves
 from poise.training import preflight as module
 from poise.training.evaluations import Evaluations
@@ -77,7 +77,7 @@ def test_a_reward_that_is_no_number(tmp_path, monkeypatch, bad, message):
 
 
 def test_a_prompt_that_cannot_be_encoded(tmp_path):
-    refused(make(tmp_path, "rollout.max_prompt=20"), TaskError, "longer than rollout.max_prompt: raise it")
+    refused(make(tmp_path, "rollout.max_prompt=20"), TrainError, "more than rollout.max_prompt=20: raise it")
 
 
 def test_probabilities_that_are_not_finite(tmp_path, monkeypatch):
