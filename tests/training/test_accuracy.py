@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest
+from scipy.stats import binom, binomtest
 
 from poise.training.accuracy import (
     ProblemResult,
@@ -302,6 +302,13 @@ def test_the_interval_of_changes_excludes_0_where_the_exact_sign_test_does(up, d
     low, high = paired_interval([1.0] * up + [-1.0] * down + [0.0] * 400)
     assert low < (up - down) / (up + down + 400) < high
     assert (low > 0) == (binomtest(up, up + down).pvalue <= 0.05)
+
+
+@pytest.mark.parametrize(("problems", "share"), [(16, 0.1), (30, 0.05), (100, 0.02)])
+def test_rare_changes_that_no_problem_shows_are_not_excluded(problems, share):
+    seen = [paired_interval([1.0] * up + [0.0] * (problems - up)) for up in range(problems + 1)]
+    chances = binom.pmf(range(problems + 1), problems, share)
+    assert sum(chance for (low, high), chance in zip(seen, chances, strict=True) if low <= share <= high) > 0.93
 
 
 def paired_runs(gain, problems, samples, trials=400):
