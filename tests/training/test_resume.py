@@ -13,6 +13,7 @@ from poise.config.schema import keys
 from poise.models import tool_prompts
 from poise.runs.folder import CHANGEABLE, CheckpointError, RunFolder
 from poise.training import checkpoints
+from poise.training.evaluations import Evaluations
 from poise.training.records import begun, write_start
 from poise.training.resume import TrainError, open_to_resume
 from poise.training.setup import check_same_code
@@ -98,6 +99,24 @@ def test_every_start_is_kept(copy):
     assert (now["threads"], now["began"], now["after_step"]) == (99, first["began"], 2)
     assert [(start["after_step"], start["threads"]) for start in now["earlier_starts"]] == [(0, 1), (2, 1)]
     assert poise("report", copy).exit_code == 0
+
+
+def test_starts_of_older_versions_and_damaged_ones_are_told(copy):
+    folder = RunFolder(copy)
+    first = folder.read_json("environment.json")
+    older = {key: value for key, value in first.items() if key not in ("package", "began", "after_step")}
+    folder.write_json("environment.json", older | {"earlier_starts": None})
+    (said,) = write_start(folder, first, 2)
+    assert f"has changed: package {first['package']} instead of an unknown one;" in said
+    assert folder.read_json("environment.json")["earlier_starts"] == [older]
+
+
+def test_the_final_evaluation_is_none_of_those_that_stop_at_watches(copy):
+    """It has other problems: a run that goes on must not stop by the accuracy that it reports."""
+    folder = RunFolder(copy)
+    config = settings(copy, steps=3).model_copy(update={"stop_at": 0.5})
+    assert not Evaluations(None, config, folder, None, None).catch_up(2)
+    assert not any(key.startswith("eval/") for key in folder.metrics()[-1])
 
 
 def test_templates_show_the_date_on_which_the_run_began(copy, monkeypatch):

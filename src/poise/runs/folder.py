@@ -68,10 +68,11 @@ _OWN = (
 _ROUNDING = "the rest of the run rounds differently"
 # The settings that a resumed run may change, and what the user is told then. All others are fixed.
 CHANGEABLE = {
-    "run": "", "steps": "", "budget": "", "stop_at": "", "tracking": "", "checkpoint_every": "", "keep_checkpoints": "",
+    "run": "", "steps": "", "budget": "", "tracking": "", "checkpoint_every": "", "keep_checkpoints": "",
     "rollouts_every": "", "rollout.vllm_memory": "", "optim.micro_tokens": _ROUNDING, "rollout.batch": _ROUNDING,
     "device": _ROUNDING, "compile": _ROUNDING, "task.reward_timeout": "slow rewards are cut off at another time",
-    "rollout.max_prompt": "longer problems, which were left out before, are trained on from now on",
+    "rollout.max_prompt": "longer problems, left out before, are trained on and measured from now on",
+    "stop_at": "with stop_at, evaluations during training have problems of their own",
 }  # fmt: skip
 LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses: a hostile 10 MB file can unpack to 10 GB
 ASIDE = "set-aside-"  # prefix of an unreadable checkpoint that the run continued without
