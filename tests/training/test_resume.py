@@ -11,7 +11,7 @@ from poise import trainer
 from poise.config.documents import merge
 from poise.config.schema import keys
 from poise.models import tool_prompts
-from poise.runs.folder import CHANGEABLE, CheckpointError, RunFolder
+from poise.runs.folder import CHANGEABLE, CheckpointError, DamagedError, RunFolder
 from poise.training import checkpoints
 from poise.training.evaluations import Evaluations
 from poise.training.records import begun, write_start
@@ -182,3 +182,11 @@ def test_a_run_without_a_record_of_its_code_goes_on(tmp_path, monkeypatch):
     assert check_same_code(config, folder) == []
     assert folder.code_versions() == [config.code]
     assert config.code["softer.py:softer"].keys() == {"softer.py", "beside.py"}
+
+
+@pytest.mark.parametrize("text", ["5", "{}", "[]", "null", "[5]", '[{"code": 7}]', '[{"code": {"mine.py:x": 5}}]'])
+def test_damaged_hashes_of_code_are_refused(tmp_path, text):
+    """Taken for those of an older version, edited code would be accepted."""
+    (tmp_path / "code.json").write_text(text)
+    with pytest.raises(DamagedError, match=r"code.json does not hold hashes of code"):
+        RunFolder(tmp_path).code_versions()

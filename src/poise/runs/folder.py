@@ -179,9 +179,12 @@ class RunFolder:
 
     def code_versions(self) -> list[Code]:
         """What the user's own code was made of when the run began, and after each edit that was accepted since."""
-        saved = self.read_json("code.json")
-        versions = [each.get("code") for each in saved if isinstance(each, dict)] if isinstance(saved, list) else []
-        return [code for code in versions if isinstance(code, dict)]
+        if not (self.path / "code.json").exists():  # of a run without, or of an older version
+            return []
+        match self.read_json("code.json"):
+            case [*versions] if versions and all(_is_version(each) for each in versions):
+                return [version["code"] for version in versions]
+        raise DamagedError(f"{self.path}/code.json does not hold hashes of code as poise writes them: {COPY}")
 
     # Metrics
 
@@ -402,6 +405,12 @@ def step_of(checkpoint: Path) -> int:
     """The step of a checkpoint, by the name of its folder; 0: it has another name."""
     found = re.fullmatch(_STEP, checkpoint.name)
     return int(found[1]) if found else 0
+
+
+def _is_version(data: Any) -> bool:
+    """Whether ``data``, read from ``code.json``, has the hashes of files by the path of the code."""
+    code = data.get("code") if isinstance(data, dict) else None
+    return isinstance(code, dict) and all(isinstance(files, dict) for files in code.values())
 
 
 def _dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
