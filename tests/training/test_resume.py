@@ -142,11 +142,11 @@ def test_an_adapter_is_described_alike_after_a_resume(tmp_path):
 
 SOFTER = """
 import poise
-import beside
+import resumed_helper
 
 @poise.regulator
 def softer(batch):
-    return [poise.Phase.of(batch, beside.weight)]
+    return [poise.Phase.of(batch, resumed_helper.weight)]
 """
 
 
@@ -155,17 +155,17 @@ def softer(batch):
 def test_edited_code_is_refused_by_name_and_may_be_accepted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "softer.py").write_text(SOFTER)
-    (tmp_path / "beside.py").write_text("weight = 0.5\n")
+    (tmp_path / "resumed_helper.py").write_text("weight = 0.5\n")
     folder, _ = run(tmp_path, *SHORT, "regulator=softer.py:softer", "steps=1")
     assert poise("train", "--resume", folder.path, "steps=2", "--trust", "--quiet").exit_code == 0
-    (tmp_path / "beside.py").write_text("weight = 2.5\n")
+    (tmp_path / "resumed_helper.py").write_text("weight = 2.5\n")
     said = " ".join(fails("train", "--resume", folder.path, "steps=3", "--trust").split())
-    assert "beside.py: this code was edited since the run in" in said
+    assert "resumed_helper.py: this code was edited since the run in" in said
     assert "--trust-changed" in said
     assert "softer.py" not in said
     assert len(folder.metrics()) == 2
     shown = poise("train", "--resume", folder.path, "steps=3", "--trust-changed").output
-    assert "beside.py: edited since the run began" in shown
+    assert "resumed_helper.py: edited since the run began" in shown
     assert [line["reg/all/weight_mean"] for line in folder.metrics()] == [0.5, 0.5, 2.5]
     assert len(folder.code_versions()) == 2
     assert [each["after_step"] for each in json.loads((folder.path / "code.json").read_text())] == [0, 2]
@@ -176,12 +176,12 @@ def test_a_run_without_a_record_of_its_code_goes_on(tmp_path, monkeypatch):
     """Runs of older versions have none."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "softer.py").write_text(SOFTER)
-    (tmp_path / "beside.py").write_text("weight = 0.5\n")
+    (tmp_path / "resumed_helper.py").write_text("weight = 0.5\n")
     config = configs.load("demo", ["regulator=softer.py:softer", f"run={tmp_path / 'run'}"])
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
     assert check_same_code(config, folder) == []
     assert folder.code_versions() == [config.code]
-    assert config.code["softer.py:softer"].keys() == {"softer.py", "beside.py"}
+    assert config.code["softer.py:softer"].keys() == {"softer.py", "resumed_helper.py"}
 
 
 @pytest.mark.parametrize("text", ["5", "{}", "[]", "null", "[5]", '[{"code": 7}]', '[{"code": {"mine.py:x": 5}}]'])
