@@ -133,6 +133,13 @@ def test_a_change_has_the_interval_of_paired_problems():
     assert learned(found | {"change": {"avg@4": "?"}}) == learned(summary(values))
 
 
+def test_before_and_after_on_other_problems_are_told():
+    found = summary(DEMO)
+    sides = [found[when] | {"problems": name} for when, name in (("before", "a"), ("after", "b"))]
+    assert "not of the same problems" in learned(found | {"before": sides[0], "after": sides[1]})[-1]
+    assert learned(found | {"after": sides[1]}) == learned(found)  # an older version did not say
+
+
 def test_learning_to_stop_is_not_learning_to_solve():
     found = summary({"avg@4": (0.1, 0.5)})
     found["before"] |= {"cut_off": 900, "unreadable": 60}

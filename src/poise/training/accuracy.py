@@ -68,16 +68,19 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
 def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interval:
     """The interval of a mean change over problems that were measured before and after, each change in [−1, 1].
 
-    Student's, with two extra problems that changed by the largest change seen, one up and one down (by 1 if none
-    changed): with changes of ±1 it excludes 0 where the exact sign test does, and the plain interval excludes it too
-    often (test_accuracy.py).
+    Student's, with two extra problems that changed by the largest change seen, one up and one down: with changes of
+    ±1 it excludes 0 where the exact sign test does, and the plain interval excludes it too often (test_accuracy.py).
+    Where no problem changed, as many may change as an exact interval allows.
     """
     from scipy.stats import t
 
     n, mean = len(differences), _mean(differences)
+    if not any(differences):
+        _, most = exact_interval(0.0, n, level)
+        return -most, most
     if n < 2:
         return -1.0, 1.0
-    extra = 2 * (max(abs(value) for value in differences) or 1.0) ** 2
+    extra = 2 * max(abs(value) for value in differences) ** 2
     spread = fsum((value - mean) ** 2 for value in differences) + extra
     margin = float(t.ppf((1 + level) / 2, n - 1)) * sqrt(spread / (n - 1) / n)
     return max(-1.0, mean - margin), min(1.0, mean + margin)

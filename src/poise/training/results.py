@@ -183,6 +183,9 @@ def learned(summary: dict[str, Any]) -> list[str]:
         return ["no held-out answer was right, before training or after it"]
     found = _changes(summary)
     told = [f"{way}: {', '.join(shown)}" for way, shown in found.items() if shown]
+    ends = [summary[when].get("problems") for when in ("before", "after") if is_summary(summary.get(when))]
+    if None not in ends and len({*ends}) > 1:  # rollout.max_prompt was raised since
+        told.append("before and after are not of the same problems: a change may be that of problems")
     for name, old, new in _measures(summary)[:1]:
         lost = [sum(lost_shares(summary[when]).values()) for when in ("before", "after")]
         clear = not any(shown.startswith(f"{name} ") for shown in found[UNCLEAR])
