@@ -115,7 +115,7 @@ def test_starts_of_older_versions_and_damaged_ones_are_told(copy):
     older = {key: value for key, value in first.items() if key not in ("package", "began", "after_step")}
     folder.write_json("environment.json", older | {"earlier_starts": None})
     (said,) = write_start(folder, first, 2)
-    assert f"has changed: package {first['package']} instead of an unknown one;" in said
+    assert f"the code of poise {first['package']} instead of an unknown one;" in said
     assert folder.read_json("environment.json")["earlier_starts"] == [older]
 
 
