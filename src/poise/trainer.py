@@ -40,7 +40,7 @@ from poise.training.checkpoints import Checkpoints
 from poise.training.frozen import FrozenModels, starting_weights
 from poise.training.interrupts import Stopper
 from poise.training.preflight import preflight
-from poise.training.resume import TrainError, in_free_folder, model_errors, run_folder
+from poise.training.resume import TrainError, in_free_folder, keep_changes, model_errors, run_folder
 from poise.training.setup import build_sampler, check_same_code, check_same_data, recomputed
 from poise.training.steps import (
     Clock,
@@ -131,6 +131,7 @@ class Trainer:
         """
         config, folder, checkpoints, state = self.config, self.folder, self.checkpoints, self.checkpoints.restore()
         with Reporter(config, folder, state.step, quiet=self.quiet) as report, Stopper(report.note) as stopper:
+            keep_changes(config, folder, state.step)
             recorder = Recorder(
                 folder, self.policy, self.sampler.task, config.rollouts_every, self.frozen.sizes(), report.note
             )

@@ -180,3 +180,25 @@ def test_names_of_files_are_as_the_user_would_write_them(package, monkeypatch):
     )
     assert {name, f"{package.name}/pack/other.py"} < found[f"{name}:Mine"].keys()
     assert found["nowhere.py:x"] == {}
+
+
+def test_the_code_of_a_notebook_or_of_the_script_that_runs_is_known(monkeypatch):
+    def code(power):
+        cell = {"__name__": "__main__", "POWER": power}
+        exec("def softer(batch):\n    return batch.mask ** POWER\n", cell)
+        monkeypatch.setattr(sys.modules["__main__"], "softer", cell["softer"], raising=False)
+        return user_code.code_of({"regulator": "__main__:softer"})
+
+    assert code(2) == code(2)
+    assert user_code.edited(code(2), code(3)) == ["softer"]
+    assert user_code.code_of({"algorithm": "__main__:nowhere"}) == {}
+
+
+def test_values_that_are_deep_or_share_their_parts_have_a_fingerprint():
+    shared, deep = ["a"], None
+    for _ in range(60):
+        shared = [shared, shared]
+    for _ in range(10_000):
+        deep = [deep]
+    assert fingerprint([shared]) == fingerprint([shared])
+    assert fingerprint([deep]) == fingerprint([deep])

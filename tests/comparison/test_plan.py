@@ -10,7 +10,7 @@ from poise.comparison.plan import TUNING, read_plan
 from poise.config.documents import ConfigError
 from poise.config.groups import HELD_OUT
 from poise.runs.folder import RunFolder
-from poise.training.setup import check_same_code
+from poise.training.resume import keep_changes
 from support.comparisons import SMALL, finish, make, write_rows
 
 
@@ -280,6 +280,26 @@ def softer(batch):
 """
 
 
+PLAIN = """
+import poise
+
+class Plain(poise.Regulator):
+    def __init__(self, power=1.0):
+        self.power = power
+
+    def phases(self, batch):
+        return [poise.Phase.of(batch, batch.prob**self.power)]
+"""
+
+
+def test_a_regulator_whose_class_is_no_dataclass_is_named_as_it_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    typed = ["grpo", "plain.py:Plain", "plain.py:Plain(power=2)"]
+    plan = make(tmp_path, regulator="; ".join(typed))
+    assert [arm.variants[0].identity["regulator"] for arm in plan.arms] == typed
+
+
 def test_a_run_with_code_that_was_edited_since_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "softer.py").write_text(SOFTER)
@@ -293,7 +313,7 @@ def test_a_run_with_code_that_was_edited_since_is_refused(tmp_path, monkeypatch)
     runs = plan.all_runs()
     for run in runs[:2]:
         finish(run)
-        check_same_code(run.config, RunFolder(run.folder))
+        keep_changes(run.config, RunFolder(run.folder), 0)
     record.check(planned("seeds=4"))
     (tmp_path / "softer.py").write_text(SOFTER.replace("0.5", "7.0"))
     said = refused(planned("seeds=4"))
@@ -306,7 +326,8 @@ def test_a_run_with_code_that_was_edited_since_is_refused(tmp_path, monkeypatch)
     assert record.mixed_code(accepted) == {"softer.py:softer": ["softer.py"]}
     (tmp_path / "softer.py").write_text(SOFTER.replace("0.5", "9.0"))
     record.check(planned("seeds=5"))  # no run has the second version yet
-    check_same_code(accepted.all_runs()[3].config, RunFolder.create(accepted.all_runs()[3].folder, {}))
+    config = accepted.all_runs()[3].config
+    keep_changes(config, RunFolder.create(config.run, config.model_dump(mode="json")), 0)
     assert "this code was edited" in refused(planned("seeds=5"))
 
 

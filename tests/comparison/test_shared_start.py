@@ -12,7 +12,7 @@ from poise.models.loading import resolve_device
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers import evaluations
 from poise.runs.subscribers.records import environment
-from poise.training.setup import check_same_code
+from poise.training.resume import keep_changes
 from support.comparisons import evaluation, make, write_rows
 from support.small_runs import make as make_run
 
@@ -108,7 +108,7 @@ def test_it_is_not_taken_if_the_code_of_the_task_was_edited_since(tmp_path, monk
     settings = ["model=embedded", f"data={rows}", "reward=mine.py:right", "device=cpu", f"run={tmp_path / 'run'}"]
     config = load(None, [*settings, "regulator=softer.py:softer"])
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
-    check_same_code(config, folder)
+    keep_changes(config, folder, 0)
     folder.write_json("environment.json", environment(resolve_device("cpu")))
     folder.write_json("before.json", evaluation(0.5))
     (tmp_path / "softer.py").write_text("import poise\n\n@poise.regulator\ndef softer(batch): pass\n")

@@ -54,6 +54,13 @@ def _module(monkeypatch):
     monkeypatch.setitem(sys.modules, "users_module", module)
 
 
+def test_a_class_without_phases_is_told_what_it_lacks(monkeypatch):
+    bare = type("Bare", (Regulator,), {"__module__": "users_module"})
+    monkeypatch.setattr(sys.modules["users_module"], "Bare", bare, raising=False)
+    with pytest.raises(TypeError, match=r"users_module\.Bare has no method phases\(self, batch\)"):
+        parse("users_module.Bare")
+
+
 def test_every_name_has_working_defaults():
     batch = random_batch()
     for name, kind in regulators.TABLE.items():

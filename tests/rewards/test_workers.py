@@ -194,6 +194,20 @@ def test_a_batch_of_one_row_gets_a_second_try():
     assert (verdict.reward, verdict.failed) == (1.0, None)
 
 
+@pytest.mark.parametrize("path", ["moody_rewards.py:length", "moody_rewards.length"])
+def test_a_reward_that_was_edited_is_not_started_again(tmp_path, monkeypatch, path):
+    """A run would go on with another reward than it began with."""
+    monkeypatch.chdir(tmp_path)
+    with Rewards(path) as rewards:
+        assert rewards.score(["?"], ["abc"], [[]], {}, ["1"])[0].reward == 3
+        file = tmp_path / "moody_rewards.py"
+        file.write_text(file.read_text().replace("float(len(text))", "2.0 * len(text)"))
+        assert rewards.score(["?"], ["abc"], [[]], {}, ["1"])[0].reward == 3  # in the process that has loaded it
+        rewards.close()
+        with pytest.raises(RewardError, match=r"moody_rewards.py was edited since it was loaded"):
+            rewards.score(["?"], ["abc"], [[]], {}, ["1"])
+
+
 def test_a_reward_that_forks_answers_each_request_once():
     with Rewards("moody_rewards.forks") as rewards:
         for text in ("fork", "a", "bb", "fork", "ccc"):

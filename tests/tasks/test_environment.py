@@ -10,6 +10,7 @@ import pytest
 from poise.models.tool_prompts import schemas_of
 from poise.rewards import TrainerState
 from poise.tasks import Attempt, TaskError, judge_all
+from poise.tasks.data import DataError
 from poise.tasks.environment import Environment
 from poise.tasks.time_limit import HungError, Worker
 
@@ -353,6 +354,21 @@ def test_columns_that_bear_names_of_ours(tmp_path):
     assert (seen["completions"], seen["prompts"], seen["completion_ids"]) == ([said], [attempt_prompt], [[1, 2]])
     assert "completion" not in seen
     assert seen["method"] == ["the row's"]
+
+
+@pytest.mark.parametrize(
+    ("column", "why"),
+    [("self", "multiple values for argument 'self'"), ("level", "unexpected keyword argument 'level'")],
+)
+def test_a_column_that_reset_cannot_take_is_refused_by_name(tmp_path, column, why):
+    class Narrow(Counter):
+        def reset(self, target: int) -> str:
+            return f"Make the total {target}."
+
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"target": 7, column: 1}) + "\n")
+    kind = Counter if column == "self" else Narrow
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: {kind.__name__}\.reset cannot take this row \(.*{why}\): it"):
+        Environment(kind, file=str(tmp_path / "rows.jsonl"), held_out=0.0)
 
 
 class Leaves(Counter):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest
+from scipy.stats import binom, binomtest
 
 from poise.training.accuracy import (
     ProblemResult,
@@ -266,6 +266,12 @@ def test_the_rows_of_a_single_difficulty_are_not_shown():
     assert without_repeats({}) == {}
 
 
+def test_a_single_sample_has_one_row():
+    shown = {"avg@1": 1, "greedy": 1, "avg@1, difficulty 2": 1, "avg@1, difficulty 3": 1}
+    assert without_repeats(shown | {"pass@1": 1, "maj@1": 1, "pass@1, difficulty 2": 1}) == shown
+    assert "pass@16" in without_repeats({"pass@16": 1})
+
+
 def test_fewer_than_all_samples():
     made = summarise([result("1", "x", "x", "r", "r", "r")], 2)["overall"]
     assert made["avg@2"]["value"] == 0.6  # all samples
@@ -302,6 +308,13 @@ def test_the_interval_of_changes_excludes_0_where_the_exact_sign_test_does(up, d
     low, high = paired_interval([1.0] * up + [-1.0] * down + [0.0] * 400)
     assert low < (up - down) / (up + down + 400) < high
     assert (low > 0) == (binomtest(up, up + down).pvalue <= 0.05)
+
+
+@pytest.mark.parametrize(("problems", "share"), [(16, 0.1), (30, 0.05), (100, 0.02)])
+def test_rare_changes_that_no_problem_shows_are_not_excluded(problems, share):
+    seen = [paired_interval([1.0] * up + [0.0] * (problems - up)) for up in range(problems + 1)]
+    chances = binom.pmf(range(problems + 1), problems, share)
+    assert sum(chance for (low, high), chance in zip(seen, chances, strict=True) if low <= share <= high) > 0.93
 
 
 def paired_runs(gain, problems, samples, trials=400):

@@ -74,6 +74,13 @@ def test_a_budget_is_raised_above_what_was_sampled(tmp_path):
     assert commands(lines(tmp_path, settings=["budget=1000"], tokens=8059))[1][-1] == "budget=16118"
 
 
+def test_a_run_that_reached_its_goal_goes_on_without_it(tmp_path):
+    goal = ["stop_at=0.5", "evaluation.every=5", "steps=80"]
+    assert commands(lines(tmp_path, settings=goal))[1][-1] == "stop_at=null"
+    assert commands(lines(tmp_path, settings=[*goal, "steps=50"]))[1][-1] == "steps=100"  # it ended with its steps
+    assert commands(lines(tmp_path, settings=[*goal, "budget=1000"], tokens=1001))[1][-1] == "budget=2002"
+
+
 def test_after_a_warning_more_of_the_same_is_not_proposed(tmp_path):
     warned = [RunWarning("cut-off", 5, "What.", "Raise rollout.max_tokens.")]
     told = "\n".join(lines(tmp_path, {"avg@4": (0.0, 0.0)}, warnings=warned))
@@ -107,6 +114,15 @@ def test_where_nothing_was_ever_right_more_of_the_same_is_no_advice(tmp_path):
     assert "steps=" not in told
 
 
+def test_where_answers_were_cut_off_the_advice_is_to_let_them_end(tmp_path):
+    found = summary({"avg@4": (0.0, 0.0), "greedy": (0.0, 0.0)})
+    found["after"] |= {"cut_off": found["after"]["n"] * found["after"]["samples"], "unreadable": 0}
+    config = configs.load("demo", [f"run={tmp_path}", "rollout.max_tokens=3"])
+    told = "\n".join(conclusion(config, RunFolder(tmp_path), found))
+    assert "Raise rollout.max_tokens (to 6, say)" in told
+    assert "the reward cannot read them" not in told
+
+
 def test_a_change_has_the_interval_of_paired_problems():
     values = {"avg@4": (0.40, 0.45), "greedy": (0.5, 0.5)}
     assert learned(summary(values))[0].startswith("no clear change: avg@4")  # as in runs of older versions
@@ -115,6 +131,13 @@ def test_a_change_has_the_interval_of_paired_problems():
     assert learned(found) == ["rose: avg@4 0.400 → 0.450", "no clear change: greedy 0.500 → 0.500"]
     assert change_intervals(found)["avg@4"] == (0.01, 0.09)
     assert learned(found | {"change": {"avg@4": "?"}}) == learned(summary(values))
+
+
+def test_before_and_after_on_other_problems_are_told():
+    found = summary(DEMO)
+    sides = [found[when] | {"problems": name} for when, name in (("before", "a"), ("after", "b"))]
+    assert "not of the same problems" in learned(found | {"before": sides[0], "after": sides[1]})[-1]
+    assert learned(found | {"after": sides[1]}) == learned(found)  # an older version did not say
 
 
 def test_learning_to_stop_is_not_learning_to_solve():

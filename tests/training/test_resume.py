@@ -11,10 +11,11 @@ from poise import trainer
 from poise.config.documents import merge
 from poise.config.schema import keys
 from poise.models import tool_prompts
-from poise.runs.folder import CHANGEABLE, CheckpointError, RunFolder
+from poise.runs.folder import CHANGEABLE, CheckpointError, DamagedError, RunFolder
+from poise.runs.subscribers.evaluations import Evaluations
 from poise.runs.subscribers.records import begun, write_start
 from poise.training import checkpoints
-from poise.training.resume import TrainError, open_to_resume
+from poise.training.resume import TrainError, keep_changes, open_to_resume
 from poise.training.setup import check_same_code
 from poise.training.steps import State
 from support.command_line import fails, poise
@@ -60,6 +61,13 @@ def test_notes_name_what_changed(copy, capsys):
     assert "tracking" not in said
 
 
+def test_a_start_that_is_refused_leaves_the_settings_alone(copy):
+    before = RunFolder(copy).config
+    said = fails("train", "--resume", copy, "steps=3", "device=cuda:99", "optim.micro_tokens=300")
+    assert "cuda" in said
+    assert RunFolder(copy).config == before
+
+
 def test_max_prompt_may_only_rise(copy):
     with pytest.raises(TrainError, match=r"rollout.max_prompt=20: a resumed run may only raise it"):
         open_to_resume(settings(copy, rollout={"max_prompt": 20}))
@@ -94,11 +102,30 @@ def test_every_start_is_kept(copy):
     assert first["after_step"] == 0
     assert write_start(folder, first, 2) == []
     (said,) = write_start(folder, first | {"threads": 99, "torch": "9.9"}, 2)
+    assert said.startswith("changed since the last start: ")
     assert f"torch 9.9 instead of {first['torch']}, threads 99 instead of {first['threads']}" in said
     now = folder.read_json("environment.json")
     assert (now["threads"], now["began"], now["after_step"]) == (99, first["began"], 2)
     assert [(start["after_step"], start["threads"]) for start in now["earlier_starts"]] == [(0, 1), (2, 1)]
     assert poise("report", copy).exit_code == 0
+
+
+def test_starts_of_older_versions_and_damaged_ones_are_told(copy):
+    folder = RunFolder(copy)
+    first = folder.read_json("environment.json")
+    older = {key: value for key, value in first.items() if key not in ("package", "began", "after_step")}
+    folder.write_json("environment.json", older | {"earlier_starts": None})
+    (said,) = write_start(folder, first, 2)
+    assert f"the code of poise {first['package']} instead of an unknown one;" in said
+    assert folder.read_json("environment.json")["earlier_starts"] == [older]
+
+
+def test_the_final_evaluation_is_none_of_those_that_stop_at_watches(copy):
+    """It has other problems: a run that goes on must not stop by the accuracy that it reports."""
+    folder = RunFolder(copy)
+    config = settings(copy, steps=3).model_copy(update={"stop_at": 0.5})
+    assert not Evaluations(None, config, folder, None, None).catch_up(2)
+    assert not any(key.startswith("eval/") for key in folder.metrics()[-1])
 
 
 def test_templates_show_the_date_on_which_the_run_began(copy, monkeypatch):
@@ -124,11 +151,11 @@ def test_an_adapter_is_described_alike_after_a_resume(tmp_path):
 
 SOFTER = """
 import poise
-import beside
+import resumed_helper
 
 @poise.regulator
 def softer(batch):
-    return [poise.Phase.of(batch, beside.weight)]
+    return [poise.Phase.of(batch, resumed_helper.weight)]
 """
 
 
@@ -137,17 +164,21 @@ def softer(batch):
 def test_edited_code_is_refused_by_name_and_may_be_accepted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "softer.py").write_text(SOFTER)
-    (tmp_path / "beside.py").write_text("weight = 0.5\n")
+    (tmp_path / "resumed_helper.py").write_text("weight = 0.5\n")
     folder, _ = run(tmp_path, *SHORT, "regulator=softer.py:softer", "steps=1")
     assert poise("train", "--resume", folder.path, "steps=2", "--trust", "--quiet").exit_code == 0
-    (tmp_path / "beside.py").write_text("weight = 2.5\n")
+    (tmp_path / "resumed_helper.py").write_text("weight = 2.5\n")
     said = " ".join(fails("train", "--resume", folder.path, "steps=3", "--trust").split())
-    assert "beside.py: this code was edited since the run in" in said
+    assert "resumed_helper.py: this code was edited since the run in" in said
     assert "--trust-changed" in said
     assert "softer.py" not in said
     assert len(folder.metrics()) == 2
+    (tmp_path / "beside.py").write_text("weight = None\n")
+    fails("train", "--resume", folder.path, "steps=3", "--trust-changed")  # in its first trial
+    assert len(folder.code_versions()) == 1
+    (tmp_path / "beside.py").write_text("weight = 2.5\n")
     shown = poise("train", "--resume", folder.path, "steps=3", "--trust-changed").output
-    assert "beside.py: edited since the run began" in shown
+    assert "resumed_helper.py: edited since the run began" in shown
     assert [line["reg/all/weight_mean"] for line in folder.metrics()] == [0.5, 0.5, 2.5]
     assert len(folder.code_versions()) == 2
     assert [each["after_step"] for each in json.loads((folder.path / "code.json").read_text())] == [0, 2]
@@ -158,12 +189,13 @@ def test_a_run_without_a_record_of_its_code_goes_on(tmp_path, monkeypatch):
     """Runs of older versions have none."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "softer.py").write_text(SOFTER)
-    (tmp_path / "beside.py").write_text("weight = 0.5\n")
+    (tmp_path / "resumed_helper.py").write_text("weight = 0.5\n")
     config = configs.load("demo", ["regulator=softer.py:softer", f"run={tmp_path / 'run'}"])
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
     assert check_same_code(config, folder) == []
+    keep_changes(config, folder, 0)
     assert folder.code_versions() == [config.code]
-    assert config.code["softer.py:softer"].keys() == {"softer.py", "beside.py"}
+    assert config.code["softer.py:softer"].keys() == {"softer.py", "resumed_helper.py"}
 
 
 @pytest.mark.parametrize("state", [State(2, 70, {"lessons": ["a"]}), State(3, 99)])
@@ -180,3 +212,11 @@ def test_the_state_is_saved_and_restored_whole(tmp_path, state):
     assert (place / "memory.json").exists() == (state.memory is not None)
     assert held.checkpoints.restore() == state
     assert [line["step"] for line in held.folder.metrics()] == [*range(1, state.step + 1)]
+
+
+@pytest.mark.parametrize("text", ["5", "{}", "[]", "null", "[5]", '[{"code": 7}]', '[{"code": {"mine.py:x": 5}}]'])
+def test_damaged_hashes_of_code_are_refused(tmp_path, text):
+    """Taken for those of an older version, edited code would be accepted."""
+    (tmp_path / "code.json").write_text(text)
+    with pytest.raises(DamagedError, match=r"code.json does not hold hashes of code"):
+        RunFolder(tmp_path).code_versions()

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+DEEPEST = 100  # levels of values within values that are read, before Python's stack ends
+LONG = 1000  # characters
 _OWN = Path(__file__).resolve().parents[1]
 _PLACES = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _LIBRARIES = tuple(os.path.realpath(folder) + os.sep for folder in (*_PLACES, str(_OWN)))
@@ -125,14 +127,18 @@ class _Reader:
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
         self._known: dict[int, tuple[Any, str]] = {}  # by id; the value is kept, so that its id stays its own
+        self._depth = 0
 
     def text(self, value: Any) -> str:
-        """A text for any value."""
+        """A text for any value; a long one is its hash, since values may share parts many times."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             return repr(value)
         if id(value) not in self._known:
             self._known[id(value)] = value, "…"  # for a value that contains itself
-            self._known[id(value)] = value, self._compute(value)
+            self._depth += 1
+            text = self._compute(value) if self._depth < DEEPEST else type(value).__qualname__
+            self._depth -= 1
+            self._known[id(value)] = value, text if len(text) < LONG else _hash(text)
         return self._known[id(value)][1]
 
     def _compute(self, value: Any) -> str:

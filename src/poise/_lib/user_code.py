@@ -15,9 +15,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -120,16 +121,22 @@ def foreign(settings: Mapping[str, Any]) -> list[str]:
 
 
 def code_of(settings: Mapping[str, Any]) -> Code:
-    """What the code is made of that a run's settings name: for each path, the hashes of its files. Imports nothing."""
+    """What the code is made of that a run's settings name: for each path, the hashes of its files. Imports nothing.
+
+    A notebook's code, and that of the script that runs (``__main__:Name``), is in no file: its parts are hashed.
+    """
     found: Code = {}
     for path in foreign(settings):
-        name = _split_path(path)[0]
+        name, _, inner = _split_path(path)
         if name.endswith(".py"):
             file = Path(os.path.expanduser(name)).resolve()
             named = hashes(files([file], FOLDERS), file.parent) if file.is_file() else {}
             found[path] = {os.path.normpath(os.path.join(os.path.dirname(name), key)): named[key] for key in named}
         elif name in sys.modules:
-            found[path] = fingerprint(sys.modules[name])
+            with suppress(AttributeError):  # ``load`` names what is missing
+                found[path] = fingerprint(
+                    attrgetter(inner)(sys.modules[name]) if name == "__main__" else sys.modules[name]
+                )
     return found
 
 

@@ -56,8 +56,16 @@ class Variant:
     def identity(self) -> Document:
         """What its runs have in common: equal for two variants whose runs are the same."""
         document = self.config.model_dump(mode="json", exclude={"run", "seed"})
-        document["regulator"] = regulators.text(self.config.build_regulator())
+        document["regulator"] = _method(self.config)
         return document
+
+
+def _method(config: Config) -> str:
+    """The regulator's shortest text; as it was typed, if it has none because its class is no dataclass."""
+    try:
+        return regulators.text(config.build_regulator())
+    except ValueError:
+        return config.regulator
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ def _arm(name: str, document: Document, fixed: list[str], values: list[Value], r
         except ConfigError as error:
             raise ConfigError([f"arm {shown}: {line}" if shown else line for line in error.problems]) from None
         label = f"{shown}, {RATE}={rate[0][1]}" if rate else shown
-        variants.append(Variant(label or regulators.text(config.build_regulator()), config))
+        variants.append(Variant(label or _method(config), config))
     return PlannedArm(shown or variants[0].name, {key: text for key, text, _ in values}, tuple(variants))
 
 

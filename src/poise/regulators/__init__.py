@@ -129,6 +129,8 @@ def text(regulator: Regulator) -> str:
 def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any]) -> Regulator:
     allowed = list(inspect.signature(kind).parameters)
     hint = _user_code.forgotten_dataclass(kind)
+    if inspect.isabstract(kind):
+        raise TypeError(f"{name} has no method phases(self, batch), which returns [Phase.of(batch, weights)]")
     check_settings(name, settings, allowed, hint)
     if len(args) > len(allowed):
         raise TypeError(f"{name} takes at most {len(allowed)} settings ({', '.join(allowed)}), got {len(args)}{hint}")

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from poise._lib.errors import counted, short
+from poise._lib.user_code import code_of, edited
 from poise.rewards import worker
 from poise.rewards.base import RewardError, TrainerState
 
@@ -270,6 +271,11 @@ class InWorker(InProcess):
 
     def _started(self) -> Process:
         spec = self.spec
+        if files := edited(spec.code, code_of({"task": {"reward": [*spec.code]}})):
+            raise RewardError(
+                f"reward {self.name!r}: {', '.join(files)} was edited since it was loaded, and a new process for it "
+                "would run the new version: put the old one back, or begin again"
+            )
         try:
             return Process("reward", module=spec.module, name=spec.name, args=spec.args, settings=spec.settings)
         except LostError as error:

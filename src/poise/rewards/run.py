@@ -38,7 +38,10 @@ TABLE: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A reward, and how another process finds it (``module`` is None: it cannot). ``foreign``: not poise's own."""
+    """A reward, and how another process finds it (``module`` is None: it cannot). ``foreign``: not poise's own.
+
+    ``code`` is what its files were made of when it was loaded.
+    """
 
     reward: Callable[..., Any]
     foreign: bool = False
@@ -46,6 +49,7 @@ class Spec:
     name: str = ""
     args: list[Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    code: _user_code.Code = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -93,7 +97,8 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
         hint = _user_code.forgotten_dataclass(found) if brackets and isinstance(error, TypeError) else ""
         raise ValueError(f"reward {text!r}: {type(error).__name__}: {error}{hint}") from error
     module = str(Path(module).expanduser().resolve()) if module.endswith(".py") else module
-    return Spec(reward, True, module, inner, call, named)
+    code = _user_code.code_of({"task": {"reward": f"{module}:{inner}"}})
+    return Spec(reward, True, module, inner, call, named, code)
 
 
 def _check_reach(name: str) -> None:

@@ -68,10 +68,11 @@ _OWN = (
 _ROUNDING = "the rest of the run rounds differently"
 # The settings that a resumed run may change, and what the user is told then. All others are fixed.
 CHANGEABLE = {
-    "run": "", "steps": "", "budget": "", "stop_at": "", "tracking": "", "checkpoint_every": "", "keep_checkpoints": "",
+    "run": "", "steps": "", "budget": "", "tracking": "", "checkpoint_every": "", "keep_checkpoints": "",
     "rollouts_every": "", "rollout.vllm_memory": "", "optim.micro_tokens": _ROUNDING, "rollout.batch": _ROUNDING,
     "device": _ROUNDING, "compile": _ROUNDING, "task.reward_timeout": "slow rewards are cut off at another time",
-    "rollout.max_prompt": "longer problems, which were left out before, are trained on from now on",
+    "rollout.max_prompt": "longer problems, left out before, are trained on and measured from now on",
+    "stop_at": "with stop_at, evaluations during training have problems of their own",
 }  # fmt: skip
 LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses: a hostile 10 MB file can unpack to 10 GB
 ASIDE = "set-aside-"  # prefix of an unreadable checkpoint that the run continued without
@@ -178,9 +179,12 @@ class RunFolder:
 
     def code_versions(self) -> list[Code]:
         """What the user's own code was made of when the run began, and after each edit that was accepted since."""
-        saved = self.read_json("code.json")
-        versions = [each.get("code") for each in saved if isinstance(each, dict)] if isinstance(saved, list) else []
-        return [code for code in versions if isinstance(code, dict)]
+        if not (self.path / "code.json").exists():  # of a run without, or of an older version
+            return []
+        match self.read_json("code.json"):
+            case [*versions] if versions and all(_is_version(each) for each in versions):
+                return [version["code"] for version in versions]
+        raise DamagedError(f"{self.path}/code.json does not hold hashes of code as poise writes them: {COPY}")
 
     # Metrics
 
@@ -401,6 +405,12 @@ def step_of(checkpoint: Path) -> int:
     """The step of a checkpoint, by the name of its folder; 0: it has another name."""
     found = re.fullmatch(_STEP, checkpoint.name)
     return int(found[1]) if found else 0
+
+
+def _is_version(data: Any) -> bool:
+    """Whether ``data``, read from ``code.json``, has the hashes of files by the path of the code."""
+    code = data.get("code") if isinstance(data, dict) else None
+    return isinstance(code, dict) and all(isinstance(files, dict) for files in code.values())
 
 
 def _dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

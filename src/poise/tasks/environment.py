@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -86,6 +86,7 @@ class Environment:
         check_range("environment", "held_out", self.held_out, 0.0, 0.9)
         if self.file is not None:
             object.__setattr__(self, "_of_file", _split(self.file, self.test_file, self.held_out))
+            self._pool.check_columns(problem for split in self._of_file.values() for problem in split)
             object.__setattr__(self, "fingerprint", fingerprint(self._of_file))
             object.__setattr__(self, "epoch", self._epoch)
 
@@ -200,6 +201,23 @@ class _Pool:
             _check_tool(self.kind, name)
         self.wants_seed = "seed" in inspect.signature(self.kind.reset).parameters
 
+    def check_columns(self, problems: Iterable[Problem]) -> None:
+        """Refuse a row that ``reset`` cannot be called with: all its episodes would be lost."""
+        signature = inspect.signature(self.kind.reset)
+        for problem in problems if inspect.isfunction(self.kind.reset) else ():
+            try:
+                signature.bind(self, **self.settings_of(problem))
+            except TypeError as error:
+                raise DataError(
+                    f"data {problem.id}: {self.kind.__name__}.reset cannot take this row ({error}): it gets every "
+                    "column by its name; rename or remove the column, or let reset take **row"
+                ) from None
+
+    def settings_of(self, problem: Problem) -> dict[str, Any]:
+        """What ``reset`` gets: the columns of the row, and a seed if it asks for one."""
+        seed = {"seed": problem.data["number"]} if self.wants_seed else {}
+        return {**seed, **problem.data["row"]}
+
     def take(self) -> Any:
         """An environment that no other episode uses."""
         try:
@@ -263,8 +281,7 @@ class EnvironmentEpisode:
         row: Mapping[str, Any] = self.problem.data["row"]
         prompt = row.get("prompt", EMPTY)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        more = {"seed": self.problem.data["number"]} if self.pool.wants_seed and "seed" not in row else {}
-        said = self._call("reset", **row, **more)
+        said = self._call("reset", **self.pool.settings_of(self.problem))
         if self.failed is None and not isinstance(said, str | None):
             raise TaskError(f"{self.pool.kind.__name__}.reset must return text or None, got {short(said)}")
         last = {**messages[-1], "content": messages[-1]["content"] + (said or "")}

@@ -70,10 +70,14 @@ def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interv
 
     Student's, with two extra problems that changed by the largest change seen, one up and one down: with changes of
     ±1 it excludes 0 where the exact sign test does, and the plain interval excludes it too often (test_accuracy.py).
+    Where no problem changed, as many may change as an exact interval allows.
     """
     from scipy.stats import t
 
     n, mean = len(differences), _mean(differences)
+    if not any(differences):
+        _, most = exact_interval(0.0, n, level)
+        return -most, most
     if n < 2:
         return -1.0, 1.0
     extra = 2 * max(abs(value) for value in differences) ** 2
@@ -197,9 +201,13 @@ def lost_shares(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def without_repeats(table: dict[str, Any]) -> dict[str, Any]:
-    """The rows to show: those of a difficulty only if there are several; the rows of a single one repeat the others."""
-    difficulties = {name.partition(BY_DIFFICULTY)[2] for name in table} - {""}
-    return {name: row for name, row in table.items() if len(difficulties) > 1 or BY_DIFFICULTY not in name}
+    """The rows to show: those of a single difficulty repeat the others, and pass@1 and maj@1 repeat avg@1."""
+    parts = {name: name.partition(BY_DIFFICULTY) for name in table}
+    single = len({difficulty for *_, difficulty in parts.values()} - {""}) < 2
+    return {
+        name: row for name, row in table.items()
+        if parts[name][0] not in ("pass@1", "maj@1") and not (single and parts[name][2])
+    }  # fmt: skip
 
 
 def is_summary(data: Any) -> TypeGuard[dict[str, Any]]:

@@ -76,12 +76,23 @@ def open_to_resume(config: Config) -> RunFolder:
             "changed; raise budget to go on, or begin a shorter run in another run=DIR"
         )
     for key, before, now in changes:
-        saved = merge(saved, _nested(key.split("."), now))
         if CHANGEABLE[key]:
             complain(f"{key} was {short(before)} and is {short(now)} now: {CHANGEABLE[key]}")
+    return folder
+
+
+def keep_changes(config: Config, folder: RunFolder, step: int) -> None:
+    """Write down the settings and the code that differ from this step on, once nothing can refuse the start."""
+    saved = folder.config
+    changes = list(differences(saved, config.model_dump(mode="json")))
+    for key, _, now in changes:
+        saved = merge(saved, _nested(key.split("."), now))
     if changes:
         folder.write_config(saved)
-    return folder
+    versions = folder.code_versions()
+    if config.code and config.code not in versions[-1:]:
+        earlier = folder.read_json("code.json") if versions else []
+        folder.write_json("code.json", [*earlier, {"after_step": step, "code": config.code}])
 
 
 def _nested(keys: list[str], value: Any) -> Document:

@@ -118,16 +118,12 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
 def check_same_code(config: Config, folder: RunFolder, *, accept: bool = False) -> list[str]:
     """Refuse to resume a run with edited code, unless the user accepts it: then the names of the edited files."""
     versions = folder.code_versions()
-    if not config.code or config.code in versions[-1:]:
-        return []
-    files = edited(versions[-1], config.code) if versions else []
+    files = edited(versions[-1], config.code) if versions and config.code else []
     if files and not accept:
         raise TrainError(
             f"{', '.join(files)}: this code was edited since the run in {folder.path} began; put it back, begin "
             "another run=DIR, or go on knowingly with --trust-changed (in Python: trust_changed=True)"
         )
-    version = {"after_step": folder.progress()[0], "code": config.code}
-    folder.write_json("code.json", [*(folder.read_json("code.json") if versions else []), version])
     return files
 
 

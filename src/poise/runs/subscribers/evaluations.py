@@ -122,11 +122,13 @@ class Evaluations:
     def catch_up(self, done: int) -> bool:
         """Do the evaluation after step ``done`` that was cut short, if it was; whether the goal is reached.
 
-        The final evaluation of a run that ended there and now goes on is the evaluation after that step.
+        The final evaluation of a run that ended there and now goes on is the evaluation after that step, unless
+        ``stop_at`` has problems of its own.
         """
         line = next((line for line in self.folder.metrics() if line["step"] == done), None)
         summary = self.folder.read_json("summary.json")
-        final = summary.get("after") if isinstance(summary, dict) and summary.get("steps") == done else None
+        ended = isinstance(summary, dict) and summary.get("steps") == done and not self.config.stop_at
+        final = summary.get("after") if ended else None
         if line is None or not (self.due(done) or is_summary(final)):
             return False
         if any(key.startswith("eval/") for key in line):  # only the final evaluation was cut short, if there was one

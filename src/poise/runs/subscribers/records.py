@@ -146,9 +146,13 @@ def write_start(folder: RunFolder, here: dict[str, Any], step: int) -> list[str]
     """
     saved, began = folder.read_json("environment.json"), begun(folder).isoformat(timespec="seconds")
     last = {key: value for key, value in saved.items() if key != "earlier_starts"} if isinstance(saved, dict) else {}
-    earlier = [*saved.get("earlier_starts", []), last] if last else []
+    starts = saved.get("earlier_starts") if last else None
+    earlier = [*(starts if isinstance(starts, list) else []), last] if last else []
     more = {"earlier_starts": earlier} if earlier else {}
     folder.write_json("environment.json", {**here, "began": began, "after_step": step, **more})
-    differing = [key for key in STARTS if last.get(key, here[key]) != here[key]]
-    changes = ", ".join(f"{key} {here[key]} instead of {last[key]}" for key in differing)
-    return [f"since the last start has changed: {changes}; results may differ in rounding"] if changes else []
+    differing = [key for key in STARTS if last and last.get(key) != here[key]]
+    names = {"package": "the code of poise"}
+    changes = ", ".join(
+        f"{names.get(key, key)} {here[key]} instead of {last.get(key, 'an unknown one')}" for key in differing
+    )
+    return [f"changed since the last start: {changes}; results may differ"] if changes else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from poise._lib.files import SEAL, was_changed
@@ -157,8 +158,9 @@ def conclusion(
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
         lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
     if _nothing_right(summary) and not warnings:  # the run may have been too short for a warning
-        all_wrong = next(entry for entry in TABLE if entry.name == "all-wrong")
-        advice = [all_wrong.remedy(Progress(config))]
+        cut_off = lost_shares(summary["after"]).get("cut_off", 0.0) >= 0.5
+        why = next(entry for entry in TABLE if entry.name == ("cut-off" if cut_off else "all-wrong"))
+        advice = [why.remedy(Progress(config))]
     elif warnings and not changes[ROSE]:  # more of the same does not help
         advice = [each.remedy for each in warnings]
     elif changes[FELL]:
@@ -166,6 +168,8 @@ def conclusion(
     else:
         spent = summary.get("tokens", 0)  # often more than the budget: a step is never cut
         more = f"budget={2 * max(config.budget, spent)}" if config.budget else f"steps={2 * summary['steps']}"
+        if config.stop_at is not None and summary["steps"] < config.steps and spent < (config.budget or inf):
+            more = "stop_at=null"  # the goal, once reached, would end the run again
         advice = ["# train on", f"{folder.resume_command} {more}"]
     report = shlex.join(["poise", "report", str(folder.path)])
     advice = ["# read the responses, token by token", report, *advice]
@@ -179,6 +183,9 @@ def learned(summary: dict[str, Any]) -> list[str]:
         return ["no held-out answer was right, before training or after it"]
     found = _changes(summary)
     told = [f"{way}: {', '.join(shown)}" for way, shown in found.items() if shown]
+    ends = [summary[when].get("problems") for when in ("before", "after") if is_summary(summary.get(when))]
+    if None not in ends and len({*ends}) > 1:  # rollout.max_prompt was raised since
+        told.append("before and after are not of the same problems: a change may be that of problems")
     for name, old, new in _measures(summary)[:1]:
         lost = [sum(lost_shares(summary[when]).values()) for when in ("before", "after")]
         clear = not any(shown.startswith(f"{name} ") for shown in found[UNCLEAR])
