@@ -221,7 +221,7 @@ def test_the_figures_of_diagnose(page, tmp_path):
     folder = make_run(tmp_path / "run")
     (folder.path / "diagnose").mkdir()
     names = Intervals().names
-    written = {"intervals": names, "mean": mean, "error": error, "verdict": verdict(mean, error, names)}
+    written = {"intervals": names, "mean": mean, "error": error, "verdict": verdict(mean, error, names, batches=2)}
     suspect = {"score": 2.5, "p": 0.125, "text": HOSTILE, "before": "so", "step": 1, "row": 0}
     folder.write_json("diagnose/diagnose.json", {**written, "settings": {"batches": 2}, "suspects": [suspect]})
     look(page, tmp_path, folder, tab="dominance")

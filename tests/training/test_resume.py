@@ -173,10 +173,10 @@ def test_edited_code_is_refused_by_name_and_may_be_accepted(tmp_path, monkeypatc
     assert "--trust-changed" in said
     assert "softer.py" not in said
     assert len(folder.metrics()) == 2
-    (tmp_path / "beside.py").write_text("weight = None\n")
+    (tmp_path / "resumed_helper.py").write_text("weight = None\n")
     fails("train", "--resume", folder.path, "steps=3", "--trust-changed")  # in its first trial
     assert len(folder.code_versions()) == 1
-    (tmp_path / "beside.py").write_text("weight = 2.5\n")
+    (tmp_path / "resumed_helper.py").write_text("weight = 2.5\n")
     shown = poise("train", "--resume", folder.path, "steps=3", "--trust-changed").output
     assert "resumed_helper.py: edited since the run began" in shown
     assert [line["reg/all/weight_mean"] for line in folder.metrics()] == [0.5, 0.5, 2.5]
