@@ -152,9 +152,8 @@ def draw(
                     "asked for: problems must not end; begin again with the first, shuffled by the seed"
                 )
             _check_texts(task, drawn)
-            fitting = [problem for problem in drawn if fits(problem)]
-            found += fitting
-            others += [problem for problem in drawn if problem not in fitting]
+            for problem in drawn:
+                (found if fits(problem) else others).append(problem)
     return found if len(found) == count else [*others, *found][:count]
 
 
