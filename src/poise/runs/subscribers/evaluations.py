@@ -1,4 +1,4 @@
-"""The evaluations of one run: before training, after every so many steps, and at the end.
+"""The evaluations of one run: before training, every ``evaluation.every`` steps, and at the end.
 
 A signal ends an evaluation at once. A resumed run does it again from the beginning, with the same result.
 """
