@@ -47,11 +47,11 @@ from rollout import random_policy, random_requests, sampled
 from update import SHAPES, model_of, uneven
 
 from poise.batch import Prompt
-from poise.engines.native.engine import NativeEngine
-from poise.engines.vllm import VllmEngine
 from poise.models.policy import EMBEDDED
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import Request
+from poise.sampling.draws import Sampling
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.requests import Request
+from poise.sampling.vllm_engine import VllmEngine
 
 HERE = Path(__file__).parent
 CASES = {  # responses, tokens of a prompt, longest response, uneven

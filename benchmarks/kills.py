@@ -28,13 +28,16 @@ from typing import Any
 
 import torch
 
-from poise import config as configs
 from poise import trainer
-from poise.models.policy import Policy, load_policy
-from poise.runs import folder as runs
+from poise.models.loading import load_policy
+from poise.models.policy import Policy
+from poise.runs import checkpoint_files
+from poise.runs.checkpoint_files import CheckpointFiles
 from poise.runs.folder import RunFolder
-from poise.runs.subscribers.evaluations import Evaluations
+from poise.runs.subscribers.evaluation_schedule import EvaluationSchedule
 from poise.trainer import Trainer
+from poise.training import config as configs
+from poise.training.checkpoints import Checkpoints
 
 SETTINGS = [
     "steps=3", "prompts=2", "group=2", "task.people=2", "rollout.max_tokens=6", "evaluation.problems=1",
@@ -44,12 +47,12 @@ SETTINGS = [
 PHASES: dict[str, list[tuple[Any, str]]] = {  # what is under way, by the function that does it; the innermost counts
     "start": [(trainer, "train")],
     "sampling and update": [(Trainer, "step")],
-    "evaluation": [(Evaluations, "measure")],
+    "evaluation": [(EvaluationSchedule, "measure")],
     "metrics": [(RunFolder, "log")],
     "records": [(RunFolder, "save_rollouts"), (RunFolder, "save_tokens")],
-    "checkpoint": [(RunFolder, "save_checkpoint")],
-    "rotation": [(runs, "remove")],
-    "resuming": [(RunFolder, "open"), (RunFolder, "rewind"), (RunFolder, "load_checkpoint")],
+    "checkpoint": [(Checkpoints, "save")],
+    "rotation": [(checkpoint_files, "remove")],
+    "resuming": [(RunFolder, "open"), (RunFolder, "rewind"), (CheckpointFiles, "load")],
 }
 NAMES = list(PHASES)
 FILES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}

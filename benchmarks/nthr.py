@@ -22,7 +22,7 @@ from torch import Tensor
 
 from poise import Head, TokenBatch
 from poise import regulators as registry
-from poise.influence import Form, Scores, cheaper_form
+from poise.head.influence import Form, Scores, cheaper_form
 from regulators import peak_memory, scores
 
 RIGHT = WRONG = 4  # responses of a group

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from poise import TokenBatch, regulators
-from poise.influence import Scores, group_scores
+from poise.head.influence import Scores, group_scores
 
 
 def scores(head: Any, positive: list[Any], negative: tuple[Tensor, Tensor], **settings: Any) -> Scores:

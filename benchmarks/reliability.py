@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from kills import SETTINGS, contents, in_child, save_small_model
 
-from poise import config as configs
 from poise import trainer
-from poise.runs.folder import CheckpointError, RunFolder, verify_model
+from poise.runs.checkpoint_files import CheckpointFiles, verify_model
+from poise.runs.folder import CheckpointError, RunFolder
+from poise.training import config as configs
 from poise.training import preflight
 from poise.training.interrupts import SIGNALS
 
@@ -125,7 +126,7 @@ def by_damage(place: Path, each: int) -> list[dict[str, Any]]:
             for _ in range(each if what == "a bit flipped" else 1):
                 copy = RunFolder(shutil.copytree(whole.path, place / "copy"))
                 damage(copy.newest() / name, draw)
-                noticed = {"resuming": raises(lambda run=copy: run.verify(max(run.checkpoints())))}  # type: ignore[misc]
+                noticed = {"resuming": raises(lambda run=copy: CheckpointFiles(run).verify(max(run.checkpoints())))}  # type: ignore[misc]
                 if name.parts[0] == "model":
                     noticed["measuring"] = raises(lambda run=copy: verify_model(run.newest() / "model"))  # type: ignore[misc]
                 found.append({"file": str(name), "damage": what, **noticed})

@@ -31,12 +31,13 @@ from measure import environment, extra_memory, in_turns, median, spread, write
 from update import SHAPES, model_of, uneven
 
 from poise.batch import Prompt
-from poise.engines.hf import CachedEngine
-from poise.engines.native.engine import NativeEngine
-from poise.engines.vllm import VllmEngine
-from poise.models.policy import EMBEDDED, Policy, load_policy, pad_left
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import Engine, Request, repeated
+from poise.models.loading import load_policy
+from poise.models.policy import EMBEDDED, Policy, pad_left
+from poise.sampling.cached_engine import CachedEngine
+from poise.sampling.draws import Sampling
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.requests import Engine, Request, repeated
+from poise.sampling.vllm_engine import VllmEngine
 from poise.tasks import get
 
 NEVER = 1_000_000  # an end token that no vocabulary has
@@ -57,7 +58,7 @@ def random_policy(shape: str, device: str, dtype: torch.dtype | None = None, *, 
 def random_requests(shape: str, prompts: int, group: int, lengths: list[int], prompt: int = PROMPT) -> list[Request]:
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(1, SHAPES[shape][-1], (prompts, prompt), generator=generator).tolist()
-    return [Request(Prompt(texts[i // group]), length) for i, length in enumerate(lengths)]
+    return [Request(Prompt(tuple(texts[i // group])), length) for i, length in enumerate(lengths)]
 
 
 def real_requests(policy: Policy, prompts: int, group: int, longest: int) -> list[Request]:

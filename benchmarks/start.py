@@ -97,8 +97,8 @@ def child(file: Path, begun: float, words: list[str]) -> None:
 def _watch(marks: Marks, file: Path) -> None:
     """Put clocks around what happens between the imports and the end of the first step."""
     import poise.trainer
-    from poise.engines.native import engine
-    from poise.models import trials
+    from poise.models import load_checks
+    from poise.sampling.native import engine
 
     trainer: Any = poise.trainer
     files = {
@@ -112,7 +112,7 @@ def _watch(marks: Marks, file: Path) -> None:
         "without bytecode": Counter(name.split(".")[0] for name in missing),
         "threads": len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else None,
     }
-    plain = [(trials, "head_fits"), (trials, "passes_agree"), (engine, "supports")]
+    plain = [(load_checks, "head_fits"), (load_checks, "passes_agree"), (engine, "supports")]
     functions = [getattr(owner, name) for owner, name in plain]
     for owner, name in plain:
         marks.around(owner, name, inside=True)

@@ -28,7 +28,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,12 @@ from datasets import Dataset
 from measure import environment, since_start, write
 from update import SHAPES, model_of
 
-from poise.config.schema import Config, load
 from poise.models.policy import EMBEDDED
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score, Split, Task
 from poise.trainer import Trainer
+from poise.training.building import build
+from poise.training.config.schema import Config, load
 from poise.training.steps import State
 
 NEVER = 1_000_000  # an end token that no vocabulary has
@@ -201,8 +201,8 @@ def memory(device: str, before: int) -> dict[str, float]:
 
 
 def our_trainer(config: Config, task: Task, endless: bool) -> Trainer:
-    trainer = Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
-    trainer.sampler = replace(trainer.sampler, task=task)
+    folder = RunFolder.create(config.run, config.model_dump(mode="json"))
+    trainer = Trainer(config, folder, build(config, folder, task=task), quiet=True)
     if endless:
         trainer.policy.model.generation_config.eos_token_id = None
         trainer.policy.tokenizer.eos_token = None
@@ -314,7 +314,7 @@ def train_theirs(
         callbacks=[turns],
     )
     theirs.remove_callback(transformers.PrinterCallback)
-    masters = next(iter(ours.master_weights.parameters.values())).dtype if ours else torch.float32
+    masters = next(iter(ours.checkpoints.master_weights.parameters.values())).dtype if ours else torch.float32
     assert next(theirs.model.parameters()).dtype == masters == torch.float32
     turns.theirs = theirs
     if endless:
@@ -329,8 +329,8 @@ def alone(config: Config, regulators: list[str], warm_up: int, endless: bool) ->
     for text in regulators:
         ours = config.model_copy(update={"regulator": text, "run": f"{config.run}/{text}"})
         trainer = our_trainer(ours, Problems(ours.task.build(), endless), endless)
-        steps = [result.metrics for result in trainer.steps(State())][warm_up:]
-        found[text] = [{k: v for k, v in step.items() if k.startswith("time/")} for step in steps]
+        results = [*trainer.steps(State())][warm_up:]
+        found[text] = [result.clock.metrics(int(result.metrics["tokens/sampled"])) for result in results]
         parts = {name: statistics.median(part[name] for part in found[text]) for name in found[text][0]}
         print(f"{text:>10s}: " + ", ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in parts.items()), flush=True)
     return found

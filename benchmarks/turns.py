@@ -32,11 +32,11 @@ from measure import environment, in_turns, median, spread, write
 from rollout import random_policy
 from update import SHAPES
 
-from poise.batch import Prompt
-from poise.engines.native.engine import NativeEngine
+from poise.batch import Prompt, padded_batch
 from poise.models.policy import Policy
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import Completion, Request, padded_batch
+from poise.sampling.draws import Sampling
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.requests import Completion, Request
 
 GREEDY = Sampling(temperature=0.0)
 WAYS = ("anew", "reserved", "kept")

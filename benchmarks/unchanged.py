@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from poise import config, tasks, trainer
+from poise import tasks, trainer
 from poise.tasks import Message, Problem, Score, Split
+from poise.training import config
 
 STEPS = 10
 SMALL = ("device=cpu", "seed=0", f"steps={STEPS}", "evaluation.problems=8", "evaluation.samples=2")

@@ -30,11 +30,10 @@ from measure import environment, extra_memory, in_turns, median, spread, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from poise import TokenBatch, regulators
-from poise.batch import Prompt
+from poise.batch import Prompt, padded_batch
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import EMBEDDED, Policy
 from poise.objective import Settings
-from poise.rollout.types import padded_batch
 from poise.training.update import UpdatePlan, update
 
 PEAK = 989e12  # FLOP/s
@@ -73,7 +72,7 @@ def responses(shape: str, device: str, prompts: int, group: int, prompt: int, le
     tokens = torch.randint(1, vocabulary, (count, wide), generator=generator)
     rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     logp = torch.full((count, wide), -10.0, device=device)
-    asked = [Prompt(texts[i // group]) for i in range(count)]
+    asked = [Prompt(tuple(texts[i // group])) for i in range(count)]
     advantages = torch.linspace(-1, 1, count, device=device) + 0.01
     return padded_batch(asked, rows, torch.device(device), old_logp=logp, entropy=logp.abs(), advantages=advantages)
 
@@ -158,9 +157,9 @@ def needed_flop(shape: str, batch: TokenBatch) -> float:
     linear = layers * (2 * width * width + 2 * width * width * key_heads // heads + 3 * width * middle)
     extents = batch.extents or ()
     prompts, lengths = {extent.prompt for extent in extents}, [extent.length for extent in extents]
-    tokens = sum(map(len, prompts)) + sum(lengths)
-    pairs = sum(len(prompt) ** 2 / 2 for prompt in prompts)
-    pairs += sum(n * n / 2 + n * len(prompt) for prompt, n, _ in extents)
+    tokens = sum(len(prompt.tokens) for prompt in prompts) + sum(lengths)
+    pairs = sum(len(prompt.tokens) ** 2 / 2 for prompt in prompts)
+    pairs += sum(n * n / 2 + n * len(prompt.tokens) for prompt, n, _ in extents)
     return float(6.0 * (linear * tokens + width * vocabulary * sum(lengths)) + 3 * 4.0 * layers * width * pairs)
 
 

@@ -34,13 +34,13 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from poise.batch import Prompt
-from poise.engines.choose import choose
-from poise.engines.native.engine import NativeEngine
+from poise.batch import Prompt, padded_batch
 from poise.models import rope
 from poise.models.policy import ModelError, Policy
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import padded_batch, repeated
+from poise.sampling.choose import choose
+from poise.sampling.draws import Sampling
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.requests import repeated
 
 VOCABULARY, WINDOW, ORIGINAL, LONGEST = 97, 8, 16, 64
 BOUND = 2e-3  # of log-probabilities in float32: a token more or less in a window changes them by far more
@@ -187,7 +187,7 @@ def alone(model: Any, prompts: Sequence[Prompt], responses: Sequence[Tensor]) ->
     rows = []
     for prompt, tokens in zip(prompts, responses, strict=True):
         ids = torch.tensor([[*prompt.tokens, *tokens[:-1].tolist()]])
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt.tokens) - 1 :]
         rows.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
     return torch.cat(rows)
 

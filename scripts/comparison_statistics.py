@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from poise.comparison.sign_flip import Floats, intervals, p_values
-from poise.comparison.statistics import detectable, seeds_needed, student_factor
+from poise.referee.compare.sign_flip import Floats, intervals, p_values
+from poise.referee.compare.statistics import detectable, seeds_needed, student_factor
 
 TRIALS = 4000
 RESAMPLES = 2000

@@ -79,7 +79,7 @@ METRICS: dict[str, str] = {
     "transfer/after_wrong": "`rltr`: the same, for prefixes of wrong responses",
     "transfer/cut/QUARTER": "`rltr`: the same, for prefixes that end in that quarter of the reasoning",
     "transfer/uncut": "`rltr`: share of the responses without a prefix",
-    "transfer/failed": "`rltr`: responses whose continuations got no verdict",
+    "transfer/failed": "`rltr`: responses whose continuations got no score",
     # Held-out problems, in steps with an evaluation (``evaluation.every``)
     "eval/TASK/avg@K": "accuracy on held-out problems: mean over K samples each",
     "eval/TASK/pass@K": "share of the problems that one of K samples solves",

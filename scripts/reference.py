@@ -16,15 +16,15 @@ from typing import Any
 from metric_names import METRICS
 
 from poise import regulators, surrogates, tasks
-from poise.algorithms import TABLE as ALGORITHMS
-from poise.config.schema import Config
-from poise.rewards.run import TABLE as REWARDS
+from poise.sampling.algorithms import TABLE as ALGORITHMS
 from poise.tasks.environment import Environment
 from poise.tasks.reasoning_gym import ReasoningGym
+from poise.tasks.rewards.run import TABLE as REWARDS
+from poise.training.config.schema import Config
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 LONGEST = 40  # characters of a default; longer ones are texts for the model
-TYPES = {"integer": "int", "number": "float", "string": "text", "boolean": "bool", "null": "null"}
+TYPES = {"integer": "int", "number": "float", "string": "text", "boolean": "bool", "null": "null", "object": "group"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 INNER = ("id", "dataset", "settings")  # parameters that are part of a task's name, or its generator's own
 

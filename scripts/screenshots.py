@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from poise.reports.html import write_report
+from poise.referee.report.html import write_report
 from poise.runs.folder import RunFolder
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -7,7 +7,8 @@ The tests run twice: with TRL's trainer, and with poise's in its place. The scri
 fail with poise's, and which end with other weights (with a regulator that changes nothing, such as grpo, none should).
 The checkout's own TRL is used. Models and data that the tests would download are stood in for: tiny random models
 of the same classes with the tokenizer of poise's embedded model, and a few made-up prompts. Tests that cannot pass with
-these fail twice, and are counted. Models with images are left out. Nothing is written into the checkout.
+these fail twice, and are counted; those of tools need Qwen3's tokenizer (--tokenizer FOLDER). Models with images are
+left out. Nothing is written into the checkout.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", type=Path, help="a checkout of TRL's repository")
     parser.add_argument("--regulator", default="grpo")
+    parser.add_argument("--tokenizer", help="a folder with the tokenizer of the stand-ins")
     args, pytest_options = parser.parse_known_args()
     if not (args.repository / TESTS).is_file():
         parser.error(f"{args.repository} has no {TESTS}: name a checkout of TRL's repository")
     with tempfile.TemporaryDirectory() as folder:
-        build_models((args.repository / TESTS).read_text(), Path(folder) / "hub")
+        build_models((args.repository / TESTS).read_text(), Path(folder) / "hub", args.tokenizer)
         stock, ours = (
             run(args.repository, regulator, Path(folder), pytest_options) for regulator in ("", args.regulator)
         )
@@ -89,7 +91,7 @@ def report(stock: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]], re
 # --- stand-ins
 
 
-def build_models(tests: str, hub: Path) -> None:
+def build_models(tests: str, hub: Path, tokenizer_folder: str | None = None) -> None:
     """Tiny models of the classes that the tests name, as a cache of the hub."""
     import torch
     import transformers
@@ -98,7 +100,7 @@ def build_models(tests: str, hub: Path) -> None:
     from poise.models.policy import EMBEDDED
 
     transformers.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder or EMBEDDED)
     tokenizer.chat_template = qwen3_chat_template
     ends = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
     pattern = r"(trl-internal-testing/tiny-(\w+?For(?:CausalLM|SequenceClassification))[\w.-]*)"

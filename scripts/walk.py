@@ -20,7 +20,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import poise
-from poise import config, trainer
+from poise.trainer import State, StepResult, Trainer
+from poise.training import config
+from poise.training.building import build
+from poise.training.preflight import preflight
+from poise.training.resume import run_folder
 
 ROOT = str(Path(poise.__file__).parent)
 SETTINGS = (
@@ -56,29 +60,32 @@ class Walk:
     @property
     def files(self) -> dict[str, list[str]]:
         """The functions of each file."""
-        found: dict[str, list[str]] = {}
+        files: dict[str, list[str]] = {}
         for code in self.calls:
-            found.setdefault(str(Path(code.co_filename).relative_to(ROOT)), []).append(code.co_qualname)
-        return {name: sorted(functions) for name, functions in sorted(found.items())}
+            files.setdefault(str(Path(code.co_filename).relative_to(ROOT)), []).append(code.co_qualname)
+        return {name: sorted(functions) for name, functions in sorted(files.items())}
 
 
 def walk(overrides: list[str]) -> Walk:
     """Train two steps, and count from the start of the first to the start of the second."""
-    counted, step = Walk(), trainer.Trainer.step
-    begun: list[bool] = []
+    counted = Walk()
 
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        counted.set(on=not begun)
-        begun.append(True)
-        return step(self, *args, **kwargs)
+    class Walked(Trainer):
+        """A trainer that starts the count with its first step, and ends it with its second."""
 
-    trainer.Trainer.step = watched  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):  # what the console shows
-        try:
-            trainer.train(config.load("demo", [*SETTINGS, *overrides, f"run={folder}/run"]))
-        finally:
-            counted.set(on=False)
-            trainer.Trainer.step = step  # type: ignore[method-assign]
+        def step(self, state: State) -> StepResult:
+            counted.set(on=state.step == 0)
+            return super().step(state)
+
+    with tempfile.TemporaryDirectory() as temporary, redirect_stdout(io.StringIO()):  # what the console shows
+        settings = config.load("demo", [*SETTINGS, *overrides, f"run={temporary}/run"])
+        with run_folder(settings, resume=False) as folder:
+            components = build(settings, folder)
+            preflight(settings, components)
+            try:
+                Walked(settings, folder, components).run()
+            finally:
+                counted.set(on=False)
     return counted
 
 

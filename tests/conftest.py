@@ -31,9 +31,9 @@ def trials_of_the_embedded_model_pass_once():
     """Half of loading it are its trials, and tests load it hundreds of times."""
     if "poise.trainer" not in sys.modules:  # no test of this process needs a model
         return
-    from poise.engines.native import engine
-    from poise.models import trials
-    from poise.models.places import EMBEDDED
+    from poise.models import load_checks
+    from poise.models.location import EMBEDDED
+    from poise.sampling.native import engine
 
     def once(module, name):
         trial, passed = getattr(module, name), set()
@@ -48,8 +48,8 @@ def trials_of_the_embedded_model_pass_once():
 
         setattr(module, name, tried)
 
-    once(trials, "head_fits")
-    once(trials, "passes_agree")
+    once(load_checks, "head_fits")
+    once(load_checks, "passes_agree")
     once(engine, "_decodes")
 
 
@@ -83,7 +83,7 @@ def page(browser):
 @pytest.fixture
 def served(tmp_path):
     """A run folder and the address of its watch server."""
-    from poise.reports.html import serve
+    from poise.referee.report.html import serve
     from support.run_folders import make_run
 
     folder = make_run(tmp_path / "run", steps=(1,))
@@ -98,10 +98,14 @@ def served(tmp_path):
 @pytest.fixture
 def short_evaluation(monkeypatch):
     """For tests that do not look at accuracy, most of a small run: replies to held-out problems end after 4 tokens."""
-    from poise.runs.subscribers import evaluations
+    from poise.runs.subscribers import evaluation_schedule
 
-    real = evaluations.held_out
-    monkeypatch.setattr(evaluations, "held_out", lambda sampler, *rest: real(replace(sampler, max_tokens=4), *rest))
+    real = evaluation_schedule.held_out
+
+    def short(sampler, *rest):
+        return real(replace(sampler, max_tokens=4), *rest)
+
+    monkeypatch.setattr(evaluation_schedule, "held_out", short)
 
 
 @pytest.fixture(scope="session")
@@ -130,3 +134,18 @@ def write(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A stand-in for the hub's data sets."""
+    from support.data_hub import Hub
+
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    stand_in = Hub(tmp_path / "hub", datasets)
+    for function in ("load_dataset", "get_dataset_config_names"):
+        monkeypatch.setattr(datasets, function, getattr(stand_in, function))
+    yield stand_in
+    datasets.enable_progress_bars()

@@ -20,9 +20,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from poise.comparison.plots import STYLES
-from poise.comparison.results import ACCURACY, RunResult
-from poise.reports.recorded import read_metrics
+from poise.referee.compare.output import STYLES
+from poise.referee.compare.results import ACCURACY, RunResult
+from poise.referee.report.reader import read_metrics
 from poise.runs.folder import RunFolder
 
 METRICS = (

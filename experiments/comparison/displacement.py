@@ -24,15 +24,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poise.algorithms import Trajectory
-from poise.comparison.sign_flip import interval
-from poise.comparison.statistics import student_interval
-from poise.config.schema import restore
 from poise.models.scoring import score_all
+from poise.referee.compare.sign_flip import interval
+from poise.referee.compare.statistics import student_interval
 from poise.runs.folder import RunFolder
+from poise.sampling.algorithms import Trajectory
 from poise.trainer import Trainer
 from poise.training.batches import make_batch
-from poise.training.evaluate import evaluate
+from poise.training.config.schema import restore
+from poise.training.evaluation import evaluate
 
 
 def runs_of(comparison: Path) -> dict[str, dict[int, Path]]:
@@ -57,7 +57,7 @@ def load(trainer: Trainer, run: Path, start: dict[str, Tensor]) -> list[float]:
     """Give the trainer's model the weights that a run ended with. Return how far they are from those before."""
     newest = max((run / "checkpoints").glob("step-*"))
     saved = load_file(newest / "parameters.safetensors", device=str(trainer.policy.device))
-    parameters = trainer.master_weights.parameters
+    parameters = trainer.checkpoints.master_weights.parameters
     distance, size = (
         sum(float(values.double().square().sum()) for values in tensors)
         for tensors in ((saved[name] - start[name] for name in start), start.values())
@@ -65,7 +65,7 @@ def load(trainer: Trainer, run: Path, start: dict[str, Tensor]) -> list[float]:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
-    trainer.master_weights.publish()
+    trainer.checkpoints.master_weights.publish()
     return [(distance / size) ** 0.5]
 
 
@@ -102,7 +102,7 @@ def main() -> None:
         samples = list(evaluate(trainer.sampler, problems=options.problems, samples=4, seed=1).attempts)
         sets = {"right": [s for s in samples if s.score.correct], "wrong": [s for s in samples if not s.score.correct]}
         before = {name: likelihoods(trainer, chosen) for name, chosen in sets.items()}
-        start = {name: value.detach().clone() for name, value in trainer.master_weights.parameters.items()}
+        start = {name: value.detach().clone() for name, value in trainer.checkpoints.master_weights.parameters.items()}
         moved: dict[str, dict[int, list[float]]] = {}
         changes: dict[str, dict[str, dict[int, list[float]]]] = {name: {} for name in sets}
         for arm, seeds in runs.items():

@@ -35,8 +35,8 @@ from signal_share import Gradients, arguments, batches_of, between, jackknife, l
 from torch import Tensor
 
 from poise import regulators
-from poise.config.groups import OptimConfig
 from poise.runs.folder import RunFolder
+from poise.training.config.groups import OptimConfig
 
 METHODS = ("grpo", "lopti", "random-split", "ar", "tr-grpo", "nthr")
 Curves = dict[tuple[str, float], dict[int, list[float]]]  # by arm and rate, then by seed

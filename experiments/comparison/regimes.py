@@ -5,7 +5,7 @@
 The mean over regimes counts each of them once. Its standard error comes from the spread over seeds within regimes, its
 interval is Student's with Welch's degrees of freedom, and p flips the sign of every seed's difference (at random, since
 there are some seventy). It speaks of these regimes, not of others: how much regimes differ is not in the error, but in
-the interval over regimes, whose sample they are.
+the random effects, whose sample they are: the interval of their mean, the prediction for one more regime, and I².
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
-from poise.comparison.plots import STYLES
-from poise.comparison.sign_flip import interval, p_value
-from poise.comparison.statistics import student_interval
+from poise.referee.compare.output import STYLES
+from poise.referee.compare.random_effects import random_effects
+from poise.referee.compare.sign_flip import interval, p_value
 
 RESULTS = Path(__file__).parent
 REGIMES = {  # the file of a comparison, and what a picture calls it
@@ -53,7 +53,7 @@ def differences(arm: str, control: str) -> dict[str, np.ndarray]:
 
 
 def together(found: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The mean over regimes, its standard error, interval and p; their median, and the interval over regimes."""
+    """The mean over regimes, its standard error, interval and p; their median, and random effects over regimes."""
     variances = np.array([values.var(ddof=1) / len(values) for values in found.values()]) / len(found) ** 2
     freedom = variances.sum() ** 2 / sum(v**2 / (len(d) - 1) for v, d in zip(variances, found.values(), strict=True))
     mean, error = float(np.mean([values.mean() for values in found.values()])), float(variances.sum() ** 0.5)
@@ -62,7 +62,7 @@ def together(found: dict[str, np.ndarray]) -> dict[str, Any]:
     regimes = [float(values.mean()) for values in found.values()]
     return {
         "mean": mean, "error": error, "interval": [mean - reach, mean + reach], "p": p_value(weighted.tolist()),
-        "median": float(np.median(regimes)), "over_regimes": student_interval(regimes),
+        "median": float(np.median(regimes)), "random": random_effects([values.tolist() for values in found.values()]),
     }  # fmt: skip
 
 
@@ -105,8 +105,10 @@ def main() -> None:
         ends = " to ".join(f"{end:+.1f}" for end in whole["interval"])
         print(f"{arm} against {control}: {whole['mean']:+.2f} ± {whole['error']:.2f} ({ends}), p = {whole['p']:.2g}")
         print("  by regime: " + ", ".join(f"{values.mean():+.1f}" for values in found.values()))
-        ends = " to ".join(f"{end:+.1f}" for end in whole["over_regimes"])
-        print(f"  median {whole['median']:+.1f}; with regimes as the sample {ends}")
+        effects = whole["random"]
+        mean, ahead = (" to ".join(f"{end:+.1f}" for end in ends) for ends in (effects.interval, effects.prediction))
+        print(f"  median {whole['median']:+.1f}; with regimes as the sample {effects.mean:+.1f} ({mean})")
+        print(f"  one more regime: {ahead}; I² {100 * effects.heterogeneity:.0f} %")
     draw(Path(sys.argv[1]))
 
 

@@ -39,14 +39,14 @@ import torch
 from oracles import texts_of, word_kinds
 from torch import Tensor
 
-from poise import config as configs
 from poise import regulators
-from poise.algorithms.collected import collect
 from poise.batch import Phase, TokenBatch
-from poise.rollout.sampling import derived_seed
 from poise.runs.folder import RunFolder
-from poise.tasks.base import training_problems
+from poise.sampling.draws import derived_seed
+from poise.sampling.trajectories import collect
+from poise.tasks import training_problems
 from poise.trainer import Trainer
+from poise.training import config as configs
 from poise.training.update import UpdatePlan, backward
 
 METHODS = ("grpo", "ar", "ar(alpha=1.0)", "tr-grpo", "nthr", "amplify", "entropy", "stare", "stapo", "clip-cov")
@@ -86,7 +86,7 @@ class Gradients:
         whole = Phase("all", policy, kl)
         for parameter in self.parameters:
             parameter.grad = None
-        backward(self.trainer.policy, batch, whole, UpdatePlan(self.trainer.settings))
+        backward(self.trainer.policy, batch, whole, UpdatePlan(self.trainer.config.objective))
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         self.of.setdefault(name, []).append(torch.cat([part.detach().flatten().float() for part in parts]))
 
@@ -192,9 +192,9 @@ def batches_of(trainer: Trainer, count: int) -> Iterator[TokenBatch]:
         seed = derived_seed(config.seed, f"signal {number}")
         problems = training_problems(task, seed=config.seed, step=number, step_seed=seed, count=config.prompts)
         samples, _ = collect(
-            trainer.algorithm, problems, trainer.sampler, seed, None, name=config.algorithm, advantage=config.advantage
+            trainer.algorithm, problems, trainer.sampler, seed, None, name=config.algorithm, advantage=trainer.advantage
         )
-        yield trainer._batch(samples)
+        yield trainer.make_batch(samples)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from poise.comparison.statistics import student_interval
+from poise.referee.compare.statistics import student_interval
 from poise.runs.folder import RunFolder
 
 SIZES = {"grad_norm": "optim/grad_norm", "drift": "optim/drift"}

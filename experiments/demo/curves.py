@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from poise.runs.metrics_file import AXES, x_values
+from poise.runs.axes import AXES, x_values
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -12,10 +12,10 @@ from itertools import islice
 
 import torch
 
-from poise.engines.choose import choose
-from poise.models.policy import load_policy
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import repeated
+from poise.models.loading import load_policy
+from poise.sampling.choose import choose
+from poise.sampling.draws import Sampling
+from poise.sampling.requests import repeated
 from poise.tasks import get
 
 GROUP = 8

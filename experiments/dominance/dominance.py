@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from poise import config
-from poise.reports.diagnose import METHODS, diagnose
+from poise.referee.diagnose import METHODS, diagnose
 from poise.runs.folder import RunFolder
 from poise.tasks import Problem, Score
+from poise.training import config
 
 
 @dataclass(frozen=True)

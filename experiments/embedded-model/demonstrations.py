@@ -10,11 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import Dataset
 
-from poise.batch import Prompt, TokenBatch
+from poise.batch import Prompt, TokenBatch, padded_batch
 from poise.models.policy import Policy
-from poise.models.prompts import PromptError, _controls, _encode, _pieces, encode_next, plain
-from poise.models.tool_prompts import Tools, tools_of
-from poise.rollout.types import padded_batch
+from poise.models.prompts import PromptError, Tools, _controls, _encode, _pieces, encode_next, plain, tools_of
 from poise.tasks import Message, Problem, Task, begin
 
 MOST_TURNS = 64  # an expert that has not finished by then is cut off

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from worked import STYLES, WorkedKnights, worked
 
 from poise.tasks.knights_knaves import Puzzle, generate
-from poise.tasks.knights_knaves.verifier import score
+from poise.tasks.knights_knaves.task import score_reply as score
 
 pytestmark = pytest.mark.studies
 

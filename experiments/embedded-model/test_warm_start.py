@@ -23,10 +23,11 @@ from warm_start import Warmstart, build_model, build_tokenizer, embedded, gradie
 from worked import WorkedKnights
 
 from poise import tasks
-from poise.algorithms.sampler import Sampler
-from poise.engines.native.engine import NativeEngine
-from poise.models.policy import Policy, load_policy
+from poise.models.loading import load_policy
+from poise.models.policy import Policy
 from poise.models.prompts import plain
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.studies
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from worked import STYLES, WorkedKnights, worked
 
 from poise.tasks.knights_knaves import Puzzle, generate, read
-from poise.tasks.knights_knaves.verifier import score
+from poise.tasks.knights_knaves.task import score_reply as score
 from support.puzzles import public_rows, quick
 
 pytestmark = pytest.mark.studies

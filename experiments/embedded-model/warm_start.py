@@ -24,18 +24,18 @@ from worked import WorkedKnights
 
 from poise import tasks
 from poise._lib.errors import check_range
-from poise.algorithms.sampler import Sampler
 from poise.batch import TokenBatch
-from poise.engines.choose import choose
-from poise.head import token_logp
+from poise.head.loss import LARGE_CHUNK, token_logp
 from poise.models.layers import can_compile
+from poise.models.loading import load_policy, resolve_device
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import own_tokens
-from poise.models.policy import EMBEDDED, Policy, load_policy, resolve_device
-from poise.models.scoring import default_micro_tokens
+from poise.models.policy import EMBEDDED, Policy
+from poise.sampling.choose import choose
+from poise.sampling.sampler import Sampler
 from poise.tasks import Problem, Task
 from poise.training.interrupts import SIGNALS, Stopper
-from poise.training.update import HEAD_MEMORY, within_memory
+from poise.training.update import within_memory
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|end|>"}
@@ -255,13 +255,13 @@ def gradient(policy: Policy, batch: TokenBatch, micro_tokens: int | None = None)
         assert part.targets is not None
         places = own_tokens(part)
         targets = part.targets.flatten()[places]
-        memory = HEAD_MEMORY if targets.is_cuda else None
+        memory = LARGE_CHUNK if targets.is_cuda else None
         loss = -token_logp(policy.hidden(part, places), targets, policy.head(), memory=memory)[0].sum() / count
         loss.backward()
         return {"loss": loss.detach()}
 
     every = list(range(len(batch.mask)))
-    return within_memory(policy, batch, every, micro_tokens or default_micro_tokens(policy), run)["loss"]
+    return within_memory(policy, batch, every, micro_tokens, run)["loss"]
 
 
 def _policy(settings: Warmstart, task: Task, device: str) -> Policy:

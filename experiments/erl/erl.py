@@ -29,8 +29,8 @@ import numpy as np
 from erl_tasks import ASK, RECALL
 from learning import _latest, read_run
 
-from poise.comparison.processes import mps
-from poise.comparison.sign_flip import interval, p_value
+from poise.referee.compare.processes import mps
+from poise.referee.compare.sign_flip import interval, p_value
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKE_MODEL = "experiments/embedded-model/make_model.py"

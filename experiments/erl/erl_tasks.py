@@ -16,7 +16,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
-from poise.algorithms.erl import attempt_of, task_of
+from poise.sampling.erl import attempt_of, task_of
 from poise.tasks import Episode, Message, Problem, Score, Split
 from poise.tasks.frozenlake import FrozenLake, FrozenLakeEpisode
 from poise.tasks.grid import DIRECTIONS

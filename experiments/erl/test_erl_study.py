@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from poise import tasks
-from poise.algorithms.erl import Erl
-from poise.algorithms.sampler import Sampler
-from poise.models.policy import load_policy
+from poise.models.loading import load_policy
+from poise.sampling.erl import Erl
+from poise.sampling.sampler import Sampler
 from poise.tasks.frozenlake import FrozenLake
 from support.scripted import Scripted
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy.optimize import isotonic_regression
 
-from poise.comparison.sign_flip import holm, interval, p_value
+from poise.referee.compare.sign_flip import holm, interval, p_value
+from poise.referee.compare.speed import Curve, rising, speed_factor
 
 HERE = Path(__file__).parent
 CUT = 64
@@ -33,30 +33,11 @@ ARMS = {  # the name of an arm by its regulator and rate
     ("ar(alpha=0.3) | lopti(threshold=0.5)", 1.5e-6): "ar + lopti",
 }
 PAIRS = (("lopti", "random split like lopti"), ("ar", "constant like ar"), ("ar + lopti", "grpo, 2 × rate"))
-Curve = tuple[np.ndarray, np.ndarray]  # batches, and the accuracy after each, rising
 
 
 def curve(run: dict[str, Any]) -> Curve:
     """A run's greedy accuracy, made monotone."""
-    points = sorted((int(step), value) for step, value in run["greedy"].items())
-    return np.array([step for step, _ in points]), isotonic_regression([value for _, value in points]).x
-
-
-def reached(baseline: Curve, accuracy: float) -> float:
-    """The batch at which a curve first has this accuracy; infinite if it never has."""
-    steps, values = baseline
-    if accuracy <= values[0]:
-        return 0.0
-    if accuracy > values[-1]:
-        return inf
-    at = int(np.searchsorted(values, accuracy))
-    share = (accuracy - values[at - 1]) / (values[at] - values[at - 1])
-    return float(steps[at - 1] + share * (steps[at] - steps[at - 1]))
-
-
-def speed(arm: Curve, baseline: Curve) -> float:
-    """The speed factor at the cut."""
-    return reached(baseline, float(np.interp(CUT, *arm))) / CUT
+    return rising((int(step), value) for step, value in run["greedy"].items())
 
 
 def runs() -> dict[str, dict[int, dict[str, Any]]]:
@@ -71,9 +52,8 @@ def runs() -> dict[str, dict[int, dict[str, Any]]]:
 def speeds(arms: dict[str, dict[int, dict[str, Any]]]) -> dict[str, dict[int, float]]:
     """The speed factors of each arm, by seed. An accuracy that GRPO never reaches counts as twice as fast."""
     base = {seed: curve(run) for seed, run in arms[BASELINE].items()}
-    most = {seed: float(steps[-1]) / CUT for seed, (steps, _) in base.items()}
     return {
-        name: {seed: min(speed(curve(run), base[seed]), most[seed]) for seed, run in seeds.items() if seed in base}
+        name: {seed: speed_factor(curve(run).at(CUT), CUT, base[seed]) for seed, run in seeds.items() if seed in base}
         for name, seeds in arms.items()
         if name != BASELINE
     }
@@ -98,7 +78,7 @@ def tables() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, seeds in arms.items():
-        at_cut = [100 * float(np.interp(CUT, *curve(run))) for run in seeds.values()]
+        at_cut = [100 * curve(run).at(CUT) for run in seeds.values()]
         cut_off = [100 * run["cut_off"][1] / run["problems"] for run in seeds.values()]
         length = [run["steps"]["rollout/length"][CUT - 1] for run in seeds.values()]
         factor = shown(list(fast[name].values())) if fast.get(name) else "1" if name == BASELINE else "–"

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from poise import config, trainer
-from poise.reports.html import write_report
+from poise import trainer
+from poise.referee.report.html import write_report
 from poise.runs.folder import RunFolder
+from poise.training import config
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 from measure import environment, median, write
 
-from poise.engines.hf import CachedEngine
-from poise.engines.vllm import VllmEngine
-from poise.models.policy import load_policy
+from poise.batch import padded_batch
+from poise.models.loading import load_policy
 from poise.objective import Settings
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import Engine, padded_batch, repeated
+from poise.sampling.cached_engine import CachedEngine
+from poise.sampling.draws import Sampling
+from poise.sampling.requests import Engine, repeated
+from poise.sampling.vllm_engine import VllmEngine
 from poise.tasks import get
 from poise.training.steps import mismatch_metrics
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from poise.comparison.results import RunResult
+from poise.referee.compare.results import RunResult
 from poise.runs.folder import RunFolder
 
 SETTINGS = [

@@ -32,12 +32,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from poise.comparison.analysis import analyse
-from poise.comparison.arms import PlannedArm
-from poise.comparison.plan import Plan, read_plan
-from poise.comparison.results import ACCURACY, Arm, Cost, Point, RunResult
-from poise.comparison.statistics import difference, student_interval
-from poise.reports.recorded import read_metrics
+from poise.referee.compare.analysis import analyse
+from poise.referee.compare.arms import PlannedArm
+from poise.referee.compare.plan import Plan, read_plan
+from poise.referee.compare.results import ACCURACY, Arm, Cost, Point, RunResult
+from poise.referee.compare.statistics import difference, student_interval
+from poise.referee.report.reader import read_metrics
 from poise.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from poise.comparison.plan import read_plan
+from poise.referee.compare.plan import read_plan
 
 pytestmark = pytest.mark.studies
 

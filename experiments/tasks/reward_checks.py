@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from poise import rewards
-from poise.rewards import equality, maths
+from poise.tasks.rewards import equality, maths
 
 Pairs = list[tuple[str, str]]  # reply, gold
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from poise import config as configs
-from poise.config.schema import restore
 from poise.runs.folder import RunFolder
-from poise.runs.subscribers.warnings import Entry, Progress, found
+from poise.runs.subscribers.warnings import Entry, Progress, holding
+from poise.training import config as configs
+from poise.training.config.schema import restore
 
 STUDIES = Path(__file__).parents[1]
 
@@ -44,7 +44,7 @@ def replay(run: Progress) -> list[tuple[int, Entry]]:
     """The warnings that a finished run would have had, each with the number of steps after which."""
     said: list[tuple[int, Entry]] = []
     for step in range(len(run.lines) + 1):
-        new = found(replace(run, lines=run.lines[:step]), [entry.name for _, entry in said])
+        new = holding(replace(run, lines=run.lines[:step]), [entry.name for _, entry in said])
         said += [(step, entry) for entry in new]
     return said
 

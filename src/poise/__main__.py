@@ -20,7 +20,7 @@ def main() -> None:
     try:
         from poise._lib import user_code as _user_code
         from poise.cli.app import app
-        from poise.runs.console import lasting_output
+        from poise.runs.subscribers.console import lasting_output
     except ModuleNotFoundError as error:
         from poise._lib.errors import how_to_install
 

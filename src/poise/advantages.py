@@ -10,10 +10,20 @@ their spread, and the second subtraction removes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from poise._lib import user_code
+from poise._lib.calls import read_call
+from poise._lib.errors import check_settings, short
+from poise.objective_settings import ADVANTAGE
+
+F = TypeVar("F", bound=Callable[..., Tensor])
 
 
 def group_zscore(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
@@ -55,19 +65,82 @@ def reinforce_pp(
     return torch.zeros_like(rewards).masked_scatter_(weight > 0, advantages)
 
 
-Estimate = Callable[[Tensor, Tensor, Tensor], Tensor]  # rewards (B,), groups (B,), mask (B, T) -> advantages (B,)
+@dataclass(frozen=True)
+class Estimate:
+    """What the setting ``advantage`` names: a function from rewards to advantages, with its settings.
 
-TABLE: dict[str, Estimate] = {  # the names of the setting ``advantage``
-    "group-zscore": lambda rewards, groups, _: group_zscore(rewards, groups),
-    "group-centered": lambda rewards, groups, _: group_centered(rewards, groups),
-    "leave-one-out": lambda rewards, groups, _: leave_one_out(rewards, groups),
-    "reinforce-pp": lambda rewards, _groups, _mask: reinforce_pp(rewards),
-    "reinforce-pp-tokens": lambda rewards, _, mask: reinforce_pp(rewards, mask=mask),
-    "reinforce-pp-baseline": lambda rewards, groups, _: reinforce_pp(rewards, groups),
+    The function asks for what it needs by name: ``rewards`` (B,), ``groups`` (B,), ``mask`` (B, T). One that asks for
+    ``groups`` compares the responses to a prompt, so there must be two of them. Its other parameters are settings.
+    """
+
+    text: str
+    function: Callable[..., Tensor]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, rewards: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+        """Advantages (B,), or (B, T) with one per token."""
+        batch = {"rewards": rewards, "groups": groups, "mask": mask}
+        asked = {name: value for name, value in batch.items() if name in signature(self.function).parameters}
+        values = self.function(**asked, **self.settings)
+        if not isinstance(values, Tensor) or values.shape not in (rewards.shape, mask.shape):
+            got = tuple(values.shape) if isinstance(values, Tensor) else short(values)
+            raise user_code.UserCodeError(
+                f"advantage {self.text!r} must return a tensor {tuple(rewards.shape)}, or {tuple(mask.shape)} with one "
+                f"advantage per token, got {got}"
+            )
+        return values
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether it compares the responses to a prompt with each other."""
+        return "groups" in signature(self.function).parameters
+
+    @property
+    def within_groups(self) -> bool:
+        """Whether it never compares beyond a group."""
+        return self.function in (group_zscore, group_centered, leave_one_out)
+
+
+TABLE: dict[str, Callable[..., Tensor]] = {  # the names of the setting ``advantage``
+    ADVANTAGE: group_zscore,
+    "group-centered": group_centered,
+    "leave-one-out": leave_one_out,
+    "reinforce-pp": lambda rewards: reinforce_pp(rewards),
+    "reinforce-pp-tokens": lambda rewards, mask: reinforce_pp(rewards, mask=mask),
+    "reinforce-pp-baseline": lambda rewards, groups: reinforce_pp(rewards, groups),
     "reinforce-pp-baseline-tokens": lambda rewards, groups, mask: reinforce_pp(rewards, groups, mask=mask),
 }
 LARGEST = 1e15  # size of a reward: the sums of squares of many must not overflow float32
-WITHOUT_GROUPS = ("reinforce-pp", "reinforce-pp-tokens")  # estimates that compare no responses to one prompt
+
+
+def advantage(function: F) -> F:
+    """Allow settings to name a function of your own by its file or dotted path (``Estimate`` says what it is given).
+
+    >>> @poise.advantage
+    ... def above_half(rewards, scale: float = 1.0):
+    ...     return scale * (rewards - 0.5)
+
+    Then ``advantage="mine.py:above_half(scale=2)"`` trains with it.
+    """
+    return user_code.mark("advantage", function)
+
+
+def get(text: str | Estimate | Callable[..., Tensor]) -> Estimate:
+    """The estimate of that name: a row of ``TABLE``, or a function of the user's own, ``file.py:name(setting=value)``.
+
+    A function is wrapped; an ``Estimate`` is returned unchanged.
+    """
+    if isinstance(text, Estimate):
+        return text
+    if not isinstance(text, str):
+        return Estimate(getattr(text, "__name__", repr(text)), text)
+    name, args, settings = read_call(text)
+    function = user_code.find("advantage", name, TABLE)
+    if args:
+        raise TypeError(f"{name}: pass the settings of an advantage by name, {name}(setting=value)")
+    given = ("rewards", "groups", "mask")
+    check_settings(name, settings, [key for key in signature(function).parameters if key not in given])
+    return Estimate(text, function, settings)
 
 
 def _finite(rewards: Tensor) -> Tensor:

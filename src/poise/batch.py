@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from poise._lib.device import send
 from poise.lm_head import Head, HeadLike, as_head
@@ -24,41 +25,19 @@ _PER_TOKEN = ("old_logp", "ref_logp", "sampler_logp", "entropy")
 _PER_RESPONSE = ("rewards",)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Prompt:
-    """The tokens that responses follow. Prompts are equal if their keys are: by default, if their tokens are.
+    """The tokens that responses follow. Responses to equal prompts share one pass over the prompt.
 
-    Responses to equal prompts share one pass over the prompt. Give prompts whose tokens do not tell all, such as those
-    with images, keys of their own.
+    ``key`` tells prompts with equal tokens apart, such as prompts with different images.
     """
 
     tokens: tuple[int, ...]
     key: Hashable = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", tuple(self.tokens))
-        if self.key is None:
-            object.__setattr__(self, "key", self.tokens)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Prompt) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @classmethod
-    def of(cls, prompt: Prompt | Sequence[int]) -> Prompt:
-        """The prompt, made of its tokens if it is not one yet."""
-        return prompt if isinstance(prompt, Prompt) else cls(tuple(prompt))
-
     def then(self, tokens: Sequence[int]) -> Prompt:
         """The prompt that continues with these tokens."""
-        if not (more := tuple(tokens)):
-            return self
-        return Prompt(self.tokens + more, None if self.key == self.tokens else (self.key, more))
+        return Prompt((*self.tokens, *tokens), self.key)
 
 
 class Extent(NamedTuple):
@@ -244,6 +223,27 @@ class Phase:
             if bad.any():
                 value = float(weight[bad][0])
                 raise ValueError(f"{where}{_first(bad)} = {value}: weights are finite, >= 0, and 0 outside the mask")
+
+
+def padded_batch(
+    prompts: Sequence[Prompt], tokens: Sequence[Tensor], device: torch.device, own: Sequence[Tensor] = (), **fields: Any
+) -> TokenBatch:
+    """The batch of these responses on a device. ``own`` marks the tokens that the model wrote; by default, all.
+
+    ``fields`` are those of ``TokenBatch``; lists of (n,) tensors are padded. Old log-probabilities and advantages are 0
+    unless passed.
+    """
+
+    def padded(rows: Sequence[Tensor]) -> Tensor:
+        return send(pad_sequence(list(rows), batch_first=True), device)
+
+    own = own or [torch.ones_like(row, dtype=torch.bool) for row in tokens]
+    extents = [Extent(p, len(row), int(mine.sum())) for p, row, mine in zip(prompts, tokens, own, strict=True)]
+    known = {name: padded(value) if isinstance(value, list) else value for name, value in fields.items()}
+    targets = padded(tokens)
+    known.setdefault("old_logp", torch.zeros(targets.shape, device=device))
+    known.setdefault("advantages", torch.zeros(len(targets), device=device))
+    return TokenBatch(mask=padded(own), targets=targets, extents=extents, **known)
 
 
 def _on_device(ix: Rows, values: Tensor) -> slice | Tensor:

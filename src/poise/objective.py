@@ -27,6 +27,7 @@ from torch import Tensor
 from poise._lib.errors import check_choice
 from poise.batch import Phase, TokenBatch
 from poise.objective_settings import AGGREGATIONS as AGGREGATIONS
+from poise.objective_settings import FIXED_LENGTH, SEQUENCE_MEAN, TOKEN_MEAN
 from poise.objective_settings import KL_ESTIMATORS as KL_ESTIMATORS
 from poise.objective_settings import Settings as Settings
 from poise.surrogates import Survey, Terms, clipped, k3
@@ -37,7 +38,7 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, settings: Settings) -> Tens
     return clipped(log_ratio, advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
 
 
-def kl_divergence(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
+def kl_divergence(logp: Tensor, ref_logp: Tensor, kind: str = Settings.kl) -> Tensor:
     """Per-token estimate of KL(policy ‖ reference) from the sampled token.
 
     k1 ``log(π/ref)``; k2 ``½·log²(π/ref)``; k3 ``ref/π − 1 − log(ref/π)``, with the log-ratio clamped to ±5 and the
@@ -78,10 +79,10 @@ def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
 
     Responses without tokens do not count.
     """
-    if settings.average == "token-mean":
+    if aggregation_of(settings) == TOKEN_MEAN:
         return batch.mask.sum().clamp(min=1)
     responses = (batch.lengths > 0).sum().clamp(min=1)
-    if settings.average == "fixed-length" and settings.max_length:
+    if aggregation_of(settings) == FIXED_LENGTH and settings.max_length:
         return responses * settings.max_length
     return responses
 
@@ -113,7 +114,7 @@ def terms(
     _check_phase(batch, phase)
     _check_survey(batch, settings, survey)
     share = batch.mask.to(dtype) / normalizer
-    if settings.average == "seq-mean-token-mean":
+    if aggregation_of(settings) == SEQUENCE_MEAN:
         share = share / batch.lengths.clamp(min=1)[:, None]
     policy = phase.policy.to(dtype) * share
     if (correction := importance_weights(batch, settings)) is not None:
@@ -228,3 +229,8 @@ def _check_inputs(logp: Tensor, batch: TokenBatch, settings: Settings, entropy: 
         raise ValueError("policy_loss: kl_coef is not 0, so the batch needs ref_logp")
     if settings.entropy_coef and entropy is None:
         raise ValueError("policy_loss: entropy_coef is not 0, so pass entropy=, the current policy's, with gradients")
+
+
+def aggregation_of(settings: Settings) -> str:
+    """The aggregation in effect: the surrogate's own, or the setting."""
+    return settings.rule.aggregation or settings.aggregation

@@ -11,8 +11,10 @@ from poise._lib.errors import check_choice, check_range
 if TYPE_CHECKING:
     from poise.surrogates import Surrogate
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length")
+TOKEN_MEAN, SEQUENCE_MEAN, FIXED_LENGTH = "token-mean", "seq-mean-token-mean", "fixed-length"
+AGGREGATIONS = (TOKEN_MEAN, SEQUENCE_MEAN, "seq-mean-token-sum", FIXED_LENGTH)
 KL_ESTIMATORS = ("k1", "k2", "k3")
+ADVANTAGE = "group-zscore"  # the default of ``advantage``; the other names are in ``poise.advantages``
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,15 @@ class Settings:
     """Weight of the KL term to the starting weights; 0: none, and no reference model."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    aggregation: str = "token-mean"
+    aggregation: str = TOKEN_MEAN
     """How tokens are averaged: token-mean, seq-mean-token-mean, seq-mean-token-sum or fixed-length."""
     max_length: int | None = None
     """For fixed-length (Dr. GRPO): the constant divisor of every response's sum."""
     importance_cap: float | None = 2.0
     """Upper bound of old / sampler probability, given sampler_logp; null: no correction."""
     surrogate: object = "clip"
-    """The policy term: clip, cispo, gspo, sapo, dppo, kl-cov or lp-reg, with settings as in dppo(delta=0.2); in Python
-    also a ``Surrogate``."""
+    """The policy term: clip, cispo, gspo, sapo, dppo, kl-cov or lp-reg, with settings as in dppo(delta=0.2), or one of
+    your own: file.py:Class; in Python also a ``Surrogate``."""
 
     def __post_init__(self) -> None:
         check_range("objective", "clip_low", self.clip_low, 0.0, 1.0)
@@ -50,8 +52,8 @@ class Settings:
         check_range("objective", "kl_coef", self.kl_coef, 0.0)
         check_range("objective", "entropy_coef", self.entropy_coef)
         check_choice("objective", "aggregation", self.aggregation, AGGREGATIONS)
-        if self.aggregation == "fixed-length" and self.max_length is None:
-            raise ValueError("objective: aggregation 'fixed-length' needs max_length, the longest response allowed")
+        if self.aggregation == FIXED_LENGTH and self.max_length is None:
+            raise ValueError(f"objective: aggregation {FIXED_LENGTH!r} needs max_length, the longest response allowed")
         if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 1):
             raise ValueError(f"objective: max_length must be a whole number above 0, got {self.max_length!r}")
         if self.importance_cap is not None:
@@ -79,8 +81,3 @@ class Settings:
         from poise.surrogates import LpReg
 
         return self.rule.min_p if isinstance(self.rule, LpReg) else None
-
-    @property
-    def average(self) -> str:
-        """The aggregation in effect: the surrogate's own, or ``aggregation``."""
-        return self.rule.aggregation or self.aggregation

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import poise
-from poise import algorithms, regulators, tasks
+from poise import regulators, tasks
 from poise._lib import user_code
-from poise.config.schema import ConfigError, load, restore
+from poise.sampling import algorithms
+from poise.training.config.schema import ConfigError, load, restore
 from support.command_line import SMALL, fails
 from support.command_line import poise as run
 

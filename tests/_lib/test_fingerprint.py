@@ -1,10 +1,14 @@
 """What code is made of: the same in every process, and another once a file, a function or a value has changed."""
 
+import ast
 import functools
 import json
+import linecache
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 from poise import regulators
 from poise._lib import user_code
 from poise._lib.fingerprint import files, fingerprint, hashes
+from poise.tasks.rewards import run as rewards
 
 NOTEBOOK = """
 import functools, json, torch
@@ -88,6 +93,19 @@ def package(tmp_path, monkeypatch):
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] in ("beside", "pack")]:
         del sys.modules[name]
+
+
+def test_a_lambda_is_the_same_wherever_it_is_written(monkeypatch):
+    """Its arguments count: rewards get the columns by name."""
+    text = (
+        "one = lambda answer: len(answer)\nother = list([lambda answer: len(answer)])[0]\nlast = lambda gold: len(gold)"
+    )
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(text), None, text.splitlines(True), "<cell>"))
+    left = {"__name__": "__main__"}
+    exec(compile(text, "<cell>", "exec"), left)
+    one, other, last = (fingerprint(left[name]) for name in ("one", "other", "last"))
+    assert one == other
+    assert one != last
 
 
 def test_a_file_is_made_of_what_it_imports_from_beside_it(package):
@@ -202,3 +220,78 @@ def test_values_that_are_deep_or_share_their_parts_have_a_fingerprint():
         deep = [deep]
     assert fingerprint([shared]) == fingerprint([shared])
     assert fingerprint([deep]) == fingerprint([deep])
+
+
+USES_BESIDE = "import poise, beside\n\n@poise.regulator\ndef mine(batch):\n    return beside.x\n"
+
+
+def value(path):
+    """What the helper says that the regulator of a file imported."""
+    return user_code.load("regulator", path)(None)
+
+
+def test_helpers_of_one_name_in_two_folders_are_refused_unless_they_are_the_same(package, monkeypatch):
+    """Python keeps one module of a name: the second file would run with the first one's helper."""
+    monkeypatch.chdir(package)
+    for folder, x in (("a", 1), ("b", 2), ("c", 1)):
+        (package / folder).mkdir()
+        (package / folder / "mine.py").write_text(USES_BESIDE)
+        (package / folder / "beside.py").write_text(f"x = {x}\n")
+    (package / "beside.py").unlink()
+    assert value("a/mine.py:mine") == value("c/mine.py:mine") == 1
+    said = r"b.mine\.py imports .*b.beside\.py, but Python would import .*a.beside\.py instead.*: rename one of the two"
+    with pytest.raises(ValueError, match=said):
+        value("b/mine.py:mine")
+    (package / "b/mine.py").write_text(USES_BESIDE.replace("beside", "lonely"))
+    (package / "b/beside.py").rename(package / "b/lonely.py")
+    assert value("b/mine.py:mine") == 2
+
+
+def test_a_helper_in_the_current_folder_does_not_replace_the_one_beside_the_file(package, monkeypatch):
+    monkeypatch.chdir(package)
+    monkeypatch.setattr(user_code, "FOLDERS", [str(package)])
+    (package / "v2").mkdir()
+    (package / "v2/mine.py").write_text(USES_BESIDE)
+    (package / "v2/beside.py").write_text("x = 2\n")
+    with pytest.raises(ValueError, match="rename one of the two"):
+        value("v2/mine.py:mine")
+    assert "beside" not in sys.modules
+    (package / "v2/beside.py").unlink()
+    assert value("v2/mine.py:mine") == 1
+
+
+def test_a_link_to_a_file_imports_and_is_made_of_what_is_beside_the_link(package, monkeypatch):
+    monkeypatch.chdir(package)
+    for folder, x in (("store", 1), ("linked", 2)):
+        (package / folder).mkdir()
+        (package / folder / "beside.py").write_text(f"x = {x}\n")
+    (package / "beside.py").unlink()
+    (package / "store/0a1b").write_text(USES_BESIDE)  # a store may keep files under other names
+    (package / "linked/mine.py").symlink_to("../store/0a1b")
+    assert value("linked/mine.py:mine") == 2
+    before = user_code.code_of({"regulator": "linked/mine.py:mine"})
+    assert before["linked/mine.py:mine"].keys() == {"linked/mine.py", "linked/beside.py"}
+    reward = rewards.find("linked/mine.py:mine")
+    assert {Path(name).name for name in reward.code[f"{reward.module}:mine"]} == {"mine.py", "beside.py"}
+    (package / "linked/beside.py").write_text("x = 3\n")
+    assert user_code.edited(before, user_code.code_of({"regulator": "linked/mine.py:mine"})) == ["linked/beside.py"]
+    assert value("linked/mine.py:mine") == 3
+
+
+def test_threads_that_read_code_parse_in_turn(tmp_path, monkeypatch):
+    """In Python 3.11 ``ast.parse`` may raise SystemError if another thread parses before it returns."""
+    parse, overlaps, busy = ast.parse, [], threading.Lock()
+
+    def slow(*args, **settings):
+        overlaps.append(not busy.acquire(blocking=False))
+        time.sleep(0.01)
+        tree = parse(*args, **settings)
+        if not overlaps[-1]:
+            busy.release()
+        return tree
+
+    monkeypatch.setattr(ast, "parse", slow)
+    (source := tmp_path / "mine.py").write_text("import json\n")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: files([source]), range(8)))
+    assert overlaps == [False] * 8

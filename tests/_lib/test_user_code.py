@@ -11,8 +11,8 @@ import pytest
 
 from poise.__main__ import main
 from poise._lib import user_code as _user_code
-from poise.config.schema import ConfigError, load, restore
 from poise.models.policy import EMBEDDED
+from poise.training.config.schema import ConfigError, load, restore
 from support.command_line import SMALL, fails, poise
 
 pytestmark = pytest.mark.usefixtures("short_evaluation")

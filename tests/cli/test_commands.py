@@ -9,15 +9,16 @@ import sys
 
 import pytest
 
-from poise import config as configs
 from poise import tasks, trainer
 from poise.cli import train
-from poise.config.documents import merge, parse
-from poise.models.policy import EMBEDDED, load_policy
+from poise.models.loading import load_policy
+from poise.models.policy import EMBEDDED
 from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.trainer import TrainError
-from poise.training import evaluate
+from poise.training import config as configs
+from poise.training import evaluation
+from poise.training.config.documents import merge, parse
 from poise.training.resume import open_to_resume
 from support.command_line import SMALL, contents, fails, poise
 from support.twice import Twice
@@ -37,7 +38,7 @@ def test_a_signal_ends_eval_at_once(tmp_path, monkeypatch, number):
         signal.raise_signal(number)
         pytest.fail("the evaluation went on")
 
-    monkeypatch.setattr(evaluate, "held_out", interrupted)
+    monkeypatch.setattr(evaluation, "held_out", interrupted)
     result = poise("eval", "embedded", "problems=1", "--json", tmp_path / "out.json")
     assert result.exit_code == 130
     assert "stopped before the last problem" in result.output
@@ -356,7 +357,7 @@ def test_folders_and_files_that_are_something_else(trained, tmp_path, monkeypatc
         (["report", tmp_path / "file"], "it is a file"),
         (["train", "--resume", "."], "it has no config.json (poise runs DIR lists the runs below a folder)"),
         (["train", "trained"], "is a folder, and a recipe is a YAML file: to go on with a run, poise train --resume"),
-        (["export", "trained", tmp_path / "file" / "x"], "file is a file, and no folder can be in it"),
+        (["export", "trained", tmp_path / "file" / "x"], "file is a file and cannot contain a folder"),
     ):
         assert message in " ".join(fails(*args).split()), args
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from poise.models.policy import load_policy
+from poise.models.loading import load_policy
 from support.command_line import SMALL, fails, poise
 
 
@@ -36,7 +36,7 @@ def test_an_exported_model_loads_without_poise(adapted, tmp_path):
 
 def test_the_folder_needs_a_name(adapted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "the model's folder is made anew, so name one" in fails("export", adapted, ".")
+    assert "name a new folder, which poise creates" in fails("export", adapted, ".")
 
 
 def test_the_dtype_is_that_of_the_model_it_was_trained_from(adapted, tmp_path):
@@ -100,7 +100,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch):
     stand_in = Hub()
-    monkeypatch.setattr("poise.models.places._api", lambda: stand_in)
+    monkeypatch.setattr("poise.models.location._api", lambda: stand_in)
     return stand_in
 
 

@@ -6,15 +6,15 @@ import re
 import pytest
 
 from poise import trainer
-from poise.config.run_settings import to_evaluate
 from poise.runs.folder import RunFolder
-from poise.runs.subscribers import evaluations
+from poise.runs.subscribers import evaluation_schedule
+from poise.training.config.run_settings import to_evaluate
 from support.command_line import SMALL, contents, fails, poise
 
 
 def test_a_finished_run_is_shown_again_and_nothing_is_computed(copy, monkeypatch):
     before = contents(copy)
-    monkeypatch.setattr(trainer, "Trainer", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(trainer, "build", lambda *_, **__: pytest.fail("a model was loaded"))
     shown = poise("train", "--resume", copy).output
     assert "already at step 2: nothing to train; to go on, raise steps=" in shown
     assert "greedy" in shown
@@ -32,8 +32,20 @@ def changed(path):
 def test_a_finished_run_without_its_result_is_measured_again(copy, damage):
     expected = json.loads((copy / "summary.json").read_text())
     damage(copy / "summary.json")
-    poise("train", "--resume", copy)
+    shown = poise("train", "--resume", copy).output
     assert json.loads((copy / "summary.json").read_text()) == expected | {"run": str(copy)}
+    assert ("summary.json was changed after the run wrote it" in " ".join(shown.split())) == (damage is changed)
+
+
+@pytest.mark.usefixtures("short_evaluation")
+def test_a_changed_result_does_not_enter_the_metrics_of_a_run_that_goes_on(copy):
+    """The final evaluation of a run that goes on is the evaluation after that step."""
+    table = re.compile(r'"value": [\d.]+')
+    summary = copy / "summary.json"
+    summary.write_text(table.sub('"value": 0.123', summary.read_text()))
+    shown = poise("train", "--resume", copy, "steps=3").output
+    assert "summary.json was changed after the run wrote it" in " ".join(shown.split())
+    assert 0.123 not in RunFolder(copy).metrics()[1].values()
 
 
 def test_a_changed_accuracy_before_training_is_refused(copy):
@@ -44,7 +56,7 @@ def test_a_changed_accuracy_before_training_is_refused(copy):
 
 def test_a_run_without_any_evaluation(tmp_path, monkeypatch):
     run, few = tmp_path / "run", [item for item in SMALL if not item.startswith("evaluation")]
-    monkeypatch.setattr(evaluations, "held_out", lambda *_: pytest.fail("evaluated"))
+    monkeypatch.setattr(evaluation_schedule, "held_out", lambda *_: pytest.fail("evaluated"))
     shown = poise("train", "demo", *few, "evaluation=off", f"run={run}").output
     assert "accuracy was not measured (evaluation=off); measure the model with poise eval" in " ".join(shown.split())
     assert not (run / "before.json").exists()

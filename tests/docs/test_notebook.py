@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 from support.pages import ROOT
 
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
-SMALLER = {"steps=8": "steps=2", "prompts=8": "prompts=2", "evaluation.problems=32": "evaluation.problems=2"}
+SMALLER = {'"steps": 8': '"steps": 2', '"prompts": 8': '"prompts": 2', '"problems": 32': '"problems": 2'}
 
 
 def outputs(cell):
@@ -34,17 +34,23 @@ def test_the_quickstart_runs(tmp_path, monkeypatch):
         for written, smaller in SMALLER.items():
             cell.source = cell.source.replace(written, smaller)
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
-    trained = [cell for cell in notebook.cells if "trainer.train(" in cell.source]
-    assert len(trained) == 2
-    for cell in trained:
+    assert "writefile" not in NOTEBOOK.read_text()  # objects need no files
+    trained = [cell for cell in notebook.cells if "poise.train(" in cell.source]
+    assert len(trained) == 4
+    for cell in trained[:2]:
         bar, curve = (output.data for output in outputs(cell) if output.output_type == "display_data")
         assert '<progress value="1.0000"' in bar["text/html"]
         assert "2/2  reward" in bar["text/plain"]
         assert curve["image/png"].startswith("iVBORw0KGgo")  # a PNG
-        assert re.search(r"avg@2 +0\.\d+ \[", printed(cell))
         assert "step  " not in printed(cell)  # the bar shows the steps
-    assert (tmp_path / "runs/softer/curve.png").exists()
-    assert "weight 0." in printed(notebook.cells[-2])
+    assert re.search(r"avg@2 +0\.\d+ \[", printed(trained[0]))
+    assert '"regulator": "python:Softer"' in (tmp_path / "runs/softer/config.json").read_text()
+    resumed = trained[2].outputs[-1].data
+    assert "runs/softer" in resumed["text/plain"]
+    assert "10 steps" in resumed["text/html"]
+    assert "data:image/png;base64," in resumed["text/html"]
+    assert "python:Softer: not the same object" in printed(trained[3])
+    assert "weight 0." in printed(notebook.cells[-1])
 
 
 def test_the_notebook_as_it_is_kept():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poise import TokenBatch, objective, regulators
-from poise.models.policy import load_policy
+from poise.models.loading import load_policy
 from support.pages import snippets
 
 PAGE = Path(__file__).parents[2] / "docs/own-loop.md"

@@ -1,19 +1,21 @@
 """What the documents show must run, and what they name must exist."""
 
 import ast
+import math
 import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
 
-from poise import TokenBatch, regulators, surrogates
-from poise.config.schema import keys
+from poise import TokenBatch, advantages, objective, regulators, surrogates
 from poise.tasks import SingleTurn, draw, judge
+from poise.training.config.schema import keys
 from support.pages import ROOT, files, snippets
 
 
@@ -72,7 +74,7 @@ def test_the_comparison_of_the_compare_page(capsys):
 
 
 def test_the_detectable_differences_of_the_compare_page():
-    from poise.comparison.statistics import detectable
+    from poise.referee.compare.statistics import detectable
 
     rows = re.findall(r"(?m)^\| (\d+) \| ([\d.]+|none) \| ([\d.]+|none) \| ([\d.]+|none) \| ([\d.]+|none) \|$",
                       (ROOT / "docs/compare.md").read_text())  # fmt: skip
@@ -93,6 +95,27 @@ def test_the_detectable_differences_of_the_compare_page():
 def test_every_method_is_in_the_tables(page, methods):
     rows = re.findall(r"(?m)^\| (`[\w-]+`(?:, `[\w-]+`)*) \|", (ROOT / page).read_text())
     assert re.findall(r"[\w-]+", " ".join(rows)) == methods  # a row may have two
+
+
+def test_the_table_of_surrogates_has_their_defaults():
+    rows = re.findall(r"(?m)^\| `([\w-]+)` \| .* \| (.*) \| .* \|$", (ROOT / "docs/surrogates.md").read_text())
+    for name, settings in rows:
+        written = re.findall(r"`(?:objective\.)?(\w+)` ([\d.e-]+|True)", settings)
+        defaults = {field.name: field.default for field in fields(surrogates.TABLE[name])}
+        assert {key: float(ast.literal_eval(value)) for key, value in written} == defaults, name
+    assert [name for name, _ in rows] == [*surrogates.TABLE]
+
+
+def test_the_surrogate_and_the_advantage_of_ones_own_of_the_surrogates_page():
+    left = {"__name__": "snippets"}
+    for code in snippets(ROOT / "docs/surrogates.md")[-2:]:
+        exec(code, left)
+    rewards, logp = torch.tensor([1.0, 0.0]), torch.tensor([[-1.0], [-2.0]])
+    assert advantages.get(left["above"])(rewards, None, logp).tolist() == [0.5, -0.5]
+    batch = TokenBatch(logp - 0.1, torch.ones(2, 1), rewards)
+    settings = objective.Settings(surrogate=left["Powered"](power=2))
+    loss, _ = objective.policy_loss(logp, batch, regulators.parse("grpo")(batch)[0], settings, normalizer=1.0)
+    assert float(loss) == pytest.approx(-math.exp(0.2))
 
 
 def test_links_lead_somewhere():

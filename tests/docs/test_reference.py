@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from poise import config as configs
 from poise import trainer
 from poise.runs.folder import RunFolder
+from poise.training import config as configs
 from support.pages import ROOT
 from support.small_runs import SMALL
 
@@ -41,7 +41,7 @@ RUNS = [  # task, changes
     (SUMS, ["rollout.max_tokens=12"]),
     (MATH, ["rollout.max_tokens=12"]),
 ]
-# Written only where a reward function hangs, problems are too long, vLLM samples, or no continuation gets a verdict
+# Written only where a reward function hangs, problems are too long, vLLM samples, or no continuation gets a score
 RARE = {
     "reward/failed", "rollout/too_long", "transfer/failed", "rollout/importance", "rollout/truncated",
     "rollout/mismatch", "rollout/mismatch_max", "rollout/mismatch_kl",

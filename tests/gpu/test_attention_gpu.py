@@ -6,11 +6,10 @@ import pytest
 import torch
 import transformers
 
-from poise.batch import Prompt
+from poise.batch import Prompt, padded_batch
 from poise.models.attention import _has_kernel
 from poise.models.packing import layout
 from poise.models.policy import Policy
-from poise.rollout.types import padded_batch
 
 COMMON = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -55,7 +54,7 @@ def responses(lengths):
     counts = [n for own in lengths for n in own]
     tokens = torch.randint(6, 512, (len(counts), max(counts)), generator=g)
     sizes = torch.randint(1, 200, (len(lengths),), generator=g)
-    asked = [Prompt(torch.randint(6, 512, (int(n),), generator=g).tolist()) for n in sizes]
+    asked = [Prompt(tuple(torch.randint(6, 512, (int(n),), generator=g).tolist())) for n in sizes]
     prompts = [prompt for prompt, own in zip(asked, lengths, strict=True) for _ in own]
     rows = [row[:n] for row, n in zip(tokens, counts, strict=True)]
     return padded_batch(prompts, rows, torch.device("cuda"))

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from poise.config.groups import LoraConfig
-from poise.engines.native.engine import NativeEngine
-from poise.engines.native.graphs import GraphedDecoder
 from poise.models.loading import add_adapter
 from poise.models.policy import Policy
-from poise.training.frozen import Frozen, FrozenEngine
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.native.graphs import GraphedDecoder
+from poise.training.config.groups import LoraConfig
+from poise.training.frozen_models import Frozen, FrozenEngine
 from support.tiny_models import Words, prompts, sample, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile has many for its own code

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from poise.engines.native import engine as engines
-from poise.engines.native.engine import NativeEngine
-from poise.engines.native.fused_step import fused_step
-from poise.engines.native.slot_cache import Rotation
+from poise.sampling.native import engine as engines
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.native.fused_step import fused_step
+from poise.sampling.native.slot_cache import Rotation
 from support.tiny_models import prompts, sample, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -62,7 +62,7 @@ def test_few_rows_with_many_keys_are_rotated_by_plain_torch(monkeypatch):
     """There the attention is torch's, which takes queries and keys that are rotated already."""
     policy, calls, query = tiny("qwen3", "cuda", torch.bfloat16), [], Rotation.query
     engine = NativeEngine(policy)
-    monkeypatch.setattr("poise.engines.native.kernels.SHORT", 0)
+    monkeypatch.setattr("poise.sampling.native.kernels.SHORT", 0)
     monkeypatch.setattr(Rotation, "query", lambda self, x: calls.append(x) or query(self, x))
     found = sample(engine, prompts(2), 1, max_tokens=20, temperature=0.0, seed=0)
     engine.release()

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from poise import Head, TokenBatch, regulators
-from poise.influence import elementwise as influence_steps
-from poise.influence.elementwise import Rows
+from poise.head import influence_elementwise as influence_steps
+from poise.head.influence_elementwise import Rows
 from support.batches import random_batch
 from support.influence_scores import scores
 
 DEVICE = "cuda"
-influence_kernels = pytest.importorskip("poise.influence.kernels", reason="no Triton")
+influence_kernels = pytest.importorskip("poise.head.influence_kernels", reason="no Triton")
 HEADS = {
     "plain": {},
     "temperature": {"temperature": 0.7},

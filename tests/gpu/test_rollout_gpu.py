@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from poise._lib import device as _device
-from poise.engines.choose import choose
-from poise.engines.hf import CachedEngine
-from poise.engines.native import graphs
-from poise.engines.native.engine import NativeEngine, supports
-from poise.engines.native.graphs import GraphedDecoder
 from poise.lm_head import Head
 from poise.models.attention import over_slots
 from poise.models.policy import ModelError
-from poise.rollout.sampling import Sampling, uniform
-from poise.rollout.types import Request
+from poise.sampling.cached_engine import CachedEngine
+from poise.sampling.choose import choose
+from poise.sampling.draws import Sampling, uniform
+from poise.sampling.native import graphs
+from poise.sampling.native.engine import NativeEngine, supports
+from poise.sampling.native.graphs import GraphedDecoder
+from poise.sampling.requests import Request
 from support import sampled_law
 from support.chi_square import chi_square
 from support.sampled import ask
@@ -206,7 +206,7 @@ HEADS = {
 @pytest.mark.parametrize("window", [None, 8, 70])
 @pytest.mark.parametrize(("heads", "shared", "width"), [(9, 3, 64), (4, 2, 8), (4, 4, 96), (12, 2, 128), (8, 1, 256)])
 def test_attention_to_slots(heads, shared, width, window, dtype):
-    from poise.engines.native import kernels
+    from poise.sampling.native import kernels
 
     g = torch.Generator("cuda").manual_seed(0)
 
@@ -234,7 +234,7 @@ def test_attention_to_slots(heads, shared, width, window, dtype):
 
 class TestDrawing:
     def draw(self, name, rows, vocabulary, dtype, greedy=False, like=1.0):
-        from poise.engines.native import kernels
+        from poise.sampling.native import kernels
 
         g = torch.Generator("cuda").manual_seed(0)
         hidden = torch.randn(rows, 64, generator=g, device="cuda") * like
@@ -267,7 +267,7 @@ class TestDrawing:
         torch.testing.assert_close(entropy, own_entropy, atol=1e-4, rtol=1e-4)
 
     def test_frequencies_match_the_softmax(self):
-        from poise.engines.native import kernels
+        from poise.sampling.native import kernels
 
         logits = (torch.randn(97, generator=torch.Generator().manual_seed(0)) * 2).cuda()
         count = 50_000
@@ -282,7 +282,7 @@ class TestDrawing:
         assert chi_square(counts.tolist(), ((logits / 1.1).softmax(-1) * count).tolist()) < 1e-6
 
     def test_an_impossible_token_is_never_drawn(self):
-        from poise.engines.native import kernels
+        from poise.sampling.native import kernels
 
         logits = torch.full((4, 9000), -300.0, device="cuda")
         logits[:, [1, 8000]] = 0.0
@@ -296,7 +296,7 @@ class TestDrawing:
 
     def drawn(self, row, points):
         """The tokens that the kernel draws from copies of one row of logits, with log-probabilities and entropies."""
-        from poise.engines.native import kernels
+        from poise.sampling.native import kernels
 
         tokens = torch.zeros((1, len(points)), dtype=torch.long, device="cuda")
         logp, entropy = torch.zeros(2, *tokens.shape, device="cuda")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from poise._lib import device as _device
-from poise.engines.native.engine import NativeEngine, continues
 from poise.models.attention import text_over_keys, text_over_slots
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import Request
+from poise.sampling.draws import Sampling
+from poise.sampling.native.engine import NativeEngine, continues
+from poise.sampling.requests import Request
 from support.dialogues import Anew, dialogues
 from support.tiny_models import LEARNED, learned, tiny
 
@@ -106,7 +106,7 @@ def test_rows_that_do_not_fit_are_read_again(monkeypatch):
     policy = tiny("llama", "cuda", torch.bfloat16)
     engine = NativeEngine(policy)
     assert engine.keeps_keys
-    monkeypatch.setattr("poise.engines.native.kept_rows.KEPT_SHARE", 0.0)
+    monkeypatch.setattr("poise.sampling.native.session.KEPT_SHARE", 0.0)
     outs, calls = dialogues(engine, Sampling(), **LONG)
     assert calls.continued == 0
     assert calls.reread > 0

@@ -40,8 +40,8 @@ def test_twenty_steps_in_bfloat16(made, reference, padded, compiled, monkeypatch
 
 
 def test_a_trainer_step_on_cuda(tmp_path):
-    from poise.config.schema import load
     from poise.trainer import train
+    from poise.training.config.schema import load
 
     config = load(
         "demo", [f"run={tmp_path}/run", "steps=2", "prompts=4", "evaluation.problems=4", "evaluation.samples=2"]

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from poise.engines.vllm import VllmEngine
 from poise.runs.folder import RunFolder
+from poise.sampling.vllm_engine import VllmEngine
 from support.pages import ROOT
 from support.tiny_models import sample
 from support.vllm_engines import STARTED, small

@@ -3,7 +3,7 @@
 import pytest
 
 from poise import Phase, regulators
-from poise.integrations.demands import beyond, probe
+from poise.integrations.demands import part_beyond, probe
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_an_error_says_where_it_came_up():
 
     with pytest.raises(KeyError) as caught:
         probe(regulators.parse(broken))
-    assert "made-up batch" in caught.value.__notes__[0]
+    assert "example batch" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_an_error_says_where_it_came_up():
 def test_scopes(method, scope):
     found = regulators.parse(method)
     assert found.scope == scope
-    assert beyond(found, scope) is None
-    assert (beyond(found, "token") is None) == (scope == "token")
+    assert part_beyond(found, scope) is None
+    assert (part_beyond(found, "token") is None) == (scope == "token")
 
 
 def test_a_function_looks_at_the_whole_batch_unless_it_says_otherwise():
@@ -65,6 +65,6 @@ def test_a_function_looks_at_the_whole_batch_unless_it_says_otherwise():
 
     assert regulators.parse(mine).scope == "batch"
     mine.scope = "token"
-    assert beyond(regulators.parse(mine), "token") is None
+    assert part_beyond(regulators.parse(mine), "token") is None
     with pytest.raises(TypeError, match="did you mean 'token'"):
         type("Mine", (regulators.Regulator,), {"scope": "tokens"})

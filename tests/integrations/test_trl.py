@@ -13,7 +13,7 @@ from poise import TokenBatch, objective, regulators  # noqa: E402
 from poise.head import Head  # noqa: E402
 from poise.integrations import trl_checks  # noqa: E402
 from poise.integrations.demands import CannotRegulateError, probe  # noqa: E402
-from poise.integrations.trl import KEPT, USES, WEIGHTS, RegulatedGRPOTrainer, RegulatorMixin  # noqa: E402
+from poise.integrations.trl import TERM_MASKS, USES, WEIGHTS, RegulatedGRPOTrainer, RegulatorMixin  # noqa: E402
 from support import processes, trl_runs  # noqa: E402
 from support.processes import close  # noqa: E402
 from support.trl_runs import DATA, build, rollouts, weights  # noqa: E402
@@ -125,7 +125,7 @@ def test_the_gradient_is_that_of_poise(method, tmp_path):
     settings = objective.Settings(clip_low=0.1, clip_high=0.2, dual_clip=None)
     phases = regulators.parse(method)(batch)
     if method in PLAIN:
-        assert not {WEIGHTS, KEPT} & inputs.keys()  # the batch is as TRL made it
+        assert not {WEIGHTS, TERM_MASKS} & inputs.keys()  # the batch is as TRL made it
     else:
         assert len(phases) == inputs[WEIGHTS].shape[1]
         assert not (inputs[WEIGHTS] == inputs["completion_mask"][:, None]).all()
@@ -184,7 +184,7 @@ def test_the_phases_of_lopti_add_up_to_trl(loss_type, beta, tmp_path):
     trainer = build(tmp_path, "lopti", num_iterations=2, loss_type=loss_type, beta=beta, **HOLED)
     inputs = rollouts(trainer)
     assert 0 < inputs["tool_mask"].float().mean() < 1
-    assert (KEPT in inputs) == (beta != 0)
+    assert (TERM_MASKS in inputs) == (beta != 0)
     full = STOCK._compute_loss(trainer, trainer.model, inputs)
     expected = gradient(trainer, full)
     if beta:
@@ -318,6 +318,15 @@ def test_two_processes_train_as_one(tmp_path):
         if not method.startswith("nthr"):  # whose figures are an average over processes
             for row, other in zip(logged, together[method][1], strict=True):
                 assert row == pytest.approx(other, rel=1e-4)
+        one, two = (exported(tmp_path / f"tokens-{method[:4]}-{count}.jsonl") for count in (1, 2))
+        assert len(one) == 2 * trl_runs.TOGETHER[method]
+        for name in ("step", "tokens", "group", "reward", "correct"):
+            assert [line[name] for line in one] == [line[name] for line in two]
+        assert one[-1]["logp"] == pytest.approx(two[-1]["logp"], rel=1e-3)
+
+
+def exported(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("auxiliary", "still"), [(False, True), (True, False)])
@@ -403,9 +412,11 @@ def test_rewards_of_other_responses_are_not_those_of_the_batch(tmp_path):
     rollouts(build(tmp_path, mine, kind=Replaying))
     assert seen[-1] is None
     mine.needs = {"rewards"}
-    with pytest.raises(CannotRegulateError, match=r"needs rewards, but other .*: Replaying replaces responses"):
+    with pytest.raises(
+        CannotRegulateError, match=r"needs rewards, but TRL scored other .*: Replaying replaces responses"
+    ):
         rollouts(build(tmp_path, mine, kind=Replaying))
-    with pytest.raises(CannotRegulateError, match="nthr needs correct, but other responses were scored"):
+    with pytest.raises(CannotRegulateError, match="nthr needs correct, but TRL scored other responses"):
         rollouts(build(tmp_path, "nthr", correct="spread", kind=Replaying))
 
 

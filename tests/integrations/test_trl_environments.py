@@ -9,8 +9,8 @@ trl = pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
 
 from datasets import Dataset  # noqa: E402
 
-from poise.algorithms.sampler import Sampler  # noqa: E402
-from poise.models.policy import load_policy  # noqa: E402
+from poise.models.loading import load_policy  # noqa: E402
+from poise.sampling.sampler import Sampler  # noqa: E402
 from poise.tasks.environment import Environment  # noqa: E402
 from support import trl_runs  # noqa: E402
 from support.scripted import Scripted  # noqa: E402

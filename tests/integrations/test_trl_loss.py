@@ -12,7 +12,7 @@ from trl.experimental.gmpo import GMPOTrainer  # noqa: E402
 
 from poise.integrations import trl_checks  # noqa: E402
 from poise.integrations.demands import CannotRegulateError  # noqa: E402
-from poise.integrations.trl import KEPT, WEIGHTS, RegulatorMixin  # noqa: E402
+from poise.integrations.trl import TERM_MASKS, WEIGHTS, RegulatorMixin  # noqa: E402
 from poise.integrations.trl_loss import check_loss  # noqa: E402
 from support import trl_runs  # noqa: E402
 from support.trl_runs import build, rollouts, weights  # noqa: E402
@@ -31,7 +31,7 @@ def made(tmp_path_factory):
     """A trainer and a micro-batch with a reference, old log-probabilities and holes."""
     more = {"more": {"rollout_func": trl_runs.holed}}
     trainer = build(tmp_path_factory.mktemp("trl"), "ar", num_iterations=2, beta=0.1, epsilon_high=0.3, **VARIED | more)
-    inputs = {name: value for name, value in rollouts(trainer).items() if name not in (WEIGHTS, KEPT)}
+    inputs = {name: value for name, value in rollouts(trainer).items() if name not in (WEIGHTS, TERM_MASKS)}
     assert {"tool_mask", "ref_per_token_logps", "old_per_token_logps"} <= inputs.keys()
     return trainer, inputs
 
@@ -121,7 +121,7 @@ BROKEN = {
     kl_beside_advantages: "not in proportion",
     responses_only: r"fails on advantages of shape \(B, T\), with RuntimeError|changes when",
     no_advantages: "does not depend on the advantages",
-    own_forward: "elsewhere than self._get_per_token_logps_and_entropies",
+    own_forward: "not take its log-probabilities from self._get_per_token_logps_and_entropies",
 }
 
 

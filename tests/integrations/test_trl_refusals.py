@@ -129,7 +129,7 @@ def test_a_version_of_trl_without_what_poise_hooks_into_is_refused(monkeypatch, 
         ("trl", "RLOOTrainer", "one ratio for a whole response"),
         ("trl.experimental.async_grpo", "AsyncGRPOTrainer", "for which poise has no adapter"),
         ("trl.experimental.online_dpo", "OnlineDPOTrainer", "pairs of whole responses"),
-        ("trl", "SFTTrainer", "belongs in front of GRPOTrainer"),
+        ("trl", "SFTTrainer", "put RegulatorMixin before GRPOTrainer"),
     ],
 )
 def test_trainers_of_trl_that_are_no_grpo_trainer_get_their_reason(module, name, reason):
@@ -149,7 +149,7 @@ def test_a_patched_trainer_is_refused(monkeypatch, tmp_path):
 
         with pytest.raises(
             CannotRegulateError,
-            match=f"does not inherit from TRL's GRPOTrainer: .* such as Unsloth, has put its {name} ",
+            match=f"does not inherit from TRL's GRPOTrainer: .* such as Unsloth, has replaced that class by its {name}",
         ):
             Replaced(regulator="ar")
     monkeypatch.setattr(STOCK, "compute_loss", lambda *_: None)

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from poise.config.schema import load
-from poise.models import layers, policy
+from poise.models import layers, loading, policy
 from poise.models.layers import compiling_pays
-from poise.models.policy import load_policy
+from poise.models.loading import load_policy
+from poise.runs.checkpoint_files import CheckpointFiles
 from poise.runs.folder import RunFolder
 from poise.trainer import Trainer
+from poise.training.config.schema import load
 from support.pages import ROOT
 from support.tiny_models import tiny
 
@@ -83,8 +84,9 @@ def test_a_resumed_run_counts_the_steps_that_are_left(monkeypatch, tmp_path):
     config = load("demo", [*small, "algorithm=rltr"])  # its second model is not trained
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
     left = []
-    monkeypatch.setattr(policy, "compiling_pays", lambda _, tokens: left.append(tokens))
+    monkeypatch.setattr(loading, "compiling_pays", lambda _, tokens: left.append(tokens))
     Trainer(config, folder)
-    folder.save_checkpoint(95, lambda _: None)
+    with CheckpointFiles(folder).writing(95):
+        pass
     Trainer(config, folder)
     assert left == [20_000, 1000]

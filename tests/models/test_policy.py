@@ -9,11 +9,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from poise.engines.choose import choose
-from poise.engines.hf import CachedEngine
-from poise.engines.native.engine import NativeEngine, supports
-from poise.models import rope, trials
-from poise.models.policy import ModelError, Policy, load_policy
+from poise.models import load_checks, rope
+from poise.models.loading import load_policy
+from poise.models.policy import ModelError, Policy
+from poise.sampling.cached_engine import CachedEngine
+from poise.sampling.choose import choose
+from poise.sampling.native.engine import NativeEngine, supports
 from support.tiny_models import ARCHITECTURES, COMMON, Words, prompts, responses, sample
 
 ORIGINAL = 16  # tokens up to which a rotary embedding does not change
@@ -200,7 +201,7 @@ class TestWindows:
 
     def test_they_are_put_back_after_an_error(self):
         model = build("phimoe")
-        with pytest.raises(IndexError), trials.short_windows(model):
+        with pytest.raises(IndexError), load_checks.short_windows(model):
             [][model.config.sliding_window]
         assert model.config.sliding_window == 8
 
@@ -345,7 +346,7 @@ class TestHub:
             load_policy(name, device="cpu")
 
     def test_a_model_in_the_cache_is_not_asked_for(self, monkeypatch):
-        from poise.models.places import check_hub
+        from poise.models.location import check_hub
 
         monkeypatch.setattr("huggingface_hub.get_session", lambda: pytest.fail("asked"))
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/config.json")

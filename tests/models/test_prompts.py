@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from poise.models.policy import EMBEDDED, load_policy
-from poise.models.prompts import PromptError, encode, encode_next, opened, plain, starts_no_turn
-from poise.models.tool_prompts import template_arguments
+from poise.models.loading import load_policy
+from poise.models.policy import EMBEDDED
+from poise.models.prompts import PromptError, encode, encode_next, opened, plain, starts_no_turn, template_arguments
 
 TEMPLATES = {
     "embedded": (EMBEDDED / "chat_template.jinja").read_text(),

@@ -6,14 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from poise.batch import Prompt
-from poise.engines import vllm
-from poise.engines.choose import choose
+from poise.batch import Prompt, padded_batch
 from poise.models.layers import OutOfMemoryError
-from poise.models.policy import load_policy
-from poise.models.scoring import BUSY_TOKENS, default_micro_tokens, score_all
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import Request, padded_batch
+from poise.models.loading import load_policy
+from poise.models.policy import BUSY_TOKENS, Policy
+from poise.models.scoring import score_all
+from poise.sampling import vllm_engine as vllm
+from poise.sampling.choose import choose
+from poise.sampling.draws import Sampling
+from poise.sampling.requests import Request
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,8 @@ from poise.rollout.types import Request, padded_batch
 )
 def test_on_cuda_a_pass_of_a_small_model_has_more_tokens(device, parameters, tokens):
     trunk = torch.nn.ParameterList([torch.empty(parameters, device="meta")])
-    assert default_micro_tokens(SimpleNamespace(device=torch.device(device), trunk=trunk)) == tokens
+    policy = SimpleNamespace(device=torch.device(device), trunk=trunk, most_tokens=None)
+    assert Policy.budget(policy) == tokens
 
 
 def scored(policy, **how):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from poise.models.policy import load_policy
+from poise.models.loading import load_policy
 from poise.models.prompts import knows_system, with_system
 
 END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from poise.models.policy import load_policy
-from poise.models.prompts import encode, encode_next
-from poise.models.tool_prompts import announce, known_roles, knows_tools
+from poise.models.loading import load_policy
+from poise.models.prompts import announce, encode, encode_next, known_roles, knows_tools
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import Head, TokenBatch, regulators
-from poise.influence import group_scores
-from poise.influence import inner_products as influence
+from poise.head import influence
+from poise.head.influence import group_scores
 from poise.regulators import nthr
 from poise.regulators.base import scorers, with_scores
 from support.batches import fields_of, random_batch

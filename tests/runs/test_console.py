@@ -7,10 +7,11 @@ import re
 
 import pytest
 
-from poise.runs import console
-from poise.runs.console import Console, across_rewards, duration, shorten, visible
-from poise.runs.metrics_file import x_values
+from poise._lib.errors import visible
+from poise.runs.axes import x_values
 from poise.runs.plots import curve, smooth
+from poise.runs.subscribers import console
+from poise.runs.subscribers.console import Console, across_rewards, duration, shorten
 
 METRICS = {
     "reward/mean": 1.234,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from poise._lib import files as _files
 from poise.runs.folder import DamagedError, RunFolder
-from support.checkpoint_files import flip, names, read, write
+from support.checkpoint_files import flip, load, names, read, save, write
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_open_wants_a_run(tmp_path):
 
 
 def test_open_clears_what_a_killed_run_left_but_looking_on_touches_nothing(run):
-    run.save_checkpoint(1, write(1))
+    save(run, 1, write(1))
     checkpoints = run.path / "checkpoints"
     half = checkpoints / ".tmp-step-000002"
     half.mkdir()
@@ -67,7 +67,7 @@ def test_open_clears_what_a_killed_run_left_but_looking_on_touches_nothing(run):
     assert names(checkpoints) == [".old-step-000001", ".tmp-step-000002"]
     RunFolder.open(run.path)
     assert names(checkpoints) == ["step-000001"]
-    assert run.load_checkpoint(read) == (1, 1)
+    assert load(run, read) == (1, 1)
 
 
 def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
@@ -246,13 +246,13 @@ def test_rewind_leaves_what_an_uninterrupted_run_would_have(run):
         run.save_rollouts(step, [{"step": step}])
         run.save_tokens(step, {"id": torch.tensor([step])}, {step: "a"})
         if step == 2:
-            run.save_checkpoint(2, write(2))
+            save(run, 2, write(2))
             expected = (run.path / "metrics.jsonl").read_bytes()
-    flip(run.save_checkpoint(4, write(4)))
+    flip(save(run, 4, write(4)))
     with (run.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 5, "a')
     resumed = RunFolder.open(run.path)
-    step, _ = resumed.load_checkpoint(read, say=lambda _: None)
+    step, _ = load(resumed, read, say=lambda _: None)
     resumed.rewind(step)
     assert (run.path / "metrics.jsonl").read_bytes() == expected
     assert names(run.path / "rollouts") == ["step-000001.jsonl.gz", "step-000002.jsonl.gz"]

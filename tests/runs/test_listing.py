@@ -85,8 +85,8 @@ def test_hostile_names_are_shown_as_text(tmp_path):
 
 
 def test_where_there_are_no_runs(tmp_path):
-    assert "there is no such folder; name the one" in fails("runs", tmp_path / "none")
+    assert "there is no such folder; name the folder" in fails("runs", tmp_path / "none")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     shown = poise("runs", tmp_path)
-    assert "begin one with: poise train run=" in " ".join(shown.output.split())
+    assert "start one with: poise train run=" in " ".join(shown.output.split())
     assert shown.exit_code == 0

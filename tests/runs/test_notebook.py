@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from poise.runs import notebook
-from poise.runs.console import Console
+from poise.runs.subscribers.console import Console
 
 
 class Shown:

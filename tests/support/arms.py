@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from poise.comparison.results import Arm, Cost, Point, RunResult
+from poise.referee.compare.results import Arm, Cost, Point, RunResult
 
 
 def made_run(seed, final, *, start=0.3, steps=100, every=20, state="finished", passes=1, **changes):

@@ -5,9 +5,11 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
+from poise.runs.checkpoint_files import CheckpointFiles
+
 
 def write(value, *, weights=True):
-    """The function that fills a checkpoint with ``value``, for ``RunFolder.save_checkpoint``."""
+    """The function that fills a checkpoint with ``value``, for ``save``."""
 
     def fill(folder):
         (folder / "model").mkdir()
@@ -19,11 +21,23 @@ def write(value, *, weights=True):
 
 
 def read(folder):
-    """The value of a checkpoint, once its files agree on it; for ``RunFolder.load_checkpoint``."""
+    """The value of a checkpoint, once its files agree on it; for ``load``."""
     weights = load_file(folder / "model" / "model.safetensors")["w"]
     value = json.loads((folder / "state.json").read_text())
     assert weights.eq(value).all()
     return value
+
+
+def save(run, step, fill):
+    """Save a checkpoint of a run, and return its folder."""
+    with CheckpointFiles(run).writing(step) as folder:
+        fill(folder)
+    return run.checkpoint(step)
+
+
+def load(run, read, **more):
+    """The newest intact checkpoint of a run: its step, and what ``read`` returns."""
+    return CheckpointFiles(run).load(read, **more)
 
 
 def names(folder):

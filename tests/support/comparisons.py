@@ -1,6 +1,6 @@
 """Small comparisons of the embedded model, and results without a training run."""
 
-from poise.comparison.plan import read_plan
+from poise.referee.compare.plan import read_plan
 from poise.runs.folder import RunFolder
 
 SMALL = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from poise.config.schema import ConfigError, load
+from poise.training.config.schema import ConfigError, load
 
 
 def problems(*overrides, recipe="demo"):

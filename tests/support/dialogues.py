@@ -1,7 +1,7 @@
 """Dialogues of several turns with an engine, for which it may keep its keys, or has to read everything again."""
 
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import Request, session
+from poise.sampling.draws import Sampling
+from poise.sampling.requests import Request, session
 from support.sampled import ask
 from support.tiny_models import VOCABULARY, prompts
 

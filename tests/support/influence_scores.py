@@ -2,7 +2,7 @@
 
 import torch
 
-from poise.influence import group_scores
+from poise.head.influence import group_scores
 
 
 def scores(head, positive, negative, **settings):

@@ -1,9 +1,9 @@
 """The native engine as it runs on a CPU, and with the slots that it has on CUDA."""
 
-from poise.engines.native import graphs
-from poise.engines.native.decoder import Decoder
-from poise.engines.native.engine import NativeEngine
-from poise.engines.native.slot_cache import SlotCache
+from poise.sampling.native import graphs
+from poise.sampling.native.decoder import Decoder
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.native.slot_cache import SlotCache
 from support.tiny_models import ARCHITECTURES
 
 NATIVE = [name for name in ARCHITECTURES if name != "gemma2"]  # whose attention has a soft-cap
@@ -21,7 +21,7 @@ class SlotEngine(NativeEngine):
 
         like = next(self.policy.trunk.parameters())
         slots = min(len(requests), self.batch or len(requests))
-        length = max(len(r.prompt) for r in requests) + max(r.max_tokens for r in requests)
+        length = max(len(r.prompt.tokens) for r in requests) + max(r.max_tokens for r in requests)
         width = self.policy.head().weight.shape[1]
         return Fixed(self.policy, SlotCache(self.shapes, slots, length, width, like))
 

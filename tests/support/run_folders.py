@@ -83,7 +83,7 @@ def chromium():
 
 def look(page, tmp_path, *folders, tab="responses"):
     """Write the report of some runs and open it at a tab."""
-    from poise.reports.html import write_report
+    from poise.referee.report.html import write_report
 
     path = write_report([folder.path for folder in folders], tmp_path / "report.html")
     page.goto(f"{path.as_uri()}#{tab}")

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from poise import TokenBatch
-from poise.rollout.types import Completion, padded_batch
+from poise.batch import padded_batch
+from poise.sampling.requests import Completion
 
 
 @dataclass(frozen=True, eq=False)

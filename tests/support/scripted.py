@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from poise.rollout.types import Completion
+from poise.sampling.requests import Completion
 
 
 class Scripted:

@@ -6,9 +6,9 @@ import sys
 
 from safetensors.torch import load_file
 
-from poise import config as configs
 from poise import trainer
 from poise.runs.folder import RunFolder
+from poise.training import config as configs
 
 SMALL = [
     "steps=4", "prompts=4", "group=4", "task.people=2", "rollout.max_tokens=48", "evaluation.problems=3",
@@ -53,18 +53,20 @@ def command(*args, start=("-m", "poise"), **kwargs):
 KILLED_AT = """
 import os, signal, sys
 from poise.__main__ import main
+from poise.runs.checkpoint_files import CheckpointFiles
 from poise.runs.folder import RunFolder
 function, number = sys.argv.pop(1), int(sys.argv.pop(1))
-real = getattr(RunFolder, function)
-def killing(folder, step, *rest):
+owner = next(each for each in (RunFolder, CheckpointFiles) if hasattr(each, function))
+real = getattr(owner, function)
+def killing(self, step, *rest):
     if step == number:
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(folder, step, *rest)
-setattr(RunFolder, function, killing)
+    return real(self, step, *rest)
+setattr(owner, function, killing)
 main()
 """
 
 
 def killed_at(function, step, *args):
-    """``poise …`` in a process that is killed where it calls that function of ``RunFolder`` for that step."""
+    """``poise …`` in a process that is killed where it calls a function of its run folder for that step."""
     return command(function, str(step), *args, start=("-c", KILLED_AT))

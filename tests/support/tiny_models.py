@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import transformers
 
-from poise.batch import Prompt
+from poise.batch import Prompt, padded_batch
 from poise.models.policy import Policy
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import padded_batch, repeated
+from poise.sampling.draws import Sampling
+from poise.sampling.requests import repeated
 from support.sampled import ask
 
 VOCABULARY = 97
@@ -146,7 +146,7 @@ def responses(asked, lengths, seed=0):
     """A batch of random tokens of the given lengths: one list of lengths for each prompt."""
     counts = [n for own in lengths for n in own]
     tokens = torch.randint(6, VOCABULARY, (len(counts), max(counts)), generator=torch.Generator().manual_seed(seed))
-    repeated = [Prompt.of(p) for p, own in zip(asked, lengths, strict=True) for _ in own]
+    repeated = [Prompt(tuple(p)) for p, own in zip(asked, lengths, strict=True) for _ in own]
     return padded_batch(repeated, [row[:n] for row, n in zip(tokens, counts, strict=True)], torch.device("cpu"))
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from poise import TokenBatch, advantages, objective, regulators
-from poise.engines.hf import CachedEngine
+from poise.models.loading import load_policy
 from poise.models.master_weights import MasterWeights
-from poise.models.policy import Policy, load_policy
+from poise.models.policy import Policy
 from poise.objective import Settings
+from poise.sampling.cached_engine import CachedEngine
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.training.update import UpdatePlan, update
 from support.tiny_models import sample

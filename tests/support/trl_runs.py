@@ -146,8 +146,10 @@ def train_together(folder, processes):
     """
     found = {}
     for method, rows in TOGETHER.items():
+        tokens = folder / f"tokens-{method[:4]}-{processes}.jsonl"
         trainer = build(
-            folder, method, reward=parity, more={"rollout_func": injected}, correct=lambda rewards: rewards[:, 0] > 1,
+            folder, method, reward=parity, correct=lambda rewards: rewards[:, 0] > 1,
+            more={"rollout_func": injected, "export": tokens, "export_every": 1},
             per_device_train_batch_size=rows // processes, num_iterations=2, beta=0.05, optim="sgd", max_steps=4,
             weight_decay=0.0, learning_rate=0.5,
         )  # fmt: skip

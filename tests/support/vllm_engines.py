@@ -1,17 +1,17 @@
 """vLLM on small random weights."""
 
-from dataclasses import replace
 from itertools import count
 
 import torch
 import transformers
 
-from poise.config.schema import load
-from poise.engines.vllm import VllmEngine
 from poise.models.policy import EMBEDDED, Policy
 from poise.runs.folder import RunFolder
+from poise.sampling.vllm_engine import VllmEngine
 from poise.tasks import Problem, Score
 from poise.trainer import Trainer
+from poise.training.building import build
+from poise.training.config.schema import load
 
 MEMORY = 0.02
 STARTED = []  # a vLLM that is collected takes what all of a process share with it
@@ -59,8 +59,7 @@ def train_on_vowels(folder, *settings):
     given += [f"model={folder / 'model'}", "rollout.engine=vllm", f"rollout.vllm_memory={MEMORY}"]
     config = load("demo", [*given, f"run={folder / 'run'}", *settings])
     run = RunFolder.create(config.run, config.model_dump(mode="json"))
-    trainer = Trainer(config, run, quiet=True)
-    trainer.sampler = replace(trainer.sampler, task=Vowels())
+    trainer = Trainer(config, run, build(config, run, task=Vowels()), quiet=True)
     STARTED.append(trainer.sampler.engine)
     trainer.run()
     return run.metrics()

@@ -7,11 +7,11 @@ from itertools import islice
 
 import pytest
 
-from poise.models.tool_prompts import schemas_of
-from poise.rewards import TrainerState
+from poise.models.prompts import schemas_of
 from poise.tasks import Attempt, TaskError, judge_all
 from poise.tasks.data import DataError
 from poise.tasks.environment import Environment
+from poise.tasks.rewards import TrainerState
 from poise.tasks.time_limit import HungError, Worker
 
 
@@ -192,11 +192,11 @@ def untold(self, far: int) -> str:
     ("kind", "message"),
     [
         (type("NoReset", (), {"get_reward": lambda _: 1.0}), "NoReset has no method reset"),
-        (type("NoReward", (), {"reset": lambda _: "Hi."}), "no get_reward, and no reward is given"),
+        (type("NoReward", (), {"reset": lambda _: "Hi."}), "no get_reward, and there is no reward function"),
         (type("NoWords", (Counter,), {"jump": lambda _, far: far}), "NoWords.jump is public, so it is a tool"),
         (type("NoHints", (Counter,), {"jump": unhinted}), "lacks a type hint for far"),
         (type("NoArgs", (Counter,), {"jump": untold}), "lacks a line on far under Args"),
-        (lambda: 1 / 0, "making one failed: ZeroDivisionError"),
+        (lambda: 1 / 0, "the factory failed: ZeroDivisionError"),
         (3, "must be a class or function, got 3"),
         ("nothing.here.Env", "there is no module"),
         ("os.getcwd", "is not an environment: give a class"),
@@ -268,7 +268,7 @@ def test_rows_in_both_files_are_refused(tmp_path):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     one.write_text('{"target": 1}\n{"target": 2}\n')
     two.write_text('{"target": 2}\n')
-    with pytest.raises(ValueError, match=r"are in .*two.jsonl as well"):
+    with pytest.raises(ValueError, match=r"are also in .*two.jsonl"):
         Environment(Counter, file=str(one), test_file=str(two))
     two.write_text('{"target": 3}\n')
     task = Environment(Counter, file=str(one), test_file=str(two))
@@ -367,7 +367,8 @@ def test_a_column_that_reset_cannot_take_is_refused_by_name(tmp_path, column, wh
 
     (tmp_path / "rows.jsonl").write_text(json.dumps({"target": 7, column: 1}) + "\n")
     kind = Counter if column == "self" else Narrow
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: {kind.__name__}\.reset cannot take this row \(.*{why}\): it"):
+    message = rf"rows\.jsonl:1: {kind.__name__}\.reset does not accept this row \(.*{why}\): every column"
+    with pytest.raises(DataError, match=message):
         Environment(kind, file=str(tmp_path / "rows.jsonl"), held_out=0.0)
 
 

@@ -5,9 +5,9 @@ from itertools import islice
 import pytest
 
 from poise import rewards, tasks
-from poise.rewards import answers
 from poise.tasks.environment import Environment
 from poise.tasks.grid import moves_in
+from poise.tasks.rewards import answers
 from poise.tasks.tools import calls_in
 
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from poise.rewards import RewardError
 from poise.tasks import Problem, TaskError, begin, draw, judge
+from poise.tasks.rewards import RewardError
 
 
 def leave():

@@ -82,7 +82,7 @@ def test_withheld_rules_say_nothing_but_the_map():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"side": 4}, "between 5 and 10"), ({"optimum": 1}, "between 2 and 30"), ({"walls": 0.9}, "between 0.0 and 0.5"),
-     ({"turns": 1}, "takes two moves"), ({"rules": "no"}, "allowed: told, withheld")],
+     ({"turns": 1}, "takes at least two moves"), ({"rules": "no"}, "allowed: told, withheld")],
 )  # fmt: skip
 def test_settings_are_checked(settings, message):
     with pytest.raises((TypeError, ValueError), match=message):

@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from poise import regulators
-from poise.algorithms import Grpo
-from poise.algorithms.base import Trajectory
-from poise.algorithms.collected import collect
-from poise.algorithms.sampler import Sampler
-from poise.engines.native.engine import NativeEngine
-from poise.models.policy import load_policy
+from poise import advantages, regulators
+from poise.batch import Prompt
+from poise.models.loading import load_policy
 from poise.models.scoring import score_all
 from poise.objective import Settings, importance_weights
+from poise.sampling.algorithms import Grpo
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.sampler import Sampler
+from poise.sampling.trajectories import Trajectory, collect
 from poise.tasks import Problem, Score
-from poise.training.batches import make_batch, with_verdict
+from poise.training.batches import drop_failed, make_batch
 from poise.training.update import NotFiniteError
 from support.small_runs import run
 from support.tiny_models import tiny
@@ -25,7 +25,7 @@ from support.twice import Twice
 def sample(reward=1.0, failed=None, **given):
     tokens, problem = torch.tensor([11, 12, 13]), Problem("p", "?", "all", {})
     score = Score(reward, reward > 0, failed=failed)
-    return Trajectory(problem, [7, 8], tokens, tokens > 0, score, "", True, **{"advantage": 1.0, **given})
+    return Trajectory(problem, Prompt((7, 8)), tokens, tokens > 0, score, "", True, **{"advantage": 1.0, **given})
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -42,9 +42,9 @@ def test_importance_weights_are_of_what_the_sampler_reported_and_1_where_it_repo
 def test_rows_with_an_advantage_of_their_own_are_nothing_to_compare_others_with():
     own, other = sample(group=0), sample(0.0, group=0, advantage=None)
     lost = sample(0.0, "hangs", group=0, advantage=None)
-    judged, _ = with_verdict([own, other, lost])
+    judged, _ = drop_failed([own, other, lost])
     assert judged == [own]
-    judged, _ = with_verdict([own, other, sample(2.0, group=0, advantage=None), lost])
+    judged, _ = drop_failed([own, other, sample(2.0, group=0, advantage=None), lost])
     assert [row.score.reward for row in judged] == [1.0, 0.0, 2.0]
     batch = make_batch(judged, tiny("llama"), advantage="group-centered")
     assert batch.advantages.tolist() == [1.0, -1.0, 1.0]
@@ -54,14 +54,14 @@ def test_rows_with_an_advantage_of_their_own_are_nothing_to_compare_others_with(
             return [own, other], None
 
     with pytest.raises(ValueError, match="sample 1 has nothing to be compared with"):
-        collect(Mixed(), [], None, 0, name="mixed", advantage="group-zscore")
+        collect(Mixed(), [], None, 0, name="mixed", advantage=advantages.get("group-zscore"))
 
 
 def test_a_response_whose_group_has_failed_stays_where_no_groups_are_compared():
     rows = [sample(1.0, group=0, advantage=None), sample(0.0, "hangs", group=0, advantage=None)]
     rows += [sample(reward, group=1, advantage=None) for reward in (0.0, 2.0)]
-    assert [row.score.reward for row in with_verdict(rows)[0]] == [0.0, 2.0]
-    judged, metrics = with_verdict(rows, "reinforce-pp")
+    assert [row.score.reward for row in drop_failed(rows)[0]] == [0.0, 2.0]
+    judged, metrics = drop_failed(rows, "reinforce-pp")
     assert ([row.score.reward for row in judged], metrics) == ([1.0, 0.0, 2.0], {"reward/failed": 1.0})
 
 
@@ -75,6 +75,24 @@ def test_large_rewards_keep_their_differences(kind):
     assert near.advantages.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", advantages.TABLE)
+def test_close_rewards_keep_their_differences(kind):
+    """float32 has steps of 0.00006 below 1,000."""
+    rewards = [999.0, 999.001, 999.0, 999.002, 3.0, 4.0, 5.0, 3.0]
+    for count in (4, 8):  # alone, and beside a group that is far apart
+        rows = [sample(r, group=i // 4, advantage=None) for i, r in enumerate(rewards[:count])]
+        batch = make_batch(rows, tiny("llama"), advantage=kind)
+        values = torch.tensor(rewards[:count], dtype=torch.float64)
+        exact = advantages.get(kind)(values, batch.groups, batch.mask)
+        torch.testing.assert_close(batch.advantages, exact.float(), rtol=1e-6, atol=0)
+
+
+def test_rewards_that_float32_tells_apart_stay_in_float32():
+    for rewards in ((1.0, 0.99, 0.999), (0.1 + 0.2, 0.3, 0.3), (1.0, 1.0, 1.0)):
+        batch = make_batch([sample(r, group=0, advantage=None) for r in rewards], tiny("llama"))
+        assert batch.rewards.dtype == torch.float32
+
+
 @torch.no_grad()
 def test_hidden_states_come_from_a_forward_pass_over_the_rows_asked_for():
     """Of dialogues with environment tokens in between, and of rows that an algorithm has changed."""
@@ -82,7 +100,7 @@ def test_hidden_states_come_from_a_forward_pass_over_the_rows_asked_for():
     problems = [next(task.problems("train", seed)) for seed in (0, 1)]
     samples, _ = Grpo(group=3).collect(problems, Sampler(policy, NativeEngine(policy), task, max_tokens=10), 7)
     assert not all(sample.own.all() for sample in samples)
-    samples[1] = replace(samples[1], prompt=samples[1].prompt.tokens[1:], logp=None, entropy=None)
+    samples[1] = replace(samples[1], prompt=Prompt(samples[1].prompt.tokens[1:]), logp=None, entropy=None)
     batch = make_batch(samples, policy, hidden=True)
     found = batch.hidden_of(torch.tensor([4, 1, 0]))
     expected = policy.padded_hidden(batch)[[4, 1, 0]]

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from poise import config as configs
 from poise import tasks, trainer
-from poise.algorithms.sampler import Sampler
-from poise.config.schema import ConfigError
 from poise.runs.folder import RunFolder
+from poise.sampling.sampler import Sampler
 from poise.trainer import TrainError
+from poise.training import config as configs
+from poise.training.config.schema import ConfigError
 from support.command_line import poise
 from support.scripted import Scripted
 from support.small_runs import SHORT, SMALL, make, parameters, run

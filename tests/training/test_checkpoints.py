@@ -12,7 +12,7 @@ import pytest
 from safetensors import SafetensorError
 
 from poise.runs.folder import CheckpointError, RunFolder
-from support.checkpoint_files import flip, names, read, write
+from support.checkpoint_files import flip, load, names, read, save, write
 
 
 @pytest.fixture
@@ -21,19 +21,19 @@ def run(tmp_path):
 
 
 def test_the_newest_are_kept(run):
-    assert run.load_checkpoint(read) is None
+    assert load(run, read) is None
     for step in (5, 10, 15):
-        assert run.save_checkpoint(step, write(step)) == run.path / "checkpoints" / f"step-{step:06d}"
+        assert save(run, step, write(step)) == run.path / "checkpoints" / f"step-{step:06d}"
     assert run.checkpoints() == [10, 15]
-    assert run.load_checkpoint(read) == (15, 15)
-    run.save_checkpoint(15, write(99))  # saved twice: the later one counts
-    assert run.load_checkpoint(read) == (15, 99)
+    assert load(run, read) == (15, 15)
+    save(run, 15, write(99))  # saved twice: the later one counts
+    assert load(run, read) == (15, 99)
     assert names(run.path / "checkpoints") == ["step-000010", "step-000015"]
     only = RunFolder(run.path, keep=1)
-    only.save_checkpoint(1_000_000, write(7))
+    save(only, 1_000_000, write(7))
     assert only.checkpoints() == [1_000_000]
-    with pytest.raises(ValueError, match=r"manifest.json is written here last"):
-        run.save_checkpoint(1_000_001, lambda folder: (folder / "manifest.json").touch())
+    with pytest.raises(ValueError, match=r"poise writes manifest.json here"):
+        save(run, 1_000_001, lambda folder: (folder / "manifest.json").touch())
     assert names(run.path / "checkpoints") == ["step-1000000"]
 
 
@@ -55,39 +55,39 @@ DAMAGE = {
 
 @pytest.mark.parametrize("why", DAMAGE)
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(run, why, capsys):
-    run.save_checkpoint(10, write(10))
-    DAMAGE[why](run.save_checkpoint(20, write(20)))
+    save(run, 10, write(10))
+    DAMAGE[why](save(run, 20, write(20)))
     said = []
-    assert run.load_checkpoint(read, say=said.append) == (10, 10)
+    assert load(run, read, say=said.append) == (10, 10)
     assert len(said) == 1
     assert "step-000020 cannot be read" in said[0]
     assert why in said[0]
     assert "going on from the checkpoint of step 10" in said[0]
-    assert run.load_checkpoint(read) == (10, 10)
+    assert load(run, read) == (10, 10)
     assert capsys.readouterr().err.strip() == said[0]
     DAMAGE[why](run.path / "checkpoints" / "step-000010")
     with pytest.raises(CheckpointError, match=r"(?s)step-000020 .*step-000010 .*begin again in another run=DIR"):
-        run.load_checkpoint(read, say=said.append)
+        load(run, read, say=said.append)
 
 
 def test_what_a_manifest_says_is_shown_as_text(run, capsys):
-    run.save_checkpoint(10, write(10))
-    manifest(r'{"files": {}, "step": "\u001b[31m"}')(run.save_checkpoint(20, write(20, weights=False)))
-    assert run.load_checkpoint(read) == (10, 10)
+    save(run, 10, write(10))
+    manifest(r'{"files": {}, "step": "\u001b[31m"}')(save(run, 20, write(20, weights=False)))
+    assert load(run, read) == (10, 10)
     assert r"it belongs to step \x1b[31m" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_read_cannot_make_sense_of_counts_as_damaged(run):
-    run.save_checkpoint(10, write(10))
-    run.save_checkpoint(20, lambda folder: (folder / "other").touch())
+    save(run, 10, write(10))
+    save(run, 20, lambda folder: (folder / "other").touch())
     said = []
-    assert run.load_checkpoint(read, say=said.append) == (10, 10)
+    assert load(run, read, say=said.append) == (10, 10)
     assert "No such file" in said[0]
 
 
 def test_a_checkpoint_of_another_step_or_run_is_not_taken(run, tmp_path):
-    run.save_checkpoint(10, write(10))
-    run.save_checkpoint(20, write(20))
+    save(run, 10, write(10))
+    save(run, 20, write(20))
     checkpoints = run.path / "checkpoints"
     others = {
         "it belongs to step 20, but has another name": RunFolder(run.path),
@@ -96,33 +96,33 @@ def test_a_checkpoint_of_another_step_or_run_is_not_taken(run, tmp_path):
     }
     for why, other in others.items():
         if other.path != run.path:
-            other.save_checkpoint(30, write(30))
+            save(other, 30, write(30))
         shutil.copytree(other.newest(), checkpoints / "step-000030")
         said = []
-        assert run.load_checkpoint(read, say=said.append) == (20, 20)
+        assert load(run, read, say=said.append) == (20, 20)
         assert why in said[0]
         shutil.rmtree(checkpoints / "step-000030")
     run.write_config({"seed": 3, "run": "moved", "steps": 7})  # these may change
-    assert RunFolder.open(run.path).load_checkpoint(read) == (20, 20)
+    assert load(RunFolder.open(run.path), read) == (20, 20)
     manifest = json.loads((run.newest() / "manifest.json").read_text())
     assert (manifest["step"], manifest["seed"]) == (20, 3)
     (run.newest() / "manifest.json").write_text(json.dumps({"files": manifest["files"]}))  # as they once were
-    assert run.load_checkpoint(read) == (20, 20)
+    assert load(run, read) == (20, 20)
 
 
 def test_a_kill_while_a_checkpoint_is_removed_leaves_none_that_is_torn(run, monkeypatch):
-    run.save_checkpoint(10, write(10))
+    save(run, 10, write(10))
 
     def killed(path, **_):
         if path.exists():
             (path / "state.json").unlink()
             raise KeyboardInterrupt
 
-    run.save_checkpoint(20, write(20))
+    save(run, 20, write(20))
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            run.save_checkpoint(30, write(30))
+            save(run, 30, write(30))
     assert names(run.path / "checkpoints") == [".tmp-removed-step-000010", "step-000020", "step-000030"]
     RunFolder.open(run.path)
     assert names(run.path / "checkpoints") == ["step-000020", "step-000030"]
@@ -134,7 +134,7 @@ def fail(*_, **__):
 
 @pytest.mark.parametrize("where", ["write", "fsync", "replace", "mkdir", "safetensors", "tokenizers"])
 def test_a_full_disk(run, monkeypatch, where):
-    run.save_checkpoint(10, write(10))
+    save(run, 10, write(10))
     filling = write(20)
     with monkeypatch.context() as patch:
         if where == "write":
@@ -154,17 +154,17 @@ def test_a_full_disk(run, monkeypatch, where):
         else:
             patch.setattr(os, where, fail)
         with pytest.raises(CheckpointError) as caught:
-            run.save_checkpoint(20, filling)
+            save(run, 20, filling)
     for part in ("step 20", "No space left", "step 10 is intact", "free some space, then poise train --resume run="):
         assert part in str(caught.value)
     assert names(run.path / "checkpoints") == ["step-000010"]
-    assert run.load_checkpoint(read) == (10, 10)
-    run.save_checkpoint(20, write(20))
-    assert run.load_checkpoint(read) == (20, 20)
+    assert load(run, read) == (10, 10)
+    save(run, 20, write(20))
+    assert load(run, read) == (20, 20)
 
 
 def test_a_full_disk_at_the_last_rename_of_a_second_save_puts_the_first_back(run, monkeypatch):
-    run.save_checkpoint(10, write(10))
+    save(run, 10, write(10))
     replace = os.replace
 
     def once(source, target):
@@ -174,8 +174,8 @@ def test_a_full_disk_at_the_last_rename_of_a_second_save_puts_the_first_back(run
 
     monkeypatch.setattr(os, "replace", once)
     with pytest.raises(CheckpointError, match="there is no earlier one"):
-        run.save_checkpoint(10, write(11))
-    assert run.load_checkpoint(read) == (10, 10)
+        save(run, 10, write(11))
+    assert load(run, read) == (10, 10)
 
 
 def test_other_errors_pass_through_and_leave_nothing(run):
@@ -184,7 +184,7 @@ def test_other_errors_pass_through_and_leave_nothing(run):
         raise KeyError("a bug of ours")
 
     with pytest.raises(KeyError):
-        run.save_checkpoint(10, filling)
+        save(run, 10, filling)
     assert names(run.path / "checkpoints") == []
 
 
@@ -193,13 +193,13 @@ def test_denied_is_not_called_a_full_disk(run):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with pytest.raises(CheckpointError, match=r"Permission denied; there is no earlier one\. put that right, then"):
-        run.save_checkpoint(10, filling)
+        save(run, 10, filling)
 
 
 def test_pruning_never_drops_the_one_just_written(run):
     for step in (10, 20, 30):
-        run.save_checkpoint(step, write(step))
-    run.save_checkpoint(15, write(15))  # resumed before two damaged ones, and not rewound
+        save(run, step, write(step))
+    save(run, 15, write(15))  # resumed before two damaged ones, and not rewound
     assert 15 in run.checkpoints()
 
 
@@ -207,15 +207,14 @@ def test_pruning_never_drops_the_one_just_written(run):
 KILLS = textwrap.dedent("""
     import json, os, random, signal, sys, time
     from pathlib import Path
+    from poise.runs.checkpoint_files import CheckpointFiles
     from poise.runs.folder import RunFolder
 
-    def write(step):
-        def fill(folder):
-            for i in range(4):
-                time.sleep(0.001)
-                with (folder / f"part-{i}").open("w") as file:
-                    file.write(str(step)); file.flush(); time.sleep(0.001); file.write(" " * 5000)
-        return fill
+    def write(folder, step):
+        for i in range(4):
+            time.sleep(0.001)
+            with (folder / f"part-{i}").open("w") as file:
+                file.write(str(step)); file.flush(); time.sleep(0.001); file.write(" " * 5000)
 
     def read(folder):
         values = {int((folder / f"part-{i}").read_text()) for i in range(4)}
@@ -234,14 +233,15 @@ KILLS = textwrap.dedent("""
             while True:
                 step += 1
                 run.log(step, {"a": 1.0})
-                run.save_checkpoint(step, write(step))
+                with CheckpointFiles(run).writing(step) as folder:
+                    write(folder, step)
         time.sleep(random.uniform(0.0, span))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         result["kills"] += 1
         result["halves"] += any(p.name.startswith(".") for p in Path(sys.argv[1], "checkpoints").glob("*"))
         run = RunFolder.open(sys.argv[1])
-        loaded = run.load_checkpoint(read, say=result["said"].append)
+        loaded = CheckpointFiles(run).load(read, say=result["said"].append)
         step = loaded[0] if loaded else 0
         assert step >= start, (step, start)
         span = 0.08 if step > start else 1.5 * span  # a slow disk gets more time

@@ -4,11 +4,11 @@ import shlex
 
 import pytest
 
-from poise import config as configs
 from poise import trainer
 from poise.runs.folder import RunFolder
-from poise.runs.subscribers.results import change_intervals, conclusion, learned
+from poise.runs.subscribers.summary import change_intervals, conclusion, learned
 from poise.runs.subscribers.warnings import RunWarning
+from poise.training import config as configs
 from support.small_runs import SHORT, make
 
 DEMO = {"avg@4": (0.353, 0.575), "greedy": (0.683, 0.660), "pass@4": (0.747, 0.780)}  # experiments/demo/demo.md

@@ -7,14 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from poise import config as configs
 from poise import trainer
-from poise.models.policy import load_policy
+from poise.models.loading import load_policy
 from poise.runs.folder import RunFolder
 from poise.tasks import RewardError, TaskError
 from poise.tasks.data import Data
 from poise.tasks.knights_knaves import generate
-from poise.training.setup import check_data, steps_taken
+from poise.training import config as configs
+from poise.training.building import check_data, steps_taken
 from support.command_line import fails, poise
 from support.small_runs import command, parameters
 
@@ -136,6 +136,37 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, kind):
     longer = configs.load("demo", [*args, "steps=2"])
     with pytest.raises(TaskError, match=r"rows.jsonl are not those that the run in .* began with"):
         trainer.train(longer, resume=True, quiet=True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["data=own/a", "data.config=main"],
+        ["data=own/a", "data.config=main", "data.streaming=true", "data.buffer=5"],
+        ["data=[{name: own/a, config: main, weight: 2}, {name: own/b}]"],
+    ],
+    ids=["hub", "stream", "mixture"],
+)
+def test_a_run_on_hub_data_resumes_with_the_same_problems_and_refuses_others(hub, data, tmp_path):
+    def fill(first):
+        words = [{"question": "word " * i, "answer": str(i)} for i in range(first, 12)]
+        hub.add("own/a", {("main", "train"): words, ("main", "test"): [{"question": "test", "answer": "1"}] * 3,
+                          ("other", "train"): words})  # fmt: skip
+        hub.add("own/b", {("default", "train"): [{"prompt": "say " * i, "solution": str(i)} for i in range(1, 5)]})
+
+    (tmp_path / "mine.py").write_text(REWARD.replace("ENDS", "False"))
+    args = [*SMALL, *data, f"reward={tmp_path}/mine.py:letters", "evaluation=off", "rollouts_every=1"]
+    fill(1)
+    for run, counts in (("whole", [4]), ("resumed", [2, 4])):
+        for count in counts:
+            config = configs.load("demo", [*args, f"run={tmp_path / run}", f"steps={count}"])
+            trainer.train(config, resume=count != counts[0], quiet=True)
+    whole, resumed = (RunFolder.open(tmp_path / run, resume=False) for run in ("whole", "resumed"))
+    for name, value in parameters(whole).items():
+        assert torch.equal(value, parameters(resumed)[name]), name
+    fill(2)
+    with pytest.raises(TaskError, match=r"own/a main.* are not those that the run in .* began with"):
+        trainer.train(configs.load("demo", [*args, f"run={tmp_path / 'whole'}", "steps=5"]), resume=True, quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from poise import trainer
-from poise.algorithms import Grpo
-from poise.config.groups import LoraConfig
-from poise.engines.hf import CachedEngine
-from poise.engines.native.engine import NativeEngine
 from poise.models.layers import compile_layers
-from poise.models.loading import add_adapter
-from poise.models.policy import ModelError, Policy, load_policy
+from poise.models.loading import add_adapter, load_policy
+from poise.models.policy import ModelError, Policy
 from poise.runs.folder import RunFolder
-from poise.training import frozen
-from poise.training.frozen import PLACES, Frozen, FrozenEngine, FrozenModels, starting_weights
+from poise.sampling.algorithms import Grpo
+from poise.sampling.cached_engine import CachedEngine
+from poise.sampling.native.engine import NativeEngine
+from poise.training import frozen_models
+from poise.training.config.groups import LoraConfig
+from poise.training.frozen_models import FILE, Frozen, FrozenEngine, FrozenModels, starting_weights
 from support.small_runs import SHORT, make, run
 from support.tiny_models import Words, bytes_policy, sample, tiny
 
@@ -126,7 +126,7 @@ def test_a_run_folder_stands_for_the_checkpoint_that_was_the_newest_when_the_run
     source = str(other.path)
     _, _, said = build(tmp_path, models={"receiver": source}, folder=began)
     first = str(other.path / "checkpoints/step-000001/model")
-    assert began.read_json(PLACES) == {source: first}
+    assert began.read_json(FILE) == {source: first}
     assert said[0].startswith(f"receiver: {first}, frozen: the weights take")
     trainer.train(make(tmp_path, *small, "steps=2", name="other"), resume=True, quiet=True)
     resumed, _, _ = build(tmp_path, models={"receiver": source}, folder=began)
@@ -138,7 +138,7 @@ def test_a_run_folder_stands_for_the_checkpoint_that_was_the_newest_when_the_run
     config = make(tmp_path, f"model={source}", "lora.rank=2")  # a checkpoint of LoRA's has no base weights
     based = RunFolder.create(tmp_path / "based", {"seed": 0})
     assert starting_weights(config, based) == str(other.path / "checkpoints/step-000002/model")
-    based.write_json(PLACES, {"start": first})
+    based.write_json(FILE, {"start": first})
     assert starting_weights(config, based) == first
     resumed, _, _ = build(tmp_path, f"model={source}", folder=based, reference=True)
     assert torch.equal(weight(resumed.reference.policy), weight(expected))
@@ -163,20 +163,20 @@ def test_a_receiver_that_does_not_fit_is_refused_before_the_run(tmp_path):
 
 
 def test_weights_that_do_not_fit_beside_the_policy(tmp_path, monkeypatch):
-    load = frozen.load_policy
+    load = frozen_models.load_policy
     config = make(tmp_path)
     policy = load(config.model, device="cpu")
 
     def full(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(frozen, "load_policy", full)
+    monkeypatch.setattr(frozen_models, "load_policy", full)
     with pytest.raises(ModelError, match=r"receiver: the frozen weights of embedded do not fit .* use lora.rank="):
         FrozenModels(config, policy, Asks(), print)
 
 
 def test_its_sampler_is_like_the_policys(tmp_path):
-    from poise.training.setup import build_sampler
+    from poise.training.building import build_sampler
 
     models, policy, said = build(tmp_path)
     sampler = build_sampler(models.config, policy, said.append)

@@ -10,10 +10,10 @@ import pytest
 
 from poise import trainer
 from poise.runs.folder import RunFolder
-from poise.runs.subscribers import evaluations
-from poise.runs.subscribers.evaluations import Evaluations
+from poise.runs.subscribers import evaluation_schedule
+from poise.runs.subscribers.evaluation_schedule import EvaluationSchedule
 from poise.trainer import Trainer
-from poise.training.evaluate import Evaluation
+from poise.training.evaluation import Evaluation
 from poise.training.interrupts import Stopper
 from support.small_runs import SMALL, command, make, run
 
@@ -97,7 +97,7 @@ def test_a_line_that_cannot_be_logged_is_no_finished_step(tmp_path, monkeypatch)
 
 def interrupt(monkeypatch, number):
     """Let SIGTERM come in that evaluation of a run."""
-    calls, real = [], evaluations.held_out
+    calls, real = [], evaluation_schedule.held_out
 
     def interrupted(*args):
         calls.append(args)
@@ -106,7 +106,7 @@ def interrupt(monkeypatch, number):
             raise AssertionError("the evaluation went on")
         return real(*args)
 
-    monkeypatch.setattr(evaluations, "held_out", interrupted)
+    monkeypatch.setattr(evaluation_schedule, "held_out", interrupted)
 
 
 def lines(path):
@@ -173,8 +173,8 @@ def test_a_run_that_has_reached_its_goal_only_does_the_final_evaluation_again(tm
 def test_a_run_that_goes_on_beyond_its_end_keeps_its_evaluation_and_does_it_once(tmp_path, monkeypatch, every):
     folder, summary = run(tmp_path, *QUICK, f"evaluation.every={every}", "steps=2")
     assert not any(key.startswith("eval/") for line in folder.metrics() for key in line)
-    config, real, calls = make(tmp_path, *QUICK, f"evaluation.every={every}", "steps=3"), Evaluations.measure, []
-    monkeypatch.setattr(Evaluations, "measure", lambda held: calls.append(1) or real(held))
+    config, real, calls = make(tmp_path, *QUICK, f"evaluation.every={every}", "steps=3"), EvaluationSchedule.measure, []
+    monkeypatch.setattr(EvaluationSchedule, "measure", lambda held: calls.append(1) or real(held))
     trainer.train(config, resume=True, quiet=True)
     assert len(calls) == 1  # after step 3
     _, second, third = folder.metrics()
@@ -184,15 +184,15 @@ def test_a_run_that_goes_on_beyond_its_end_keeps_its_evaluation_and_does_it_once
 
 
 def test_a_signal_before_an_evaluation_begins_none(tmp_path, monkeypatch):
-    config, real = make(tmp_path, *QUICK), Evaluations.on_start
+    config, real = make(tmp_path, *QUICK), EvaluationSchedule.on_start
 
     def interrupted(held, state):
         signal.raise_signal(signal.SIGTERM)
         return real(held, state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluations, "on_start", interrupted)
-        patch.setattr(evaluations, "held_out", lambda *_: pytest.fail("an evaluation began"))
+        patch.setattr(EvaluationSchedule, "on_start", interrupted)
+        patch.setattr(evaluation_schedule, "held_out", lambda *_: pytest.fail("an evaluation began"))
         with pytest.raises(KeyboardInterrupt):
             trainer.train(config, quiet=True)
     folder = RunFolder.open(config.run)

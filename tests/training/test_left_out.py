@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from poise import config as configs
 from poise import tasks, trainer
-from poise.algorithms.sampler import LongPromptError
-from poise.models.policy import load_policy
+from poise.models.loading import load_policy
 from poise.runs.folder import RunFolder
+from poise.sampling.sampler import LongPromptError
 from poise.tasks import Problem, Score
-from poise.training.setup import build_sampler
+from poise.training import config as configs
+from poise.training.building import build_sampler
 from support.command_line import fails, poise
 from support.small_runs import SHORT, parameters, run
 

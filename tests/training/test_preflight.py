@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from poise import config as configs
 from poise import regulators, tasks, trainer
 from poise._lib.user_code import UserCodeError
-from poise.models.policy import Policy
+from poise.models.policy import ModelError, Policy
 from poise.runs.folder import CheckpointError, RunFolder
-from poise.runs.subscribers.evaluations import Evaluations
+from poise.runs.subscribers.evaluation_schedule import EvaluationSchedule
 from poise.runs.trackers import TrackerError
 from poise.tasks import Score
 from poise.tasks.knights_knaves.task import KnightsKnaves
+from poise.training import config as configs
 from poise.training import preflight as module
 from poise.training.resume import TrainError
 from support.small_runs import SHORT, make, parameters, run
@@ -77,7 +77,7 @@ def test_a_reward_that_is_no_number(tmp_path, monkeypatch, bad, message):
 
 
 def test_a_prompt_that_cannot_be_encoded(tmp_path):
-    refused(make(tmp_path, "rollout.max_prompt=20"), TrainError, "more than rollout.max_prompt=20: raise it")
+    refused(make(tmp_path, "rollout.max_prompt=20"), ModelError, "more than rollout.max_prompt=20: raise it")
 
 
 def test_probabilities_that_are_not_finite(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ class TestFolder:
         def evaluate(*_):
             raise error
 
-        monkeypatch.setattr(Evaluations, "measure", evaluate)
+        monkeypatch.setattr(EvaluationSchedule, "measure", evaluate)
         with pytest.raises(error):
             run(tmp_path)
         assert (tmp_path / "run").exists() == stays

@@ -6,17 +6,17 @@ from datetime import datetime
 import pytest
 import torch
 
-from poise import config as configs
 from poise import trainer
-from poise.config.documents import merge
-from poise.config.schema import keys
-from poise.models import tool_prompts
-from poise.runs.folder import CHANGEABLE, CheckpointError, DamagedError, RunFolder
-from poise.runs.subscribers.evaluations import Evaluations
-from poise.runs.subscribers.records import begun, write_start
-from poise.training import checkpoints
-from poise.training.resume import TrainError, keep_changes, open_to_resume
-from poise.training.setup import check_same_code
+from poise.models import prompts
+from poise.runs.checkpoint_files import CHANGEABLE
+from poise.runs.folder import CheckpointError, DamagedError, RunFolder
+from poise.runs.subscribers.evaluation_schedule import EvaluationSchedule
+from poise.runs.subscribers.recorder import write_start
+from poise.training import building, checkpoints
+from poise.training import config as configs
+from poise.training.config.documents import merge
+from poise.training.config.schema import keys
+from poise.training.resume import TrainError, check_same_code, keep_changes, open_to_resume
 from poise.training.steps import State
 from support.command_line import fails, poise
 from support.small_runs import SHORT, make, run
@@ -124,18 +124,18 @@ def test_the_final_evaluation_is_none_of_those_that_stop_at_watches(copy):
     """It has other problems: a run that goes on must not stop by the accuracy that it reports."""
     folder = RunFolder(copy)
     config = settings(copy, steps=3).model_copy(update={"stop_at": 0.5})
-    assert not Evaluations(None, config, folder, None, None).catch_up(2)
+    assert not EvaluationSchedule(None, config, folder, None, None, None).catch_up(2)
     assert not any(key.startswith("eval/") for key in folder.metrics()[-1])
 
 
 def test_templates_show_the_date_on_which_the_run_began(copy, monkeypatch):
     folder = RunFolder(copy)
     folder.write_json("environment.json", folder.read_json("environment.json") | {"began": "2020-02-03T04:05:06"})
-    assert begun(folder) == datetime(2020, 2, 3, 4, 5, 6)
-    monkeypatch.setattr(tool_prompts, "_DATE", [datetime(2026, 1, 1)])
+    assert folder.began() == datetime(2020, 2, 3, 4, 5, 6)
+    monkeypatch.setattr(prompts, "_DATE", [datetime(2026, 1, 1)])
 
     shown = []
-    monkeypatch.setattr(trainer, "load_policy", lambda *_, **__: shown.append(tool_prompts._DATE[0]) or 1 / 0)
+    monkeypatch.setattr(building, "load_policy", lambda *_, **__: shown.append(prompts._DATE[0]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train(settings(copy, steps=3), resume=True, quiet=True)
     assert shown == [datetime(2020, 2, 3, 4, 5, 6)]

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import Phase, regulators
-from poise import config as configs
 from poise.models.layers import OutOfMemoryError
-from poise.models.policy import load_policy
+from poise.models.loading import load_policy
 from poise.models.scoring import score_all, score_min_p
-from poise.objective import Settings
-from poise.training.setup import recomputed
-from poise.training.update import UpdatePlan, mini_batches, update
+from poise.objective import Settings, normalizer
+from poise.training import config as configs
+from poise.training.building import recomputed
+from poise.training.update import UpdatePlan, backward, mini_batches, update
 from support.heads import SURROGATES
 from support.small_runs import run
 from support.tiny_models import exact, prompts, responses, tiny
@@ -55,6 +55,18 @@ def test_the_size_of_a_pass_changes_nothing(name):
         assert_same(after(make(name), micro_tokens=tokens), whole)
     policy, batch = make(name)[0], responses(prompts(len(SHAPE)), SHAPE)
     torch.testing.assert_close(score_all(policy, batch, 1.0, 30), score_all(policy, batch, 1.0, 10**6))
+
+
+def test_processes_that_share_a_mini_batch_add_up_to_it():
+    policy, _, batch = make()
+    phase, whole = Phase.of(batch), normalizer(batch, Settings())
+    gradients = []
+    for rows in (ALL, slice(0, 6), slice(6, None)):
+        assert backward(policy, batch.rows(rows), phase.rows(rows), divisor=whole)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]))
+    together, first, second = gradients
+    assert (first + second - together).norm() < 1e-5 * together.norm()
+    assert (first - together).norm() > 0.1 * together.norm()
 
 
 @pytest.mark.parametrize("text", SURROGATES.values())

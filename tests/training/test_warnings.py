@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from poise import config as configs
 from poise import trainer
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers import warnings
-from poise.runs.subscribers.warnings import TABLE, Progress, found
+from poise.runs.subscribers.warnings import TABLE, Progress, holding
+from poise.training import config as configs
 from support.pages import ROOT
 from support.small_runs import make
 
@@ -32,7 +32,7 @@ def said(lines, config=EMBEDDED):
     """The names of the warnings after these steps, with the step of each."""
     told = []
     for step in range(len(lines) + 1):
-        new = found(Progress(config, lines[:step]), [name for _, name in told])
+        new = holding(Progress(config, lines[:step]), [name for _, name in told])
         told += [(step, entry.name) for entry in new]
     return told
 

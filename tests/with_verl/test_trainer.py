@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transfer_queue as tq
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 from verl.single_controller.base.decorator import _split_args_kwargs_data_proto
 from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
@@ -14,6 +16,8 @@ from poise import TokenBatch, objective, regulators
 from poise.integrations import verl_trainer
 from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.verl_checks import LENGTH_FREE, MASKABLE
+from poise.models.policy import EMBEDDED
+from poise.referee.report.token_files import TokenFiles
 from support import verl_cpu
 from support.verl_cpu import HOT, fields, prepare, rollouts, step, trainer
 from support.verl_runs import close, gradients
@@ -90,6 +94,38 @@ def test_the_queue_is_left_as_it_was():
         assert not torch.equal(during["response_mask"], before["response_mask"])
         assert torch.equal(during["loss_mask"], before["loss_mask"])
     assert torch.equal(seen[0]["response_mask"] + seen[1]["response_mask"], before["response_mask"])
+
+
+@pytest.mark.parametrize("method", ["grpo", "lopti(threshold=0.5)"])
+def test_responses_and_tokens_are_exported(method, tmp_path):
+    made = verl_cpu.config(method)
+    for name, value in (("export", str(tmp_path / "tokens.jsonl")), ("export_every", 2)):
+        OmegaConf.update(made, f"trainer.v1.poise_sync.{name}", value, force_add=True)
+    built = verl_cpu.assembled(made)
+    built.tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)  # verl's own start loads it
+    seen, regulate = [], verl_trainer.RegulatorMixin._token_batch
+    built._token_batch = lambda batch: seen.append(regulate(built, batch)) or seen[-1]
+    for number in (1, 2, 3):
+        built.global_steps = number
+        step(built, rollouts(rewards=[1, 0] * 4))
+    recording = TokenFiles(tmp_path / "tokens.jsonl")
+    assert recording.steps() == [1, 2]
+    assert recording.skipped() == []
+    for number in (1, 2):
+        records, arrays, texts = recording.read(number)
+        batch, _, regulator = seen[number - 1]
+        expected = {"logp": batch.old_logp, "advantage": batch.token_advantages, "entropy": batch.entropy}
+        expected |= {f"weight/{phase.name}": phase.policy for phase in regulator(batch)}
+        for name, values in expected.items():
+            torch.testing.assert_close(arrays[name], values[batch.mask], rtol=1e-6, atol=1e-7)
+        assert [record["reward"] for record in records] == [1, 0] * 4
+        assert [record["group"] for record in records] == batch.groups.tolist()
+        assert [record.get("environment") is not None for record in records] == [True] + [False] * 7
+        question, answer = verl_cpu.sampled(4, 2)[1]
+        assert records[1]["prompt"] == built.tokenizer.decode(question)
+        assert records[1]["text"] == built.tokenizer.decode(answer)
+        begin, end = arrays["start"][1:3].tolist()
+        assert "".join(texts[i] for i in arrays["id"][begin:end].tolist()) == records[1]["text"]
 
 
 @pytest.mark.parametrize(

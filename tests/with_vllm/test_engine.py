@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformers
 
-from poise.engines.hf import CachedEngine
-from poise.engines.vllm import VllmEngine, weights
-from poise.models.policy import ModelError, Policy, load_policy
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import Request
+from poise.models.loading import load_policy
+from poise.models.policy import ModelError, Policy
+from poise.sampling.cached_engine import CachedEngine
+from poise.sampling.draws import Sampling
+from poise.sampling.requests import Request
+from poise.sampling.vllm_engine import VllmEngine, weights
 from support.chi_square import chi_square
 from support.sampled import ask
 from support.tiny_models import sample
@@ -252,7 +253,7 @@ def test_a_model_that_vllm_cannot_run_is_refused():
 def test_another_model_in_vllm_is_noticed(monkeypatch):
     policy = small()
     other = small(seed=1)
-    monkeypatch.setattr("poise.engines.vllm.weights", lambda _: weights(other))
+    monkeypatch.setattr("poise.sampling.vllm_engine.weights", lambda _: weights(other))
     for before, advice in (
         (0, "use rollout.engine=auto"),
         (1, "vLLM was started in this process before: begin a new process"),

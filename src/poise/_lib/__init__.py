@@ -1,1 +1,1 @@
-"""Helpers that every package may use: errors, files, transfers to the device, user code."""
+"""Helpers that every package may use: error messages, atomic files, the device, user code."""

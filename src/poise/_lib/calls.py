@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+from threading import RLock
 from typing import Any
 
 from poise._lib.errors import short
 
 YAML_WORDS = {"true": True, "false": False, "null": None}
+_PARSING = RLock()
+
+
+def syntax_tree(source: str | bytes, mode: str = "exec") -> Any:
+    """``ast.parse``, in one thread at a time: Python 3.11 raises SystemError where threads parse at the same time."""
+    with _PARSING:
+        return ast.parse(source, mode=mode)
 
 
 def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict[str, Any]]:
@@ -22,7 +30,7 @@ def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict
         raise ValueError(f"cannot read {short(text.strip())} in {short(whole)}; write name(setting=value) | name(...)")
     name, inside = match[1], match[2] or ""
     try:
-        call = ast.parse(source := f"f({inside})", mode="eval").body
+        call = syntax_tree(source := f"f({inside})", mode="eval").body
         assert isinstance(call, ast.Call)
         args = [_literal(node, source) for node in call.args]
         settings = {str(k.arg): _literal(k.value, source, f"{k.arg}=") for k in call.keywords}
@@ -33,27 +41,29 @@ def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict
 
 
 class _NoLiteralError(ValueError):
-    """A value that is no literal; the message says what may stand there."""
+    """The value is not a literal; the message says what is allowed."""
 
 
 def _literal(node: ast.expr, source: str, setting: str = "") -> Any:
-    """The value of a literal; true, false and null may be written as in YAML. ``setting`` goes before it in errors."""
+    """The value of a literal; YAML's true, false and null are allowed. ``setting`` is quoted in error messages."""
     if isinstance(node, ast.Name) and node.id in YAML_WORDS:
         return YAML_WORDS[node.id]
     try:
         return ast.literal_eval(node)
     except (ValueError, RecursionError, MemoryError):
-        typed = short(setting + (ast.get_source_segment(source, node) or ""))
-        raise _NoLiteralError(f"{typed}: write a number, true, false, null, a list, or a text in quotes") from None
+        source_text = short(setting + (ast.get_source_segment(source, node) or ""))
+        raise _NoLiteralError(
+            f"{source_text}: write a number, true, false, null, a list, or a text in quotes"
+        ) from None
 
 
 def split_bars(text: str) -> list[str]:
-    """Split at the bars that stand outside brackets and quotes."""
+    """Split at each ``|`` outside brackets and quotes."""
     return split_outside(text, "|")
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Split at each ``separator``, a single character, that stands outside brackets and quotes."""
+    """Split at each ``separator`` (one character) outside brackets and quotes."""
     parts, depth, quote, start = [], 0, "", 0
     for i, char in enumerate(text):
         if quote:

@@ -1,4 +1,4 @@
-"""What code must know of the device: kernels, transfers, memory, accumulation, random numbers."""
+"""The device: whether Triton works, transfers, memory, accumulation, random numbers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-# Names and values of glibc's mallopt
+# Parameters of glibc's mallopt
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-KEPT = 2**31 - 1  # bytes: the most that mallopt can be told
-IN_HEAP = 32 << 20  # bytes of the largest block in the heap: glibc's own upper bound
+LARGEST_VALUE = 2**31 - 1  # of an argument of mallopt
+LARGEST_HEAP_BLOCK = 32 << 20  # bytes: glibc's own upper bound
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed, and a C compiler, which it needs to build kernel launchers."""
+    """Whether Triton is installed, and the C compiler that it needs to build kernel launchers."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     return find_spec("triton") is not None and compiler is not None
 
 
 def suits_triton(values: Tensor) -> bool:
-    """Whether our kernels take this tensor: on CUDA, and not float64, which plain torch computes."""
+    """Whether our kernels accept this tensor: it is on CUDA and not float64, which plain torch computes."""
     return values.is_cuda and values.dtype != torch.float64 and has_triton()
 
 
@@ -41,22 +41,22 @@ def send(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What CUDA has left, and what torch has reserved and does not use."""
+    """Free memory: what CUDA reports, plus what torch has reserved but does not use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def keep_freed_memory() -> bool:
-    """Let the host's heap keep memory that is freed, for the next allocation. False: this C library cannot be told.
+    """Let the host's heap keep freed memory for the next allocation. False if the C library does not support this.
 
-    By default glibc hands it back to the system when an update has freed its activations, and the system clears every
-    page again at its first use in the next one.
+    By default glibc returns the memory to the system when an update frees its activations, and the system clears every
+    page again when the next update touches it.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # macOS, musl; Windows has no program to look into
+    except (AttributeError, OSError, TypeError):  # macOS, musl, Windows
         return False
-    return bool(mallopt(MMAP_THRESHOLD, IN_HEAP) and mallopt(TRIM_THRESHOLD, KEPT))
+    return bool(mallopt(MMAP_THRESHOLD, LARGEST_HEAP_BLOCK) and mallopt(TRIM_THRESHOLD, LARGEST_VALUE))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -77,9 +77,9 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Restore the states of all global random number generators, which a task or a reward may use."""
-    import numpy  # not everyone who installs torch has it
+    import numpy  # torch does not require it
 
-    states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - a user's code may draw from it
+    states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - user code may draw from it
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield

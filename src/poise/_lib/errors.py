@@ -1,19 +1,23 @@
-"""Error messages and checks: an error names the value, what is allowed and, if it can be guessed, what was meant."""
+"""Error messages and checks: an error names the value, what is allowed and, if it can be guessed, what was meant.
+
+Messages may show text that a model wrote, which is untrusted: ``quote`` and ``visible`` make it safe to print.
+"""
 
 from __future__ import annotations
 
 import reprlib
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
 
 LONGEST = 100  # characters of a value shown in a message
 LONGEST_QUOTE = 60  # characters of a text that a model wrote
-MOST_LISTED = 50  # names listed beside the one that was probably meant
+MOST_LISTED = 50  # with more allowed names, a message shows only the likely one
 
 
 class _Short(reprlib.Repr):
-    """``repr`` for messages: a user's value may be a million characters long, or nested without end."""
+    """``repr`` for messages: a user's value may be a million characters long, or contain itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,12 +45,12 @@ def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
 
 
 def counted(count: int, one: str, several: str | None = None) -> str:
-    """A number with what it counts: "1 row", "1,200 rows". ``several`` is ``one`` with an s, unless given."""
+    """A number and its noun: "1 row", "1,200 rows". ``several`` is the plural, by default ``one`` with an s."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra. Not from the package index, where poise is another package."""
+    """The command that installs an extra. On the package index, poise is another package."""
     return f"in your clone of poise run: pip install -e '.[{extra}]' -c constraints.txt"
 
 
@@ -87,7 +91,7 @@ def check_settings(name: str, settings: Iterable[str], allowed: Iterable[str], h
 
 
 def quote(text: str, longest: int = LONGEST_QUOTE) -> str:
-    r"""A text that a model wrote, in quotation marks, on one line, cut short, without characters that cannot be seen.
+    r"""Quote a model's text on one line: cut short, with ? for invisible characters.
 
     >>> quote("a\n b\x00")
     '"a b?"'
@@ -96,3 +100,25 @@ def quote(text: str, longest: int = LONGEST_QUOTE) -> str:
     start = "".join(char if char.isprintable() else "?" for char in start)
     cut = len(start) > longest or len(text) > 4 * longest
     return f'"{start[:longest]}..."' if cut else f'"{start}"'
+
+
+# Fonts do not draw these characters, so different texts could look the same. They are Unicode's
+# Default_Ignorable_Code_Point, which Python lacks, as far as str.isprintable accepts them.
+IGNORABLE = frozenset(
+    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u3164\uffa0"  # joiner, fillers, inherent vowels
+    + "".join(map(chr, [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)]))  # variation selectors
+)
+
+
+def visible(text: str) -> str:
+    """Replace control and invisible characters by escapes such as ``\\x1b``. Line breaks stay."""
+    return "".join(c if c == "\n" or (c.isprintable() and c not in IGNORABLE) else _escape(c) for c in text)
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def complain(text: str) -> None:
+    """Print a message on standard error."""
+    print(visible(text), file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 TEMPORARY = ".tmp-"  # prefix of a file that is being written
 OLD = ".old-"  # prefix of a folder that is being replaced
 MANIFEST = "manifest.json"
-SEAL = "checksum"  # the key of results that hold their own
+SEAL = "checksum"  # the key under which a document stores its own
 
 
 def dumps(data: Any, indent: int | None = None) -> bytes:
@@ -38,7 +38,7 @@ def _finite(data: Any) -> Any:
 
 
 def loads(text: bytes | str) -> Any:
-    """Parse JSON. Any invalid text raises ValueError, also one that is nested too deeply."""
+    """Parse JSON. Invalid text raises ValueError, even if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -46,13 +46,13 @@ def loads(text: bytes | str) -> Any:
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` with the checksum of its contents. The folder it is in (``run``) may change."""
+    """``data`` with a checksum of its contents. ``run``, the folder, is left out: folders may be moved."""
     contents = {key: value for key, value in data.items() if key not in (SEAL, "run")}
     return {**data, SEAL: hashlib.sha256(dumps(contents)).hexdigest()}
 
 
 def was_changed(data: Any) -> bool:
-    """Whether ``data``, read from a file, is not what ``sealed`` returned. Data without a checksum cannot tell."""
+    """Whether ``data``, read from a file, differs from what ``sealed`` returned. False if it has no checksum."""
     return isinstance(data, dict) and SEAL in data and sealed(data)[SEAL] != data[SEAL]
 
 
@@ -75,7 +75,7 @@ def expand(path: str | Path) -> Path:
 
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries to disk: without this a power cut may undo a rename."""
-    if os.name != "posix":  # elsewhere a folder cannot be opened, and need not be flushed
+    if os.name != "posix":  # Windows cannot open a folder, and need not flush it
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -99,8 +99,8 @@ def check_own(paths: Iterable[Path]) -> None:
     for path in paths:
         if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
             raise FileExistsError(
-                f"{path} is a link, a pipe or a device, and a run changes only files of its own: put the file or "
-                "folder itself in its place; to keep a run on another disk, link its whole folder"
+                f"{path} is a link, a pipe or a device, and a run changes only its own files: replace it by the file "
+                "or folder itself; to keep a run on another disk, link its whole folder"
             )
 
 
@@ -115,7 +115,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(TEMPORARY + path.name)
     try:
-        remove(temporary)  # a leftover, or a link planted there to have another file overwritten
+        remove(temporary)  # a leftover, or a planted link that would let us overwrite another file
         with temporary.open("xb") as file:
             yield file
             file.flush()
@@ -132,7 +132,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a killed process left half-written in ``folder``, and finish its interrupted replacements."""
     for path in folder.glob(TEMPORARY + "*"):
         remove(path)
-    for path in folder.glob(OLD + "*"):  # killed between two renames: put it back, unless its successor is in place
+    for path in folder.glob(OLD + "*"):  # killed between two renames: restore it unless the new one is in place
         original = path.with_name(path.name.removeprefix(OLD))
         if original.exists():
             remove(path)
@@ -142,9 +142,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder. Failure is ignored: it must not stop a run.
+    """Remove a file or a folder. Failures are ignored: they must not stop a run.
 
-    A folder is renamed first. A kill in between leaves a leftover, not half a folder under its own name.
+    A folder is renamed first, so a kill leaves a leftover, not half a folder under the old name.
     """
     if path.is_dir() and not path.is_symlink():
         aside = path if path.name.startswith(TEMPORARY) else path.with_name(f"{TEMPORARY}removed-{path.name}")
@@ -161,7 +161,7 @@ def remove(path: Path) -> None:
 def seal(folder: Path, about: Mapping[str, Any] | None = None) -> None:
     """Flush every file of ``folder`` to disk, then write the manifest: ``about``, and each file's size and hash."""
     if (folder / MANIFEST).exists():
-        raise ValueError(f"{MANIFEST} is written here last, by poise: choose another name for your file")
+        raise ValueError(f"poise writes {MANIFEST} here: choose another name for your file")
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_dir():

@@ -1,6 +1,6 @@
-"""What the user's own code is made of: a hash of every file, function and value that it depends on, by name.
+"""Fingerprint of the user's code: a hash of every file, function and value that it depends on, by name.
 
-A run and a comparison record it, because the same settings with edited code are another experiment.
+Runs and comparisons record it: the same settings with edited code are another experiment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-DEEPEST = 100  # levels of values within values that are read, before Python's stack ends
+from poise._lib.calls import syntax_tree
+
+DEEPEST = 100  # levels of nested values that are read; more could exhaust Python's stack
 LONG = 1000  # characters
 _OWN = Path(__file__).resolve().parents[1]
 _PLACES = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -28,10 +30,10 @@ _LIBRARIES = tuple(os.path.realpath(folder) + os.sep for folder in (*_PLACES, st
 def fingerprint(thing: Any) -> dict[str, str]:
     """A hash of each part of ``thing``, by the part's name. ``thing`` is a module, a class, a function or an object.
 
-    Code in a file is that file and what it imports from beside it. Code without a file, such as a notebook's or that
-    of the script that runs, is its source with the globals that it uses. Closure values, default arguments and the
-    state of objects count too. Python, poise and installed packages count by name; but an installed ``thing`` is its
-    file.
+    Code in a file counts as that file and the neighbours it imports. Code without a file, as in a notebook or the
+    running script, counts as its source and the globals it uses. Closure values, default arguments and the state of
+    objects count too. Python, poise and installed packages count by name only; if ``thing`` itself is installed, its
+    file counts.
     """
     reader = _Reader()
     text = reader.text(thing)
@@ -52,12 +54,17 @@ def package_hash() -> str:
 
 
 def is_installed(file: Path) -> bool:
-    """Whether a file belongs to Python, to poise or to an installed package: its version says what it is."""
-    return str(file).startswith(_LIBRARIES)
+    """Whether a file belongs to Python, to poise or to an installed package, which a version identifies."""
+    return str(file.resolve()).startswith(_LIBRARIES)
+
+
+def in_place(file: Path) -> Path:
+    """The path with its folder resolved but not the file: a linked file imports the neighbours of the link."""
+    return file.parent.resolve() / file.name
 
 
 def module_files(module: ModuleType, folders: Iterable[str] = ()) -> dict[Path, bytes]:
-    """``files`` of a module, with the packages that hold it; nothing for one that is installed or has no file."""
+    """``files`` of a module and its packages; empty if the module is installed or has no file."""
     file = _file(module)
     if file is None or is_installed(file):
         return {}
@@ -67,54 +74,76 @@ def module_files(module: ModuleType, folders: Iterable[str] = ()) -> dict[Path, 
 
 
 def files(roots: Iterable[Path], folders: Iterable[str] = ()) -> dict[Path, bytes]:
-    """Python files, and those that they import from beside them or from ``folders``, recursively: their contents."""
-    waiting, found = [root.resolve() for root in roots], dict[Path, bytes]()
-    beside = {home for root in waiting for home in (root.parent, _home(root))} | {Path(each) for each in folders}
+    """Contents of Python files and, recursively, of those that they import from their folders or ``folders``."""
+    waiting, contents = [in_place(root) for root in roots], dict[Path, bytes]()
+    search_path = _search_path(waiting, folders)
     while waiting:
         file = waiting.pop()
-        if file not in found and not is_installed(file):
-            found[file] = file.read_bytes()
-            waiting += sorted(_imports(file, found[file], beside))
-    return dict(sorted(found.items()))
+        if file not in contents and not is_installed(file):
+            contents[file] = file.read_bytes()
+            waiting += sorted(in_place(place / name) for place, name in _imports(file, contents[file], search_path))
+    return dict(sorted(contents.items()))
+
+
+def shadowed(root: Path, folders: Iterable[str] = ()) -> tuple[Path, Path] | None:
+    """A file that ``root`` imports, and the different file that Python would import instead; None if there is none."""
+    contents, search_path = files([root], folders), _search_path([in_place(root)], folders)
+    for file, text in contents.items():
+        for place, name in _imports(file, text, search_path):
+            module = ".".join(name.with_suffix("").parts).removesuffix(".__init__")
+            loaded = getattr(sys.modules.get(module), "__file__", None)
+            places = [Path(folder, name) for folder in sys.path] if str(place) in sys.path else []
+            other = next((each for each in ([Path(loaded)] if loaded else places) if each.is_file()), place / name)
+            if not is_installed(other) and other.read_bytes() != contents.get(in_place(place / name)):
+                return place / name, other
+    return None
 
 
 def hashes(contents: Mapping[Path, bytes], root: Path) -> dict[str, str]:
-    """The hash of each file, by its name as seen from the folder ``root``."""
+    """The hash of each file, by its path relative to ``root``."""
     return {Path(os.path.relpath(file, root)).as_posix(): _hash(text) for file, text in contents.items()}
 
 
+def _search_path(roots: Iterable[Path], folders: Iterable[str]) -> set[Path]:
+    """The folders to search for files that ``roots`` import."""
+    return {home for root in roots for home in (root.parent, _home(root))} | {Path(each) for each in folders}
+
+
 def _home(file: Path) -> Path:
-    """The folder of the outermost package that holds a file; the file's own folder if none does."""
+    """The folder that contains a file's outermost package; the file's own folder if it is in no package."""
     return next(folder for folder in file.parents if not (folder / "__init__.py").is_file() or folder == folder.parent)
 
 
-def _imports(file: Path, source: bytes, beside: Iterable[Path]) -> Iterator[Path]:
-    """The files in the folders ``beside``, or in its own package, that a file imports. Nothing is run."""
+def _imports(file: Path, source: bytes, search_path: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+    """The files that ``file`` imports from ``search_path`` or its own package: folder and path within it.
+
+    Nothing is run.
+    """
     try:
-        nodes = list(ast.walk(ast.parse(source)))
+        nodes = list(ast.walk(syntax_tree(source)))
     except (SyntaxError, ValueError, RecursionError):
         return
     for node in nodes:
         if isinstance(node, ast.Import):
-            names, places = [alias.name for alias in node.names], beside
+            names, places = [alias.name for alias in node.names], search_path
         elif isinstance(node, ast.ImportFrom):
             names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
-            places = beside if not node.level else file.parents[node.level - 1 : node.level]
+            places = search_path if not node.level else file.parents[node.level - 1 : node.level]
         else:
             continue
         for name in names:
             parts = name.split(".")
             for place in () if not getattr(node, "level", 0) and parts[0] in sys.stdlib_module_names else places:
-                inner = [place.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+                inner = [Path(*parts[:count]) for count in range(1, len(parts) + 1)]
                 candidates = [each for path in inner for each in (path.with_suffix(".py"), path / "__init__.py")]
-                yield from (candidate.resolve() for candidate in candidates if candidate.is_file())
+                yield from ((place, candidate) for candidate in candidates if (place / candidate).is_file())
 
 
 def _file(module: ModuleType | None) -> Path | None:
-    """The Python file of a module; None for one without, and for the script that runs: its settings are there too."""
+    """The Python file of a module; None if it has none. The running script counts as none: it has the settings too."""
     name = getattr(module, "__file__", None)
     runs = getattr(module, "__name__", None) == "__main__"
-    return Path(name).resolve() if name and name.endswith(".py") and not runs else None
+    return in_place(Path(name)) if name and name.endswith(".py") and not runs else None
 
 
 def _hash(text: str | bytes) -> str:
@@ -122,15 +151,15 @@ def _hash(text: str | bytes) -> str:
 
 
 class _Reader:
-    """Turns values into texts that are equal in every process, and collects the parts that they depend on."""
+    """Turns values into texts that are the same in every process, and collects the parts that they depend on."""
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
-        self._known: dict[int, tuple[Any, str]] = {}  # by id; the value is kept, so that its id stays its own
+        self._known: dict[int, tuple[Any, str]] = {}  # by id; holding the value keeps its id from being reused
         self._depth = 0
 
     def text(self, value: Any) -> str:
-        """A text for any value; a long one is its hash, since values may share parts many times."""
+        """A text for any value. Long texts are hashed, because values may share parts many times."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             return repr(value)
         if id(value) not in self._known:
@@ -156,14 +185,14 @@ class _Reader:
             return self._class(value)
         if isinstance(value, FunctionType):
             return self._function(value)
-        if isinstance(value, CodeType):  # of a function without a source; its line numbers do not matter
-            return f"{value.co_code.hex()} {value.co_names} {self.text(value.co_consts)}"
+        if isinstance(value, CodeType):  # a function without source; line numbers do not matter
+            return f"{value.co_code.hex()} {value.co_names} {value.co_varnames} {self.text(value.co_consts)}"
         if isinstance(value, BuiltinFunctionType) and not hasattr(value, "__wrapped__"):
             return value.__qualname__
         return self._object(value)
 
     def _add_files(self, module: ModuleType | None) -> bool:
-        """Add a module's files to the parts. False: it has none, so that the source is all there is."""
+        """Add a module's files to the parts. False if it has none: then the caller hashes the source."""
         if (file := _file(module)) is None:
             return module is not None and module.__name__ != "__main__"  # built-in
         assert module is not None
@@ -186,6 +215,8 @@ class _Reader:
             return name
         if not self._add_files(module):
             try:
+                if function.__name__ == "<lambda>":  # its source has the rest of the statement too
+                    raise OSError
                 source = inspect.getsource(function)
             except (OSError, TypeError):
                 source = self.text(function.__code__)
@@ -203,18 +234,16 @@ class _Reader:
             content = array.view(sys.modules["torch"].uint8).numpy().tobytes() if array.numel() else b""
             return f"{name} {value.dtype} {tuple(value.shape)} {_hash(content)}"
         try:
-            reduce = copyreg.dispatch_table.get(type(value))  # as pickle finds an object's state
-            made = reduce(value) if reduce else value.__reduce_ex__(2)
-        except Exception:  # of a lock, a generator, an open file
+            reduce = copyreg.dispatch_table.get(type(value))  # where pickle looks for an object's state
+            state = reduce(value) if reduce else value.__reduce_ex__(2)
+        except Exception:  # a lock, a generator or an open file has no state to read
             return name
-        parts = (
-            [made] if isinstance(made, str) else [list(each) if isinstance(each, Iterator) else each for each in made]
-        )
-        return name + self.text(parts)
+        parts = [state] if isinstance(state, str) else state
+        return name + self.text([list(each) if isinstance(each, Iterator) else each for each in parts])
 
 
 def _names(code: CodeType) -> set[str]:
-    """The global names that a function may use, those of functions inside it included."""
+    """The global names that a function may use, including inner functions."""
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 

@@ -19,9 +19,9 @@ def finished(x, bias, scale, softcap, inverse_temperature, BIAS: tl.constexpr, S
     if SOFTCAP:
         t = 2 * tl.sigmoid(2 * (x * scale) / softcap) - 1  # tanh
         z = t * (softcap * inverse_temperature * LOG2E)
-        z = tl.where(x > 0.9 * NEVER, z, NEVER)  # the soft-cap would raise it
+        z = tl.where(x > 0.9 * NEVER, z, NEVER)  # the soft-cap must not raise it
         slope = slope * (1 - t * t)
     else:
         z = x * (slope * LOG2E)
-        z = tl.where(z < NEVER, NEVER, z)  # -inf would make 0 · inf of its share in a mean; NaN stays NaN
+        z = tl.where(z < NEVER, NEVER, z)  # -inf would become 0 · inf = NaN in a mean; NaN stays NaN
     return z, slope

@@ -1,8 +1,8 @@
 """The one loader of the user's own code: settings name it as ``file.py:Name`` or ``package.module.Name``.
 
 Importing a module runs it. So a name is imported only with the user's consent: the user typed it, wrote it in Python,
-or chose the recipe that has it. Settings that come with a run folder may be anybody's; they are read within
-``untrusted``, where ``load`` refuses everything but poise's own code. docs/security.md has the rule for users.
+or chose the recipe that names it. Anybody may have written the settings in a run folder, so they are read within
+``untrusted``, where ``load`` refuses everything but poise's own code. docs/security.md explains the rule to users.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,19 +23,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from poise._lib import live
 from poise._lib.calls import split_bars
-from poise._lib.errors import unknown
+from poise._lib.errors import check_settings, unknown
 from poise._lib.files import remove
-from poise._lib.fingerprint import files, fingerprint, hashes, module_files
+from poise._lib.fingerprint import files, fingerprint, hashes, in_place, module_files, shadowed
 
-FOLDERS: list[str] = []  # searched for modules after everything that is installed; the command line adds one
+FOLDERS: list[str] = []  # searched for modules after all installed packages; the command line adds one
 TASK_CODE = ("name", "reward", "factory")  # the settings of a task that may name code
+METHODS = ("regulator", "algorithm", "advantage")  # settings with their own settings, ar(alpha=0.3), that may name code
+MARKED = (*METHODS, "task")  # kinds that @poise.KIND marks
 _MARK = "_poise_kind"
-_FILES: dict[str, str] = {}  # modules loaded from a file: their name, and the file as the user wrote it
-_LOADED: dict[Path, bytes] = {}  # files as they were when they were imported last
+_FILES: dict[str, str] = {}  # module name → file, as the user wrote it, for modules loaded from a file
+_LOADED: dict[Path, bytes] = {}  # file → contents at the last import
 
 F = TypeVar("F", bound=Callable[..., Any])
-Code = dict[str, dict[str, str]]  # what code is made of: see ``code_of``
+Code = dict[str, dict[str, str]]  # path in the settings → {file: hash}: see ``code_of``
 
 
 class UntrustedError(ValueError):
@@ -43,28 +46,31 @@ class UntrustedError(ValueError):
 
 
 class UserCodeError(RuntimeError):
-    """The user's own code raised while it ran, or returned what cannot be used."""
+    """The user's own code raised, or returned something unusable."""
 
 
 @contextmanager
-def blamed(kind: str, text: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn an exception of a user's own regulator or algorithm into one that names its file and line.
+def blamed(
+    kind: str, text: str, passing: tuple[type[Exception], ...] = (), *, raised_there: bool = False
+) -> Iterator[None]:
+    """Turn an exception in the user's own code, such as a regulator, into one that names the file and line.
 
-    ``kind`` is the setting, ``text`` its value. Exceptions of poise's own code stay as they are, and so do those of a
-    ``passing`` type, which tell the user enough.
+    ``kind`` is the setting, ``text`` its value. Exceptions from poise's own code pass unchanged, and so do those of a
+    ``passing`` type, which tell the user enough. With ``raised_there`` the traceback must lead into the user's file.
     """
     try:
         yield
     except passing:
         raise
     except Exception as error:
-        if not asks_for_code({kind: text}):
+        place = place_of(error)
+        if not any(is_foreign(path) for path in _paths(text)) or (raised_there and not place):
             raise
-        raise UserCodeError(f"{kind} {text!r} failed: {type(error).__name__}: {error}{place_of(error)}") from error
+        raise UserCodeError(f"{kind} {text!r} failed: {type(error).__name__}: {error}{place}") from error
 
 
 def place_of(error: BaseException) -> str:
-    """The end of a message: where in the user's own code an exception arose, if it did."""
+    """The end of a message: the file and line of the user's code that raised; empty if none did."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     libraries = (str(Path(__file__).parents[1]), str(Path(torch).parent) if torch else "<", "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
@@ -77,7 +83,7 @@ def place_of(error: BaseException) -> str:
 @dataclass(frozen=True)
 class _Untrusted:
     source: str  # where the settings come from
-    consent: frozenset[str]  # paths that the user typed on top of them
+    consent: frozenset[str]  # paths that the user typed as overrides
 
 
 _UNTRUSTED: ContextVar[_Untrusted | None] = ContextVar("untrusted", default=None)
@@ -87,7 +93,7 @@ _UNTRUSTED: ContextVar[_Untrusted | None] = ContextVar("untrusted", default=None
 def untrusted(source: str, typed: Iterable[Any] = ()) -> Iterator[None]:
     """Within, ``load`` refuses all code but poise's own and what the user typed.
 
-    ``source`` is where the settings come from; ``typed`` are the values that the user put on top of them.
+    ``source`` is where the settings come from; ``typed`` are the values that the user typed as overrides.
     """
     consent = frozenset(path for value in typed for path in _paths(value))
     token = _UNTRUSTED.set(_Untrusted(source, consent))
@@ -98,7 +104,7 @@ def untrusted(source: str, typed: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def check_trusted(what: str, path: str | None = None) -> None:
-    """Raise within ``untrusted``, unless the user typed ``path``; ``what`` is the setting that asks for code."""
+    """Within ``untrusted``, raise unless the user typed ``path``; ``what`` is the setting that asks for code."""
     settings = _UNTRUSTED.get()
     if settings is not None and path not in settings.consent:
         raise UntrustedError(
@@ -109,51 +115,63 @@ def check_trusted(what: str, path: str | None = None) -> None:
 
 def asks_for_code(settings: Mapping[str, Any]) -> bool:
     """Whether ``untrusted`` would refuse these settings: then ``--resume`` needs ``--trust``."""
-    return bool(foreign(settings) or settings.get("remote_code"))
+    return any(not live.is_name(path) for path in foreign(settings)) or bool(settings.get("remote_code"))
 
 
 def foreign(settings: Mapping[str, Any]) -> list[str]:
-    """The paths of code in a run's settings that is not part of poise."""
+    """The paths in a run's settings that lead to code outside poise."""
     task = settings.get("task")
     named = [task.get(key) for key in TASK_CODE] if isinstance(task, Mapping) else []
-    named += [settings.get("regulator"), settings.get("algorithm")]
+    objective = settings.get("objective")
+    named += [settings.get(name) for name in METHODS]
+    named += [objective.get("surrogate")] if isinstance(objective, Mapping) else []
+    named += [settings.get("model")] if live.is_name(settings.get("model")) else []
     return [path for value in named for path in _paths(value) if is_foreign(path)]
 
 
 def code_of(settings: Mapping[str, Any]) -> Code:
-    """What the code is made of that a run's settings name: for each path, the hashes of its files. Imports nothing.
+    """Fingerprint of the code that a run's settings name: for each path, the hashes of its files. Imports nothing.
 
-    A notebook's code, and that of the script that runs (``__main__:Name``), is in no file: its parts are hashed.
+    Code of a notebook or of the running script (``__main__:Name``) has no file: its parts are hashed. So are Python
+    objects (``python:name``); a loaded model is one of them.
     """
-    found: Code = {}
+    code: Code = {}
     for path in foreign(settings):
         name, _, inner = _split_path(path)
-        if name.endswith(".py"):
-            file = Path(os.path.expanduser(name)).resolve()
+        if live.is_name(path):
+            code |= {path: live.fingerprint(path)} if live.known(path) else {}
+        elif name.endswith(".py"):
+            file = in_place(Path(os.path.expanduser(name)))
             named = hashes(files([file], FOLDERS), file.parent) if file.is_file() else {}
-            found[path] = {os.path.normpath(os.path.join(os.path.dirname(name), key)): named[key] for key in named}
+            code[path] = {os.path.normpath(os.path.join(os.path.dirname(name), key)): named[key] for key in named}
         elif name in sys.modules:
-            with suppress(AttributeError):  # ``load`` names what is missing
-                found[path] = fingerprint(
-                    attrgetter(inner)(sys.modules[name]) if name == "__main__" else sys.modules[name]
-                )
-    return found
+            with suppress(AttributeError):  # ``load`` will report the missing name
+                module = sys.modules[name]
+                code[path] = fingerprint(attrgetter(inner)(module) if name == "__main__" else module)
+    return code
 
 
 def edited(before: Code, now: Code) -> list[str]:
-    """The files that differ, by name."""
-    pairs = [(before.get(path, {}), now.get(path, {})) for path in {**before, **now}]
-    return sorted({file for old, new in pairs for file in {**old, **new} if old.get(file) != new.get(file)})
+    """The names of the files that differ, and of the Python objects."""
+    pairs = [(path, before.get(path, {}), now.get(path, {})) for path in {**before, **now}]
+    return sorted(
+        {
+            path if live.is_name(path) else file
+            for path, old, new in pairs
+            for file in {**old, **new}
+            if old.get(file) != new.get(file)
+        }
+    )
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a name in the settings leads to code that is not part of poise. Names in poise's tables have no dots."""
+    """Whether a name in the settings leads to code outside poise. Names in poise's tables have no dots."""
     module, _, _ = _split_path(name)
     return ("." in name or ":" in name) and (module.endswith(".py") or module.partition(".")[0] != "poise")
 
 
 def _paths(value: Any) -> list[str]:
-    """The names in a value as settings have it: ``"ar | mine.py:Mine(power=2)"`` names ar and mine.py:Mine."""
+    """The names in the value of a setting: ar and mine.py:Mine in ``"ar | mine.py:Mine(power=2)"``."""
     if isinstance(value, str):
         return [part.partition("(")[0].strip() for part in split_bars(value)]
     if isinstance(value, Mapping):
@@ -167,9 +185,19 @@ def _paths(value: Any) -> list[str]:
 
 
 def mark(kind: str, thing: F) -> F:
-    """Say that ``thing`` is meant to be named in settings, as a ``kind`` ("regulator", …)."""
+    """Allow settings to name ``thing`` as a ``kind`` ("regulator", …)."""
     setattr(thing, _MARK, kind)
     return thing
+
+
+def find(kind: str, name: str, table: Mapping[str, Any], base: type | None = None) -> Any:
+    """What ``name`` stands for: a row of the table, or else the user's own code (``load``)."""
+    if name in table:
+        return table[name]
+    if not any(sign in name for sign in ".:"):
+        own = "; for one of your own write file.py:Name, or its dotted path, package.module.Name"
+        raise ValueError(unknown(kind, name, table) + own)
+    return load(kind, name, base)
 
 
 def load(
@@ -182,10 +210,12 @@ def load(
 ) -> Any:
     """The class or function behind ``file.py:Name``, ``package.module.Name`` or ``package.module:Name``, not called.
 
-    It must be a subclass or an instance of ``base``, pass ``accepts``, or be marked as a ``kind``: a name in the
-    settings must not reach any function there is. ``expected`` says so in words, for the message. What goes wrong is a
-    ``ValueError`` or a ``TypeError``.
+    It must be a subclass or an instance of ``base``, pass ``accepts``, or be marked as a ``kind``: settings must not
+    reach arbitrary functions. ``expected`` describes this for the error message. Raises ``ValueError`` or
+    ``TypeError``. ``python:name`` is an object that the user passed (``_lib.live``).
     """
+    if live.is_name(path):
+        return live.get(path)
     if path.endswith(".py"):
         raise ValueError(f"{kind} {path!r}: say which class or function of the file, {path}:Name")
     module_name, _, names = _split_path(path)
@@ -195,33 +225,47 @@ def load(
     def fits(thing: Any) -> bool:
         return _is_one(kind, thing, base) or (accepts is not None and accepts(thing))
 
-    found: Any = _module(kind, path, module_name)
-    place = getattr(found, "__file__", None)
+    target: Any = _module(kind, path, module_name)
+    place = getattr(target, "__file__", None)
     for name in names.split("."):
-        if not hasattr(found, name):
-            known = [each for each, thing in _defined_in(found) if fits(thing)]
+        if not hasattr(target, name):
+            known = [each for each, thing in _defined_in(target) if fits(thing)]
             where = f" ({place})" if place else ""
             raise ValueError(f"{kind} {path!r}{where}: " + unknown(f"name in {module_name}", name, known))
-        found = getattr(found, name)
-    if not callable(found):
+        target = getattr(target, name)
+    if not callable(target):
         raise TypeError(f"{kind} {path!r} is not callable")
-    if not fits(found):
-        expected = expected or (f"let a class inherit from poise.{base.__name__}" if base else "")
+    if not fits(target):
         article = "an" if kind[0] in "aeiou" else "a"
-        hint = f"{expected}, or " if expected else ""
-        raise TypeError(f"{path!r} is not {article} {kind}: {hint}write @poise.{kind} above a function or class")
-    return found
+        ways = [expected or (f"let a class inherit from poise.{base.__name__}" if base else "")]
+        ways += [f"write @poise.{kind} above a function or class"] if kind in MARKED else []
+        raise TypeError(f"{path!r} is not {article} {kind}: {', or '.join(filter(None, ways))}")
+    return target
+
+
+def build(name: str, kind: Callable[..., Any], settings: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
+    """``kind(*args, **settings)``. Errors are a ``ValueError`` or ``TypeError`` that names ``name``."""
+    allowed, hint = list(inspect.signature(kind).parameters), forgotten_dataclass(kind)
+    check_settings(name, settings, allowed, hint)
+    if len(args) > len(allowed):
+        raise TypeError(f"{name} takes at most {len(allowed)} settings ({', '.join(allowed)}), got {len(args)}{hint}")
+    try:
+        return kind(*args, **settings)
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:  # a user's class may raise anything
+        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def forgotten_dataclass(thing: Any) -> str:
-    """The end of a message about a setting that ``thing`` does not take: a class without @dataclass has none."""
-    if not inspect.isclass(thing) or "__init__" in vars(thing):  # which @dataclass writes too
+    """A hint for the message about an unknown setting: a class without @dataclass takes none."""
+    if not inspect.isclass(thing) or "__init__" in vars(thing):  # @dataclass writes one too
         return ""
     return f"; write @dataclass above class {thing.__name__}, and its fields (name: type = default) are settings"
 
 
 def path_to(thing: Any) -> str:
-    """The path that ``load`` finds a class or function by."""
+    """The path under which ``load`` finds a class or function."""
     return f"{_FILES.get(thing.__module__, thing.__module__)}:{thing.__qualname__}"
 
 
@@ -231,13 +275,18 @@ def _split_path(path: str) -> tuple[str, str, str]:
 
 
 def _module(kind: str, path: str, name: str) -> ModuleType:
-    """The module of that name or file, imported."""
-    file = Path(os.path.expanduser(name)).absolute() if name.endswith(".py") else None
+    """Import the module of that name or file."""
+    file = in_place(Path(os.path.expanduser(name))) if name.endswith(".py") else None
     if file is not None and not file.is_file():
         raise ValueError(f"{kind} {path!r}: there is no file {file}")
     if is_foreign(path):
-        folders = [*FOLDERS, str(file.parent)] if file else FOLDERS  # a file may import those beside it
+        folders = [*FOLDERS, str(file.parent)] if file else FOLDERS  # a file may import its neighbours
         sys.path += [folder for folder in folders if folder not in sys.path]
+    if file is not None and (pair := shadowed(file, FOLDERS)):
+        raise ValueError(
+            f"{kind} {path!r}: {name} imports {pair[0]}, but Python would import {pair[1]} instead, because a "
+            "process has one module per name: rename one of the two, or make them equal"
+        )
     try:
         return _from_name(name) if file is None else _from_file(file, name)
     except (Exception, SystemExit) as error:
@@ -252,14 +301,13 @@ def _module(kind: str, path: str, name: str) -> ModuleType:
 
 
 def _from_name(name: str) -> ModuleType:
-    """The module of that name, imported again if it was edited: in a notebook, code changes while Python runs."""
+    """Import a module, again if it was edited: in a notebook, code changes while Python runs."""
     module = importlib.import_module(name)
     return importlib.import_module(name) if _forget_edited(module_files(module, FOLDERS)) else module
 
 
 def _from_file(file: Path, written: str) -> ModuleType:
-    """The module of a file, under a name that no installed module has and that changes with what the file imports."""
-    file = file.resolve()
+    """Import a file under a name that no installed module has and that changes with the file and its imports."""
     contents = files([file], FOLDERS)
     name = f"{file.stem}_{hashlib.sha256(repr((file, contents)).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -280,7 +328,7 @@ def _from_file(file: Path, written: str) -> ModuleType:
 
 
 def _forget_edited(contents: Mapping[Path, bytes]) -> bool:
-    """If one of these files was edited since its import, forget the modules of all, so that they are imported again."""
+    """If one of these files was edited since its import, drop the modules of all, so that Python imports them again."""
     changed = [file for file, text in contents.items() if _LOADED.get(file, text) != text]
     _LOADED.update(contents)
     if changed:
@@ -288,24 +336,24 @@ def _forget_edited(contents: Mapping[Path, bytes]) -> bool:
             if (
                 name not in _FILES
                 and getattr(module, "__file__", None)
-                and Path(module.__file__ or "").resolve() in contents
+                and in_place(Path(module.__file__ or "")) in contents
             ):
                 del sys.modules[name]
-        for file in changed:  # Python tells bytecode apart by size and second
+        for file in changed:  # Python would keep bytecode of the same size and second
             remove(Path(importlib.util.cache_from_source(str(file))))
         importlib.invalidate_caches()
     return bool(changed)
 
 
 def _defined_in(place: Any) -> Iterator[tuple[str, Any]]:
-    """What a module or a class has of its own that can be called: not what it imported from elsewhere."""
+    """The callables that a module or a class defines itself, without those that it imports."""
     home = place.__name__ if isinstance(place, ModuleType) else getattr(place, "__module__", "")
     for name, thing in getattr(place, "__dict__", {}).items():
         if callable(thing) and not name.startswith("_") and str(getattr(thing, "__module__", "")).startswith(home):
             yield name, thing
 
 
-def _is_one(kind: str, found: Any, base: type | None) -> bool:
-    if base is not None and (isinstance(found, base) or (inspect.isclass(found) and issubclass(found, base))):
+def _is_one(kind: str, thing: Any, base: type | None) -> bool:
+    if base is not None and (isinstance(thing, base) or (inspect.isclass(thing) and issubclass(thing, base))):
         return True
-    return getattr(found, _MARK, None) == kind
+    return getattr(thing, _MARK, None) == kind

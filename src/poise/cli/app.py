@@ -1,4 +1,4 @@
-"""The command line: one table of commands, each a plain function of a file beside this one."""
+"""The command line: one table of commands, each a plain function in another file of this folder."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from poise import __version__
-from poise.cli import diagnose, evaluate, inspect, publish, train
+from poise.cli import inspect, measure, publish, train
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         print(__version__)
         raise typer.Exit
 
@@ -36,8 +36,8 @@ def build() -> typer.Typer:
     app.callback()(_main)
     app.command("train")(train.train)
     app.command("compare")(train.compare)
-    app.command("eval")(evaluate.evaluate)
-    app.command("diagnose")(diagnose.diagnose)
+    app.command("eval")(measure.evaluate)
+    app.command("diagnose")(measure.diagnose)
     app.command("report")(inspect.report)
     app.command("runs")(inspect.runs)
     app.command("export")(publish.export)

@@ -1,4 +1,4 @@
-"""What the commands share: errors without a traceback, typed paths, consent, progress."""
+"""Shared by the commands: errors without a traceback, paths, consent, progress."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 
 Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings.")]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Run code that the folder's settings name; docs/security.md says why this asks.")
+    bool,
+    typer.Option("--trust", help="Run the code that the folder's settings name; docs/security.md explains the risk."),
 ]
 
 TrustChanged = Annotated[
-    bool, typer.Option("--trust-changed", help="Go on although your own code was edited since; it is written down.")
+    bool, typer.Option("--trust-changed", help="Continue although your own code was edited since; the run records it.")
 ]
 
 
 def fail(message: object) -> NoReturn:
-    """Print what is wrong, without a traceback, and exit with status 1."""
-    from poise.runs.console import visible
+    """Print an error without a traceback, and exit with status 1."""
+    from poise._lib.errors import visible
 
     print(f"poise: {visible(str(message))}", file=sys.stderr)
     raise typer.Exit(1)
 
 
 def home(path: Any) -> Any:
-    """A callback that expands ``~`` in a path or several: shells leave ``--out=~/x`` as it is."""
+    """A callback that expands ``~`` in one path or several: shells do not expand ``--out=~/x``."""
     from poise._lib.files import expand
 
     try:
@@ -47,26 +48,26 @@ def home(path: Any) -> Any:
 
 
 def check_no_comparison(folder: str | Path) -> None:
-    """Stop with a message if this is the folder of a comparison, where one of its runs is meant."""
+    """Stop with a message if this is the folder of a comparison instead of a run."""
     page = os.path.join(folder, "comparison.html")
     if os.path.isfile(page) and not os.path.exists(os.path.join(folder, "config.json")):
-        fail(f"{folder} is the folder of a comparison: open {page}, or name runs in it")
+        fail(f"{folder} is the folder of a comparison: open {page}, or name one of its runs")
 
 
 def _model(name: str) -> str:
-    """``home``; and the folder of a comparison is refused before anything is loaded."""
-    found = str(home(name))
-    check_no_comparison(found)
-    return found
+    """Expand ``~``, and refuse the folder of a comparison before anything is loaded."""
+    path = str(home(name))
+    check_no_comparison(path)
+    return path
 
 
 Model = Annotated[str, typer.Argument(callback=_model, help="A hub id, a model folder, a run folder, or 'embedded'.")]
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Print errors that tell the user what to do as they are; any other is a bug and keeps its traceback."""
-    from poise.config.documents import ConfigError
+def user_errors() -> Iterator[None]:
+    """Print errors that tell the user what to do without a traceback; any other is a bug and keeps it."""
+    from poise.training.config.documents import ConfigError
 
     try:
         yield
@@ -83,19 +84,18 @@ def explained() -> Iterator[None]:
 
 
 def _kinds_that_explain() -> tuple[type[Exception], ...]:
-    """The errors of the rooms below. They are imported once there is one: most of them need torch."""
+    """The errors that tell the user what to do. Imported only when needed: most of them need torch."""
     with quick_imports():
         from poise._lib.user_code import UserCodeError
-        from poise.models.places import ModelError
+        from poise.models.location import ModelError
         from poise.runs.folder import CheckpointError, DamagedError
         from poise.runs.trackers import TrackerError
         from poise.tasks import RewardError, TaskError
         from poise.tasks.data import DataError
         from poise.training.resume import TrainError
-    return (
-        ModelError, CheckpointError, DamagedError, DataError, TaskError, RewardError, TrainError, TrackerError,
-        UserCodeError,
-    )  # fmt: skip
+    models = (ModelError, CheckpointError, DamagedError)
+    tasks = (DataError, TaskError, RewardError)
+    return (*models, *tasks, TrainError, TrackerError, UserCodeError)
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def loading(*, quiet: bool = False) -> AbstractContextManager[object]:
-    """Say on a terminal that torch and transformers are being imported, which takes seconds; the line goes away."""
+    """On a terminal, show a line while torch and transformers are imported, which takes seconds."""
     return nullcontext() if quiet or not sys.stderr.isatty() else _status("loading torch and transformers")
 
 
@@ -120,8 +120,8 @@ def _status(text: str) -> Status:
 
 
 def check_folder_is_free(place: Path, remedy: str) -> None:
-    """Stop with a message unless ``place`` is a new or an empty folder, or can be one."""
+    """Stop with a message unless ``place`` is an empty folder or can become a new one."""
     if file := next((path for path in place.parents if path.is_file()), None):
-        fail(f"{file} is a file, and no folder can be in it: {remedy}")
+        fail(f"{file} is a file and cannot contain a folder: {remedy}")
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         fail(f"{place} {'is not empty' if place.is_dir() else 'is a file'}: {remedy}")

@@ -1,18 +1,22 @@
-"""``poise runs``, ``poise report``, ``poise tasks`` and ``poise doctor``: they only look."""
+"""``poise runs``, ``poise report``, ``poise tasks`` and ``poise doctor``, which change no run."""
 
 from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poise.cli.common import Settings, check_no_comparison, explained, fail, home, progress
+from poise._lib.imports import quick_imports
+from poise.cli.common import Settings, check_no_comparison, fail, home, progress, user_errors
 
 if TYPE_CHECKING:
     from poise.runs.listing import Listed
+    from poise.tasks import Episode
+    from poise.training.config.schema import Config
 
 
 def runs(
@@ -20,27 +24,28 @@ def runs(
 ) -> None:
     """List the runs in a folder and below it, newest first: state, settings, steps, held-out accuracy before → after.
 
-    A run is training, finished, stopped (go on with `poise train --resume DIR`), diverged, or damaged.
+    A run is training, finished, stopped (continue with `poise train --resume DIR`), diverged, or damaged.
 
     Examples:
 
     - `poise runs`
     - `poise runs runs/cmp`
     """
-    from poise.runs.console import Console, visible
+    from poise._lib.errors import visible
     from poise.runs.listing import find_runs
+    from poise.runs.subscribers.console import Console
 
     if not folder.is_dir():
-        fail(f"{folder}: there is no such folder; name the one that holds your runs: poise runs DIR")
+        fail(f"{folder}: there is no such folder; name the folder of your runs: poise runs DIR")
     try:
-        found = find_runs(folder)
+        listing = find_runs(folder)
     except OSError as error:
         fail(error)
-    if not found:
-        print(visible(f"no runs in {folder}; begin one with: poise train {shlex.quote(f'run={folder}/first')}"))
+    if not listing:
+        print(visible(f"no runs in {folder}; start one with: poise train {shlex.quote(f'run={folder}/first')}"))
         return
     with Console(0) as console:
-        console.table([_row(run) for run in found])
+        console.table([_row(run) for run in listing])
 
 
 def _row(run: Listed) -> dict[str, Any]:
@@ -77,34 +82,59 @@ def list_tasks(context: typer.Context) -> None:
 def show(
     args: Annotated[list[str] | None, typer.Argument(metavar="[TASK] [KEY=VALUE]...")] = None,
 ) -> None:
-    """Show a problem: its prompt, and the right answer where the task knows it.
+    """Show a problem: its prompt, and the right answer if the task knows it. With a model, exactly what it reads.
 
-    TASK is a name from `poise tasks`, or `file.py:Class`. Settings of the task are written as everywhere else, with
-    `task.` in front. `seed` (0) chooses the problem; `split` is `train` or `test`.
+    TASK is a name from `poise tasks`, or `file.py:Class`. Settings of the task have `task.` in front, as everywhere.
+    `seed` (0) chooses the problem; `split` is `train` or `test`. With `model=`, the prompt is shown as the model reads
+    it: chat template, system message, tools, `task.prefill` and control tokens.
 
     Examples:
 
     - `poise tasks show kk task.people=4 seed=0`
     - `poise tasks show kk task.people=3 task.phrasing=plain split=test`
+    - `poise tasks show kk model=embedded "task.prefill=<think>"`
     """
     from poise import tasks
-    from poise.config.run_settings import task_to_show
+    from poise._lib.errors import visible
+    from poise.training.config.run_settings import task_to_show
 
-    with explained():
-        task, seed, split = task_to_show(args or [])
+    with user_errors():
+        config, split = task_to_show(args or [])
+        task = config.task.build()
         try:
-            (problem,) = tasks.draw(task, split, seed, 1)  # type: ignore[arg-type]
+            (problem,) = tasks.draw(task, split, config.seed, 1)  # type: ignore[arg-type]
         except ValueError as error:
             fail(error)
         print(f"{problem.id} (difficulty {problem.difficulty}, {split})")
-        for message in tasks.begin(task, problem).start():
-            print(
-                f"\n{message['content']}"
-                if message["role"] == "user"
-                else f"\n[{message['role']}] {message['content']}"
-            )
+        episode = tasks.begin(task, problem)
+        if "model" in config.model_fields_set:
+            print(f"\n{visible(_read_by_model(config, episode))}")
+        else:
+            for message in episode.start():
+                role = "" if message["role"] == "user" else f"[{message['role']}] "
+                print(f"\n{role}{message['content']}")
         if (gold := tasks.gold_answer(task, problem)) is not None:
             print(f"\n--- the right answer\n{gold}")
+
+
+def _read_by_model(config: Config, episode: Episode) -> str:
+    """The prompt of an episode, decoded from the ids that the model gets, and where the model begins to write."""
+    from poise._lib.errors import counted
+    from poise.models.loading import load_tokenizer
+    from poise.models.prompts import encode, encode_prefill, opened, tools_of
+
+    tokenizer, ends = load_tokenizer(config.model_name, remote_code=config.remote_code, template=config.template)
+    prefill = config.task.prefill
+    ids = [*encode(tokenizer, episode.start(), ends, tools_of(episode)), *encode_prefill(tokenizer, prefill)]
+    controls = [token for token in dict.fromkeys(ids) if token in tokenizer.all_special_ids or token in ends]
+    names = ", ".join(f"{tokenizer.decode([token])} × {ids.count(token)}" for token in controls) or "none"
+    begun = (opened(tokenizer) + prefill).strip()
+    scored = f"; the reply that is scored begins with {begun}" if begun else ""
+    return (
+        f"--- what {config.model} reads ({counted(len(ids), 'token')}; control tokens: {names})\n"
+        f"{tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)}"
+        f"▶ the model writes from here{scored}"
+    )
 
 
 def verl(
@@ -112,7 +142,7 @@ def verl(
     config_path: Annotated[Path | None, typer.Option(callback=home, help="A folder with your configurations.")] = None,
     config_name: Annotated[str, typer.Option(help="The configuration in that folder.")] = "ppo_trainer",
 ) -> None:
-    """Check whether verl has loaded poise, which verl does not show; with settings, whether verl can train them.
+    """Check whether verl has loaded poise, which verl does not show; with settings, whether poise can train with them.
 
     Examples:
 
@@ -127,37 +157,45 @@ def verl(
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(callback=home, help="Run folders; several are compared.")],
+    runs: Annotated[
+        list[str], typer.Argument(callback=home, help="Run folders, or token files; several are compared.")
+    ],
     out: Annotated[Path | None, typer.Option(callback=home, help="The file to write; default: report.html.")] = None,
-    x: Annotated[str, typer.Option("--x", help="What curves are drawn over: step, tokens or seconds.")] = "step",
+    x: Annotated[str, typer.Option("--x", help="The x axis of the curves: step, tokens or seconds.")] = "step",
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the report on this machine and keep it up to date.")
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --watch; 0: any free port.")] = 0,
+    tokenizer: Annotated[
+        str | None, typer.Option(callback=home, help="The model whose tokenizer knows the ids of a token file.")
+    ] = None,
 ) -> None:
     """Write a run, or several side by side, as one HTML file that opens from disk and needs no network.
 
-    `--x` is what curves are drawn over when the page opens; the reader can change it there.
+    `--x` is the x axis of the curves when the page opens; the reader can change it. A token file, or a folder of them,
+    is a run of another trainer: TRL or verl with poise's `export`, or prime-rl's token exports.
 
     Examples:
 
     - `poise report runs/demo`
     - `poise report runs/grpo runs/ar --out comparison.html --x tokens`
     - `poise report --watch runs/demo`
+    - `poise report tokens.jsonl`
+    - `poise report outputs/token_exports --tokenizer Qwen/Qwen3-0.6B`
     """
-    from poise._lib.errors import unknown
-    from poise.reports.html import serve, write_report
-    from poise.runs.console import visible
-    from poise.runs.metrics_file import AXES
+    from poise._lib.errors import unknown, visible
+    from poise.referee.report.html import serve, write_report
+    from poise.runs.axes import AXES
 
-    with explained():
+    with user_errors():
         if x not in AXES:
             fail(unknown("--x", x, AXES))
         for run in map(Path, runs):
             check_no_comparison(run)
         try:
+            decode = _decode(tokenizer)
             if watch:
-                server = serve(runs, port, x=x)
+                server = serve(runs, port, x=x, decode=decode)
                 print(f"http://127.0.0.1:{server.server_port}  (stop with Ctrl-C)", flush=True)
                 with server:
                     server.serve_forever()
@@ -165,16 +203,30 @@ def report(
             place = _place(runs, out)
             with progress() as say:
                 write_report(
-                    runs, place, x=x, progress=lambda done, total: say(f"{done:,} of {total:,} responses written")
+                    *(runs, place),
+                    x=x,
+                    progress=lambda done, total: say(f"{done:,} of {total:,} responses written"),
+                    decode=decode,
                 )
-        except (ValueError, RecursionError) as error:  # poise writes the files of a run whole
+        except (ValueError, RecursionError) as error:  # poise writes whole files, so somebody changed one
             fail(f"a file of the run is damaged: {error}")
     print(visible(f"report: {place}"))
 
 
+def _decode(tokenizer: str | None) -> Callable[[list[int]], str] | None:
+    if tokenizer is None:
+        return None
+    with quick_imports():
+        from poise.models.loading import load_tokenizer
+
+    return load_tokenizer(tokenizer)[0].decode  # type: ignore[no-any-return]
+
+
 def _place(runs: list[str], out: Path | None) -> Path:
-    """The file to write."""
-    place = out or (Path(runs[0]) / "report.html" if len(runs) == 1 else Path("report.html"))
+    """The file to write the report to."""
+    first = Path(runs[0])
+    beside = first.with_suffix(".html") if first.is_file() else first / "report.html"
+    place = out or (beside if len(runs) == 1 else Path("report.html"))
     if out is None and place.is_symlink():  # the author of the run chose its target
         fail(f"{place} is a link to another file: name the file to write with --out")
     if place.is_dir():

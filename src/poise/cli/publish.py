@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from poise.cli.common import check_folder_is_free, explained, fail, home
+from poise.cli.common import check_folder_is_free, fail, home, user_errors
 
 _Model = Annotated[str, typer.Argument(metavar="RUN", callback=home, help="A run folder, a checkpoint or an adapter.")]
 _Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option("--dtype", help="Of the weights; auto: that of the model it was trained from."),
+    typer.Option("--dtype", help="dtype of the weights; auto: that of the original model."),
 ]
 _RemoteCode = Annotated[bool, typer.Option("--remote-code", help="Let the model's repository run its own Python.")]
 
@@ -24,7 +24,7 @@ def export(
     dtype: _Dtype = "auto",
     remote_code: _RemoteCode = False,
 ) -> None:
-    """Write a trained model as an ordinary Hugging Face folder: adapters merged, safetensors, a card of its numbers.
+    """Write a trained model as an ordinary Hugging Face folder: adapters merged, safetensors, a model card.
 
     `AutoModelForCausalLM.from_pretrained(OUT)` loads it without poise; so do vLLM, TRL and others.
 
@@ -33,24 +33,26 @@ def export(
     - `poise export runs/demo models/demo`
     - `poise export runs/lora models/merged --dtype bfloat16`
     """
-    from poise.runs.console import visible
+    from poise._lib.errors import visible
 
-    with explained():
+    with user_errors():
         check_folder_is_free(out, "choose another folder")
         if out.name in ("", ".."):
-            fail(f"{out}: the model's folder is made anew, so name one; this one can be OUT from the folder above it")
+            fail(f"{out}: name a new folder, which poise creates; to write here, run this in the folder above")
         _write(run, out, out.name, dtype, remote_code)
     print(visible(f"saved to {out}"))
 
 
 def push(
     run: _Model,
-    repo: Annotated[str, typer.Argument(help="NAME/MODEL on the hub; it is made if it is missing.")],
-    public: Annotated[bool, typer.Option("--public", help="Anybody may see it; without this it is private.")] = False,
+    repo: Annotated[str, typer.Argument(help="NAME/MODEL on the hub; created if missing.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Make the repository public; by default it is private.")
+    ] = False,
     dtype: _Dtype = "auto",
     remote_code: _RemoteCode = False,
 ) -> None:
-    """Put a trained model on the Hugging Face hub, as `poise export` writes it. The repository is private.
+    """Put a trained model on the Hugging Face hub, as `poise export` writes it. By default the repository is private.
 
     Log in first, with `hf auth login` or HF_TOKEN.
 
@@ -59,10 +61,10 @@ def push(
     - `poise push runs/demo me/knights`
     - `poise push runs/demo me/knights --public`
     """
-    from poise.models.places import Repository, locate
+    from poise.models.location import Repository, locate
 
-    with explained(), TemporaryDirectory(prefix="poise-push-") as place:
-        locate(run)  # raises where there is no model, before anything is made on the hub
+    with user_errors(), TemporaryDirectory(prefix="poise-push-") as place:
+        locate(run)  # raises if there is no model, before the repository is created
         repository, folder = Repository(repo, public=public), Path(place) / "model"
         _write(run, folder, repo.rpartition("/")[2], dtype, remote_code)
         repository.upload(folder, "Model trained with poise")
@@ -70,15 +72,15 @@ def push(
 
 
 def _write(run: str, folder: Path, title: str, dtype: str, remote_code: bool) -> None:
-    """The model in a new folder, and its card if a run made it."""
-    from poise.config.run_settings import run_of
+    """Write the model into a new folder, with a card if it comes from a run."""
     from poise.models.loading import export as save
-    from poise.models.places import locate
-    from poise.reports.card import card
+    from poise.models.location import locate
+    from poise.referee.report.card import card
     from poise.runs.folder import RunFolder, step_of
+    from poise.training.config.run_settings import run_of
 
-    made_by, source = run_of(run), Path(locate(run)).resolve()  # the model in the folder of a checkpoint
-    text = card(RunFolder.open(made_by, resume=False), title, step_of(source.parent)) if made_by else None
+    origin, source = run_of(run), Path(locate(run)).resolve()  # the model in the folder of a checkpoint
+    text = card(RunFolder.open(origin, resume=False), title, step_of(source.parent)) if origin else None
     save(run, folder, dtype=dtype, remote_code=remote_code)
     if text is not None:
         (folder / "README.md").write_text(text, encoding="utf-8")

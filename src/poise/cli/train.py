@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from poise._lib.imports import quick_imports
-from poise.cli.common import Trust, TrustChanged, explained, fail, loading
+from poise.cli.common import Trust, TrustChanged, fail, loading, user_errors
 
 if TYPE_CHECKING:
-    from poise.config.schema import Config
+    from poise.training.config.schema import Config
 
 
 def train(
     args: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with a run: --resume DIR; steps=N and budget=N may raise its end."),
+        typer.Option("--resume", help="Continue a run: --resume DIR; steps=N and budget=N may extend it."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every setting with its value, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")] = False,
@@ -26,8 +26,8 @@ def train(
 ) -> None:
     """Train a model. Without a recipe this is the demo: the embedded model, on any laptop.
 
-    RECIPE is the name of a shipped recipe or a YAML file. Without one, and with a model of your own, settings have
-    defaults for pretrained models, and you name the task: `task.name=…` (see `poise tasks`), `data=FILE reward=…`, or
+    RECIPE is the name of a shipped recipe or a YAML file. With your own model and no recipe, the defaults are those for
+    pretrained models, and you name the task: `task.name=…` (see `poise tasks`), `data=FILE reward=…`, or
     `environment=file.py:Class`.
 
     Examples:
@@ -42,48 +42,52 @@ def train(
     - `poise train --resume runs/ar steps=200`
     """
     with quick_imports():
-        from poise import config as configs
+        from poise._lib.errors import visible
         from poise._lib.files import expand
-        from poise.runs.console import Console, visible
         from poise.runs.lock import check_free, owned
+        from poise.runs.subscribers.console import Console
+        from poise.training import config as configs
 
     recipe, overrides = split_arguments(args or [])
-    with explained():
-        with quick_imports():  # of torch, once something must be built to be checked
+    with user_errors():
+        with quick_imports():  # checking a setting may import torch
             config = _resumed(recipe, overrides, trust or trust_changed) if resume else configs.load(recipe, overrides)
         if dry_run:
             settings = configs.dump(config)
-            print(visible(settings) if resume else settings)  # a run folder's may be anybody's
+            print(visible(settings) if resume else settings)  # anybody may have written a run folder's settings
             return
         if not resume:
-            with owned(expand(config.run), make=False):  # else it is in use
+            with owned(expand(config.run), make=False):  # raises if it is in use
                 check_free(expand(config.run))
         with loading(quiet=quiet), quick_imports():
-            from poise import trainer
-            from poise.runs.subscribers.results import show
+            import poise.trainer
+            from poise.runs.subscribers.summary import show
 
-        summary = trainer.train(config, resume=resume, quiet=quiet, renumber=False, trust_changed=trust_changed)
+        result = poise.train(
+            recipe=config,
+            resume=config.run if resume else None,
+            quiet=quiet,
+            renumber=False,
+            trust_changed=trust_changed,
+        )
         if quiet:
-            show(config, summary, Console(0))
+            show(config, result.summary, Console(0))
 
 
 def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
-    """The settings of the run that is to go on. Its folder is named as ``run=DIR``, or by itself."""
-    from poise.config.documents import split_overrides
-    from poise.config.run_settings import of_run
-    from poise.runs.folder import CHANGEABLE
+    """The settings of the run to resume, whose folder is ``run=DIR`` or the only plain argument."""
+    from poise.runs.checkpoint_files import CHANGEABLE
+    from poise.training.config.documents import split_overrides
+    from poise.training.config.run_settings import of_run
 
     if recipe is not None and any(item.startswith("run=") for item in overrides):
         fail(f"--resume takes its settings from the run folder: leave {recipe} out")
     if extra := sorted({item.partition("=")[0].strip() for item in overrides} - CHANGEABLE.keys()):
-        fail(
-            f"--resume goes on with the run's own settings; {extra[0]}= cannot be changed. What can: "
-            f"{', '.join(CHANGEABLE)}"
-        )
+        fail(f"--resume uses the run's own settings; {extra[0]}= cannot be changed. These can: {', '.join(CHANGEABLE)}")
     changes = split_overrides(overrides)
     changes.setdefault("run", recipe)
     if changes["run"] is None:
-        fail("--resume needs to know which run: poise train --resume DIR (or run=DIR)")
+        fail("--resume needs a run: poise train --resume DIR (or run=DIR)")
     return of_run(str(changes["run"]), changes, trust=trust)
 
 
@@ -100,20 +104,25 @@ def compare(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and a forecast, and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")] = False,
     trust_changed: TrustChanged = False,
+    register: Annotated[
+        bool, typer.Option("--register", help="Freeze the plan before its first run, and stop.")
+    ] = False,
 ) -> None:
-    """Compare methods over several seeds: train every arm with every seed, side by side, and test the differences.
+    """Compare methods over several seeds: train every arm with every seed, in parallel, and test the differences.
 
     RECIPE is a shipped recipe or a YAML file, as for `poise train`. A setting with several values is an axis, and axes
     multiply out to arms. `;` separates values; in plain settings `,` does too (a value that is a list is written in
     brackets, `optim.betas="[0.9,0.99]; [0.9,0.999]"`). The first arm is the baseline.
 
     Settings of the comparison: `seeds` (10: seeds 0 to 9; or 20-29), `run` (its folder), `baseline` (an arm), `tune`
-    (so many other seeds choose a learning rate for each arm among those of `optim.lr`), `jobs` (runs side by side),
-    `threads` (of a run on a CPU: 1), `hours` (then no more runs are started), `retries` (of a run that fails: 0),
-    `keep` (`models`, or only `results`: without checkpoints, of which each takes 14 to 16 bytes for a parameter).
+    (this many extra seeds choose each arm's learning rate among those of `optim.lr`), `controls` (`auto` adds arms that
+    may explain a method's gain), `measure` (`speed`: how many times as fast as the baseline an arm learns; the baseline
+    runs `longer`=2 times as many steps, and speeds within `margin` count as equal), `jobs` (runs in parallel),
+    `threads` (of a run on a CPU: 1), `hours` (no run starts after this), `retries` (of a failed run: 0), `keep`
+    (`models`, or only `results`: no checkpoints, each of which takes 14 to 16 bytes per parameter).
 
-    The same command goes on after Ctrl-C or a kill, and with more arms or seeds; nothing is done twice. docs/compare.md
-    says how a comparison is made fair.
+    After Ctrl-C or a kill, or to add arms or seeds, run the same command again: it continues, and repeats nothing.
+    docs/compare.md explains what makes a comparison fair.
 
     Examples:
 
@@ -125,10 +134,12 @@ def compare(
     """
 
     with quick_imports():
-        from poise.comparison import command
+        from poise.referee.compare import command
 
     recipe, overrides = split_arguments(args or [])
-    with explained():
-        code = command.compare(recipe, overrides, dry_run=dry_run, quiet=quiet, trust_changed=trust_changed)
+    with user_errors():
+        code = command.compare(
+            recipe, overrides, dry_run=dry_run, quiet=quiet, trust_changed=trust_changed, register=register
+        )
     if code:
         raise typer.Exit(code)

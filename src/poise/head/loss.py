@@ -28,6 +28,7 @@ from poise.objective import Settings, active, terms
 from poise.surrogates import Surrogate, Survey
 
 CUDA_CHUNK = 288 << 20  # bytes of logits per chunk; the size of the weight if that is more
+LARGE_CHUNK = 1 << 30  # the trainer's on CUDA: small beside the layers, large enough for few chunks
 CPU_CHUNK = 4 << 20  # fits into a processor's caches
 ALIGN = 128  # a chunk's rows are a multiple of this
 
@@ -77,7 +78,7 @@ def policy_loss(
     gradients = _Gradients(states, linear, required)
     with torch.no_grad(), _no_autocast(states):
         products = _products(states, linear, memory)
-        first = next(products, None)  # the device computes this while the host goes on
+        first = next(products, None)  # the device computes this while the host prepares the terms
         all_terms = terms(batch, phase, settings, normalizer, accumulator(states.dtype), survey)
         parts, active_targets = all_terms.at(tokens, ref=settings.kl_coef != 0), targets.flatten()[tokens]
         totals = states.new_zeros(len(rows.TALLY), dtype=parts.share.dtype)
@@ -108,7 +109,7 @@ def min_p_logp(hidden: Tensor, targets: Tensor, head: HeadLike, min_p: float, *,
     """(N,) log-probabilities of ``targets`` under the distribution filtered by min-p, without gradients.
 
     The filter leaves out words less likely than ``min_p`` times the likeliest, and the rest is renormalised. A target
-    that it leaves out has −inf.
+    that is left out gets −inf.
     """
     linear, hidden = _linear(head), _computed(hidden)
     logp = _per_row(hidden)
@@ -139,9 +140,8 @@ class _TwoPass(torch.autograd.Function):
     def forward(ctx: Any, head: Head, targets: Tensor, memory: int | None, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         hidden = inputs[0]  # weight and bias follow: autograd needs to see them
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            hidden, targets, head.weight, head.bias
-        )  # autograd raises an error if they change in between
+        # Autograd raises an error if one of these changes before the backward pass.
+        ctx.save_for_backward(hidden, targets, head.weight, head.bias)
         ctx.head, ctx.memory = head, memory
         logp, entropy = _per_row(hidden), _per_row(hidden)
         with _no_autocast(hidden):
@@ -219,10 +219,7 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
 
 
 def _row_pass(hidden: Tensor, surrogate: Surrogate | None = None) -> ModuleType:
-    """The module that computes rows: Triton kernels on CUDA if Triton can run, else plain torch.
-
-    Plain torch also for a surrogate that the kernels do not have.
-    """
+    """The module that computes rows: Triton on CUDA, if it can run and has the surrogate; else plain torch."""
     if _device.suits_triton(hidden):
         from poise.head import kernels
 

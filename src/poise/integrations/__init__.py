@@ -1,1 +1,1 @@
-"""Adapters for other trainers. Each module needs the framework that it is named after."""
+"""Adapters for other trainers. Each module needs the framework in its name."""

@@ -1,4 +1,4 @@
-"""Finds out before training what a regulator needs from a framework, by running it on a made-up batch."""
+"""Find out before training what a regulator needs from a framework: run it on an example batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CannotRegulateError(ValueError):
 class Demands:
     """The phases of a regulator, and what they do to the policy, KL and entropy terms."""
 
-    phases: tuple[str, ...]  # their names
+    phases: tuple[str, ...]  # names
     plain: bool  # every policy weight is 1, so nothing is regulated
     kl: str  # KL and entropy terms: ALL of them in every phase, a PART selected by a mask, or otherwise WEIGHTED
 
@@ -50,19 +50,19 @@ def probe(regulator: Regulator) -> Demands:
             raise CannotRegulateError("the regulator gives every token the weight 0, so nothing would be learned")
         return demands(phases, batch)
     except Exception as error:
-        error.add_note("This happened when poise tried the regulator on a small made-up batch, before training.")
+        error.add_note("This happened when poise tried the regulator on a small example batch, before training.")
         raise
 
 
-def beyond(regulator: Regulator, scope: str) -> Regulator | None:
-    """The first part of a composition that looks at more than ``scope`` (token, group, batch); None if no part does."""
+def part_beyond(regulator: Regulator, scope: str) -> Regulator | None:
+    """The first part of a composition that reads more than ``scope`` (token, group, batch); None if no part does."""
     return next((part for part in parts_of(regulator) if SCOPES.index(part.scope) > SCOPES.index(scope)), None)
 
 
 def _kl_kind(policy: torch.Tensor, kl: torch.Tensor) -> str:
     if bool((kl == 1).all()):
         return ALL
-    # A mask on the loss removes the policy term too, so a mask is possible only where the policy weight is 0 anyway.
+    # A mask on the loss also removes the policy term, so it works only where the policy weight is 0.
     is_mask = bool(((kl == 1) | (kl == 0)).all()) and bool((policy[kl == 0] == 0).all())
     return PART if is_mask else WEIGHTED
 

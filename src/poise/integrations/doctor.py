@@ -1,4 +1,4 @@
-"""`poise doctor verl`: has verl loaded poise? verl hides the errors of its plugins, so this shows them."""
+"""`poise doctor verl`: check whether verl has loaded poise, and show the plugin errors that verl hides."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def _trainer() -> tuple[str, Any]:
 def _is_live(plugin: str, entry: Callable[[], tuple[str, Any]], say: Say) -> bool:
     """Whether verl has loaded the plugin; if not, report the error that verl hid."""
     try:
-        what, found = entry()
+        what, target = entry()
     except ImportError as error:
         say(f"NOT LIVE: {plugin}: verl itself cannot be imported ({error}); install what is missing")
         return False
-    if found is not None:
-        say(f"live: {what} ({found.__module__})")
+    if target is not None:
+        say(f"live: {what} ({target.__module__})")
         return True
     say(f"NOT LIVE: {what} is not known to verl")
     known = [point for point in metadata.entry_points(group="verl.plugins") if point.name == plugin]
@@ -98,7 +98,7 @@ def _check_settings(say: Say, overrides: Sequence[str], config_path: Path | None
 
 
 def _check_config(say: Say, config: Any) -> bool:
-    """Report which regulator this configuration trains with. The checks raise if they refuse it."""
+    """Report which regulator this configuration trains with. Raises if a check refuses it."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.utils.config import omega_conf_to_dataclass, validate_config

@@ -3,9 +3,9 @@
 >>> trainer = RegulatedGRPOTrainer(model, reward, GRPOConfig(num_iterations=2, ...), dataset, regulator="lopti")
 
 TRL's loop, loss, checkpoints and logging stay as they are. Groups are whole only right after TRL has generated and
-scored them (``_generate_and_score_completions``). There the regulator runs, and its weights join the batch as tensors
+scored them (``_generate_and_score_completions``). The regulator runs there and adds its weights to the batch as tensors
 that TRL shuffles and splits. ``_compute_loss`` takes advantages of shape (B, T); weights are not negative, so weighting
-the advantage weights the clipped policy term, which ``trl_loss`` tests. If every weight is 1, the batch is left alone.
+the advantage weights the clipped policy term, which ``trl_loss`` tests. If every weight is 1, the batch is unchanged.
 
 The phases of a regulator are iterations of TRL (``num_iterations``): the step counter and the learning-rate schedule
 tick in each phase. ``trl_checks`` refuses what TRL cannot express. Evaluation is TRL's own, without weights.
@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,20 +32,21 @@ except ImportError as error:
 
 from poise.batch import Phase, TokenBatch
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, demands, probe
+from poise.integrations.token_export import TokenExport, lines
 from poise.integrations.trl_checks import check_config, check_needs, check_start, check_trainer, check_trl
 from poise.integrations.trl_loss import check_loss
-from poise.integrations.trl_record import check_resume, describe, tell_trackers, write_card, write_state
+from poise.integrations.trl_metadata import check_resume, describe, tell_trackers, write_card, write_state
 from poise.lm_head import Head
 from poise.regulators import Regulator, parse, summary
 
-WEIGHTS, KEPT = "poise_weights", "poise_kept"  # (B, phases, T) in TRL's batch
-USES = "poise_uses"  # (B,): how often the loss has used a row; the next use belongs to the phase of that number
+WEIGHTS, TERM_MASKS = "poise_weights", "poise_term_masks"  # (B, phases, T) in TRL's batch
+USES = "poise_uses"  # (B,): how often the loss has used a row, which is the number of its next phase
 _FIELDS = {  # fields of TokenBatch, and TRL's names for them
     "targets": "completion_ids",
     "ref_logp": "ref_per_token_logps",
     "sampler_logp": "sampling_per_token_logps",
 }
-_Mixed: Any = object  # stands for TRL's trainer, whose methods the mixin calls by super()
+_Mixed: Any = object  # TRL's trainer, whose methods the mixin calls through super()
 Correct = str | Callable[[Tensor], Tensor]
 Method = str | Regulator | Callable[[TokenBatch], Any]
 
@@ -54,8 +56,8 @@ class _State:
     """What the mixin remembers between TRL's calls."""
 
     rewards: Tensor | None = None  # (all rows, reward functions) of the last generation batch
-    scored_ids: list[list[int]] = field(default_factory=list)  # the responses of this process that got them
-    uses_left: int = 0  # how often the loss will still use micro-batches of it, if there are several phases
+    scored_ids: list[list[int]] = field(default_factory=list)  # this process's responses with these rewards
+    uses_left: int = 0  # how many of its micro-batches the loss still has to use, if there are several phases
     loss_called: bool = False  # whether the current training step went through our _compute_loss
     head_checked: bool = False
     loss_checked: bool = False
@@ -69,7 +71,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     ``regulator`` is the text form, a ``Regulator``, or a function from a batch to phases. ``correct`` says which
     responses are correct, for methods that need to know (NTHR): the name of a reward function that returns 0 or 1, or
     a function of the rewards (B, reward functions) that returns bool (B,). A checkpoint names its regulator, and cannot
-    be resumed with another one unless ``change_regulator`` is True.
+    be resumed with another one unless ``change_regulator`` is True. ``export`` is a file for the responses and their
+    tokens (``poise report FILE``): those of the first generation batch, and of every ``export_every``-th.
     """
 
     def __init__(
@@ -78,9 +81,12 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         regulator: Method,
         correct: Correct | None = None,
         change_regulator: bool = False,
+        export: str | Path | None = None,
+        export_every: int = 10,
         **kwargs: Any,
     ) -> None:
         check_trl(type(self))
+        self._token_export = None if export is None else TokenExport(export, export_every)
         self.regulator = parse(regulator)
         self._regulator_name = regulator if isinstance(regulator, str) else describe(self.regulator)
         self._change_regulator = change_regulator
@@ -108,7 +114,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     # --- Overrides of TRL's methods, in the order in which a step calls them
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's step, and a check that it called our loss."""
+        """TRL's step, with a check that it called our loss."""
         self._poise.loss_called = False
         loss = super().training_step(*args, **kwargs)
         if not self._poise.loss_called:
@@ -133,15 +139,15 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             return super()._compute_loss(model, inputs)
         if WEIGHTS not in inputs:
             raise RuntimeError(f"the batch carries no weights of {self._regulator_name}: its generation bypassed poise")
-        weighted = {name: value for name, value in inputs.items() if name not in (WEIGHTS, KEPT, USES)}
+        weighted = {name: value for name, value in inputs.items() if name not in (WEIGHTS, TERM_MASKS, USES)}
         if not self._poise.loss_checked:
             self._poise.loss_checked = check_loss(
-                self, super()._compute_loss, model, weighted, self._regulator_name, masks=KEPT in inputs
+                self, super()._compute_loss, model, weighted, self._regulator_name, masks=TERM_MASKS in inputs
             )
         phase = self._next_phase(inputs)
         weighted["advantages"] = _per_token(inputs["advantages"]) * inputs[WEIGHTS][:, phase]
-        if KEPT in inputs:  # not completion_mask, which is the attention mask too
-            weighted["tool_mask"] = inputs[KEPT][:, phase]
+        if TERM_MASKS in inputs:  # not completion_mask, which is also the attention mask
+            weighted["tool_mask"] = inputs[TERM_MASKS][:, phase]
         return super()._compute_loss(model, weighted)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -153,7 +159,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     # --- The mixin's own methods
 
     def _next_phase(self, inputs: dict[str, Any]) -> int:
-        """The number of the phase that this use of the batch belongs to. Counts the use."""
+        """Count this use of the batch, and return the number of its phase."""
         phases = self._poise.demands.phases
         if len(phases) == 1:
             return 0
@@ -173,6 +179,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         self._poise.plain = self._check_phases(phases, batch)
         for name, value in self._summary(phases, batch).items():
             self._metrics["train"][name].append(value)
+        if self._token_export is not None and self._token_export.wants_next():
+            self._write_tokens(self._token_export, output, batch.rows(rows), [phase.rows(rows) for phase in phases])
         if self._poise.plain:
             return {}
 
@@ -181,15 +189,30 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if len(phases) > 1:
             self._poise.uses_left = self.args.steps_per_generation * len(phases)
         count, length = output["completion_mask"].shape
-        added = {WEIGHTS: torch.stack([phase.policy[rows, :length] for phase in phases], 1)}
-        added[USES] = torch.zeros(count, dtype=torch.long, device=added[WEIGHTS].device)
+        tensors = {WEIGHTS: torch.stack([phase.policy[rows, :length] for phase in phases], 1)}
+        tensors[USES] = torch.zeros(count, dtype=torch.long, device=tensors[WEIGHTS].device)
         if wants.kl == PART and self.beta != 0:
-            kept = torch.stack([phase.kl[rows, :length] != 0 for phase in phases], 1)  # includes tool_mask
-            added[KEPT] = kept.to(output["completion_mask"].dtype)
-        return added
+            masks = torch.stack([phase.kl[rows, :length] != 0 for phase in phases], 1)  # includes tool_mask
+            tensors[TERM_MASKS] = masks.to(output["completion_mask"].dtype)
+        return tensors
+
+    def _write_tokens(
+        self, export: TokenExport, output: dict[str, Any], batch: TokenBatch, phases: list[Phase]
+    ) -> None:
+        """Export the responses of all processes. These are the batch and phases of this process."""
+        processor: Any = self.processing_class
+        decode = getattr(processor, "tokenizer", processor).decode
+        prompts, responses = (
+            [ids[read.bool()] for ids, read in zip(output[f"{name}_ids"], output[f"{name}_mask"], strict=True)]
+            for name in ("prompt", "completion")
+        )
+        made: list[dict[str, Any]] = gather_object(lines(batch, phases, prompts, responses, decode))
+        if self.is_world_process_zero():
+            groups = ({**line, "group": row // self.num_generations} for row, line in enumerate(made))
+            export.write(self.state.global_step + 1, groups)
 
     def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> bool:
-        """Raise if the phases need more of TRL than those of the trial before training. True if all weights are 1."""
+        """Raise if the phases need more from TRL than in the trial before training. True if all weights are 1."""
         wants, now = self._poise.demands, demands(phases, batch)
         if len(phases) != len(wants.phases):
             names = ", ".join(phase.name for phase in phases)
@@ -206,9 +229,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return wants.plain and now.plain
 
     def _token_batch(self, output: dict[str, Any]) -> tuple[TokenBatch, slice]:
-        """The generation batch of all processes, and which of its rows belong to this process.
+        """The generation batch of all processes, and the rows of this process in it.
 
-        Hidden states are not gathered. If the regulator needs them, it sees the batch of this process, in whole groups.
+        Hidden states are not gathered: if the regulator needs them, it sees only this process's batch, in whole groups.
         """
         needs = self.regulator.needs
         mask = output["completion_mask"]
@@ -244,22 +267,22 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return batch, slice(None) if alone else ours
 
     def _scores(self, output: dict[str, Any], rows: slice) -> dict[str, Tensor]:
-        """Rewards, and what is correct. Neither is known of a batch whose rows a subclass replaced after scoring."""
+        """Rewards and correctness. Both are unknown if a subclass replaced responses after scoring."""
         rewards = self._poise.rewards
         if rewards is None or not _same_responses(output, self._poise.scored_ids):
-            if read := sorted(self.regulator.needs & {"rewards", "correct"}):
+            if needs := sorted(self.regulator.needs & {"rewards", "correct"}):
                 raise CannotRegulateError(
-                    f"{self._regulator_name} needs {' and '.join(read)}, but other responses were scored than those of "
-                    f"the batch: {type(self).__name__} replaces responses after TRL has scored them"
+                    f"{self._regulator_name} needs {' and '.join(needs)}, but TRL scored other responses than those in "
+                    f"the batch: {type(self).__name__} replaces responses after scoring"
                 )
             return {}
         scores = rewards[rows]
-        found = {"rewards": (scores * self.reward_weights.to(scores.device)).nansum(1)}
-        return found if self._correct is None else found | {"correct": self._is_correct(scores)}
+        fields = {"rewards": (scores * self.reward_weights.to(scores.device)).nansum(1)}
+        return fields if self._correct is None else fields | {"correct": self._is_correct(scores)}
 
     def _field(self, output: dict[str, Any], name: str, old_logp: Tensor) -> Tensor:
         """An optional field of ``TokenBatch``, from TRL's batch."""
-        if (values := output.get(_FIELDS[name])) is None:  # check_needs has ruled out all other reasons
+        if (values := output.get(_FIELDS[name])) is None:  # check_needs rules out all other reasons
             raise CannotRegulateError(
                 f"{self._regulator_name} needs {name}, but rollout_func returned logprobs=None: return the "
                 "log-probability of each sampled token there"
@@ -271,8 +294,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     def _old_policy(self, output: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probabilities, entropies and hidden states of the sampled tokens, before the update.
 
-        If generation and update are aligned, TRL has no old log-probabilities and its loss uses the current ones. Then
-        we compute them for the weights only; without dropout, which would add noise and use up random numbers.
+        If generation and update are aligned, TRL has no old log-probabilities, and its loss uses the current ones. Then
+        we compute them only for the weights, without dropout, which would add noise and consume random numbers.
         """
         needs = self.regulator.needs
         logp = output.get("old_per_token_logps")
@@ -282,15 +305,15 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         known = inspect.signature(self._get_per_token_logps_and_entropies).parameters
         images = {name: output[name] for name in known if name in output}
         states: list[Tensor] = []
-        collecting = collected(self, states, length) if "hidden" in needs else nullcontext()
-        with self._without_dropout(), collecting:
+        hook = hidden_states_hook(self, states, length) if "hidden" in needs else nullcontext()
+        with self._without_dropout(), hook:
             current, entropy, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
                 torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
                 length,
                 batch_size=self.args.per_device_train_batch_size,
-                compute_entropy="entropy" in needs,
+                compute_entropy="entropy" in needs or self._token_export is not None,
                 **images,
             )
         hidden = torch.cat(states) if states else None
@@ -312,9 +335,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             return self._correct(rewards)
         values = rewards[:, self.reward_func_names.index(self._correct)].nan_to_num(0.0)
         if ((values != 0) & (values != 1)).any():
-            found = values[(values != 0) & (values != 1)][0].item()
+            value = values[(values != 0) & (values != 1)][0].item()
             raise CannotRegulateError(
-                f"the reward function {self._correct!r} returned {found:g}, so it does not say what is correct (0 or "
+                f"the reward function {self._correct!r} returned {value:g}, so it does not say what is correct (0 or "
                 "1); pass correct=, a function of the rewards (B, reward functions) that returns bool (B,)"
             )
         return values == 1
@@ -329,7 +352,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return {name: sum(values) / len(values) for name, values in by_name.items()}
 
     def _start(self) -> None:
-        """Prepare for training, which may resume from a checkpoint or start again: it begins with new rollouts."""
+        """Prepare for training: new, resumed or started again, it begins with new rollouts."""
         wants = self._poise.demands
         check_start(self.args, self.state, wants, self._regulator_name)
         method = describe(self.regulator)
@@ -342,10 +365,10 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             self._step, self._buffered_inputs, self._poise.uses_left = 0, None, 0
 
     def _skip_idle_step(self) -> None:
-        """If there is no gradient, keep the optimizer from moving the model by momentum alone.
+        """If there is no gradient, keep momentum alone from moving the model.
 
-        Optimizers skip a parameter whose gradient is None, and leave its state alone. With one phase this is left to
-        TRL, which does take a step on a batch without advantages.
+        Optimizers skip a parameter whose gradient is None, and leave its state unchanged. With one phase poise does as
+        TRL, which takes a step even on a batch without advantages.
         """
         if len(self._poise.demands.phases) == 1:
             return
@@ -359,7 +382,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
 
 def _same_responses(output: dict[str, Any], scored: list[list[int]]) -> bool:
-    """Whether the batch consists of the responses that were scored."""
+    """Whether the batch consists of the scored responses."""
     lengths = output["completion_mask"].sum(1).tolist()  # 0 if TRL masks a truncated response
     return len(lengths) == len(scored) and all(
         row[: len(ids)] == list(ids) and length <= len(ids)
@@ -389,7 +412,7 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
 
 
 class RegulatedGRPOTrainer(RegulatorMixin, GRPOTrainer):  # type: ignore[misc]
-    """TRL's ``GRPOTrainer`` with ``regulator=``, say ``"ar(alpha=0.3) | lopti(threshold=0.5)"``."""
+    """TRL's ``GRPOTrainer`` with ``regulator=``, for example ``"ar(alpha=0.3) | lopti(threshold=0.5)"``."""
 
 
 def causal_model(trainer: Any) -> Any:
@@ -405,8 +428,8 @@ def head_of(trainer: Any) -> Head:
 
 
 @contextmanager
-def collected(trainer: Any, states: list[Tensor], length: int) -> Iterator[None]:
-    """Append to ``states`` the hidden states that predict the last ``length`` tokens, by a hook on the base model."""
+def hidden_states_hook(trainer: Any, states: list[Tensor], length: int) -> Iterator[None]:
+    """Within, a hook appends to ``states`` the hidden states that predict the last ``length`` tokens."""
     hook = causal_model(trainer).base_model.register_forward_hook(
         lambda _module, _args, out: states.append(out.last_hidden_state[:, -length - 1 : -1].detach())
     )
@@ -417,7 +440,7 @@ def collected(trainer: Any, states: list[Tensor], length: int) -> Iterator[None]
 
 
 def check_head(trainer: Any, hidden: Tensor, logp: Tensor, output: dict[str, Any], name: str) -> None:
-    """Raise unless our log-probabilities from these hidden states are TRL's, for some tokens of the batch."""
+    """Raise unless our log-probabilities from these hidden states equal TRL's, for some tokens of the batch."""
     row, column = (places[:64] for places in output["completion_mask"].nonzero(as_tuple=True))
     logits = head_of(trainer)(hidden[row, column]).float()
     ours = logits.log_softmax(-1).gather(-1, output["completion_ids"][row, column][:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Refuses, before training starts, what TRL cannot do with a regulator; each message says what to do instead."""
+"""Refuse, before training starts, what TRL cannot do with a regulator; each message says what to do instead."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from typing import Any
 
 import trl
 
-from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, beyond
+from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, part_beyond
 from poise.regulators import Regulator
 
-MINORS = range(10, 17)  # of the tested versions, 1.x
+MINORS = range(10, 17)  # tested versions 1.x
 TESTED = f"1.{MINORS[0]} to 1.{MINORS[-1]}"
-# The methods that the mixin overrides or calls. All of these must be TRL's own, of GRPOTrainer or a class above it.
+# The methods that the mixin overrides or calls. GRPOTrainer or a base class of it in TRL must define all of them.
 HOOKS = (
-    "training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "_generate_and_score_completions",
-    "_calculate_rewards", "_get_per_token_logps_and_entropies",
-)  # fmt: skip
+    "training_step",
+    "_prepare_inputs",
+    "compute_loss",
+    "_compute_loss",
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+    "_get_per_token_logps_and_entropies",
+)
 # TRL's other online trainers, and why they cannot be regulated.
 OTHERS = {
     "RLOOTrainer": "its loss has one ratio for a whole response, so there are no per-token terms to weight",
     "AsyncGRPOTrainer": "it packs responses from a queue for a loss of its own, for which poise has no adapter",
     "OnlineDPOTrainer": "its loss compares pairs of whole responses and has no advantages",
 }
-# Loss types whose denominator does not depend on ``tool_mask``, so that it can remove terms from a phase.
+# Loss types whose denominator does not depend on ``tool_mask``, so a phase can remove terms with it.
 MASKABLE = ("dapo", "dr_grpo", "cispo", "luspo")
 
 
@@ -38,15 +43,15 @@ def check_trl(trainer: type) -> None:
                 f"GRPOTrainer.{name}, which poise hooks into, does not exist in TRL {trl.__version__}; install TRL "
                 f"{TESTED}, as poise's extra 'trl' does"
             )
-        if not _is_trl(found := getattr(base, name)):
+        if not _is_trl(method := getattr(base, name)):
             raise CannotRegulateError(
-                f"GRPOTrainer.{name} is not TRL's own but comes from {found.__module__}: its loss may bypass poise. "
+                f"GRPOTrainer.{name} is not TRL's own but comes from {method.__module__}: its loss may bypass poise. "
                 "Train without the library that patches it"
             )
     if trl.__version__.split(".")[:2] not in [["1", str(minor)] for minor in MINORS]:
         warnings.warn(
             f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}. poise tests on "
-            "the first batch whether its loss takes token weights; for all else, a tested version is the safe choice",
+            "the first batch whether its loss accepts token weights; otherwise only tested versions are safe",
             stacklevel=3,
         )
 
@@ -62,12 +67,12 @@ def _other(trainer: type) -> str:
     for name, reason in OTHERS.items():
         if name in names:
             return f"{name} cannot be regulated, because {reason}. Use GRPOTrainer, or a subclass of it"
-    if replaced := next((name for name in names if name.endswith("GRPOTrainer")), None):
+    if substitute := next((name for name in names if name.endswith("GRPOTrainer")), None):
         return (
-            f"another library, such as Unsloth, has put its {replaced} in the place of that class, and its loss "
-            "bypasses poise. Train without that library"
+            f"another library, such as Unsloth, has replaced that class by its {substitute}, whose loss bypasses "
+            "poise. Train without that library"
         )
-    return "RegulatorMixin belongs in front of GRPOTrainer or a subclass of it, as in class Mine(RegulatorMixin, Yours)"
+    return "put RegulatorMixin before GRPOTrainer or a subclass of it, as in class Mine(RegulatorMixin, Yours)"
 
 
 def check_config(args: Any, wants: Demands, name: str) -> None:
@@ -118,7 +123,7 @@ def period(args: Any) -> int:
 
 
 def check_start(args: Any, state: Any, wants: Demands, name: str) -> None:
-    """Checks at the start of training, when its length and the step it resumes from are known."""
+    """Checks at the start of training, when its length and its first step are known."""
     if len(wants.phases) == 1:
         return
     steps = period(args)
@@ -155,7 +160,7 @@ def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str)
         raise CannotRegulateError(f"{name} needs the whole output weight, which FSDP and DeepSpeed shard; use DDP")
     if trainer.accelerator.num_processes == 1:
         return
-    if (part := beyond(regulator, "group")) is not None:
+    if (part := part_beyond(regulator, "group")) is not None:
         raise CannotRegulateError(
             f"{type(part).__name__} may look at the whole batch, but hidden states, which {name} needs, are not "
             "gathered from other processes; use one process, or leave it out"
@@ -214,7 +219,7 @@ def _check_saves(args: Any, name: str) -> None:
     if args.max_steps > 0:
         _check_multiple("max_steps", args.max_steps, steps, name)
     field, value = _save_interval(args, args.save_steps, args.eval_steps)
-    if value is not None and value >= 1:  # below 1 it is a share of the steps, which is not known yet
+    if value is not None and value >= 1:  # below 1 it is a share of the steps, whose number is unknown here
         _check_multiple(field, value, steps, name)
 
 

@@ -1,6 +1,6 @@
-"""Tests on the first batch, before the first update, whether the loss of a trainer weights tokens.
+"""Test on the first batch, before the first update, whether a trainer's loss weights tokens.
 
-The adapter weights advantages token by token. That regulates tokens only if the loss treats advantages token by token.
+The adapter weights advantages token by token. That regulates tokens only if the loss uses advantages token by token.
 Let g be the gradient of the loss with respect to each token's log-probability, (B, T). For weights w and advantages A
 the loss must satisfy
 
@@ -9,12 +9,12 @@ the loss must satisfy
 
 and, if a mask m removes tokens from a phase, g(w·A, m) = m · (w·(g(A) − g(0)) + g(0)). A ratio or a mean over whole
 responses breaks the first rule, a loss written for advantages (B,) the second, a denominator that counts the mask the
-third. Random w and m make an accidental pass all but impossible.
+third. Random w and m make an accidental pass nearly impossible.
 
 The test runs no forward pass: the trainer gets its log-probabilities from ``_get_per_token_logps_and_entropies``, and
-during the test that method returns made-up ones. So PEFT, DDP, FSDP and DeepSpeed play no part. Each process tests on
-its own, without the collectives that the loss uses for its metrics; then the processes exchange their results. The
-trainer's state is restored afterwards.
+during the test that method returns random ones. So PEFT, DDP, FSDP and DeepSpeed are not involved. Each process runs
+the test alone, without the collectives that the loss uses for its metrics; then the processes exchange their results.
+Afterwards the trainer's state is restored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from poise.integrations.demands import CannotRegulateError
 
 SOURCE = "_get_per_token_logps_and_entropies"
-TOLERANCE = 0.01  # of a response's largest gradient: bfloat16 rounding stays below, a broken rule is far above
+TOLERANCE = 0.01  # of a response's largest gradient: above bfloat16 rounding, far below a broken rule
 Loss = Callable[[Any, dict[str, Any]], Any]
 
 
@@ -53,7 +53,7 @@ def check_loss(trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any], nam
 
 
 class _Bench:
-    """The trainer's loss as a function of the advantages, on made-up log-probabilities."""
+    """The trainer's loss as a function of the advantages, on random log-probabilities."""
 
     def __init__(self, trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any]) -> None:
         self.trainer, self.loss, self.model = trainer, loss, model
@@ -63,11 +63,11 @@ class _Bench:
         self.near = -self.random(0.1, 2.0)  # log-probabilities of the old policy, the reference and the sampler
         known = {"old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"} & inputs.keys()
         ratio = {"importance_sampling_ratio"} & inputs.keys()  # the batch's own may all be 0
-        made_up = dict.fromkeys(known, self.near) | {field: torch.ones_like(inputs[field]) for field in ratio}
-        self.inputs = inputs | made_up
-        # Half of the tokens are as in a first update, half so far off that the loss clips: the rules hold there too.
-        moved = torch.where(self.random(0, 1) > 0.5, self.random(-0.01, 0.01), self.random(-0.4, 0.4))
-        self.tokens = _FakePass(trainer, self.near + moved, self.random(0.1, 2.0))
+        replacements = dict.fromkeys(known, self.near) | {field: torch.ones_like(inputs[field]) for field in ratio}
+        self.inputs = inputs | replacements
+        # Half of the tokens are as in a first update, half so far off that the loss clips: the rules hold for both.
+        shift = torch.where(self.random(0, 1) > 0.5, self.random(-0.01, 0.01), self.random(-0.4, 0.4))
+        self.tokens = _FakePass(trainer, self.near + shift, self.random(0.1, 2.0))
 
     def random(self, low: float, high: float) -> Tensor:
         """Uniform numbers (B, T), the same on every device."""
@@ -76,26 +76,29 @@ class _Bench:
 
     def gradient(self, advantages: Tensor, mask: Tensor | None = None) -> Tensor:
         """Gradients (2, B, T) with respect to log-probabilities and entropies; 0 outside the mask."""
-        changed = {"advantages": advantages} if mask is None else {"advantages": advantages, "tool_mask": mask}
+        changes = {"advantages": advantages} if mask is None else {"advantages": advantages, "tool_mask": mask}
         leaves = self.tokens.renew()
-        with _restored(self.trainer), torch.enable_grad():  # a loss may adapt the trainer's state, as entropy_coef
-            torch.manual_seed(0)  # a loss that draws random numbers draws the same ones each time
-            value = self.loss(self.model, self.inputs | changed)
+        with (
+            _restored(self.trainer),
+            torch.enable_grad(),
+        ):  # a loss may change the trainer's state, such as entropy_coef
+            torch.manual_seed(0)  # the same random numbers each time, if the loss uses any
+            value = self.loss(self.model, self.inputs | changes)
         if not value.requires_grad:
             return torch.zeros((2, *self.mask.shape), device=self.mask.device)
-        found = torch.autograd.grad(value, leaves, allow_unused=True)
-        both = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+        grads = torch.autograd.grad(value, leaves, allow_unused=True)
+        both = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
         return torch.where(self.mask, torch.stack(both), 0.0)
 
 
 @dataclass
 class _FakePass:
-    """Replaces the forward pass of the policy by made-up log-probabilities and entropies."""
+    """Replaces the policy's forward pass: returns random log-probabilities and entropies."""
 
     trainer: Any
     logp: Tensor
     entropy: Tensor
-    asked: bool = False
+    called: bool = False
 
     def __post_init__(self) -> None:
         self.original = getattr(self.trainer, SOURCE)
@@ -105,34 +108,33 @@ class _FakePass:
         self.logp, self.entropy = (x.detach().clone().requires_grad_() for x in (self.logp, self.entropy))
         return [self.logp, self.entropy]
 
-    def __call__(self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any,
-                 **kwargs: Any) -> Any:  # fmt: skip
+    def __call__(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
         if model is getattr(self.trainer, "ref_model", None) or (len(input_ids), logits_to_keep) != self.logp.shape:
             return self.original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        self.asked = True
+        self.called = True
         return self.logp, self.entropy, self.logp.new_zeros(())
 
 
 def _fault(bench: _Bench, *, masks: bool) -> str | None:
     """What is wrong with the loss; "" if nothing is, None if this batch cannot tell."""
     mask, inputs = bench.mask, bench.inputs
-    reach = (
-        inputs["advantages"].abs().max().clamp(min=2) / 2
-    )  # so that weighted advantages are as large as the batch's own
-    rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device) * reach
+    scale = inputs["advantages"].abs().max().clamp(min=2) / 2  # weighted advantages as large as the batch's own
+    rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device) * scale
     ones = rows[:, None].expand(mask.shape).contiguous()
     try:
         own = bench.gradient(ones if inputs["advantages"].dim() == 2 else rows)
     except Exception as error:  # not caused by weights
-        error.add_note("This happened when poise tested the loss on made-up log-probabilities, before any update.")
+        error.add_note("This happened when poise tested the loss on random log-probabilities, before any update.")
         raise
-    if not bench.tokens.asked:
-        return f"it takes log-probabilities from elsewhere than self.{SOURCE}, so poise cannot test it"
+    if not bench.tokens.called:
+        return f"it does not take its log-probabilities from self.{SOURCE}, so poise cannot test it"
     weights = bench.random(0.2, 2.0) * (bench.random(0, 1) > 0.2)  # some are 0
-    kept = (bench.random(0, 1) > 0.4) & mask if masks else mask
+    phase_mask = (bench.random(0, 1) > 0.4) & mask if masks else mask
     try:
         plain, rest = bench.gradient(ones), bench.gradient(torch.zeros_like(ones))
-        weighted = bench.gradient(ones * weights, kept.to(inputs["completion_mask"].dtype) if masks else None)
+        weighted = bench.gradient(ones * weights, phase_mask.to(inputs["completion_mask"].dtype) if masks else None)
     except Exception as error:
         return f"it fails on advantages of shape (B, T), with {type(error).__name__}: {error}"
     if not mask.any():
@@ -141,17 +143,18 @@ def _fault(bench: _Bench, *, masks: bool) -> str | None:
         return "its gradient does not depend on the advantages"
     if _differ(plain, own):
         return "its gradient changes when the same advantages come as (B, T) instead of (B,)"
-    if _differ(weighted, torch.where(kept, weights * (plain - rest) + rest, 0.0), largest=plain.abs() + rest.abs()):
+    expected = torch.where(phase_mask, weights * (plain - rest) + rest, 0.0)
+    if _differ(weighted, expected, largest=plain.abs() + rest.abs()):
         return "the gradient of a token is not in proportion to its own advantage, or depends on those of others"
     several = ((plain - rest)[0] != 0).sum(1) > 1  # a response of one token has no other tokens
     return "" if several.any() else None
 
 
-def _differ(found: Tensor, expected: Tensor, largest: Tensor | None = None) -> bool:
-    """Whether they differ by more than rounding in some response."""
+def _differ(gradient: Tensor, expected: Tensor, largest: Tensor | None = None) -> bool:
+    """Whether the gradients differ by more than rounding in some response."""
     largest = expected.abs() if largest is None else largest
     allowed = TOLERANCE * largest.amax((0, 2)) + 1e-6 * largest.max()
-    return not bool(((found - expected).abs().amax((0, 2)) <= allowed).all())  # NaN counts as different
+    return not bool(((gradient - expected).abs().amax((0, 2)) <= allowed).all())  # NaN counts as different
 
 
 def _owner(trainer: Any, loss: Loss) -> str:
@@ -162,7 +165,7 @@ def _owner(trainer: Any, loss: Loss) -> str:
 
 
 class _WithoutCollectives:
-    """An accelerator without its collectives: batches differ in size between processes, and one process may fail."""
+    """An accelerator without collectives: processes have batches of different sizes, and one may fail."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -178,7 +181,7 @@ class _WithoutCollectives:
 
 @contextmanager
 def _restored(trainer: Any) -> Iterator[None]:
-    """Restore the trainer's attributes, its metrics and the state of the random numbers afterwards."""
+    """Afterwards restore the trainer's attributes, its metrics and the random number generators."""
     before = dict(vars(trainer))
     containers = (list, dict, set, deque)
     vars(trainer).update({k: copy.copy(v) for k, v in before.items() if isinstance(v, containers)})
@@ -189,6 +192,6 @@ def _restored(trainer: Any) -> Iterator[None]:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        for added in vars(trainer).keys() - before.keys():
-            delattr(trainer, added)
+        for name in vars(trainer).keys() - before.keys():
+            delattr(trainer, name)
         vars(trainer).update(before)

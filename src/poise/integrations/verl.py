@@ -1,4 +1,4 @@
-"""Regulators inside verl, as a policy loss: for methods that look at each token alone (AR, TR-GRPO, amplify).
+"""Regulators inside verl, as a policy loss: for methods that treat each token separately (AR, TR-GRPO, amplify).
 
 actor_rollout_ref.actor.policy_loss:
   _target_: poise.integrations.verl.RegulatedPolicyLoss

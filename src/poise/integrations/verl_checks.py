@@ -1,6 +1,6 @@
-"""Refuses, before training starts, what verl cannot do with a regulator; each message says what to do instead.
+"""Refuse, before training starts, what verl cannot do with a regulator; each message says what to do instead.
 
-verl is imported inside the functions, because importing verl imports its plugins, and those import this file.
+The functions import verl themselves: importing verl imports its plugins, and those import this file.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, beyond, probe
+from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, part_beyond, probe
 from poise.regulators import Regulator, parse
 from poise.regulators.base import STATES, scorers, with_scores
 
 TESTED = "0.9.1"
 LOSS, TRAINER = "poise", "poise_sync"  # our names in verl's registries
-# verl's losses in which weights on advantages do not weight tokens, or also do something else.
+# verl's losses in which weights on advantages do not weight tokens, or have another effect too.
 UNFIT = {
     "geo_mean": "has one ratio and one advantage for a whole response, so token weights collapse to their mean",
     "clip_cov": "selects tokens by their advantages, so weights would change the selection; use poise's 'clip-cov'",
     "kl_cov": "selects tokens by their advantages, so weights would change the selection",
     "dro": "has a penalty that does not depend on the advantage, so weights would not reach it",
 }
-# Losses and averages in which response_mask only leaves tokens out. The others measure something inside the mask (the
-# ratio of a response, its length), so the loss of the remaining tokens would change.
+# Losses and averages in which response_mask only removes tokens. The others measure something inside the mask (the
+# ratio or the length of a response), so the loss of the remaining tokens would change.
 MASKABLE = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo")
 LENGTH_FREE = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-ENGINES = ("fsdp", "fsdp2")  # strategies in which a hook sees hidden states and the whole output weight
+ENGINES = ("fsdp", "fsdp2")  # strategies that show a hook the hidden states and the whole output weight
 # The optional fields of TokenBatch that the trainer can fill.
 AVAILABLE = frozenset({"groups", "rewards", "correct", "targets", "entropy", "ref_logp", "sampler_logp"})
 
@@ -47,13 +47,13 @@ def check_verl() -> None:
 
 
 def correct_at(config: Any) -> float | None:
-    """The setting beside the regulator: the reward from which on a response is correct."""
+    """The trainer's setting correct_at: the smallest reward of a correct response."""
     mode = config.trainer.v1.trainer_mode
-    given = config.trainer.v1.get(mode) or {}
-    for key in given:
+    settings = config.trainer.v1.get(mode) or {}
+    for key in settings:
         if key != "correct_at" and get_close_matches(str(key), ["correct_at"], cutoff=0.8):
             raise CannotRegulateError(f"trainer.v1.{mode}.{key} is unknown; did you mean correct_at?")
-    value = given.get("correct_at")
+    value = settings.get("correct_at")
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
@@ -70,14 +70,14 @@ def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
         raise CannotRegulateError("policy_loss.regulator is missing: set it, for example to 'ar(alpha=0.2)'")
     regulator = parse(text)
     wants = probe(regulator)
-    part = beyond(regulator, "token")
+    part = part_beyond(regulator, "token")
     if len(wants.phases) > 1 or part is not None or regulator.needs:
         why = f"needs {', '.join(sorted(regulator.needs))}" if part is None else f"has {type(part).__name__} in it"
         why = why if len(wants.phases) == 1 else f"has {len(wants.phases)} phases"
         raise CannotRegulateError(
-            f"{text} {why}, and a policy loss sees one micro-batch at a time, and no more than log-probabilities and "
-            "advantages: leave policy_loss as it is and use "
-            f"poise's trainer, trainer.v1.trainer_mode={TRAINER} +trainer.v1.{TRAINER}.regulator=\"'{text}'\""
+            f"{text} {why}, but a policy loss sees only the log-probabilities and advantages of one micro-batch: leave "
+            f"policy_loss as it is and use poise's trainer, trainer.v1.trainer_mode={TRAINER} "
+            f"+trainer.v1.{TRAINER}.regulator=\"'{text}'\""
         )
     if wants.kl != ALL:
         raise CannotRegulateError(
@@ -116,7 +116,7 @@ def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -
 
 
 def check_linear(function: Any, config: Any, base: str, mode: str) -> None:
-    """Raise unless a weight on a token's advantage weights exactly that token's term, tried on a few made-up tokens.
+    """Raise unless a weight on a token's advantage weights exactly that token's term, on a few random tokens.
 
     Tests cover verl's own losses. This check is for losses that users register.
     """
@@ -129,9 +129,14 @@ def check_linear(function: Any, config: Any, base: str, mode: str) -> None:
     def run(values: Tensor) -> tuple[Tensor, Tensor]:
         logp = new.clone().requires_grad_()
         loss, _ = function(
-            old_log_prob=old, log_prob=logp, advantages=values, response_mask=torch.ones(2, 3, dtype=torch.bool),
-            loss_agg_mode=mode, config=config, rollout_is_weights=None,
-        )  # fmt: skip
+            old_log_prob=old,
+            log_prob=logp,
+            advantages=values,
+            response_mask=torch.ones(2, 3, dtype=torch.bool),
+            loss_agg_mode=mode,
+            config=config,
+            rollout_is_weights=None,
+        )
         loss.backward()
         assert logp.grad is not None
         return loss.detach(), logp.grad
@@ -172,7 +177,7 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
     if "correct" in needs and (why := _unclear_rewards(config)) and correct_at(config) is None:
         raise CannotRegulateError(
             f"{name} needs to know which responses are correct, and {why} may give rewards that do not say so: set "
-            f"trainer.v1.{config.trainer.v1.trainer_mode}.correct_at, the reward from which on a response is correct"
+            f"trainer.v1.{config.trainer.v1.trainer_mode}.correct_at, the smallest reward of a correct response"
         )
     rollout = config.actor_rollout_ref.rollout
     correction = config.algorithm.get("rollout_correction", None) or {}
@@ -188,11 +193,11 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
 
 
 def _unclear_rewards(config: Any) -> str:
-    """What may give rewards other than 1, 0 and −1; "" if nothing does."""
+    """The setting that may give rewards other than 1, 0 and −1; "" if there is none."""
     reward = config.get("reward", None) or {}
     penalty = (reward.get("reward_kwargs", None) or {}).get("overlong_buffer_cfg", None) or {}
     if penalty.get("enable", False):
-        return "a penalty for long ones (overlong_buffer_cfg)"
+        return "a length penalty (overlong_buffer_cfg)"
     own = (reward.get("custom_reward_function", None) or {}).get("path", None)
     return f"a reward of your own (custom_reward_function, {own})" if own else ""
 
@@ -207,7 +212,7 @@ def _check_states(config: Any, name: str) -> None:
     for place, part in (("actor", actor), ("actor.fsdp_config", actor.fsdp_config)):
         if int(part.get("ulysses_sequence_parallel_size") or 1) > 1:
             raise CannotRegulateError(
-                f"{why}with sequence parallelism no process has them all: set "
+                f"{why}with sequence parallelism no process has all of them: set "
                 f"actor_rollout_ref.{place}.ulysses_sequence_parallel_size=1"
             )
     if model.get("use_fused_kernels", False):

@@ -1,9 +1,9 @@
 """Scores from hidden states inside verl (NTHR): the workers compute them in the pass of the old log-probabilities.
 
-The trainer asks for them by ``request``, which adds entries to the batch that goes to the workers, and orders the rows
-so that whole groups go to the same worker. A worker keeps the hidden states of its response tokens until the pass over
-its rows ends, and a copy of the output weight, which is whole while the head runs, however verl shards it. Then it
-scores its groups, and one number per token goes into verl's queue, beside the log-probabilities.
+The trainer calls ``request``, which adds entries to the batch for the workers, and orders the rows so that each group
+goes to one worker. During the pass over its rows a worker stores the hidden states of its response tokens, and a copy
+of the output weight, which is whole while the head runs, however verl shards it. Then it scores its groups, and puts
+one number per token into verl's queue, together with the log-probabilities.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ from poise.lm_head import Head
 from poise.regulators import parse
 from poise.regulators.base import scorers
 
-SCORES = "poise_scores"  # the fields in verl's queue: poise_scores0 for the first regulator that scores, and so on
-_REGULATOR, _CORRECT_AT, _APART, _ROW = "poise_regulator", "poise_correct_at", "poise_apart", "poise_row"
+SCORES = "poise_scores"  # the prefix of fields in verl's queue: poise_scores0 for the first regulator with scores
+_REGULATOR, _CORRECT_AT, _ROW = "poise_regulator", "poise_correct_at", "poise_row"
+_SPLIT_GROUPS = "poise_split_groups"
 _ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
-COMPARED = 64  # tokens of a micro-batch whose log-probabilities are compared with verl's
+COMPARED = 64  # tokens per micro-batch whose log-probabilities are compared with verl's
 
 
 def is_correct(rewards: Tensor, correct_at: float | None) -> Tensor:
-    """Which responses are correct: their reward reaches ``correct_at``; None: it is 1, and others have 0 or −1."""
+    """Whether each reward reaches ``correct_at``; if that is None, whether it is 1 (others must be 0 or −1)."""
     if correct_at is not None:
         return rewards >= correct_at
     odd = (rewards != 1) & (rewards != 0) & (rewards != -1)
     if odd.any():
         raise CannotRegulateError(
             f"a reward is {float(rewards[odd][0]):g}, so it does not say what is correct (1; else 0 or -1): set "
-            "correct_at beside regulator, in trainer.v1.poise_sync; a response is correct if its reward reaches it"
+            "trainer.v1.poise_sync.correct_at; a response is correct if its reward reaches it"
         )
     return rewards == 1
 
 
 def request(batch: Any, processes: int, regulator: str, correct_at: float | None) -> Any:
-    """The batch for a pass with scores: its rows in another order, if there are several workers."""
-    apart: list[str] = []
+    """The batch for a pass with scores, reordered if there are several workers."""
+    split_groups: list[str] = []
     if processes > 1:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid"])
         load = calculate_workload(torch.tensor([tag["seq_len"] for tag in batch.tags])).tolist()
-        order, apart = together(owners(batch, list(data["uid"])), load, processes)
+        order, split_groups = together(owners(batch, list(data["uid"])), load, processes)
         batch = batch.select_keys([batch.keys[row] for row in order])
-    batch.extra_info |= {_REGULATOR: regulator, _CORRECT_AT: correct_at, _APART: apart}
+    batch.extra_info |= {_REGULATOR: regulator, _CORRECT_AT: correct_at, _SPLIT_GROUPS: split_groups}
     return batch
 
 
 def owners(batch: Any, uids: Sequence[Any]) -> list[str]:
-    """The group of each row. verl pads batches with rows without a token, all of one uid: each is alone."""
+    """The group of each row. verl pads batches with empty rows that share a uid: each becomes its own group."""
     rows = zip(batch.keys, batch.tags, uids, strict=True)
     return [key if tag.get("is_padding", False) else str(uid) for key, tag, uid in rows]
 
 
 def together(owners: Sequence[str], load: Sequence[float], processes: int) -> tuple[list[int], list[str]]:
-    """An order of the rows in which each worker's block of rows has whole groups, as even a load as that allows.
+    """An order of the rows in which each worker's block has whole groups and about the same load; and the split groups.
 
-    Blocks have the same number of rows. Groups of unequal size may not fit, or no place is found for them; those that
-    are cut are returned.
+    Blocks have the same number of rows, so groups of unequal size may not fit.
     """
     groups: dict[str, list[int]] = {}
     for row, owner in enumerate(owners):
         groups.setdefault(owner, []).append(row)
     room = len(owners) // processes
     ways = [_blocks(groups, load, processes, room, even=even) for even in (True, False)]
-    blocks, cut = min(ways, key=lambda way: len(way[1]))  # the even one if neither cuts fewer
+    blocks, cut = min(ways, key=lambda way: len(way[1]))  # the even one if both split as many groups
     rest = [row for owner in cut for row in groups[owner]]
     for block in blocks:
         while len(block) < room:
@@ -88,9 +88,9 @@ def together(owners: Sequence[str], load: Sequence[float], processes: int) -> tu
 def _blocks(
     groups: dict[str, list[int]], load: Sequence[float], processes: int, room: int, *, even: bool
 ) -> tuple[list[list[int]], list[str]]:
-    """Blocks of whole groups, the largest first, and the groups that found no place.
+    """Blocks of whole groups, placed by size, and the groups that do not fit.
 
-    A group goes where the load is lightest (``even``), or where it leaves the least room.
+    A group goes to the block with the lightest load (``even``), or with the least room left.
     """
     blocks: list[list[int]] = [[] for _ in range(processes)]
     loads, cut = [0.0] * processes, []
@@ -106,7 +106,7 @@ def _blocks(
 
 
 def use_scoring_workers(workers: dict[Any, Any]) -> None:
-    """Replace verl's actor worker, in its table of worker classes, by one that scores."""
+    """Replace the actor worker in verl's table of worker classes by one that scores."""
     for role in _ACTORS:
         if role not in workers:
             continue
@@ -125,53 +125,53 @@ class _States:
 
     def __init__(self, mask: Tensor, config: Any, temperature: float) -> None:
         self.mask = mask  # (B, T)
-        self._places = mask.flatten().cumsum(0).view_as(mask) - 1  # (B, T) where a token's state is kept
+        self._places = mask.flatten().cumsum(0).view_as(mask) - 1  # (B, T): the index of a token's state
         self._config, self._temperature = config, temperature
         self._gaps: list[Tensor] = []
-        self._seen: Tensor | None = None
-        self._kept: Tensor | None = None  # (N, d)
+        self._head_input: Tensor | None = None
+        self._states: Tensor | None = None  # (N, d)
         self.head: Head | None = None
 
     def see(self, output: Any, inputs: tuple[Any, ...]) -> None:
-        """A hook before the output layer: its input is the last hidden states, and its weight is whole now."""
-        self._seen = inputs[0].detach()
+        """A hook before the output layer: its input is the last hidden states, and its weight is whole here."""
+        self._head_input = inputs[0].detach()
         if self.head is None:
             head = Head.of(output, self._config, self._temperature)
             bias = None if head.bias is None else head.bias.detach().clone()
             self.head = replace(head, weight=head.weight.detach().clone(), bias=bias)
 
     def keep(self, model_output: Any, data: Any, **_: Any) -> tuple[Tensor, dict[str, Any]]:
-        """In the place of verl's loss, once for each micro-batch: keep the states of its response tokens."""
-        if self._seen is None or self.head is None:
+        """Called instead of verl's loss, once per micro-batch: store the states of its response tokens."""
+        if self._head_input is None or self.head is None:
             raise CannotRegulateError("the model did not run its output layer, so poise has no hidden states to score")
-        seen, self._seen = self._seen, None
+        head_input, self._head_input = self._head_input, None
         offsets = data["input_ids"].offsets()
-        before = offsets.diff() - data["response_mask"].offsets().diff() - 1  # the first token's state stands here
+        before = offsets.diff() - data["response_mask"].offsets().diff() - 1  # where the first token's state is
         packed = tu.get_non_tensor_data(data, "use_remove_padding", True)
-        begin = offsets[:-1] if packed else torch.arange(len(offsets) - 1, device=offsets.device) * seen.shape[1]
+        begin = offsets[:-1] if packed else torch.arange(len(offsets) - 1, device=offsets.device) * head_input.shape[1]
         rows = data[_ROW]
         row, column = self.mask[rows].nonzero(as_tuple=True)
-        found = seen.flatten(0, -2)[(begin + before)[row] + column].to(self.head.weight.dtype)
-        if self._kept is None:
-            self._kept = found.new_empty(int(self.mask.sum()), found.shape[-1])
-        self._kept[self._places[rows[row], column]] = found
-        verls = (offsets[:-1] + before)[row] + column
-        self._compare(found, model_output["log_probs"].values()[verls], data["input_ids"].values()[verls + 1])
-        return torch.zeros((), device=seen.device), {}
+        hidden = head_input.flatten(0, -2)[(begin + before)[row] + column].to(self.head.weight.dtype)
+        if self._states is None:
+            self._states = hidden.new_empty(int(self.mask.sum()), hidden.shape[-1])
+        self._states[self._places[rows[row], column]] = hidden
+        places = (offsets[:-1] + before)[row] + column
+        self._compare(hidden, model_output["log_probs"].values()[places], data["input_ids"].values()[places + 1])
+        return torch.zeros((), device=head_input.device), {}
 
     def _compare(self, hidden: Tensor, logp: Tensor, targets: Tensor) -> None:
-        """Note how far log-probabilities from these states are from verl's, for some tokens."""
+        """Record how far log-probabilities from these states are from verl's, for some tokens."""
         assert self.head is not None
         places = torch.linspace(0, len(hidden) - 1, min(COMPARED, len(hidden)), device=hidden.device).long()
         ours = self.head(hidden[places]).log_softmax(-1).gather(-1, targets[places, None])[:, 0]
         self._gaps.append((ours - logp[places].float()).abs())
 
     def check(self) -> None:
-        """Raise unless our log-probabilities are verl's on average: the model may do more behind its head."""
+        """Raise if our log-probabilities differ from verl's on average: the model may do more after its head."""
         gaps = torch.cat(self._gaps)
         gap = float(gaps.mean()) if len(gaps) else 0.0
-        assert self._kept is not None
-        if not gap <= (1e-3 if self._kept.dtype == torch.float32 else 0.1):
+        assert self._states is not None
+        if not gap <= (1e-3 if self._states.dtype == torch.float32 else 0.1):
             raise CannotRegulateError(
                 "the model does something at its output layer that poise does not support: log-probabilities from its "
                 f"hidden states differ by {gap:.2g} from verl's"
@@ -179,8 +179,8 @@ class _States:
 
     def hidden(self, rows: Tensor) -> Tensor:
         """(n, T, d) for some rows; a state of another token where the mask is False."""
-        assert self._kept is not None
-        return self._kept[self._places[rows].clamp(min=0)]
+        assert self._states is not None
+        return self._states[self._places[rows].clamp(min=0)]
 
 
 class ScoringWorker(TrainingWorker):  # type: ignore[misc]
@@ -188,11 +188,11 @@ class ScoringWorker(TrainingWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)  # type: ignore[untyped-decorator, unused-ignore]
     def infer_batch(self, data: Any) -> Any:
-        """verl's method; with scores beside log-probabilities and entropies."""
+        """verl's method, which also returns scores if the trainer asks for them."""
         text = tu.pop(data, _REGULATOR, default=None)
         if text is None:
             return super().infer_batch(data)
-        correct_at, apart = tu.pop(data, _CORRECT_AT, default=None), set(tu.pop(data, _APART, default=()))
+        correct_at, split_groups = tu.pop(data, _CORRECT_AT, default=None), set(tu.pop(data, _SPLIT_GROUPS, default=()))
         lengths = data["response_mask"]
         mask = lengths.to_padded_tensor(0).bool().to(self.device_name)
         states = _States(mask, self.model_config.hf_config.get_text_config(), float(tu.get(data, "temperature")))
@@ -203,20 +203,20 @@ class ScoringWorker(TrainingWorker):  # type: ignore[misc]
         batch = TokenBatch(
             _padded(response_from_nested(output["log_probs"], lengths), mask).float(),
             mask,
-            torch.zeros(len(mask), device=mask.device),  # not known yet
-            groups=_groups(list(data["uid"]), apart).to(mask.device),
+            torch.zeros(len(mask), device=mask.device),  # unknown at this point
+            groups=_groups(list(data["uid"]), split_groups).to(mask.device),
             rewards=rewards,
             correct=is_correct(rewards, correct_at) if any("correct" in part.needs for part in parts) else None,
             hidden=states.hidden,
             head=states.head,
             targets=_padded(data["responses"], mask),
         )
-        cut = torch.tensor([str(uid) in apart for uid in data["uid"]], device=mask.device)[:, None]
+        cut = torch.tensor([str(uid) in split_groups for uid in data["uid"]], device=mask.device)[:, None]
         with torch.no_grad():
             for number, part in enumerate(parts):
-                found = part.scores(batch)
-                found = found if part.scope == "token" else found.masked_fill(cut, torch.nan)
-                output[f"{SCORES}{number}"] = response_to_nested(found.cpu(), lengths)
+                scores = part.scores(batch)
+                scores = scores if part.scope == "token" else scores.masked_fill(cut, torch.nan)
+                output[f"{SCORES}{number}"] = response_to_nested(scores.cpu(), lengths)
         return output
 
     def _run(self, data: Any, states: _States) -> Any:
@@ -244,8 +244,8 @@ def _padded(nested: Tensor, mask: Tensor) -> Tensor:
     return nested.to_padded_tensor(0, output_size=tuple(mask.shape)).to(mask.device)
 
 
-def _groups(owners: Sequence[Any], apart: set[str]) -> Tensor:
-    """(B,) group numbers; a row of a group that is not all here is alone."""
+def _groups(owners: Sequence[Any], split_groups: set[str]) -> Tensor:
+    """(B,) group numbers; each row of a split group (``split_groups``) becomes its own group."""
     numbers: dict[tuple[str, int], int] = {}
-    keys = [(str(owner), row if str(owner) in apart else -1) for row, owner in enumerate(owners)]
+    keys = [(str(owner), row if str(owner) in split_groups else -1) for row, owner in enumerate(owners)]
     return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])

@@ -1,14 +1,15 @@
-"""Regulators inside verl, as a trainer: for methods that look at the whole batch, or update in several phases.
+"""Regulators inside verl, as a trainer: for methods that read the whole batch, or update in several phases.
 
 trainer.v1:
   trainer_mode: poise_sync                # verl's synchronous trainer with a regulator
   poise_sync:
     regulator: ar(alpha=0.3) | lopti(threshold=0.5)
 
-(and ``correct_at``, for methods that need to know which responses are correct.)
+(and ``correct_at``, for methods that need to know which responses are correct; ``export`` and ``export_every``, to
+write responses and their tokens to a file.)
 
-verl's controller has the whole batch of a step, with whole groups, in its queue. Before each update of the actor the
-regulator sees this batch once. Then, for each phase, weighted advantages replace the plain ones in the queue, verl
+verl's controller has the whole batch of a step, with whole groups, in its queue. The regulator runs once on this batch
+before each update of the actor. Then, for each phase, weighted advantages replace the plain ones in the queue, verl
 updates the actor, and the plain ones are put back. Weights are not negative, so weighting the advantage weights the
 clipped policy term. A phase removes KL and entropy terms by ``response_mask``; verl divides by a count that comes from
 ``loss_mask``, which stays. Scores from hidden states come from the workers (``verl_scores``). ``verl_checks`` refuses
@@ -34,6 +35,7 @@ from verl.workers.utils.padding import response_to_nested
 
 from poise.batch import Phase, TokenBatch
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, demands, probe
+from poise.integrations.token_export import TokenExport, lines
 from poise.integrations.verl_checks import TRAINER, check_config, check_linear, check_verl, correct_at, has_terms
 from poise.integrations.verl_scores import SCORES, is_correct, owners, request, use_scoring_workers
 from poise.regulators import Regulator, parse, summary
@@ -46,7 +48,7 @@ _FIELDS = {  # fields of TokenBatch, and verl's names for them
     "sampler_logp": "rollout_log_probs",
     "targets": "responses",
 }
-_Mixed: Any = object  # stands for verl's trainer, whose methods the mixin calls by super()
+_Mixed: Any = object  # verl's trainer, whose methods the mixin calls through super()
 
 
 class RegulatorMixin(_Mixed):  # type: ignore[misc]
@@ -74,6 +76,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             )
         self.regulator = parse(self._regulator_name)
         self._correct_at = correct_at(config)
+        export = settings.get("export")
+        self._token_export = None if export is None else TokenExport(str(export), int(settings.get("export_every", 10)))
         self._wants: Demands = probe(self.regulator)
         check_config(config, self.regulator, self._wants, self._regulator_name)
         if not self._wants.plain:
@@ -98,8 +102,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         """verl's method. A regulator that reads hidden states gets its scores from the same pass."""
         if not scorers(self.regulator):
             return super()._compute_old_log_prob(batch, metrics)
-        asked = request(batch, self._processes(), self._regulator_name, self._correct_at)
-        return super()._compute_old_log_prob(asked, metrics).select_keys(batch.keys)
+        scoring_batch = request(batch, self._processes(), self._regulator_name, self._correct_at)
+        return super()._compute_old_log_prob(scoring_batch, metrics).select_keys(batch.keys)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """verl's method, once for each phase, with advantages multiplied by the phase's weights."""
@@ -107,34 +111,39 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         phases = regulator(tokens)
         self._check_phases(phases, tokens)
         metrics.update(summary(phases, tokens))
+        if self._token_export is not None and self._token_export.wants_next():
+            self._write_tokens(self._token_export, batch, tokens, phases)
         for phase in phases:
             rows = self._live_rows(tokens, phase)
             if not len(rows):
                 continue  # no token takes part: momentum alone must not move the model
             piece = batch if len(rows) == len(batch) else batch.select_keys([batch.keys[row] for row in rows])
-            measured: dict[str, Any] = {}
+            phase_metrics: dict[str, Any] = {}
             with self._in_queue(batch, stored, self._weighted(stored, tokens, phase)):
-                super()._update_actor(piece, measured)
+                super()._update_actor(piece, phase_metrics)
             if len(phases) > 1:
-                own = [key for key in measured if key.startswith("actor/") and "/perf/" not in key]
-                measured |= {f"reg/{phase.name}/{key}": measured[key] for key in own}
-            metrics.update(measured)  # under verl's own names, the last phase stays
+                own = [key for key in phase_metrics if key.startswith("actor/") and "/perf/" not in key]
+                phase_metrics |= {f"reg/{phase.name}/{key}": phase_metrics[key] for key in own}
+            metrics.update(phase_metrics)  # verl's own names keep the last phase's values
             batch.extra_info.update(piece.extra_info)
         return batch
 
     def _token_batch(self, batch: Any) -> tuple[TokenBatch, TensorDict, Regulator]:
-        """The batch of this step from verl's queue; the fields that phases will replace; the regulator for it."""
-        wanted = [f"{SCORES}{number}" for number in range(len(scorers(self.regulator)))]
-        needs = with_scores(self.regulator, [None] * len(wanted)).needs
+        """This step's batch from verl's queue, the fields that phases will replace, and the regulator."""
+        score_fields = [f"{SCORES}{number}" for number in range(len(scorers(self.regulator)))]
+        needs = with_scores(self.regulator, [None] * len(score_fields)).needs
+        correction = self.config.algorithm.get("rollout_correction", None) or {}
+        if self._token_export is not None and not correction.get("bypass_mode", False):
+            needs |= {"entropy"}  # which verl has computed
         extra = {ours: theirs for ours, theirs in _FIELDS.items() if ours in needs}
-        names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values(), *wanted]
+        names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values(), *score_fields]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
         numbers: dict[str, int] = {}
         groups = [numbers.setdefault(name, len(numbers)) for name in owners(batch, data.pop("uid").tolist())]
         stored = data.select(ADVANTAGES, MASK)
         data = data.to_padded_tensor()
         rewards = data["rm_scores"].float().sum(1)
-        found = TokenBatch(
+        tokens = TokenBatch(
             data["old_log_probs"].float(),
             data[MASK],
             data[ADVANTAGES].float(),
@@ -143,14 +152,21 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             correct=is_correct(rewards, self._correct_at) if "correct" in needs else None,
             **{ours: data[theirs] if ours == "targets" else data[theirs].float() for ours, theirs in extra.items()},
         )
-        return found, stored, with_scores(self.regulator, [data[name] for name in wanted])
+        return tokens, stored, with_scores(self.regulator, [data[name] for name in score_fields])
+
+    def _write_tokens(self, export: TokenExport, batch: Any, tokens: TokenBatch, phases: list[Phase]) -> None:
+        """Export the responses of a step, without the empty rows that verl pads its batches with."""
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"])
+        prompts, responses = (data[name].unbind() for name in ("prompts", "responses"))
+        made = lines(tokens, phases, prompts, responses, self.tokenizer.decode)
+        export.write(self.global_steps, (line for line in made if line["tokens"]))
 
     def _processes(self) -> int:
-        """How many processes verl deals the batch to. verl fills this when it balances the batch."""
+        """How many processes share the batch. verl sets this when it balances the batch."""
         return int(max(self.actor_rollout_wg._dispatch_info["actor"])) + 1
 
     def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> None:
-        """Raise if the phases need more of verl than those of the trial before training."""
+        """Raise if the phases need more from verl than in the trial before training."""
         now = demands(phases, batch)
         if len(now.phases) > 1 and len(self._wants.phases) == 1:
             raise CannotRegulateError(
@@ -165,8 +181,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         lengths = stored[MASK]
         weighted = {ADVANTAGES: response_to_nested(batch.token_advantages * phase.policy, lengths)}
         if has_terms(self.config.actor_rollout_ref.actor) and demands([phase], batch).kl == PART:
-            kept = (phase.kl != 0).to(lengths.values().dtype)
-            weighted[MASK] = response_to_nested(kept, lengths)
+            mask = (phase.kl != 0).to(lengths.values().dtype)
+            weighted[MASK] = response_to_nested(mask, lengths)
         return TensorDict(weighted, batch_size=len(stored))
 
     @contextmanager
@@ -182,8 +198,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     def _live_rows(self, batch: TokenBatch, phase: Phase) -> list[int]:
         """The rows of the mini-batches in which some token takes part; all rows if there is only one phase.
 
-        verl gives each process a contiguous block of rows, and each process takes its mini-batches from its block in
-        order. Only whole mini-batches are left out, so the others stay the same.
+        verl gives each process a contiguous block of rows, which the process splits into mini-batches in order. Only
+        whole mini-batches are left out, so the others stay the same.
         """
         count = len(batch.mask)
         if len(self._wants.phases) == 1:

@@ -3,7 +3,7 @@
 transformers' models pass keywords of the forward call on to their attention function. Without ``packing=`` this one is
 transformers' own "sdpa", mask included. With ``packing=`` the tokens are those of a ``Packed``: half precision on CUDA
 runs torch's variable-length flash kernel; anything else is padded, inside the attention only. With ``decoding=`` an
-engine holds the keys and values (``engines/native/kv_cache.py``).
+engine holds the keys and values (``sampling/native/kv_cache.py``).
 
 Shapes: L packed tokens, S segments, n sequences in decoding, H query heads, G key heads (H is a multiple of G), D head
 width.
@@ -73,9 +73,14 @@ def attention(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # KV bookkeeping stays outside the compiled graph
 def _decode(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, packing: Packed | None, decoding: Decoding,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packed | None,
+    decoding: Decoding,
     settings: dict[str, Any],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     _check(module, settings)
     layer, scale, window = int(module.layer_idx), settings.get("scaling"), settings.get("sliding_window")  # type: ignore[arg-type]
     if packing is None:
@@ -148,31 +153,64 @@ def _has_kernel(q: Tensor, v: Tensor) -> bool:
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | None, window: int | None) -> Tensor:
     if packing.keys is not None:
         k, v = repeat(k, packing.keys), repeat(v, packing.keys)
+    longest = packing.longest_q, packing.longest_k
+    return _run_kernel(q, k, v, packing.starts_q, packing.starts_k, *longest, scale, window)
+
+
+def _run_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float | None,
+    window: int | None,
+    *,
+    causal: bool = True,
+    used: Tensor | None = None,
+) -> Tensor:
+    """torch's variable-length flash kernel, without dropout."""
     out: Tensor = _kernel(
-        q, k, v, packing.starts_q, packing.starts_k, packing.longest_q, packing.longest_k, 0.0, True, False,
-        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-    )[0]  # fmt: skip
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        longest_q,
+        longest_k,
+        0.0,
+        causal,
+        False,  # no debug mask
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0 if causal or window is not None else -1,
+        seqused_k=used,
+    )[0]
     return out
 
 
 def over_slots(
-    q: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor, used: Tensor, scale: float | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    used: Tensor,
+    scale: float | None,
     window: int | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention of (n, H, D) queries, one per slot, over (n, length, G, D) keys; the first ``used`` (n,) keys count.
 
     Each query belongs to the last used key. ``starts_q`` and ``starts_k`` are the boundaries of queries (0, 1, …) and
     of slots (0, length, …). All three are int32.
     """
     if _has_kernel(q, values):
-        # Causality and a right bound would change nothing for the last key. Without both, the kernel reads a key once
-        # for all query heads that share it.
-        out: Tensor = _kernel(
-            q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), starts_q, starts_k, 1, keys.shape[1], 0.0, False,
-            False, scale=scale, window_size_left=-1 if window is None else window - 1,
-            window_size_right=-1 if window is None else 0, seqused_k=used,
-        )[0]  # fmt: skip
-        return out
+        # Causality would change nothing for the last key. Without it, the kernel reads a key once for all query heads
+        # that share it.
+        packed = q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1)
+        return _run_kernel(*packed, starts_q, starts_k, 1, keys.shape[1], scale, window, causal=False, used=used)
     distance = used[:, None] - 1 - torch.arange(keys.shape[1], device=q.device)
     allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     k, v = (repeat_kv(x.transpose(1, 2), q.shape[1] // x.shape[2]) for x in (keys, values))
@@ -180,20 +218,23 @@ def over_slots(
 
 
 def text_over_slots(
-    q: Tensor, keys: Tensor, values: Tensor, starts_q: Tensor, starts_k: Tensor, used: Tensor, longest_q: int,
-    scale: float | None, window: int | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    used: Tensor,
+    longest_q: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
     """Attention of (L, H, D) packed queries, several per slot, over (S, length, G, D) keys, by the flash kernel.
 
     The queries of a slot belong to the last of its first ``used`` (n,) keys. ``starts_q`` are the boundaries of the
     slots' queries, ``starts_k`` (n + 1,) where the slots begin. All three are int32.
     """
-    out: Tensor = _kernel(
-        q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), starts_q, starts_k, longest_q, keys.shape[1], 0.0,
-        True, False, scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-        seqused_k=used,
-    )[0]  # fmt: skip
-    return out
+    packed = q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1)
+    return _run_kernel(*packed, starts_q, starts_k, longest_q, keys.shape[1], scale, window, used=used)
 
 
 def text_over_keys(q: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None) -> Tensor:

@@ -6,32 +6,29 @@ serves all; it takes about fifteen seconds. Any other call of a layer runs the u
 Checkpointed, to save memory in the update: layers keep their input and recompute the rest.
 
 Joined: the cost of a small model's decoding step is the number of its kernels. Linear layers that read the same input
-(queries, keys, values; gate and up) get their weights side by side in memory, each still the module's own parameter, so
-that one matrix product covers them all. The fused decoding step uses that (``engines/native/fused_step.py``); all other
-code runs unchanged.
+(queries, keys, values; gate and up) get their weights side by side in memory, so that one matrix product covers them
+all. The fused decoding step (``sampling/native/fused_step.py``) uses that; all other code runs unchanged.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poise._lib import device as _device
+from poise.models.location import ModelError
 from poise.models.packing import Packed
-from poise.models.places import ModelError
 
 FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
 # Tokens × layers × width of the updates from which on compiling saves more time than it takes. On an H200 it takes 15 s
 # and saves 1.1e-10 s for each.
 WORTH = 1.36e11
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def can_compile(device: torch.device) -> bool:
@@ -40,7 +37,7 @@ def can_compile(device: torch.device) -> bool:
 
 
 def compiling_pays(model: Any, tokens: float) -> bool:
-    """Whether compiling is worth its time for training on so many tokens. True if the config lacks the model's size."""
+    """Whether compiling saves more time than it takes, for training on ``tokens``; True if the config has no sizes."""
     config = model.config.get_text_config()
     layers, width = (getattr(config, name, None) or math.inf for name in ("num_hidden_layers", "hidden_size"))
     return can_compile(model.device) and tokens * layers * width > WORTH
@@ -99,13 +96,13 @@ def enable_checkpointing(trunk: Any) -> bool:
 
 
 @contextmanager
-def checkpointed(trunk: nn.Module, on: bool) -> Iterator[None]:
+def checkpointed(trunk: nn.Module) -> Iterator[None]:
     """Inside, layers keep only their input and recompute the rest in the backward pass.
 
     transformers checkpoints in training mode only, which would also turn dropout on and the KV cache off. So only the
     layers' own flag is set, for this one pass, and not that of their submodules.
     """
-    layers = _layers(trunk) if on and torch.is_grad_enabled() else []
+    layers = _layers(trunk) if torch.is_grad_enabled() else []
     for layer in layers:
         layer.training = True
     try:
@@ -119,52 +116,54 @@ def _layers(trunk: nn.Module) -> list[nn.Module]:
     return [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-class Joined(nn.Linear):
-    """A linear layer whose weight is a slice of ``whole``, shared with its siblings."""
+class JoinedLinear(NamedTuple):
+    """The weights of linear layers that read the same input, as one: views of the layers' own parameters."""
 
-    whole: Tensor
-    whole_bias: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """A plain linear layer: a copy of ``whole`` would not follow the copy's weight."""
-        plain = nn.Linear.__new__(nn.Linear)
-        memo[id(self)] = plain
-        own = dict(self.__dict__)
-        own["_buffers"] = {key: value for key, value in self._buffers.items() if key not in {"whole", "whole_bias"}}
-        plain.__dict__.update(copy.deepcopy(own, memo))
-        return plain
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the layers compute, one result behind the other."""
+        return torch.nn.functional.linear(x, self.weight, self.bias)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Moving to another device or dtype separates the weights: become a plain linear layer again."""
-        del self.whole, self.whole_bias
-        self.__class__ = nn.Linear  # type: ignore[assignment]
-        return nn.Linear._apply(self, fn, recurse)  # type: ignore[no-any-return]
-
-
-def join_projections(trunk: nn.Module) -> None:
-    """Join the projections of ``TOGETHER`` in every module. Other kinds of layers, such as LoRA's, stay as they are."""
-    for module in list(trunk.modules()):
-        for names in TOGETHER:
-            layers = [getattr(module, name, None) for name in names]
-            if all(type(layer) is nn.Linear for layer in layers):
-                _join([layer for layer in layers if isinstance(layer, nn.Linear)])
+    def covers(self, layers: Sequence[nn.Linear]) -> bool:
+        """Whether these are the weights of the layers, still side by side. Moving a model separates them."""
+        weight = _side_by_side([layer.weight for layer in layers])
+        return weight is not None and weight.data_ptr() == self.weight.data_ptr()
 
 
 @torch.no_grad()
-def _join(layers: Sequence[nn.Linear]) -> None:
-    kinds = {(layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
-    if len(kinds) > 1:
-        return
-    whole = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    first = 0
-    for layer in layers:
-        rows = slice(first, first + layer.out_features)
-        layer.weight.data = whole[rows]
-        if bias is not None:
-            layer.bias.data = bias[rows]
-        layer.__class__ = Joined
-        # Not saved with the model: these are views of the parameters.
-        layer.register_buffer("whole", whole, persistent=False)
-        layer.register_buffer("whole_bias", bias, persistent=False)
-        first = rows.stop
+def join(layers: Sequence[nn.Linear]) -> JoinedLinear:
+    """Put the weights of these layers side by side in memory, each still the layer's own parameter."""
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    return JoinedLinear(_join(weights), None if biases[0] is None else _join(biases))
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    whole = _side_by_side(parts)
+    if whole is None:
+        whole = torch.cat(list(parts))
+        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = rows
+    return whole
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """The parts as one tensor, a view; None if they do not follow each other in memory."""
+    first, begin, rows = parts[0], parts[0].storage_offset(), 0
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
+        if not same or not part.is_contiguous() or part.storage_offset() != begin + rows * first[0].numel():
+            return None
+        rows += len(part)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def can_join(layers: Sequence[object]) -> bool:
+    """Whether these are plain linear layers of one kind. Others, such as LoRA's, cannot be joined."""
+    kinds = {
+        (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None)
+        for layer in layers
+        if type(layer) is nn.Linear
+    }
+    return len(kinds) == 1 and all(type(layer) is nn.Linear for layer in layers)

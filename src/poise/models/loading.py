@@ -1,16 +1,21 @@
-"""Load a transformers model and its tokenizer: from the hub, a folder, a run, a checkpoint or a LoRA adapter. And
-export one as an ordinary folder.
+"""Load a transformers model and its tokenizer: from the hub, a folder, a run, a checkpoint or a LoRA adapter, or copy
+one that Python holds. And export one as an ordinary folder.
 
 Only safetensors are read, and no code from a model's repository runs unless the caller allows it.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import math
 import os
+import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +23,65 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from poise._lib import live
 from poise._lib.errors import short
 from poise._lib.files import TEMPORARY, read_json, remove
-from poise.models import trials
-from poise.models.places import EMBEDDED, ModelError, check_hub, first_line, locate
-from poise.runs.folder import verify_model
+from poise.models import load_checks
+from poise.models.layers import compiling_pays
+from poise.models.location import EMBEDDED, ModelError, check_hub, first_line, locate, split_revision
+from poise.models.policy import Policy, progress_bars
+from poise.runs.checkpoint_files import verify_model
+
+
+def load_policy(
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    lora: Any = None,
+    seed: int = 0,
+    remote_code: bool = False,
+    compiled: bool | None = False,
+    tokens: float = math.inf,
+    longest: int | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> Policy:
+    """Load a model by hub id (``NAME@REVISION``), folder, run, checkpoint or adapter, or the ``"embedded"`` one.
+
+    ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha and targets; ``seed``
+    initialises its adapter and leaves torch's global generator alone. ``remote_code`` lets the model's repository run
+    code. ``compiled`` runs training through torch.compile; None: on CUDA, if that saves time in training on ``tokens``
+    tokens. ``longest`` is the largest number of tokens of prompt and response together: rotary embeddings
+    that depend on the length are fixed for it (``poise.models.rope``). ``template`` has arguments of the chat template.
+    """
+    model, tokenizer = load_model(
+        name, device=device, dtype=dtype, lora=lora, seed=seed, remote_code=remote_code, template=template
+    )
+    if compiled is None:
+        compiled = compiling_pays(model, tokens)
+    return Policy(model, tokenizer, compiled=compiled, longest=longest)
 
 
 def load_model(
-    name: str, *, device: str = "auto", dtype: str = "auto", lora: Any = None, seed: int = 0, remote_code: bool = False
-) -> tuple[Any, Any]:
+    name: str, *, device: str = "auto", dtype: str = "auto", lora: Any = None, seed: int = 0, remote_code: bool = False,
+    template: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """The model, on its device and in evaluation mode, and its tokenizer. Settings are those of ``load_policy``."""
-    source = locate(name)
+    hub_id, revision = split_revision(name)
+    source = locate(hub_id)
     folder = Path(source)
     verify_model(folder)
     if (folder / "adapter_config.json").exists():
-        return _load_adapted(folder, device=device, dtype=dtype, remote_code=remote_code)
+        return _load_adapted(folder, device=device, dtype=dtype, remote_code=remote_code, template=template)
     torch_device = resolve_device(device)
     default = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
-    tokenizer = _load_tokenizer(name, source, remote_code)
-    model = _load_weights(name, source, default if dtype == "auto" else getattr(torch, dtype), remote_code)
+    torch_dtype = default if dtype == "auto" else getattr(torch, dtype)
+    if live.is_name(name):
+        model, tokenizer = live.get(name).copy(name, torch_dtype, template)
+    else:
+        common = {"trust_remote_code": remote_code, "revision": revision or "main"}
+        tokenizer = _load_tokenizer(name, source, common, template)
+        model = _load_weights(name, source, torch_dtype, common)
     _check_vocabulary(name, model, tokenizer)
     if lora is not None:  # on the CPU, so that a seed gives the same adapter on every device
         model = add_adapter(model, lora, seed)
@@ -46,22 +90,78 @@ def load_model(
     return model, tokenizer
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that the user has loaded, and its tokenizer. Neither is ever changed."""
+
+    model: Any
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any = None) -> LoadedModel:
+        """``model`` with its tokenizer; without one, that of the folder or hub id that it was loaded from."""
+        if not all(hasattr(model, name) for name in ("get_input_embeddings", "generate", "config")):
+            raise TypeError(f"model: expected a hub id, a folder or a loaded transformers model, got {short(model)}")
+        if tokenizer is None:
+            name = str(getattr(model, "name_or_path", ""))
+            if not name:
+                raise ModelError("model: nobody knows where it was loaded from: pass its tokenizer too, tokenizer=…")
+            tokenizer, _ = load_tokenizer(name)
+        return cls(model, tokenizer)
+
+    def copy(self, name: str, dtype: torch.dtype, template: Mapping[str, Any] | None) -> tuple[Any, Any]:
+        """A model to train and its tokenizer, as if loaded from a folder; adapters are merged."""
+        _check_weights(name, self.model)
+        model = copy.deepcopy(self.model)
+        if hasattr(model, "peft_config"):
+            model = model.merge_and_unload()
+            model.requires_grad_(True)  # peft froze the base model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ModelError("model: none of its weights requires a gradient: call model.requires_grad_(True)")
+        for parameter in model.parameters():  # not model.to(dtype), which would round the rotary frequencies too
+            parameter.data = parameter.data.to(dtype)
+        if getattr(model, "_supports_sdpa", False):
+            model.set_attn_implementation("sdpa")
+        model.name_or_path = ""  # LoRA adapters write it down, and peft would look for it on the hub
+        tokenizer = copy.deepcopy(self.tokenizer)
+        if template:
+            _set_arguments(name, tokenizer, template)
+        return model, tokenizer
+
+    def __fingerprint__(self) -> dict[str, str]:
+        """A hash of the weights, and one of the tokenizer."""
+        weights, tokenizer = hashlib.sha256(), self.tokenizer
+        with torch.no_grad():
+            for name, value in sorted(self.model.state_dict().items()):
+                weights.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+                weights.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+        described = repr((rules, tokenizer.chat_template, sorted(tokenizer.special_tokens_map.items())))
+        frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        weights.update(repr(frozen).encode())
+        return {
+            "weights": weights.hexdigest(),
+            "tokenizer": hashlib.sha256(described.encode("utf-8", "surrogatepass")).hexdigest(),
+        }
+
+
 def resolve_device(device: str = "auto") -> torch.device:
     """The torch device of a setting; ``auto`` is CUDA if available, else the CPU."""
     has_cuda = torch.cuda.is_available()
     if device == "auto":
         return torch.device("cuda" if has_cuda else "cpu")
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError:
         raise ModelError(f"device {device!r}: must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
-    if found.type == "cuda" and not has_cuda:
+    if resolved.type == "cuda" and not has_cuda:
         raise ModelError(f"device {device}: this torch sees no CUDA device; use device=cpu, or auto")
-    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
+    if resolved.type == "cuda" and resolved.index is not None and resolved.index >= torch.cuda.device_count():
         raise ModelError(f"device {device}: this torch sees {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
-    if found.type not in ("cpu", "cuda"):
-        _check_device(found)
-    return found
+    if resolved.type not in ("cpu", "cuda"):
+        _check_device(resolved)
+    return resolved
 
 
 def _check_device(device: torch.device) -> None:
@@ -93,28 +193,35 @@ def add_adapter(model: Any, lora: Any, seed: int) -> Any:
             ) from error
 
 
-@contextmanager
-def progress_bars(shown: bool) -> Iterator[None]:
-    """Show or hide transformers' progress bars inside the context."""
-    from transformers.utils import logging
+def load_tokenizer(
+    name: str, *, remote_code: bool = False, template: Mapping[str, Any] | None = None
+) -> tuple[Any, list[int]]:
+    """The model's tokenizer and the tokens that end a response, without the model."""
+    import transformers
 
-    before = logging.is_progress_bar_enabled()
-    if not shown:
-        logging.disable_progress_bar()
+    hub_id, revision = split_revision(name)
+    source = locate(hub_id)
+    if (base := adapted_model(Path(source))) is not None:
+        return load_tokenizer(base, remote_code=remote_code, template=template)
+    common = {"trust_remote_code": remote_code, "revision": revision or "main"}
+    tokenizer = _load_tokenizer(name, source, common, template)
     try:
-        yield
-    finally:
-        if before:
-            logging.enable_progress_bar()
+        generation = transformers.GenerationConfig.from_pretrained(source, revision=common["revision"])
+    except OSError:  # it has no generation_config.json
+        config = transformers.AutoConfig.from_pretrained(source, **common)
+        generation = transformers.GenerationConfig.from_model_config(config)
+    ends = generation.eos_token_id
+    found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    return tokenizer, sorted(found)
 
 
-def _load_tokenizer(name: str, source: str, remote_code: bool) -> Any:
+def _load_tokenizer(name: str, source: str, common: dict[str, Any], template: Mapping[str, Any] | None) -> Any:
     import transformers
 
     if not Path(source).is_dir():
-        check_hub(name)
+        check_hub(source, common["revision"])
     try:
-        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **common)
     except Exception as error:  # transformers raises many types here
         if Path(source).is_dir():
             raise ModelError(
@@ -124,14 +231,28 @@ def _load_tokenizer(name: str, source: str, remote_code: bool) -> Any:
         raise ModelError(
             f"{name}: neither a folder here nor a model that could be fetched ({first_line(error)})"
         ) from error
+    if template:
+        _set_arguments(name, tokenizer, template)
+    return tokenizer
 
 
-def _load_weights(name: str, source: str, dtype: torch.dtype, remote_code: bool) -> Any:
+def _set_arguments(name: str, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Let the chat template have these arguments in every prompt. It would ignore one that it does not know."""
+    text = tokenizer.chat_template
+    written = str(text.values() if isinstance(text, dict) else text or "")
+    for argument in arguments:
+        if not re.search(rf"\b{re.escape(argument)}\b", written):
+            has = "has no argument of that name" if text else "does not exist: the model has none"
+            raise ModelError(f"template.{argument}: the chat template of {name} {has}; leave it out")
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **arguments)
+
+
+def _load_weights(name: str, source: str, dtype: torch.dtype, common: dict[str, Any]) -> Any:
     import transformers
 
-    common = {"trust_remote_code": remote_code}
     try:
-        _check_attention(name, transformers.AutoConfig.from_pretrained(source, **common), remote_code)
+        config = transformers.AutoConfig.from_pretrained(source, **common)
+        _check_attention(name, config, common["trust_remote_code"])
         with progress_bars(sys.stderr.isatty()):
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, use_safetensors=True, output_loading_info=True, **common
@@ -145,11 +266,11 @@ def _load_weights(name: str, source: str, dtype: torch.dtype, remote_code: bool)
 
 
 def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer that makes tokens that the model does not have."""
-    known, made = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size  # tokens added later not counted
-    if made > known:
+    """Refuse a tokenizer with tokens that the model does not have."""
+    size, tokens = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size  # without tokens added later
+    if tokens > size:
         raise ModelError(
-            f"{name}: its tokenizer has {made} tokens, but the model only {known}: this is another model's tokenizer; "
+            f"{name}: its tokenizer has {tokens} tokens, but the model only {size}: this is another model's tokenizer; "
             "put the right one into the folder, or call model.resize_token_embeddings(len(tokenizer)) and save it"
         )
 
@@ -165,18 +286,20 @@ def _check_attention(name: str, config: Any, remote_code: bool) -> None:
 
 
 def _check_weights(name: str, model: nn.Module, missing: Collection[str] = ()) -> None:
-    if defect := trials.weights_defect(model, missing):
+    if defect := load_checks.weights_defect(model, missing):
         raise ModelError(f"{name}: {defect}")
 
 
-def _load_adapted(folder: Path, *, device: str, dtype: str, remote_code: bool) -> tuple[Any, Any]:
+def _load_adapted(
+    folder: Path, *, device: str, dtype: str, remote_code: bool, template: Mapping[str, Any] | None
+) -> tuple[Any, Any]:
     """A LoRA adapter merged into its base model, and the base model's tokenizer."""
     import peft
 
     base = adapted_model(folder)
     assert base is not None
     try:
-        model, tokenizer = load_model(base, device=device, dtype=dtype, remote_code=remote_code)
+        model, tokenizer = load_model(base, device=device, dtype=dtype, remote_code=remote_code, template=template)
     except RecursionError:
         raise ModelError(f"{folder}: its base model is the adapter itself (base_model_name_or_path)") from None
     try:
@@ -213,8 +336,13 @@ def _base_model(folder: Path) -> str:
         base = config["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):
         base = None
+    if base is None and live.known(live.MODEL):  # a model that Python holds has no place
+        base = live.MODEL
     if not isinstance(base, str):
-        raise ModelError(f"{folder / 'adapter_config.json'} names no model (base_model_name_or_path): restore it")
+        raise ModelError(
+            f"{folder / 'adapter_config.json'} names no model (base_model_name_or_path): restore it; if the model was "
+            "passed to poise.train, the result of that call has the trained one"
+        )
     if config.get("megatron_config"):  # peft would import the module that this names
         raise ModelError(f"{folder / 'adapter_config.json'} needs code of Megatron, which poise does not load")
     return base
@@ -257,7 +385,7 @@ def _stored_dtype(source: str) -> torch.dtype:
     if not Path(source).is_dir():
         check_hub(source)
     try:
-        found = getattr(transformers.AutoConfig.from_pretrained(source), "dtype", None)
+        dtype = getattr(transformers.AutoConfig.from_pretrained(source), "dtype", None)
     except Exception:  # ``load_model`` says what is wrong with the model
-        found = None
-    return found if isinstance(found, torch.dtype) else torch.float32
+        dtype = None
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

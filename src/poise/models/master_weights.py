@@ -17,30 +17,27 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._master_of: dict[nn.Parameter, Tensor] = {}
+        self.masters: dict[nn.Parameter, Tensor] = {}  # of the half-precision parameters
         self.parameters: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 master = parameter.detach().float().requires_grad_()
-                self._master_of[parameter] = master
+                self.masters[parameter] = master
                 parameter.register_post_accumulate_grad_hook(partial(_collect, master))
-            self.parameters[name] = self._master_of.get(parameter, parameter)
-
-    def of(self, parameter: Tensor) -> Tensor | None:
-        """The master of a parameter; None if the parameter is its own."""
-        return self._master_of.get(parameter)  # type: ignore[call-overload,no-any-return]
+            self.parameters[name] = self.masters.get(parameter, parameter)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the model."""
-        if self._master_of:
-            torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
+        if self.masters:
+            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Publish after every step of this optimizer."""
-        optimizer.register_step_post_hook(lambda *_: self.publish())
+        if self.masters:
+            optimizer.register_step_post_hook(lambda *_: self.publish())
 
 
 def _collect(master: Tensor, parameter: Tensor) -> None:

@@ -42,9 +42,9 @@ def pack(batch: TokenBatch, rows: Sequence[int], tokens: int) -> list[list[int]]
         groups.setdefault(extents[row].prompt, []).append(row)
     items: list[tuple[int, list[int]]] = []  # cost, rows
     for prompt, members in groups.items():
-        for part in first_fit([extents[row].length for row in members], tokens - len(prompt)):
+        for part in first_fit([extents[row].length for row in members], tokens - len(prompt.tokens)):
             together = [members[i] for i in part]
-            items.append((len(prompt) + sum(extents[row].length for row in together), together))
+            items.append((len(prompt.tokens) + sum(extents[row].length for row in together), together))
     bins = first_fit([cost for cost, _ in items], tokens)
     return [[row for i in part for row in items[i][1]] for part in bins]
 
@@ -52,7 +52,8 @@ def pack(batch: TokenBatch, rows: Sequence[int], tokens: int) -> list[list[int]]
 def tokens_in(batch: TokenBatch, rows: Sequence[int]) -> int:
     """The number of tokens in a pass over these rows, each prompt counted once."""
     extents = [extents_of(batch)[row] for row in rows]
-    return sum(extent.length for extent in extents) + sum(map(len, {extent.prompt for extent in extents}))
+    prompts = {extent.prompt for extent in extents}
+    return sum(extent.length for extent in extents) + sum(len(prompt.tokens) for prompt in prompts)
 
 
 def own_tokens(batch: TokenBatch) -> Tensor:
@@ -151,7 +152,7 @@ def layout_prompts(prompts: Sequence[Prompt], device: torch.device) -> Packed:
 def _layout(prompts: Sequence[Prompt], lengths: Sequence[int], tokens_BT: Tensor) -> Packed:
     prompt_numbers: dict[Prompt, int] = {}
     prompt_B = torch.tensor([prompt_numbers.setdefault(prompt, len(prompt_numbers)) for prompt in prompts])
-    prompt_length_P = torch.tensor([len(prompt) for prompt in prompt_numbers])
+    prompt_length_P = torch.tensor([len(prompt.tokens) for prompt in prompt_numbers])
     response_length_B = torch.tensor(lengths)
     if int(prompt_length_P.min()) == 0:
         raise ValueError("layout: an empty prompt predicts nothing")

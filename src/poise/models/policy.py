@@ -6,8 +6,8 @@ Shapes: B responses, T response tokens (padded), N selected response tokens, L p
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,20 @@ from transformers.cache_utils import DynamicCache
 from poise._lib.device import send
 from poise.batch import Prompt, TokenBatch
 from poise.head import Head, token_logp
-from poise.models import attention, layers, rope, trials
-from poise.models.layers import compile_layers, compiling_pays
-from poise.models.loading import load_model, progress_bars, resolve_device
+from poise.models import attention, layers, load_checks, rope
+from poise.models.layers import compile_layers
+from poise.models.location import EMBEDDED, ModelError, first_line
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import Packed, extents_of, layout, own_tokens, response_tokens
-from poise.models.places import EMBEDDED, ModelError, first_line
-from poise.models.prompts import encode, encode_next
-from poise.models.tool_prompts import Tools
+from poise.models.prompts import Tools, encode, encode_next, encode_prefill
 from poise.tasks import Message
 
-__all__ = ["EMBEDDED", "ModelError", "Policy", "load_policy", "pad_left", "resolve_device"]
+__all__ = ["EMBEDDED", "ModelError", "Policy", "pad_left"]
+
+BUSY_TOKENS = 16384  # tokens per pass that keep a device busy
+BUSY_WORK = BUSY_TOKENS * 1e9  # tokens × parameters of a pass on CUDA that takes longer than launching its kernels
+NO_LIMIT = 1 << 62  # tokens
+STRETCHED = ("linear", "dynamic", "yarn")  # rotary embeddings whose factor max_position_embeddings does not include
 
 
 class Policy:
@@ -51,11 +54,12 @@ class Policy:
             )
         self.base: Any = base  # the model without its LoRA adapter
         self.trunk: nn.Module = trunk
-        self._output: nn.Module = output
+        self._output: Any = output
         self._config = base.config
         self.checkpointing = False  # recompute layers in the backward pass instead of keeping their activations
         self.most_tokens: int | None = None  # upper bound of tokens per pass, set when memory runs out
         self.master_weights: MasterWeights | None = None  # while half-precision weights are trained
+        self._heads: dict[float, Head] = {}  # by temperature
         self._texts: dict[int, str] = {}
         self.length_limit: int | None = None  # tokens per sequence; the trials below need none
         length_limit = rope.pin(trunk, longest)
@@ -78,11 +82,12 @@ class Policy:
 
     @property
     def end_tokens(self) -> list[int]:
-        """The tokens that end a response; those that the model cannot draw are none."""
+        """The tokens that end a response, without those that the model cannot draw."""
         ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         configured = ends if isinstance(ends, list) else [ends]
-        drawn = range(self.head().vocabulary)
-        return sorted({int(e) for e in [*configured, self.tokenizer.eos_token_id] if e is not None and int(e) in drawn})
+        size = len(self._output.weight)
+        tokens = {int(token) for token in (*configured, self.tokenizer.eos_token_id) if token is not None}
+        return sorted(token for token in tokens if 0 <= token < size)
 
     @cached_property
     def vocabulary_hash(self) -> str:
@@ -92,8 +97,11 @@ class Policy:
 
     def head(self, temperature: float = 1.0) -> Head:
         """The model's head with the temperature that sampling uses. Gradients reach its weight."""
-        master = self.master_weights.of(self._output.weight) if self.master_weights else None  # type: ignore[arg-type]
-        return Head.of(self._output, self._config, temperature, master)
+        master = self.master_weights.masters.get(self._output.weight) if self.master_weights else None
+        head = self._heads.get(temperature)
+        if head is None or head.weight is not self._output.weight or head.master is not master:
+            head = self._heads[temperature] = Head.of(self._output, self._config, temperature, master)
+        return head
 
     def encode(self, messages: str | Sequence[Message], tools: Tools = ()) -> list[int]:
         """The token ids of messages, through the chat template if the tokenizer has one."""
@@ -106,11 +114,11 @@ class Policy:
         return self._known(encode_next(self.tokenizer, before, said, last, self.end_tokens, tools))
 
     def encode_prefill(self, text: str) -> list[int]:
-        """The token ids of a text that begins the model's turn; a tag such as ``<think>`` may be a token of its own."""
-        return self._known(list(self.tokenizer(text, add_special_tokens=False)["input_ids"])) if text else []
+        """The token ids of a text that begins the model's turn: see ``prompts.encode_prefill``."""
+        return self._known(encode_prefill(self.tokenizer, text))
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """The tokens, unless the model has no embedding for one: tokenizers may have got more tokens than the model."""
+        """The tokens, if the model has an embedding for each: a tokenizer may have more tokens than the model."""
         if tokens and max(tokens) >= (size := self.base.get_input_embeddings().weight.shape[0]):
             text = self.tokenizer.decode([max(tokens)])
             raise ModelError(
@@ -137,7 +145,7 @@ class Policy:
 
         ``tokens`` (N,) are flat indices into (B, T). A prompt that several responses share is run once, with gradients.
         """
-        self.check_length(max(len(extent.prompt) + extent.length for extent in extents_of(batch)))
+        self._check_rotary(max(len(extent.prompt.tokens) + extent.length for extent in extents_of(batch)))
         tokens = own_tokens(batch) if tokens is None else tokens
         if not self.packed:
             return self.padded_states(batch).flatten(0, 1)[tokens]
@@ -146,7 +154,58 @@ class Policy:
         places_BT.index_copy_(0, response_tokens(batch), packed.places)
         return attention.repeat(self._packed_states(packed), places_BT[tokens])
 
-    def check_length(self, tokens: int) -> None:
+    @property
+    def positions(self) -> int | None:
+        """How many tokens a prompt and its response may have together; None if the model's config sets no limit."""
+        config = self.base.config.get_text_config()
+        most = getattr(config, "max_position_embeddings", None)
+        if not isinstance(most, int) or most < 1:
+            return None
+        rotary: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+        # One set of parameters for all layers, or one per kind of layer.
+        for parameters in (rotary, *(part for part in rotary.values() if isinstance(part, dict))):
+            if parameters.get("rope_type") in STRETCHED:
+                trained = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+                most = max(most, int((parameters.get("factor") or 1) * trained))
+        return most
+
+    @property
+    def longest(self) -> int:
+        """How many tokens a prompt and its response may have together, in this model and as it is run here."""
+        return min((limit for limit in (self.positions, self.length_limit) if limit is not None), default=NO_LIMIT)
+
+    def check_positions(self, prompt: int, max_tokens: int, described: str, setting: str = "max_tokens") -> None:
+        """Raise ModelError if a prompt of ``prompt`` tokens and its longest response do not fit into the positions.
+
+        The message calls the prompt ``described``, and the setting that limits the response ``setting``.
+
+        A table of learned positions ends there. Beyond them, rotary embeddings have angles that the model was never
+        trained on: it would learn from noise, or be measured on it. vLLM refuses such lengths too; transformers only
+        warns, and a warning is lost in the log of a long run. Users who have stretched the positions say so in the
+        model's config.json.
+        """
+        most = self.positions
+        if most is None or prompt + max_tokens <= most:
+            return
+        room = most - prompt
+        remedy = f"set {setting} to {room} or less" if room > 0 else "shorten the prompt"
+        raise ModelError(
+            f"{type(self.base).__name__} has {most} positions (max_position_embeddings), but {described} and "
+            f"max_tokens={max_tokens} need {prompt + max_tokens}: {remedy}, or use a model with more positions"
+        )
+
+    def check_settings(self, max_prompt: int, max_tokens: int) -> None:
+        """Raise ModelError if the longest prompt and the longest response of a run do not fit together."""
+        described = f"prompts of up to rollout.max_prompt={max_prompt} tokens"
+        self.check_positions(max_prompt, max_tokens, described, "rollout.max_tokens")
+
+    def check_lengths(self, lengths: Iterable[tuple[int, int]]) -> None:
+        """Raise ModelError if a prompt and its longest response do not fit; ``lengths`` are the tokens of each."""
+        need, prompt = max((prompt + max_tokens, prompt) for prompt, max_tokens in lengths)
+        self.check_positions(prompt, need - prompt, f"a prompt of {prompt} tokens")
+        self._check_rotary(need)
+
+    def _check_rotary(self, tokens: int) -> None:
         """Raise ModelError for sequences longer than the length that a rotary embedding was fixed for."""
         if self.length_limit is not None and tokens > self.length_limit:
             raise ModelError(
@@ -167,7 +226,7 @@ class Policy:
         """(L, d) hidden states of the packed tokens."""
         # transformers passes a 4-dimensional mask on unchanged, and builds no L × L mask.
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
-        with layers.checkpointed(self.trunk, self.checkpointing):
+        with layers.checkpointed(self.trunk) if self.checkpointing else nullcontext():
             states: Tensor = self.trunk(
                 input_ids=packed.ids,
                 position_ids=packed.positions,
@@ -221,9 +280,17 @@ class Policy:
         )
         return logp_BT, entropy_BT
 
-    def budget(self, tokens: int) -> int:
-        """Tokens per pass: ``tokens``, or fewer once memory has run out."""
-        return min(tokens, self.most_tokens or tokens)
+    def budget(self, micro_tokens: int | None = None) -> int:
+        """Tokens per pass: ``micro_tokens``, by default enough to keep the device busy; fewer once memory has run out.
+
+        On CUDA a pass of a small model has up to 4 times as many.
+        """
+        if micro_tokens is None:
+            micro_tokens = BUSY_TOKENS
+            if self.device.type == "cuda":
+                parameters = sum(parameter.numel() for parameter in self.trunk.parameters())
+                micro_tokens = int(max(BUSY_TOKENS, min(4 * BUSY_TOKENS, BUSY_WORK / parameters)))
+        return min(micro_tokens, self.most_tokens or micro_tokens)
 
     def save_memory(self) -> bool:
         """Turn gradient checkpointing on. False: it is on already, or the model does not support it."""
@@ -242,7 +309,7 @@ class Policy:
         """Refuse a model that poise would compute wrongly; turn packed passes off if their states differ."""
         name = type(self.base).__name__
         try:
-            fits = trials.head_fits(self)
+            fits = load_checks.head_fits(self)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # third-party model code may raise anything
@@ -256,10 +323,10 @@ class Policy:
                 f"{name}: its rotary embedding ({rotary}) changes with the longest sequence of a pass in a way that "
                 "poise does not know; please report the architecture"
             )
-        if self.packed and not trials.passes_agree(self):
+        if self.packed and not load_checks.passes_agree(self):
             self.packed = False
             self.base.set_attn_implementation("sdpa")
-        if not self.packed and not trials.passes_agree(self):
+        if not self.packed and not load_checks.passes_agree(self):
             raise ModelError(
                 f"{name}: responses to the same prompt, read together, do not get what each gets by itself, "
                 "as with recurrent layers; poise cannot train it yet"
@@ -274,27 +341,16 @@ def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
     return ids, torch.arange(longest, device=device) >= longest - lengths[:, None]
 
 
-def load_policy(
-    name: str,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    lora: Any = None,
-    seed: int = 0,
-    remote_code: bool = False,
-    compiled: bool | None = False,
-    tokens: float = math.inf,
-    longest: int | None = None,
-) -> Policy:
-    """Load a model by hub id, folder, run, checkpoint or adapter, or the ``"embedded"`` one.
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bars inside the context."""
+    from transformers.utils import logging
 
-    ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha and targets; ``seed``
-    initialises its adapter and leaves torch's global generator alone. ``remote_code`` lets the model's repository run
-    code. ``compiled`` runs training through torch.compile; None: on CUDA, if training on so many ``tokens``
-    gains time by it. ``longest`` is the largest number of tokens of prompt and response together: rotary embeddings
-    that depend on the length are fixed for it (``poise.models.rope``).
-    """
-    model, tokenizer = load_model(name, device=device, dtype=dtype, lora=lora, seed=seed, remote_code=remote_code)
-    if compiled is None:
-        compiled = compiling_pays(model, tokens)
-    return Policy(model, tokenizer, compiled=compiled, longest=longest)
+    before = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()

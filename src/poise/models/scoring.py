@@ -17,17 +17,6 @@ from poise.models.layers import OutOfMemoryError
 from poise.models.packing import own_tokens, pack, tokens_in
 from poise.models.policy import Policy
 
-BUSY_TOKENS = 16384  # tokens per pass that keep a device busy
-BUSY_WORK = BUSY_TOKENS * 1e9  # tokens × parameters of a pass on CUDA that takes longer than launching its kernels
-
-
-def default_micro_tokens(policy: Policy) -> int:
-    """Default tokens per pass: enough to keep the device busy; up to 4 times as many for small models on CUDA."""
-    if policy.device.type != "cuda":
-        return BUSY_TOKENS
-    parameters = sum(parameter.numel() for parameter in policy.trunk.parameters())
-    return int(max(BUSY_TOKENS, min(4 * BUSY_TOKENS, BUSY_WORK / parameters)))
-
 
 @torch.no_grad()
 def score_all(
@@ -68,7 +57,7 @@ def _in_passes(
 ) -> None:
     """Call ``score`` with the part and the rows of each packed pass; when memory runs out, again in smaller parts."""
     while True:
-        bins = pack(batch, range(len(batch.mask)), policy.budget(micro_tokens or default_micro_tokens(policy)))
+        bins = pack(batch, range(len(batch.mask)), policy.budget(micro_tokens))
         try:
             for rows in bins:
                 score(batch.rows(rows), send(rows, batch.mask.device))
@@ -79,7 +68,7 @@ def _in_passes(
 
 
 def take_less(policy: Policy, largest: int) -> None:
-    """Let later passes have half of ``largest`` tokens; an error if that was a single response already."""
+    """Halve ``largest``, the tokens of a pass, for later passes; an error if that was a single response already."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if not largest:

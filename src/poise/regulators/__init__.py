@@ -84,7 +84,7 @@ def get(name: str, *args: Any, **settings: Any) -> Regulator:
     """
     if not args and not settings and any(sign in name for sign in "(|"):
         return parse(name)
-    target = TABLE.get(name) or _load(name)
+    target = _user_code.find("regulator", name, TABLE, Regulator)
     if isinstance(target, Regulator):
         check_settings(name, settings, [])
         return target
@@ -127,33 +127,14 @@ def text(regulator: Regulator) -> str:
 
 
 def _build(name: str, kind: type, args: tuple[Any, ...], settings: dict[str, Any]) -> Regulator:
-    allowed = list(inspect.signature(kind).parameters)
-    hint = _user_code.forgotten_dataclass(kind)
     if inspect.isabstract(kind):
         raise TypeError(f"{name} has no method phases(self, batch), which returns [Phase.of(batch, weights)]")
-    check_settings(name, settings, allowed, hint)
-    if len(args) > len(allowed):
-        raise TypeError(f"{name} takes at most {len(allowed)} settings ({', '.join(allowed)}), got {len(args)}{hint}")
-    try:
-        instance = kind(*args, **settings)
-    except (ValueError, TypeError):
-        raise
-    except Exception as error:  # a user's class may raise anything
-        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
+    instance = _user_code.build(name, kind, settings, args)
     if isinstance(instance, Regulator):
         return instance
     if callable(instance):
         return Function(instance)
     raise TypeError(f"{name} is not a regulator: it is not callable")
-
-
-def _load(name: str) -> Any:
-    if not any(sign in name for sign in ".:"):
-        raise ValueError(
-            unknown("regulator", name, TABLE)
-            + "; for one of your own write file.py:Name, or its dotted path, package.module.Name"
-        )
-    return _user_code.load("regulator", name, Regulator)
 
 
 def _parse_one(part: str, whole: str) -> Regulator:

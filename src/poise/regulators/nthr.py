@@ -11,7 +11,7 @@ from torch import Tensor
 from poise._lib.device import send
 from poise._lib.errors import check_range
 from poise.batch import Phase, TokenBatch
-from poise.influence import Scores, group_scores
+from poise.head.influence import Scores, group_scores
 from poise.regulators.base import Scorer
 
 TOKENS = 1 << 15  # padded tokens per forward pass of hidden states
@@ -24,7 +24,7 @@ class NTHR(Scorer):
 
     ``s⁻(k') = Σ_k ⟨e_{y_k} − π_k, e_{y_k'} − π_k'⟩·⟨h_k, h_k'⟩`` over the tokens k of the group's correct responses,
     and ``τ = β · min_i s̄⁺_i`` with s̄⁺_i the mean over the tokens of correct response i of the same score
-    (poise.influence). ``beta`` is β. ``eta=None`` is the paper's ``η = 2·|0.5 − p̂|``, p̂ the group's share of correct
+    (``head.influence``). ``beta`` is β. ``eta=None`` is the paper's ``η = 2·|0.5 − p̂|``, p̂ the group's share of correct
     responses; ``eta=0`` its diagnostic; ``eta=1`` is GRPO exactly. Paper: "On the Effect of Negative Gradient in GRPO",
     arXiv 2505.18830.
 

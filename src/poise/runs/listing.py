@@ -1,4 +1,4 @@
-"""Which folders are runs, and what each has come to. Reads small JSON files alone, and imports no torch."""
+"""Which folders are runs, and how far each is. Reads only small JSON files, and imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_run(folder: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class Listed:
-    """One run in a list. ``before`` and ``after`` are held-out accuracies; None: not measured."""
+    """One run in a list. ``before`` and ``after`` are held-out accuracies, None if not measured."""
 
     folder: Path
     state: str  # training, finished, diverged, stopped or damaged
@@ -51,7 +51,7 @@ def find_runs(folder: Path) -> list[Listed]:
 
 
 def read(folder: Path) -> Listed:
-    """What is known of the run in a folder. A damaged file is a state, and no error."""
+    """The entry of the run in a folder. Damaged files give the state "damaged", not an error."""
     settings, summary = _settings(folder), _read(folder, "summary.json")
     task, diverged = settings.get("task"), _read(folder, "diverged.json")
     steps, planned = _last_step(folder), settings.get("steps")
@@ -65,14 +65,19 @@ def read(folder: Path) -> Listed:
         state = "finished"
     elif type(diverged.get("step")) is int and diverged["step"] > steps:
         state = "diverged"
-    written = [path.stat().st_mtime for name in (*_WRITTEN, "config.json", "summary.json")
-               if (path := folder / name).is_file()]  # fmt: skip
+    files = [folder / name for name in (*_WRITTEN, "config.json", "summary.json")]
     return Listed(
-        folder, state, _text(settings.get("model")), _text(task.get("name") if isinstance(task, dict) else None),
-        _text(settings.get("regulator")), steps or 0, planned if type(planned) is int else None,
-        _accuracy(_read(folder, "before.json")), _accuracy(summary.get("after")) if ended else None,
-        max(written, default=0.0),
-    )  # fmt: skip
+        folder=folder,
+        state=state,
+        model=_text(settings.get("model")),
+        task=_text(task.get("name") if isinstance(task, dict) else None),
+        regulator=_text(settings.get("regulator")),
+        steps=steps or 0,
+        planned=planned if type(planned) is int else None,
+        before=_accuracy(_read(folder, "before.json")),
+        after=_accuracy(summary.get("after")) if ended else None,
+        changed=max((path.stat().st_mtime for path in files if path.is_file()), default=0.0),
+    )
 
 
 def _runs(folder: Path, levels: int) -> Iterator[Path]:
@@ -93,16 +98,16 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the folder; empty where there is none that can be read."""
+    """A JSON object of the folder; empty if there is none, or it cannot be read."""
     try:
-        found = read_json(folder / name)
+        data = read_json(folder / name)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return data if isinstance(data, dict) else {}
 
 
 def _last_step(folder: Path) -> int | None:
-    """The number of the last step with metrics; 0: none yet, None: the file is damaged."""
+    """The number of the last step with metrics: 0 if there is none yet, None if the file is damaged."""
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))

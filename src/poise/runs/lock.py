@@ -1,6 +1,6 @@
 """One process per run folder: a lock file that names its holder. The system frees the lock when the holder dies.
 
-And whether a new run may begin in a folder. No torch here, so that both can be asked first.
+``check_free`` says whether a new run may begin in a folder. This file imports no torch, so that both come first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from poise._lib.files import TEMPORARY, read_json
+from poise._lib.live import named_in, resume_call
 from poise._lib.user_code import asks_for_code
 
 try:
@@ -37,8 +38,8 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
 
     A path that is missing or no folder is not locked: the code that opens it reports the error.
     """
-    made = make and not folder.exists()
-    if made:
+    new = make and not folder.exists()
+    if new:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -52,13 +53,13 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
             with suppress(OSError):
                 (folder / OWNER).unlink()  # before the lock is released: see _acquire
             os.close(handle)
-        if made:
+        if new:
             with suppress(OSError):
                 folder.rmdir()  # succeeds only if empty: a run that never began
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether a process trains in a run folder now. False where that cannot be told."""
+    """Whether a process trains in a run folder now. False on systems without locks."""
     if not fcntl or not (folder / OWNER).is_file() or (folder / OWNER).is_symlink():
         return False
     with suppress(OSError):
@@ -132,10 +133,13 @@ def check_free(path: Path) -> None:
         raise FileExistsError(f"run folder {path} is not empty; choose another run=DIR{way}")
 
 
-def resume_command(path: Path) -> str:
-    """The command that resumes the run in a folder."""
+def resume_command(path: Path, more: str = "") -> str:
+    """The command that resumes the run in a folder; ``more`` is a further setting. With Python objects, the call."""
     settings = None
     with suppress(ValueError, OSError):
         settings = read_json(path / "config.json")
-    trust = isinstance(settings, dict) and asks_for_code(settings)
-    return f"poise train --resume run={shlex.quote(str(path))}" + (" --trust" if trust else "")
+    settings = settings if isinstance(settings, dict) else {}
+    if named_in(settings):
+        return resume_call(settings, path, more)
+    command = f"poise train --resume run={shlex.quote(str(path))}" + (" --trust" if asks_for_code(settings) else "")
+    return f"{command} {more}" if more else command

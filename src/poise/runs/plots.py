@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from poise._lib.files import replacing
-from poise.runs.metrics_file import AXES, drawable, x_values
+from poise.runs.axes import AXES, drawable, x_values
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; markers differ too, for black-and-white print.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255"]  # the last is Tol's
@@ -78,9 +78,8 @@ def smooth(points: Points) -> Points:
 
 def _points(metrics: Metrics, key: str, x: str) -> Points:
     """(x, value) wherever ``key`` was measured and finite."""
-    places = x_values(metrics, x) or []
-    pairs = zip(places, (record.get(key) for record in metrics), strict=False)
-    return [(float(place), float(value)) for place, value in pairs if drawable(place) and drawable(value)]
+    pairs = zip(x_values(metrics, x) or [], (record.get(key) for record in metrics), strict=False)
+    return [(float(at), float(value)) for at, value in pairs if drawable(at) and drawable(value)]
 
 
 def _xy(points: Points) -> tuple[list[float], list[float]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -31,11 +31,27 @@ class Tracker:
     log: Callable[[int, Mapping[str, float]], object]
     close: Callable[[], object]
 
+    def on_step(self, result: Any) -> None:
+        """Follow a run: send the metrics of a step, a ``training.steps.StepResult``."""
+        self.log(result.state.step, result.metrics)
+
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise TrackerError unless the packages of these trackers can be imported."""
     for name in names:
         _import(name)
+
+
+@contextmanager
+def tracking(
+    names: Sequence[str], folder: Path, config: dict[str, Any], *, start_step: int = 0
+) -> Iterator[list[Tracker]]:
+    """The trackers of these names (``open_trackers``), closed at the end."""
+    with ExitStack() as stack:
+        trackers = open_trackers(names, folder, config, start_step=start_step)
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        yield trackers
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], *, start_step: int = 0) -> list[Tracker]:

@@ -14,12 +14,12 @@ the cut into micro-batches changes nothing. A survey does not depend on the phas
 
 from __future__ import annotations
 
-from inspect import signature
+from inspect import isabstract
 
+from poise._lib import user_code
 from poise._lib.calls import read_call
-from poise._lib.errors import unknown
-from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Survey, Terms, clipped, k3
-from poise.surrogates.pointwise import Cispo, Clip, Dppo, Sapo
+from poise.surrogates.base import SEQUENCE_MEAN, Clip, Surrogate, Survey, Terms, clipped, k3
+from poise.surrogates.pointwise import Cispo, Dppo, Sapo
 from poise.surrogates.surveyed import Gspo, KlCov, LpReg
 
 __all__ = [
@@ -52,16 +52,23 @@ TABLE: dict[str, type[Surrogate]] = {
 
 
 def parse(text: str) -> Surrogate:
-    """Build a surrogate from its text form: ``"gspo"``, ``"dppo(delta=0.2)"``. Values are Python literals."""
+    """Build a surrogate from its text form: ``"gspo"``, ``"dppo(delta=0.2)"``, ``"mine.py:Mine(power=2)"``.
+
+    Values are Python literals. One of the user's own is a subclass of ``Surrogate``, by its file or its dotted path.
+    Importing it runs its module: see ``_lib.user_code``.
+    """
     name, args, settings = read_call(text)
-    if name not in TABLE:
-        raise ValueError(unknown("surrogate", name, TABLE))
+    kind = user_code.find("surrogate", name, TABLE, Surrogate)
+    if isinstance(kind, Surrogate):  # an instance, passed from Python
+        return kind
     if args:
         raise ValueError(f"surrogate {name}: name the settings, {name}(setting=value)")
     if name == "clip" and settings:
         raise ValueError("surrogate clip: its settings are clip_low, clip_high and dual_clip of the objective")
-    allowed = list(signature(TABLE[name]).parameters)
-    for key in settings:
-        if key not in allowed:
-            raise ValueError(unknown(f"setting of surrogate {name}", key, allowed))
-    return TABLE[name](**settings)
+    if isabstract(kind):
+        raise TypeError(f"surrogate {name} has no method value(self, logp, parts), which returns each token's value")
+    try:
+        surrogate: Surrogate = user_code.build(f"surrogate {name}", kind, settings)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    return surrogate

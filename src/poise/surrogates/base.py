@@ -12,8 +12,8 @@ from torch import Tensor
 
 from poise._lib.errors import short
 from poise.batch import Rows, TokenBatch
-
-SEQUENCE_MEAN = "seq-mean-token-mean"
+from poise.objective_settings import SEQUENCE_MEAN as SEQUENCE_MEAN
+from poise.objective_settings import Settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Surrogate(ABC):
         """Each token's value, to be maximised, before its weight. Finite also for tokens without weight."""
 
     def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The tokens whose ratio is held below, and above: the metrics ``optim/clip_low`` and ``optim/clip_high``."""
+        """Two masks: tokens held back at the lower and at the upper bound (``optim/clip_low``, ``optim/clip_high``)."""
         none = torch.zeros_like(parts.policy, dtype=torch.bool)
         return none, none
 
@@ -84,13 +84,34 @@ class Surrogate(ABC):
 
     @property
     def aggregation(self) -> str | None:
-        """The average that this surrogate asks for; None: any."""
+        """The aggregation that this surrogate needs; None if any will do."""
         return None
 
     @property
     def bound(self) -> float:
-        """The smallest distance of a ratio from 1 at which it may hold a token back."""
+        """How far a ratio may be from 1 before the surrogate can hold a token back."""
         return min(getattr(self, "clip_low", inf), getattr(self, "clip_high", inf))
+
+
+@dataclass(frozen=True)
+class Clip(Surrogate):
+    """``min(r·A, clip(r)·A)``, and at least ``c·A`` for A < 0: PPO's clip, asymmetric, with a dual clip.
+
+    Its settings are ``objective.clip_low``, ``clip_high`` and ``dual_clip``, by default those of the AR/Lopti authors.
+    DAPO's clip-higher (arXiv 2503.14476) is 0.2 / 0.28 without dual clip.
+    """
+
+    clip_low: float = Settings.clip_low
+    clip_high: float = Settings.clip_high
+    dual_clip: float | None = Settings.dual_clip
+
+    def value(self, logp: Tensor, parts: Terms) -> Tensor:
+        """The clipped value."""
+        return clipped(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:
+        """Where the clip removes the gradient."""
+        return outside(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high)
 
 
 def clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Surrogates that need to know nothing but the token itself."""
+"""Surrogates that look at one token alone."""
 
 from __future__ import annotations
 
@@ -8,28 +8,7 @@ import torch
 from torch import Tensor
 
 from poise._lib.errors import check_range
-from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Terms, check_switch, clipped, limit, one, outside
-
-
-@dataclass(frozen=True)
-class Clip(Surrogate):
-    """``min(r·A, clip(r)·A)``, and at least ``c·A`` for A < 0: PPO's clip, asymmetric, with a dual clip.
-
-    Its settings are ``objective.clip_low``, ``clip_high`` and ``dual_clip``, by default those of the AR/Lopti authors.
-    DAPO's clip-higher (arXiv 2503.14476) is 0.2 / 0.28 without dual clip.
-    """
-
-    clip_low: float = 0.20
-    clip_high: float = 0.24
-    dual_clip: float | None = 10.0
-
-    def value(self, logp: Tensor, parts: Terms) -> Tensor:
-        """The clipped value."""
-        return clipped(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high, self.dual_clip)
-
-    def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:
-        """Where the clip removes the gradient."""
-        return outside(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high)
+from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Terms, check_switch, limit, one
 
 
 @dataclass(frozen=True)
@@ -38,7 +17,7 @@ class Cispo(Surrogate):
 
     Paper: MiniMax-M1, arXiv 2506.13585. ``low`` and ``high`` bound the ratio itself. The default is TRL's, above only,
     at 5.0; verl's clip of 0.2 is ``cispo(low=0.8, high=1.2)``. **Ours:** the value is ``clip(r)·A·π/sg[π]``, which has
-    the same gradient, and compares with the other surrogates'. ``cispo(high=None)`` has the gradient of r·A.
+    the same gradient and the scale of the other surrogates. ``cispo(high=None)`` has the gradient of r·A.
     """
 
     low: float = 0.0

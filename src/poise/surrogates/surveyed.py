@@ -81,7 +81,7 @@ class KlCov(Surrogate):
         return Survey(chosen=largest(cov, advantages != 0, count, batch, logp.dtype))
 
     def value(self, logp: Tensor, parts: Terms) -> Tensor:
-        """The ratio times the advantage, less the distance of the chosen."""
+        """The ratio times the advantage, less ``coef·|log r|`` for the chosen tokens."""
         assert parts.chosen is not None
         log_ratio = parts.log_ratio(logp)
         return log_ratio.exp() * parts.advantages - self.coef * parts.chosen * log_ratio.abs()
@@ -89,13 +89,13 @@ class KlCov(Surrogate):
 
 @dataclass(frozen=True)
 class LpReg(Surrogate):
-    """The least probable tokens with A < 0 are drawn to the old policy without its noise, so that they survive.
+    """Pulls the least probable tokens with A < 0 towards the old policy without its noise, so that they survive.
 
     Paper: arXiv 2510.03222; defaults and order of the choice from the authors' code: the lowest 1 % (``share``) by
     log π of the tokens with A < 0, and of these the ones below their probability under the old policy filtered by
     ``min_p`` (words less likely than 0.02 times the likeliest are left out, the rest renormalised). They add ``coef``
     times k3 to the loss. The rest is a clip with ratio bounds 0 and 10 (``clip_low`` 1, ``clip_high`` 9). **Ours:**
-    chosen over the mini-batch; the share is rounded down (the authors choose none where that makes one).
+    chosen over the mini-batch; the share is rounded down, also to one token (there the authors choose none).
     ``share=0`` or ``coef=0`` is that clip exactly.
 
     The batch needs ``min_p_logp``: one more scoring pass with the old weights, which the trainer takes before the
@@ -127,7 +127,7 @@ class LpReg(Surrogate):
         return Survey(chosen=chosen, target=torch.where(chosen > 0, target, 0.0))
 
     def value(self, logp: Tensor, parts: Terms) -> Tensor:
-        """The clipped value, less the distance of the chosen from their target."""
+        """The clipped value, less ``coef`` times k3 for the chosen tokens."""
         assert parts.chosen is not None
         assert parts.target is not None
         value = clipped(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high, None)

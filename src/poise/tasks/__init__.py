@@ -1,7 +1,7 @@
 """Tasks: problems and their verifiers. One table maps the names to the classes.
 
-Settings name a task by its name in the table (``kk``), by a prefix and the rest (``rg/chain_sum``), or as a class of
-the user's own (``file.py:Mine``, ``package.module.Mine``).
+Settings name a task by its name in the table (``kk``), by a prefix and a name (``rg/chain_sum``), or by the path of
+the user's own class (``file.py:Mine``, ``package.module.Mine``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from poise._lib import user_code as _user_code
 from poise._lib.errors import short, unknown
-from poise.rewards.base import RewardError
 from poise.tasks.base import (
     SPLITS,
     Attempt,
@@ -22,14 +21,16 @@ from poise.tasks.base import (
     Problem,
     Score,
     ScoresTogether,
-    SingleTurn,
     Split,
     Task,
     TaskError,
+    check_kinds,
+)
+from poise.tasks.data import Data, Math
+from poise.tasks.environment import Environment
+from poise.tasks.episodes import (
+    SingleTurn,
     begin,
-    data_fingerprint,
-    draw,
-    epochs,
     explained,
     feedback_on,
     gold_answer,
@@ -37,16 +38,14 @@ from poise.tasks.base import (
     judge,
     judge_all,
     several_turns,
-    training_problems,
 )
-from poise.tasks.data import Data, Math
-from poise.tasks.environment import Environment
 from poise.tasks.frozenlake import FrozenLake
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.tasks.reasoning_gym import reasoning_gym
+from poise.tasks.rewards.base import RewardError
 from poise.tasks.search_qa import SearchQA
 from poise.tasks.sokoban import Sokoban
-from poise.tasks.streams import check_kinds
+from poise.tasks.streams import data_fingerprint, draw, epochs, training_problems
 
 TASKS: dict[str, Callable[..., Any]] = {
     "kk": KnightsKnaves,
@@ -57,8 +56,8 @@ TASKS: dict[str, Callable[..., Any]] = {
     "search-qa": SearchQA,
     "math": Math,
 }
-# Of ``rg/chain_sum`` the row "rg" is given "chain_sum", and returns what builds that task from its settings. A
-# ValueError says that there is no such task.
+# For ``rg/chain_sum`` the function of "rg" gets "chain_sum" and returns the builder of that task; it raises ValueError
+# if there is no such task.
 PREFIXES: dict[str, Callable[[str], Callable[..., Any]]] = {
     "rg": reasoning_gym,
 }
@@ -107,7 +106,7 @@ def names() -> list[str]:
 
 
 def task(thing: C) -> C:
-    """Mark a class of tasks, or a function that returns one, so that settings may name it.
+    """Mark a task class, or a function that returns a task, so that settings may name it.
 
     >>> @poise.task
     ... def easy(size: int = 3):
@@ -126,11 +125,11 @@ def get(name: str, **settings: Any) -> Task:
         raise TypeError(f"task {name!r}: " + unknown("setting", setting, settings_of(name)) + settings_hint(name))
     if missing := [key for key in _required(maker) if key not in settings]:
         raise ValueError(f"task {name!r} needs a {missing[0]}: task.{missing[0]}=…{_SHORT_FORMS.get(missing[0], '')}")
-    if not _user_code.is_foreign(name):  # a user's annotations are not ours to enforce
+    if not _user_code.is_foreign(name):  # do not enforce a user's annotations
         check_kinds(name, maker, settings)
     try:
         built: Task = maker(**settings)
-    except (ValueError, OSError):  # most likely a check of settings, which says enough
+    except (ValueError, OSError):  # most likely a check of settings, whose message is enough
         raise
     except Exception as error:  # a user's class may raise anything
         if not _user_code.is_foreign(name) or not (place := _user_code.place_of(error)):
@@ -156,12 +155,12 @@ def settings_of(name: str) -> list[str]:
 
 
 def settings_hint(name: str) -> str:
-    """What to add to a message about a setting that the task of that name does not take."""
+    """A hint for the message about a setting that the task does not take."""
     return _user_code.forgotten_dataclass(_maker(name))
 
 
 def unknown_settings(name: str, settings: Iterable[str]) -> list[str]:
-    """Those of ``settings`` that the task of that name does not take."""
+    """The settings that the task of that name does not take."""
     allowed: Mapping[str, Parameter] = signature(_maker(name)).parameters
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in allowed.values()):
         return []
@@ -169,7 +168,7 @@ def unknown_settings(name: str, settings: Iterable[str]) -> list[str]:
 
 
 def _maker(name: str) -> Callable[..., Any]:
-    """What builds the task of that name from its settings."""
+    """The class or function that builds the task of that name from its settings."""
     if not isinstance(name, str):
         raise TypeError(f"task.name = {short(name)}: must be text, the name of a task ({', '.join(names())})")
     if name in TASKS:
@@ -180,9 +179,10 @@ def _maker(name: str) -> Callable[..., Any]:
     if not any(sign in name for sign in ".:"):
         raise ValueError(unknown("task", name, names()) + "; for one of your own write file.py:Class")
     maker: Callable[..., Any] = _user_code.load("task", name, accepts=_is_task, expected=f"give a class {_EXPECTED}")
-    if isclass(maker) and not hasattr(maker, "name"):
-        maker.name = maker.__name__  # type: ignore[attr-defined] # what it is called in metrics
-    return maker
+    kind: Any = maker if isclass(maker) else type(maker)
+    if _is_task(maker) and not hasattr(maker, "name"):
+        kind.name = kind.__name__  # its name in metrics
+    return maker if isclass(maker) or not _is_task(maker) else lambda: maker  # an instance takes no settings
 
 
 _EXPECTED = "problems(split, seed) and one of score, score_all and episode"

@@ -1,13 +1,13 @@
-"""Environments in TRL's shape, as a task: what TRL's ``environment_factory`` takes runs unchanged.
+"""TRL's environments as a task: a class for TRL's ``environment_factory`` runs unchanged.
 
 An environment has ``reset(**row) -> str | None``, whose text is appended to the prompt. Its other public methods are
-tools: the model calls them, and reads what they return. ``get_reward() -> float``, if there is one, is asked once at
-the end. A reply without a tool call ends the episode. As in TRL, a tool that raises is answered with its error.
+tools: the model calls them, and reads what they return. ``get_reward() -> float``, if it exists, is called once at the
+end. A reply without a tool call ends the episode. As in TRL, the model reads the error of a tool that raises.
 
-**Ours:** a malformed call is answered with an error text; ``reset`` or ``get_reward`` that raises, and any call that
-does not return in time, loses its episode only; where ``reset`` names a parameter ``seed`` that the row lacks, it gets
-the problem's number, so that all attempts at a problem are attempts at the same one. ``feedback() -> str`` is no tool,
-as it is in TRL, but says at the end in words how the episode went.
+**Ours:** the model reads an error text if its call is malformed. If ``reset`` or ``get_reward`` raises, or any call
+does not return in time, only that episode fails. If ``reset`` has a parameter ``seed`` that the row lacks, it gets the
+problem's number, so that all attempts at a problem see the same one. ``feedback() -> str`` is not a tool, unlike in
+TRL: it says in words at the end how the episode went.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from itertools import count
 from random import Random
 from typing import Any, ClassVar, SupportsFloat
 
+from poise._lib import live
 from poise._lib import user_code as _user_code
 from poise._lib.errors import check_range, check_whole, quote, short
-from poise.rewards import Rewards
-from poise.rewards.worker import settled
-from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, TaskError, check_split
-from poise.tasks.data.rows import DataError, fingerprint, read_all, share
-from poise.tasks.streams import draw_of_split
+from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, TaskError
+from poise.tasks.data.rows import DataError, fingerprint, share
+from poise.tasks.data.sources import read_all
+from poise.tasks.rewards import Grade, Rewards
+from poise.tasks.rewards.worker import result_of
+from poise.tasks.streams import check_split, draw_of_split
 from poise.tasks.time_limit import HungError, Worker
 from poise.tasks.tools import answer_all
 
-EMPTY: list[Message] = [{"role": "user", "content": ""}]  # TRL's prompt where there is no data
+EMPTY: list[Message] = [{"role": "user", "content": ""}]  # TRL's prompt without data
 _NOT_TOOLS = ("reset", "get_reward")
 
 
@@ -40,11 +42,11 @@ _NOT_TOOLS = ("reset", "get_reward")
 class Environment:
     """An environment in the shape of TRL's ``environment_factory``: ``environment=my_env.py:Env``.
 
-    ``factory`` is a class or function, or where it is. With ``file``, ``reset`` gets its rows, epoch after epoch;
-    ``test_file`` holds those for testing, or the share ``held_out`` is chosen by a hash of the row. ``reward`` names
+    ``factory`` is a class or function, or its path. With ``file``, ``reset`` gets the file's rows, epoch after epoch;
+    ``test_file`` holds the rows for testing, else a hash of each row chooses the share ``held_out``. ``reward`` names
     reward functions, which get ``environments=``, with ``reward_weights`` (default: 1 each); the environment's own
-    ``get_reward`` is added with weight 1. An attempt is correct if its reward reaches ``correct_at``. ``turns`` is the
-    most replies of an episode, ``timeout`` the seconds that one call may take.
+    ``get_reward`` is added with weight 1. An attempt is correct if its reward reaches ``correct_at``. ``turns`` limits
+    the replies of an episode, ``timeout`` the seconds of one call.
     """
 
     factory: str | Callable[[], Any]
@@ -58,10 +60,10 @@ class Environment:
     timeout: float = 30.0
     _pool: _Pool = field(init=False, repr=False, compare=False)
     _rewards: Rewards | None = field(init=False, repr=False, compare=False)
-    # Only where there is a file: the order of a split's rows in one epoch, and what tells the rows from others.
+    # Only with a file: the rows of a split in the order of one epoch, and the fingerprint of all rows.
     epoch: Callable[[Split, int, int], Sequence[Problem]] = field(init=False, repr=False, compare=False)
     fingerprint: str = field(init=False, repr=False, compare=False)
-    _of_file: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)  # by split
+    _rows: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)  # by split
 
     name: ClassVar[str] = "environment"
     concurrent: ClassVar[bool] = True
@@ -70,7 +72,7 @@ class Environment:
         check_whole("environment", "turns", self.turns, 1, 64)
         check_range("environment", "timeout", self.timeout, 0.001)
         check_range("environment", "correct_at", self.correct_at)
-        factory = self.factory
+        factory = live.resolve(self.factory)
         if isinstance(factory, str):
             factory = _load(factory)
         elif not callable(factory):
@@ -80,21 +82,21 @@ class Environment:
         object.__setattr__(self, "_pool", _Pool(factory, self.timeout))
         if rewards is None and not hasattr(self._pool.kind, "get_reward"):
             raise ValueError(
-                f"environment: {self._pool.kind.__name__} has no get_reward, and no reward is given: nothing would "
-                "be learned; write that method, or name a reward function with reward="
+                f"environment: {self._pool.kind.__name__} has no get_reward, and there is no reward function: the "
+                "model would learn nothing; write get_reward, or name a reward function with reward="
             )
         check_range("environment", "held_out", self.held_out, 0.0, 0.9)
         if self.file is not None:
-            object.__setattr__(self, "_of_file", _split(self.file, self.test_file, self.held_out))
-            self._pool.check_columns(problem for split in self._of_file.values() for problem in split)
-            object.__setattr__(self, "fingerprint", fingerprint(self._of_file))
+            object.__setattr__(self, "_rows", _split(self.file, self.test_file, self.held_out))
+            self._pool.check_columns(problem for split in self._rows.values() for problem in split)
+            object.__setattr__(self, "fingerprint", fingerprint(self._rows))
             object.__setattr__(self, "epoch", self._epoch)
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Rows for ``reset``, epoch after epoch; without data a number alone, of which one in ten is for testing."""
+        """Rows for ``reset``, epoch after epoch; without data only numbers, one in ten of them for testing."""
         check_split(split)
         if self.file is not None:
-            for number in count() if self._of_file[split] else ():
+            for number in count() if self._rows[split] else ():
                 yield from self._epoch(split, seed, number)
             return
         rng = Random(f"environment {seed}")
@@ -104,21 +106,21 @@ class Environment:
 
     def _epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
         check_split(split)
-        return Random(f"epoch {seed} {number} {split}").sample(self._of_file[split], len(self._of_file[split]))
+        return Random(f"epoch {seed} {number} {split}").sample(self._rows[split], len(self._rows[split]))
 
     def episode(self, problem: Problem) -> EnvironmentEpisode:
-        """One episode, with an environment of its own while it lasts."""
+        """One episode, with its own environment while it lasts."""
         return EnvironmentEpisode(problem, self._pool, self.turns, self.correct_at)
 
     def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
-        """The environment's reward, and those of the reward functions."""
+        """The environment's reward plus those of the reward functions."""
         scores = [attempt.episode.score() for attempt in attempts]
         alive = [at for at, score in enumerate(scores) if score.failed is None]
         if self._rewards is not None and alive:
             chosen = [attempts[at] for at in alive]
             rows = [attempt.problem.data["row"] for attempt in chosen]
             names = {name for row in rows for name in row}
-            verdicts = self._rewards.score(
+            grades = self._rewards.score(
                 prompts=[attempt.prompt for attempt in chosen],
                 completions=[attempt.completion for attempt in chosen],
                 completion_ids=[attempt.completion_ids for attempt in chosen],
@@ -128,27 +130,27 @@ class Environment:
                 environments=[attempt.episode.environment for attempt in chosen],  # type: ignore[attr-defined]
                 reported=chosen[0].reported,
             )
-            for at, verdict in zip(alive, verdicts, strict=True):
-                scores[at] = self._sum(scores[at], verdict)
+            for at, grade in zip(alive, grades, strict=True):
+                scores[at] = self._sum(scores[at], grade)
         for attempt in attempts:
             attempt.episode.close()  # type: ignore[attr-defined]
         return scores
 
-    def _sum(self, own: Score, verdict: Any) -> Score:
-        reward = own.reward + verdict.reward
-        right = reward >= self.correct_at
-        failed = verdict.failed if verdict.applies or hasattr(self._pool.kind, "get_reward") else NO_REWARD
-        return Score(reward, right, {**own.parts, **verdict.parts}, verdict.answer, failed)
+    def _sum(self, own: Score, grade: Grade) -> Score:
+        reward = own.reward + grade.reward
+        correct = reward >= self.correct_at
+        failed = grade.failed if grade.applies or hasattr(self._pool.kind, "get_reward") else NO_REWARD
+        return Score(reward, correct, {**own.parts, **grade.parts}, grade.answer, failed)
 
 
 def _split(file: str, test_file: str | None, held_out: float) -> dict[str, list[Problem]]:
-    """The rows of a file as problems, and those held out: of ``test_file``, or chosen by a hash of the row."""
-    found = _problems_of(file)
-    test = _problems_of(test_file) if test_file else [each for each in found if share(_meaning(each)) < held_out]
+    """The rows of a file as problems, and the held-out ones: from ``test_file``, or chosen by a hash of the row."""
+    problems = _problems_of(file)
+    test = _problems_of(test_file) if test_file else [each for each in problems if share(_meaning(each)) < held_out]
     known = {_meaning(problem) for problem in test}
-    train = [problem for problem in found if _meaning(problem) not in known]
-    if test_file and len(train) < len(found):
-        raise DataError(f"data {file}: some of its rows are in {test_file} as well: take them out of one")
+    train = [problem for problem in problems if _meaning(problem) not in known]
+    if test_file and len(train) < len(problems):
+        raise DataError(f"data {file}: some rows are also in {test_file}: remove them from one file")
     if not train:
         raise DataError(f"data {file}: no row is left for training: give more rows, or lower held_out")
     return {"train": train, "test": test}
@@ -163,16 +165,16 @@ def _meaning(problem: Problem) -> str:
 
 
 def _load(path: str) -> Callable[[], Any]:
-    """The factory of that path: a class with ``reset``, or a function of the user's own. It will be called."""
-    found: Callable[[], Any] = _user_code.load("environment", path, object)
-    if inspect.isclass(found):
-        fits = callable(getattr(found, "reset", None))
+    """The factory of that path: a class with ``reset``, or a function of the user's own. poise will call it."""
+    factory: Callable[[], Any] = _user_code.load("environment", path, object)
+    if inspect.isclass(factory):
+        fits = callable(getattr(factory, "reset", None))
     else:
-        package = str(getattr(found, "__module__", "")).partition(".")[0]
-        fits = inspect.isfunction(found) and package != "poise" and package not in sys.stdlib_module_names
+        package = str(getattr(factory, "__module__", "")).partition(".")[0]
+        fits = inspect.isfunction(factory) and package != "poise" and package not in sys.stdlib_module_names
     if not fits:
         raise TypeError(f"{path!r} is not an environment: give a class with a method reset, or a function of your own")
-    return found
+    return factory
 
 
 def _draw_number(rng: Random) -> tuple[str, int]:
@@ -181,7 +183,7 @@ def _draw_number(rng: Random) -> tuple[str, int]:
 
 
 class _Pool:
-    """Environments that are used again and again, as in TRL: made when all others are in use."""
+    """Environments that episodes reuse, as in TRL; a new one is made when all are in use."""
 
     def __init__(self, factory: Callable[[], Any], timeout: float) -> None:
         self.factory, self.timeout = factory, timeout
@@ -202,19 +204,19 @@ class _Pool:
         self.wants_seed = "seed" in inspect.signature(self.kind.reset).parameters
 
     def check_columns(self, problems: Iterable[Problem]) -> None:
-        """Refuse a row that ``reset`` cannot be called with: all its episodes would be lost."""
+        """Refuse a row that ``reset`` does not accept: all its episodes would fail."""
         signature = inspect.signature(self.kind.reset)
         for problem in problems if inspect.isfunction(self.kind.reset) else ():
             try:
                 signature.bind(self, **self.settings_of(problem))
             except TypeError as error:
                 raise DataError(
-                    f"data {problem.id}: {self.kind.__name__}.reset cannot take this row ({error}): it gets every "
-                    "column by its name; rename or remove the column, or let reset take **row"
+                    f"data {problem.id}: {self.kind.__name__}.reset does not accept this row ({error}): every column "
+                    "is passed by name; rename or remove the column, or let reset take **row"
                 ) from None
 
     def settings_of(self, problem: Problem) -> dict[str, Any]:
-        """What ``reset`` gets: the columns of the row, and a seed if it asks for one."""
+        """The arguments of ``reset``: the columns of the row, and a seed if it has that parameter."""
         seed = {"seed": problem.data["number"]} if self.wants_seed else {}
         return {**seed, **problem.data["row"]}
 
@@ -226,33 +228,33 @@ class _Pool:
             return self._make()
 
     def run(self, function: Callable[..., Any], /, *args: Any, **settings: Any) -> Any:
-        """A call into user code, within the time limit."""
+        """Call user code within the time limit."""
         return self.worker.run(self.timeout, function, *args, **settings)
 
     def _make(self) -> Any:
         try:
             return self.run(self.factory)
         except (Exception, SystemExit) as error:
-            raise ValueError(f"environment: making one failed: {type(error).__name__}: {error}") from error
+            raise ValueError(f"environment: the factory failed: {type(error).__name__}: {error}") from error
 
 
 def _is_feedback(kind: type, name: str) -> bool:
-    """Whether a method says how the episode went. One with arguments is a tool that happens to have the name."""
+    """Whether a method says how the episode went. If it has arguments, it is a tool of that name."""
     method = getattr(kind, name, None)
     return name == "feedback" and inspect.isfunction(method) and len(inspect.signature(method).parameters) == 1
 
 
 def _check_tool(kind: type, name: str) -> None:
-    """Refuse a public method that no schema can be made of: its callers learn of it by hints and docstring alone."""
+    """Refuse a public method without type hints or docstring: a tool's schema is built from them."""
     method = getattr(kind, name)
-    named = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
-    told = inspect.getdoc(method) or ""
-    if not told:
+    parameters = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
+    docstring = inspect.getdoc(method) or ""
+    if not docstring:
         what = "a docstring that says what it does"
-    elif bare := [each.name for each in named if each.annotation is inspect.Parameter.empty]:
+    elif bare := [each.name for each in parameters if each.annotation is inspect.Parameter.empty]:
         what = f"a type hint for {bare[0]}"
-    elif untold := [each.name for each in named if not re.search(rf"^\s*{each.name}\b.*:", told, re.MULTILINE)]:
-        what = f"a line on {untold[0]} under Args: in its docstring"
+    elif missing := [p.name for p in parameters if not re.search(rf"^\s*{p.name}\b.*:", docstring, re.MULTILINE)]:
+        what = f"a line on {missing[0]} under Args: in its docstring"
     else:
         return
     raise ValueError(
@@ -269,8 +271,8 @@ class EnvironmentEpisode:
         self.environment: Any = None
         self.replies = 0
         self.failed: str | None = None
-        self.last_words = ""
-        self.said = ""
+        self.last_tool_text = ""
+        self.final_feedback = ""
 
     def tools(self) -> list[Callable[..., Any]]:
         """The environment's public methods."""
@@ -281,10 +283,10 @@ class EnvironmentEpisode:
         row: Mapping[str, Any] = self.problem.data["row"]
         prompt = row.get("prompt", EMPTY)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        said = self._call("reset", **self.pool.settings_of(self.problem))
-        if self.failed is None and not isinstance(said, str | None):
-            raise TaskError(f"{self.pool.kind.__name__}.reset must return text or None, got {short(said)}")
-        last = {**messages[-1], "content": messages[-1]["content"] + (said or "")}
+        text = self._call("reset", **self.pool.settings_of(self.problem))
+        if self.failed is None and not isinstance(text, str | None):
+            raise TaskError(f"{self.pool.kind.__name__}.reset must return text or None, got {short(text)}")
+        last = {**messages[-1], "content": messages[-1]["content"] + (text or "")}
         if self.failed is None and not last["content"]:
             raise TaskError(
                 f"{self.pool.kind.__name__}.reset returned no text, and there is no prompt: the model would read "
@@ -293,50 +295,52 @@ class EnvironmentEpisode:
         return [*messages[:-1], last]
 
     def step(self, reply: str) -> list[Message]:
-        """Call the tools that the reply asks for. Without one, or without another turn, the episode ends."""
+        """Call the tools that the reply asks for. The episode ends without a call, or after the last turn."""
         self.replies += 1
         if self.failed is not None:
             return []
-        functions = {name: _settling(getattr(self.environment, name)) for name in self.pool.tools}
+        functions = {name: _synchronous(getattr(self.environment, name)) for name in self.pool.tools}
         try:
-            said: list[Message] = self.pool.run(answer_all, reply, functions)
+            messages: list[Message] = self.pool.run(answer_all, reply, functions)
         except HungError as error:
             self.failed = f"a tool of {self.pool.kind.__name__} {error}"
             return []
-        self.last_words = said[-1]["content"] if said else self.last_words
-        return said if self.replies < self.turns else []
+        self.last_tool_text = messages[-1]["content"] if messages else self.last_tool_text
+        return messages if self.replies < self.turns else []
 
     def score(self) -> Score:
-        """What ``get_reward`` says; without that method 0, to which reward functions add."""
+        """The value of ``get_reward``, or 0 without that method; reward functions add to it."""
         reward = 0.0
         if self.failed is None and hasattr(self.pool.kind, "get_reward"):
             reward = self._call("get_reward")
             if self.failed is None and (isinstance(reward, str) or not isinstance(reward, SupportsFloat)):
-                self.failed = f"{self.pool.kind.__name__}.get_reward returned {short(reward)}, and not a number"
+                self.failed = f"{self.pool.kind.__name__}.get_reward returned {short(reward)}, not a number"
         if self.failed is not None:
             return Score(0.0, False, failed=self.failed)
         return Score(reward, reward >= self.correct_at, {self.pool.kind.__name__: reward})
 
     def feedback(self) -> str:
-        """What the environment's own ``feedback`` said when the episode was over, or what a tool said last."""
-        if self.said:
-            return self.said
-        last = f"The last tool said {quote(self.last_words, 200)}." if self.last_words else "No tool was called."
+        """The environment's own ``feedback`` at the end of the episode, or the last text of a tool."""
+        if self.final_feedback:
+            return self.final_feedback
+        last = (
+            f"The last tool said {quote(self.last_tool_text, 200)}." if self.last_tool_text else "No tool was called."
+        )
         return f"{last} Turns: {self.replies}."
 
     def close(self) -> None:
-        """Ask for feedback, and give the environment back. One that has failed is not used again."""
+        """Ask for feedback, and return the environment to the pool. After a failure it is not reused."""
         if self.pool.has_feedback and self.failed is None and self.environment is not None:
-            said = self._call("feedback")
-            if self.failed is None and not isinstance(said, str):
-                raise TaskError(f"{self.pool.kind.__name__}.feedback must return text, got {short(said)}")
-            self.said = said or ""
+            text = self._call("feedback")
+            if self.failed is None and not isinstance(text, str):
+                raise TaskError(f"{self.pool.kind.__name__}.feedback must return text, got {short(text)}")
+            self.final_feedback = text or ""
         if self.failed is None and self.environment is not None:
             self.pool.free.append(self.environment)
         self.environment = None
 
     def _call(self, method: str, /, **settings: Any) -> Any:
-        """A method of the environment; where it fails, the episode is lost."""
+        """Call a method of the environment. If it fails, the episode ends without a score."""
         try:
             if self.environment is None:
                 self.environment = self.pool.take()
@@ -347,6 +351,6 @@ class EnvironmentEpisode:
             return None
 
 
-def _settling(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; where it is async, run to its end."""
-    return lambda **arguments: settled(method(**arguments))
+def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; if it is async, a call waits for its result."""
+    return lambda **arguments: result_of(method(**arguments))

@@ -1,9 +1,9 @@
-"""Frozen Lake: walk over ice to a goal and keep out of the holes, one move a turn.
+"""Frozen Lake: walk over ice to a goal and avoid the holes, one move a turn.
 
-The rules are gymnasium's: a move over the edge stays where it is, a hole ends the game, and on a slippery lake each
-move goes where it was meant to or to one of the two sides, each a third of the time. As in ERL (arXiv 2602.13949) maps
-have sides 2 to 9, 60 to 85 % ice, and the rules may be withheld: the symbols then are letters that mean nothing.
-**Ours:** start and goal are drawn, every map can be solved within the turns, and takes two moves at least.
+The rules are gymnasium's: at the edge the player stays, a hole ends the game, and on a slippery lake a move goes in the
+chosen direction or to one of the two sides, each a third of the time. As in ERL (arXiv 2602.13949) maps have sides 2 to
+9, 60 to 85 % ice, and the rules may be withheld: then the symbols are letters without a meaning. **Ours:** start and
+goal are random, and every map can be solved within the turns and takes at least two moves.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SLIPPERY = " The ice is slippery: a move may take you to the side of where you w
 
 @dataclass(frozen=True)
 class FrozenLake(GridTask):
-    """Frozen Lake: cross the ice to the goal in several turns, on maps without end.
+    """Frozen Lake: cross the ice to the goal in several turns, on endless random maps.
 
-    ``side`` is a number, several, or a range; they take turns. ``ice`` is the least and the largest share of cells
-    without a hole. ``actions`` moves are allowed per reply and ``turns`` replies per episode. ``rules`` are told or
-    withheld. If ``slippery``, a move may go to one of the two sides instead.
+    ``side`` is a number, several, or a range; maps cycle through them. ``ice`` is the smallest and the largest share of
+    cells without a hole. ``actions`` moves are allowed per reply and ``turns`` replies per episode. ``rules`` are told
+    or withheld. If ``slippery``, a move may go to one of the two sides instead.
     """
 
     side: int | str | Sequence[int] = "2-9"
@@ -46,13 +46,13 @@ class FrozenLake(GridTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.ice, Sequence) or isinstance(self.ice, str) or len(self.ice) != 2:
-            raise ValueError(f"FrozenLake: ice must be the least and the largest share, got {self.ice!r}")
+            raise ValueError(f"FrozenLake: ice must be the smallest and the largest share, got {self.ice!r}")
         object.__setattr__(self, "ice", tuple(self.ice))
         check_range("FrozenLake", "ice[0]", self.ice[0], 0.3, 1.0)
         check_range("FrozenLake", "ice[1]", self.ice[1], self.ice[0], 1.0)
 
     def draw(self, side: int, rng: Random) -> list[str]:
-        """Rows of P, _, O and G. Two of the 8 maps with side 2 are for testing."""
+        """Rows of P, _, O and G. Of the 8 maps with side 2, two are for testing."""
         cells = [(row, column) for row in range(side) for column in range(side)]
         start, goal, *free = rng.sample(cells, len(cells))
         holes = round(side * side * (1 - rng.uniform(*self.ice)))
@@ -60,15 +60,15 @@ class FrozenLake(GridTask):
         return ["".join(kind.get((row, column), "_") for column in range(side)) for row in range(side)]
 
     def solution(self, rows: list[str]) -> list[str] | None:
-        """The shortest way over ice."""
-        return _way(rows, _find(rows, "P"), self.turns * self.actions)
+        """The shortest path over ice."""
+        return _path(rows, _find(rows, "P"), self.turns * self.actions)
 
-    def told(self) -> str:
+    def rules_text(self) -> str:
         """The rules in words."""
         return TOLD + (SLIPPERY if self.slippery else "")
 
     def picture(self, rows: Sequence[str]) -> str:
-        """A map in the symbols of the rules."""
+        """A map in the symbols that the model sees."""
         return draw_map(row.translate(str.maketrans(SYMBOLS["told"], SYMBOLS[self.rules])) for row in rows)
 
     def episode(self, problem: Problem) -> FrozenLakeEpisode:
@@ -103,9 +103,9 @@ class FrozenLakeEpisode(GridEpisode):
 
     def move(self, direction: str) -> str:
         """Walk, or slip."""
-        going = self._slip(direction) if self.task.slippery else direction
-        there = neighbour(self.place, going)
-        slipped = "" if going == direction else f" and slipped {going}"
+        actual = self._slip(direction) if self.task.slippery else direction
+        there = neighbour(self.place, actual)
+        slipped = "" if actual == direction else f" and slipped {actual}"
         if not _inside(self.rows, there):
             self.idle += 1
             return f"You went {direction}{slipped}, and the edge stopped you."
@@ -113,8 +113,8 @@ class FrozenLakeEpisode(GridEpisode):
         return f"You went {direction}{slipped}."
 
     def _slip(self, direction: str) -> str:
-        """The move meant or one of those to its sides. It depends on the map and on all replies so far, so that an
-        episode can be played again, and attempts that differ slip differently."""
+        """The move itself or one to its sides. It depends on the map and on all replies so far: an episode can be
+        replayed, and different attempts slip differently."""
         rng = Random(repr((self.problem.id, self.replies, len(self.moves))))
         down, _ = DIRECTIONS[direction]
         return rng.choice([direction, *(("left", "right") if down else ("up", "down"))])
@@ -127,11 +127,11 @@ class FrozenLakeEpisode(GridEpisode):
         return self.task.picture(rows)
 
     def solution(self) -> list[str] | None:
-        """The shortest way over ice."""
-        return _way(self.rows, self.place, len(self.rows) ** 2)
+        """The shortest path over ice."""
+        return _path(self.rows, self.place, len(self.rows) ** 2)
 
     def ending(self) -> str:
-        """How the game stands, and where."""
+        """The state of the game in a sentence."""
         if self.task.rules == "withheld":
             you, _, hole, goal = tuple(SYMBOLS["withheld"])
             if not self.over:
@@ -152,8 +152,8 @@ def _inside(rows: Sequence[str], place: Place) -> bool:
     return 0 <= place[0] < len(rows) and 0 <= place[1] < len(rows)
 
 
-def _way(rows: Sequence[str], start: Place, most: int) -> list[str] | None:
-    """The shortest way from ``start`` to the goal, past the holes."""
+def _path(rows: Sequence[str], start: Place, most: int) -> list[str] | None:
+    """The shortest path from ``start`` to the goal around the holes."""
 
     def after(place: Place, move: str) -> Place | None:
         there = neighbour(place, move)

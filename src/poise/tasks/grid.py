@@ -1,4 +1,4 @@
-"""What games on a grid share: maps, moves read out of a reply, turns, and a search for the shortest solution."""
+"""Shared by games on a grid: maps, moves in a reply, turns, and a search for the shortest solution."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from random import Random
 from typing import ClassVar, TypeVar
 
 from poise._lib.errors import check_choice, check_whole
-from poise.rewards.answers import conclusion
-from poise.tasks.base import Message, Problem, Score, Split, check_split
-from poise.tasks.streams import draw_of_split, sizes
+from poise.tasks.base import Message, Problem, Score, Split, sizes
+from poise.tasks.rewards.answers import conclusion
+from poise.tasks.streams import check_split, draw_of_split
 
 Place = tuple[int, int]  # row, column
 DIRECTIONS: dict[str, Place] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -25,14 +25,14 @@ FEWEST_MOVES = 2  # a map that takes one move teaches nothing
 WITHHELD = "You play a game on a grid. The rules are not told: find out what leads to success."
 ONE = "Each turn, reply with one move: up, down, left or right."
 SEVERAL = "Each turn, reply with up to {} moves out of up, down, left and right, such as: up left."
-LISTED = 12  # moves that feedback names, the last ones
+LISTED = 12  # last moves that feedback lists
 _MOVE = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE | re.ASCII)
 
 State = TypeVar("State", bound=Hashable)
 
 
 def moves_in(reply: str, most: int = 1) -> list[str]:
-    """The last ``most`` moves that a reply names, in their order. Reasoning does not count.
+    """The last ``most`` moves that a reply names, in order. Reasoning is ignored.
 
     >>> moves_in("Up is a hole, so I go left.")
     ['left']
@@ -45,7 +45,7 @@ def shortest(
 ) -> list[str] | None:
     """The shortest list of moves that wins, by breadth-first search; None if it takes more than ``most``.
 
-    ``after`` is the state after a move, None where the move is lost or not possible.
+    ``after`` is the state after a move, None if the move is impossible or loses the game.
     """
     seen = {start}
     queue: deque[tuple[State, list[str]]] = deque([(start, [])])
@@ -62,24 +62,24 @@ def shortest(
 
 
 def neighbour(place: Place, move: str) -> Place:
-    """The place beside another."""
+    """The place one move away."""
     down, right = DIRECTIONS[move]
     return place[0] + down, place[1] + right
 
 
 def where(place: Place) -> str:
-    """A place in words, counted from the top left."""
+    """A place in words; the top left is row 1, column 1."""
     return f"row {place[0] + 1}, column {place[1] + 1}"
 
 
 def draw_map(rows: Iterable[Iterable[str]]) -> str:
-    """A map as text, with spaces between the symbols so that tokenizers keep them apart."""
+    """A map as text, with spaces between the symbols, so that tokenizers do not merge them."""
     return "\n".join(" ".join(row) for row in rows)
 
 
 @dataclass(frozen=True)
 class GridTask(ABC):
-    """A game on maps without end. A map is rows of symbols; no map is in both splits."""
+    """A game on endless random maps. A map is rows of symbols; no map is in both splits."""
 
     side: int | str | Sequence[int] = 2
     turns: int = 8
@@ -90,6 +90,7 @@ class GridTask(ABC):
     smallest: ClassVar[int]  # side
     largest: ClassVar[int]
     concurrent: ClassVar[bool] = True
+    pure_start: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -98,18 +99,18 @@ class GridTask(ABC):
         check_whole(owner, "actions", self.actions, 1, 32)
         check_choice(owner, "rules", self.rules, RULES)
         if self.turns * self.actions < FEWEST_MOVES:
-            raise ValueError(f"{owner}: a map takes two moves at least: raise turns or actions")
+            raise ValueError(f"{owner}: a map takes at least two moves: raise turns or actions")
 
     @abstractmethod
     def draw(self, side: int, rng: Random) -> list[str]:
-        """Any map."""
+        """A random map, which may have no solution."""
 
     @abstractmethod
     def solution(self, rows: list[str]) -> list[str] | None:
         """The shortest solution of a map; None if it takes too many moves."""
 
     @abstractmethod
-    def told(self) -> str:
+    def rules_text(self) -> str:
         """The rules in words."""
 
     @abstractmethod
@@ -126,7 +127,7 @@ class GridTask(ABC):
             yield self._problem(draw_of_split(type(self).__name__, split, rng, draw, self._suits))
 
     def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:
-        """The meaning of a map, and its rows."""
+        """A text that identifies the map, and its rows."""
         rows = self.draw(side, rng)
         return f"{self.name} " + "\n".join(rows), rows
 
@@ -136,7 +137,7 @@ class GridTask(ABC):
         return path is not None and len(path) >= FEWEST_MOVES
 
     def _problem(self, rows: list[str]) -> Problem:
-        rules = self.told() if self.rules == "told" else WITHHELD
+        rules = self.rules_text() if self.rules == "told" else WITHHELD
         how = ONE if self.actions == 1 else SEVERAL.format(self.actions)
         prompt = f"{rules} {how}\n{self.picture(rows)}\nTurn 1 of {self.turns}. Your move?"
         number = sha256("\n".join(rows).encode()).hexdigest()[:12]
@@ -144,13 +145,18 @@ class GridTask(ABC):
 
 
 class GridEpisode(ABC):
-    """An episode of a game on a grid: each reply names a move, or up to ``actions`` of them, for ``turns`` turns.
+    """An episode of a game on a grid: each of up to ``turns`` replies names up to ``actions`` moves.
 
-    A reply without a move costs its turn, and the model is told so.
+    A reply without a move uses up its turn, and the next message says so.
     """
 
     def __init__(self, problem: Problem, task: GridTask) -> None:
-        self.problem, self.turns, self.actions, self.told = problem, task.turns, task.actions, task.rules == "told"
+        self.problem, self.turns, self.actions, self.rules_told = (
+            problem,
+            task.turns,
+            task.actions,
+            task.rules == "told",
+        )
         self.replies: list[str] = []
         self.moves: list[str] = []
         self.idle = 0  # moves that changed nothing
@@ -163,11 +169,11 @@ class GridEpisode(ABC):
     @property
     @abstractmethod
     def over(self) -> bool:
-        """Whether nothing more can happen: the game is won or lost."""
+        """Whether the game is won or lost."""
 
     @abstractmethod
     def move(self, direction: str) -> str:
-        """Make a move, and count it in ``idle`` if it changes nothing; returns what happened, in a sentence."""
+        """Make a move, and return what happened in a sentence. ``idle`` counts moves that change nothing."""
 
     @abstractmethod
     def picture(self) -> str:
@@ -175,51 +181,51 @@ class GridEpisode(ABC):
 
     @abstractmethod
     def solution(self) -> list[str] | None:
-        """The shortest way to the goal from here."""
+        """The shortest solution from here."""
 
     @abstractmethod
     def ending(self) -> str:
-        """How the game stands, in a sentence or two. Where the rules are withheld, it speaks of symbols, not of what
-        they mean."""
+        """The state of the game in a sentence or two. If the rules are withheld, it names symbols, not their
+        meaning."""
 
     def start(self) -> list[Message]:
-        """The rules, as far as they are told, and the map."""
+        """The rules, unless they are withheld, and the map."""
         return [{"role": "user", "content": self.problem.prompt}]
 
     def step(self, reply: str) -> list[Message]:
-        """Make the moves that the reply names and show the map."""
+        """Make the moves of the reply, and show the map."""
         self.replies.append(reply)
-        asked = moves_in(reply, self.actions)
-        happened = []
-        for direction in asked:
+        directions = moves_in(reply, self.actions)
+        events = []
+        for direction in directions:
             if not self.over:
                 self.moves.append(direction)
-                happened.append(self.move(direction))
+                events.append(self.move(direction))
         if self.over or len(self.replies) >= self.turns:
             return []
-        if not asked:
-            happened = ["Your reply names no move. Write up, down, left or right."]
-        elif not self.told:
-            happened = []
-        lines = [*happened, self.picture(), f"Turn {len(self.replies) + 1} of {self.turns}. Your move?"]
+        if not directions:
+            events = ["Your reply names no move. Write up, down, left or right."]
+        elif not self.rules_told:
+            events = []
+        lines = [*events, self.picture(), f"Turn {len(self.replies) + 1} of {self.turns}. Your move?"]
         return [{"role": "user", "content": "\n".join(lines)}]
 
     def score(self) -> Score:
-        """1 if the goal is reached, else 0. The answer is the moves made."""
+        """1 if the goal is reached, else 0. The answer is the list of moves."""
         return Score(float(self.won), self.won, answer=" ".join(self.moves) or None)
 
     def feedback(self) -> str:
-        """How it ended, for methods that let the model learn from text."""
-        said = [self.ending()]
+        """How the episode ended, for methods that learn from text."""
+        sentences = [self.ending()]
         if not self.over and len(self.replies) >= self.turns:
-            said.append(f"All {self.turns} turns are used up.")
+            sentences.append(f"All {self.turns} turns are used up.")
         if silent := sum(not moves_in(reply) for reply in self.replies):
-            said.append(f"Replies without a move: {silent}.")
+            sentences.append(f"Replies without a move: {silent}.")
         if self.idle:
-            said.append(f"Moves that changed nothing: {self.idle}.")
+            sentences.append(f"Moves that changed nothing: {self.idle}.")
         listed = " ".join(["...", *self.moves[-LISTED:]] if len(self.moves) > LISTED else self.moves) or "none"
-        return " ".join([*said, f"Moves made: {len(self.moves)} ({listed}). Reward: {float(self.won):g}."])
+        return " ".join([*sentences, f"Moves made: {len(self.moves)} ({listed}). Reward: {float(self.won):g}."])
 
     def expert(self) -> str:
-        """What a solver replies now: the moves of the shortest solution, as many as one turn allows."""
+        """A solver's reply: the first moves of the shortest solution, as many as one turn allows."""
         return " ".join((self.solution() or ["up"])[: self.actions])

@@ -1,18 +1,17 @@
 """A bridge to reasoning-gym: ``task.name=rg/chain_sum``, and its settings as ``task.min_terms=2``.
 
-reasoning-gym scores answers itself, and what a model writes is not safe with some of its scorers (version 0.1.25):
+reasoning-gym has its own scorers, and some of them are not safe for a model's text (version 0.1.25):
 
-- Nine evaluate the answer as Python, plainly or through sympy. Seven of them (``EVALUATED``, ``SYMBOLIC``) are only
-  handed what is a Python literal, or a short formula without large powers; any other answer scores 0. The answers of
-  ``countdown`` and ``puzzle24`` are read by our own parser; puzzle24's scorer also took other numbers than those given.
-- Some give nonsense a little (0.01 to 0.25), one gives it full marks. Each problem's scorer is therefore asked about a
-  nonsense word as well. Where that gets full marks, only the gold answer is right.
-- Some give full marks to ``nan``, to 0, to the gold number with another sign, or to the gold answer with something
-  behind it. Such an answer scores 0 (``is_plausible``).
-- One raises on nonsense. An answer on which a scorer raises scores 0; one on which it hangs gets no verdict.
+- Nine evaluate the answer as Python, directly or through sympy. Seven of them (``EVALUATED``, ``SYMBOLIC``) only see
+  Python literals, or short formulas without large powers; any other answer scores 0. Our own parser reads the answers
+  of ``countdown`` and ``puzzle24``; puzzle24's scorer also accepted numbers that the problem does not have.
+- Some give nonsense a small score (0.01 to 0.25), one gives it the full score. So the scorer of each problem also
+  scores a nonsense word. If that gets the full score, only the gold answer is right.
+- Some give the full score to ``nan``, to 0, to the gold number with another sign, or to the gold answer with more text
+  after it. Such an answer scores 0 (``is_plausible``).
+- One raises on nonsense. If a scorer raises on an answer, it scores 0; if a scorer hangs, the answer gets no score.
 
-By default the reward is 1 for an answer with full marks and 0 for any other. With ``partial`` it is the score, less
-what nonsense gets.
+By default the reward is 1 for the full score, else 0. With ``partial`` it is the score minus that of nonsense.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from random import Random
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, how_to_install, unknown
-from poise.rewards import formulas
-from poise.rewards.answers import last_answer
-from poise.rewards.arithmetic import ExpressionError, evaluate
-from poise.tasks.base import Problem, Score, Split, check_split
-from poise.tasks.streams import PATIENCE, split_of
+from poise.tasks.base import Problem, Score, Split
+from poise.tasks.rewards import formulas
+from poise.tasks.rewards.answers import last_answer
+from poise.tasks.rewards.arithmetic import ExpressionError, evaluate
+from poise.tasks.streams import PATIENCE, check_split, split_of
 from poise.tasks.time_limit import HungError, Worker
 
 INSTRUCTION = "Think first, then answer, in this form: <think>your reasoning</think><answer>your answer</answer>"
 NONSENSE = "xyzzy"
 LONGEST = 10_000  # characters of an answer
 FULL = 1 - 1e-9
-TEST_SHARE = 4  # one question in this many is for testing: some generators take seconds for each that is drawn
-BLOCK = 64  # questions that are made from one seed
+TEST_SHARE = 4  # one question in four is for testing: some generators take seconds per question
+BLOCK = 64  # questions made from one seed
 EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 SYMBOLIC = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
 NUMBERS = ("countdown", "puzzle24")
@@ -56,7 +55,7 @@ _POWER = re.compile(r"(?:\*\*|\^)\s*(\(?\s*-?\s*\d{1,2}(?![\d.])(?!\s*(?:\*\*|\^
 def reasoning_gym(name: str) -> Callable[..., ReasoningGym]:
     """Puzzles of reasoning-gym; NAME is one of its generators.
 
-    Returns what builds the task. Its parameters are the generator's settings and our own.
+    Returns the function that builds the task. Its parameters are the generator's settings and our own.
     """
     kinds = _generators()
     if name not in kinds:
@@ -71,8 +70,8 @@ def reasoning_gym(name: str) -> Callable[..., ReasoningGym]:
     ]
 
     def build(**settings: Any) -> ReasoningGym:
-        mine = {key: settings.pop(key) for key in _OWN if key in settings}
-        return ReasoningGym(name, settings, **mine)
+        ours = {key: settings.pop(key) for key in _OWN if key in settings}
+        return ReasoningGym(name, settings, **ours)
 
     build.__signature__ = Signature([*own, *theirs])  # type: ignore[attr-defined]
     build.__doc__ = f"reasoning-gym's {name}."
@@ -84,16 +83,16 @@ def _generators() -> Mapping[str, Any]:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(f"tasks named rg/… need reasoning-gym ({error}); {how_to_install('rg')}") from error
-    found: Mapping[str, Any] = DATASETS
-    return found
+    generators: Mapping[str, Any] = DATASETS
+    return generators
 
 
 @dataclass(frozen=True)
 class ReasoningGym:
     """A generator of reasoning-gym with its scorer.
 
-    ``settings`` are the generator's. ``instruction`` is the text before a question. With ``partial`` the reward is the
-    score less what nonsense gets, not only 0 or 1. ``timeout`` is how many seconds a scorer may take.
+    ``settings`` are the generator's. ``instruction`` is the text after a question. With ``partial`` the reward is the
+    score minus that of nonsense, not only 0 or 1. ``timeout`` limits a scorer's time in seconds.
     """
 
     dataset: str
@@ -115,7 +114,7 @@ class ReasoningGym:
         object.__setattr__(self, "_entry", lru_cache(4096)(self._make))
         try:
             object.__setattr__(self, "_scorer", self._block(0).score_answer)
-        except Exception as error:  # settings are checked with assertions
+        except Exception as error:  # reasoning-gym checks settings with assertions
             raise ValueError(f"{self.name}: {type(error).__name__}: {error}") from error
 
     @property
@@ -124,54 +123,56 @@ class ReasoningGym:
         return f"rg/{self.dataset}"
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Questions of one split: neither a question nor the seed it is made from is in both."""
+        """Questions of one split: no question and no question's seed is in both."""
         check_split(split)
-        missed = 0
+        misses = 0
         for number in _numbers(split, Random(f"{self.name} {seed}")):
             question = str(self._entry(number)["question"])
             if split_of(question, TEST_SHARE) == split:
                 prompt = f"{question}\n{self.instruction}".strip()
                 yield Problem(f"{self.name}/{number}", prompt, "all", {"number": number, "question": question})
-                missed = 0
-            elif (missed := missed + 1) > PATIENCE:
-                raise RuntimeError(f"{self.name}: no {split} question among {PATIENCE}: it has too few of them")
+                misses = 0
+            elif (misses := misses + 1) > PATIENCE:
+                raise RuntimeError(
+                    f"{self.name}: no {split} question in {PATIENCE} draws: the generator has too few questions"
+                )
 
     def _create(self, block: int) -> Any:
         from reasoning_gym import create_dataset
 
-        # Most generators make question i from seed + i: blocks that are BLOCK apart share none.
+        # Most generators make question i from seed + i, so seeds that are BLOCK apart share no question.
         return create_dataset(self.dataset, size=BLOCK, seed=block * BLOCK, **self.settings)
 
     def _make(self, number: int) -> dict[str, Any]:
         block, index = divmod(number, BLOCK)
-        found: dict[str, Any] = self._block(block)[index]
-        return found
+        entry: dict[str, Any] = self._block(block)[index]
+        return entry
 
     def score(self, problem: Problem, text: str) -> Score:
-        """The scorer's word, with the guards that it needs."""
+        """The scorer's result, with guards."""
         answer = last_answer(text)
-        if not answer or len(answer) > LONGEST:  # some scorers like an empty answer
+        if not answer or len(answer) > LONGEST:  # some scorers accept an empty answer
             return Score(0.0, False)
         entry = self._entry(problem.data["number"])
         if entry["question"] != problem.data["question"]:
             return Score(0.0, False, failed=f"{self.name} makes another question from the same number")
         try:
-            found = self._worker.run(self.timeout, self._marks, answer, entry)
+            value = self._worker.run(self.timeout, self._value, answer, entry)
         except HungError as error:
             return Score(0.0, False, failed=f"the scorer of {self.name} {error}")
-        right = found >= FULL
-        return Score(found if self.partial else float(right), right, answer=" ".join(answer.split()))
+        correct = value >= FULL
+        return Score(value if self.partial else float(correct), correct, answer=" ".join(answer.split()))
 
     def gold(self, problem: Problem) -> Any:
-        """The generator's own answer; another may be right too."""
+        """The generator's own answer; others may be right too."""
         return self._entry(problem.data["number"])["answer"]
 
     def feedback(self, problem: Problem, text: str) -> str:  # noqa: ARG002
-        """Only what can be said without the scorer: that no answer could be read."""
+        """Says if no answer could be read; the scorers give no feedback."""
         return "" if last_answer(text) else "No answer could be read: write it between <answer> and </answer>."
 
-    def _marks(self, answer: str, entry: dict[str, Any]) -> float:
-        """The score between 0 and 1, less what nonsense gets."""
+    def _value(self, answer: str, entry: dict[str, Any]) -> float:
+        """The score between 0 and 1, minus that of nonsense."""
         gold = entry["answer"]
         if answer == gold:
             return 1.0
@@ -182,19 +183,19 @@ class ReasoningGym:
         nonsense = self._ask(NONSENSE, entry)
         if nonsense >= FULL:
             return float(isinstance(gold, str) and answer.casefold() == gold.strip().casefold())
-        found = self._ask(answer, entry)
-        if found >= FULL:
+        value = self._ask(answer, entry)
+        if value >= FULL:
             return float(is_plausible(answer, gold))
-        return max(0.0, found - nonsense)
+        return max(0.0, value - nonsense)
 
     def _ask(self, answer: str, entry: dict[str, Any]) -> float:
         try:
             return min(1.0, max(0.0, float(self._scorer(answer, entry))))
-        except Exception:  # on answers that its author did not think of
+        except Exception:  # its author did not expect such an answer
             return 0.0
 
     def _harmless(self, answer: str) -> bool:
-        """Whether the scorer may see the answer: what it would evaluate must be a literal, or a small formula."""
+        """Whether the scorer may see the answer. If it evaluates answers, they must be literals or small formulas."""
         if self.dataset in EVALUATED:
             try:
                 ast.literal_eval(answer)
@@ -204,14 +205,14 @@ class ReasoningGym:
 
 
 def _numbers(split: Split, rng: Random) -> Iterator[int]:
-    """Numbers of questions, block after block; even blocks are for training."""
+    """Question numbers, block after block; even blocks are for training."""
     while True:
         block = 2 * rng.getrandbits(23) + (split == "test")
         yield from range(block * BLOCK, (block + 1) * BLOCK)
 
 
 def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether an expression has a value and uses exactly the given numbers."""
+    """Whether an expression has the value ``target`` and uses exactly the given numbers."""
     try:
         value, used = evaluate(answer)
     except ExpressionError:
@@ -220,19 +221,19 @@ def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def is_plausible(answer: str, gold: Any) -> bool:
-    """Whether an answer can be right. Where the gold answer is a number, it must be about that number."""
+    """Whether an answer can be right. If the gold answer is a number, it must be within 1 % of that number."""
     if not isinstance(gold, str):
         return True
-    said, right = (" ".join(text.casefold().split()).strip(" .`\"'") for text in (answer, gold))
-    if said == right:
+    reply, truth = (" ".join(text.casefold().split()).strip(" .`\"'") for text in (answer, gold))
+    if reply == truth:
         return True
-    if _NOT_A_NUMBER.search(said) and not _NOT_A_NUMBER.search(right):
+    if _NOT_A_NUMBER.search(reply) and not _NOT_A_NUMBER.search(truth):
         return False
-    value = None if " " in right else formulas.number(formulas.clean(right))
-    if value is not None:
-        found = formulas.number_in(formulas.clean(said)) if len(said) <= 2 * len(right) + 100 else None
-        return found is not None and abs(found - value) <= abs(value) / 100
-    return not right or not (said.startswith(right) or said.endswith(right))
+    gold_value = None if " " in truth else formulas.number(formulas.clean(truth))
+    if gold_value is not None:
+        value = formulas.number_in(formulas.clean(reply)) if len(reply) <= 2 * len(truth) + 100 else None
+        return value is not None and abs(value - gold_value) <= abs(gold_value) / 100
+    return not truth or not (reply.startswith(truth) or reply.endswith(truth))
 
 
 def is_small_formula(text: str) -> bool:
@@ -241,7 +242,7 @@ def is_small_formula(text: str) -> bool:
         return False
     size = 1
     for exponent in _POWER.findall(text):
-        if not exponent:  # not a number of one or two digits, or one with a power of its own
+        if not exponent:  # more than two digits, not a number, or itself a power
             return False
         size *= max(1, int(exponent.strip("(- ")))
     return size <= 1000

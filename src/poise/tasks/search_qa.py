@@ -1,8 +1,8 @@
-"""Search QA: questions over a small made-up world, answered with a search and a calculator tool.
+"""Search QA: questions about a small made-up world, answered with a search and a calculator tool.
 
-A world has towns, people, firms and products, a passage about each, and questions that join their facts. Every world
-has its own names and numbers, so that no answer can be known from another world. Tools are offered through the chat
-template; arguments are checked, and nothing is executed.
+A world has towns, people, firms and products, a passage about each, and questions that combine their facts. Every world
+has its own names and numbers, so no other world gives away an answer. The chat template offers the tools; arguments are
+checked, and nothing is executed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from random import Random
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, check_whole, quote
-from poise.rewards.answers import conclusion, last_answer
-from poise.rewards.arithmetic import evaluate, number_text
-from poise.tasks.base import Message, Problem, Score, Split, check_split
-from poise.tasks.streams import draw_of_split, sizes
+from poise.tasks.base import Message, Problem, Score, Split, sizes
+from poise.tasks.rewards.answers import conclusion, last_answer
+from poise.tasks.rewards.arithmetic import evaluate, number_text
+from poise.tasks.streams import check_split, draw_of_split
 from poise.tasks.tools import Schema, answer_all, calls_in, problem_with
 
 LONGEST_QUERY = 400  # characters that are read
@@ -31,7 +31,7 @@ _K1, _B = 1.2, 0.75
 
 
 class Index:
-    """Passages that can be searched, by BM25."""
+    """A BM25 index over passages."""
 
     def __init__(self, passages: Sequence[str]) -> None:
         self.passages = list(passages)
@@ -39,10 +39,10 @@ class Index:
         lengths = [counts.total() for counts in self.counts]
         mean = sum(lengths) / len(lengths)
         self.norms = [_K1 * (1 - _B + _B * length / mean) for length in lengths]
-        self.holding = Counter(word for counts in self.counts for word in counts)
+        self.passages_with = Counter(word for counts in self.counts for word in counts)
 
     def search(self, query: str, count: int = 3) -> list[str]:
-        """The passages that fit best, best first; none that shares no word with the query."""
+        """The best passages, best first, among those that share a word with the query."""
         words = set(_words(query[:LONGEST_QUERY]))
         scored = [(-self._score(words, at), at) for at in range(len(self.passages))]
         return [self.passages[at] for score, at in sorted(scored)[:count] if score < 0]
@@ -51,7 +51,7 @@ class Index:
         counts, total = self.counts[at], len(self.passages)
         score = 0.0
         for word in sorted(words & counts.keys()):  # sorted: sums of floats depend on their order
-            rarity = math.log(1 + (total - self.holding[word] + 0.5) / (self.holding[word] + 0.5))
+            rarity = math.log(1 + (total - self.passages_with[word] + 0.5) / (self.passages_with[word] + 0.5))
             score += rarity * counts[word] * (_K1 + 1) / (counts[word] + self.norms[at])
         return score
 
@@ -60,7 +60,7 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-# A relation leads from one thing to the next: how a passage says it, and how it is asked for.
+# A relation leads from one thing to the next: its sentence in a passage, and its phrase in a question.
 SENTENCES = {
     "founded": "{0} was founded in {1}.",
     "region": "{0} lies in {1}.",
@@ -79,14 +79,21 @@ PHRASES = {
     "product": "the product that {} makes",
     "price": "the price of {}",
 }
-CHAINS: dict[int, tuple[tuple[str, ...], ...]] = {  # by the number of passages that must be found
+CHAINS: dict[int, tuple[tuple[str, ...], ...]] = {  # by the number of passages to find
     1: (("founded",), ("region",), ("born",), ("birthplace",), ("price",)),
     2: (("birthplace", "founded"), ("birthplace", "region"), ("founder", "born"), ("product", "price")),
     3: (("founder", "birthplace", "founded"), ("founder", "birthplace", "region")),
 }
 NUMBERS = ("founded", "born", "price")  # relations that end in a number
-_OF = {"founded": "town", "region": "town", "born": "person", "birthplace": "person", "founder": "firm",
-       "product": "firm", "price": "product"}  # fmt: skip
+_OF = {
+    "founded": "town",
+    "region": "town",
+    "born": "person",
+    "birthplace": "person",
+    "founder": "firm",
+    "product": "firm",
+    "price": "product",
+}
 _STARTS = [*"bdfghklmnprstvz", "br", "dr", "gr", "kl", "st", "tr"]
 _VOWELS = "aeiou"
 _ENDS = [*"lnrsmk", "ld", "nd", "rt", "sk"]
@@ -94,14 +101,14 @@ _ENDS = [*"lnrsmk", "ld", "nd", "rt", "sk"]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, the right answer, and the way to it: from a thing along relations, then perhaps a sum."""
+    """A question, its answer, and the way there: a start, a chain of relations, perhaps a calculation."""
 
     text: str
     answer: str
     hops: int
     start: str
     chain: tuple[str, ...]
-    sum: str | None = None  # with {} for what the chain leads to
+    sum: str | None = None  # with {} for the value at the end of the chain
 
 
 class World:
@@ -141,21 +148,21 @@ class World:
                 return name
 
     def _passage(self, thing: str) -> str:
-        said = [SENTENCES[relation].format(thing, value) for (of, relation), value in self.facts.items() if of == thing]
-        return " ".join(said)
+        facts = [(relation, value) for (of, relation), value in self.facts.items() if of == thing]
+        return " ".join(SENTENCES[relation].format(thing, value) for relation, value in facts)
 
     def question(self, rng: Random, hops: int, sums: float) -> Question:
-        """A question that takes so many passages; with chance ``sums`` it ends in a calculation."""
+        """A question that needs ``hops`` passages; with probability ``sums`` it ends in a calculation."""
         chain = rng.choice(CHAINS[hops])
         start = rng.choice(self.things[_OF[chain[0]]])
-        asked, found = start, start
+        phrase, value = start, start
         for relation in chain:
-            asked, found = PHRASES[relation].format(asked), self.facts[found, relation]
+            phrase, value = PHRASES[relation].format(phrase), self.facts[value, relation]
         if chain[-1] in NUMBERS and rng.random() < sums:
             factor = rng.randint(12, 99)
-            text, formula, answer = f"{factor} times {asked}", f"{factor} * {{}}", str(factor * int(found))
+            text, formula, answer = f"{factor} times {phrase}", f"{factor} * {{}}", str(factor * int(value))
             return Question(f"What is {text}?", answer, hops, start, chain, formula)
-        return Question(f"What is {asked}?", found, hops, start, chain)
+        return Question(f"What is {phrase}?", value, hops, start, chain)
 
 
 @lru_cache(maxsize=64)
@@ -165,7 +172,7 @@ def world(number: int, size: int) -> World:
 
 
 def follow(passages: str, thing: str, relation: str) -> str | None:
-    """What passages say of a thing, or None."""
+    """What the passages say about a thing, or None."""
     before, behind = SENTENCES[relation].format(thing, "\0").split("\0")
     match = re.search(re.escape(before) + r"([^.]{1,60})" + re.escape(behind), passages)
     return match[1] if match else None
@@ -192,12 +199,12 @@ SCHEMAS = [
 
 @dataclass(frozen=True)
 class SearchQA:
-    """Search QA: multi-hop questions over a made-up world, with a search and a calculator tool; no download.
+    """Search QA: multi-hop questions about a made-up world, with a search and a calculator tool; no download.
 
-    ``hops`` is how many passages a question takes: a number, several, or a range. A share ``sums`` of the questions
-    that end in a number asks for a multiple of it. Every question has a world of its own with ``size`` things of each
-    of four kinds. ``results`` passages answer a search. ``turns`` is the most replies of an episode, ``instruction``
-    the text before a question.
+    ``hops`` is how many passages a question needs: a number, several, or a range. A share ``sums`` of the questions
+    that end in a number asks for a multiple of it. Every question has its own world with ``size`` things of each of
+    four kinds. A search returns ``results`` passages. ``turns`` limits the replies of an episode, ``instruction`` is
+    the text after a question.
     """
 
     hops: int | str | Sequence[int] = "1-3"
@@ -209,6 +216,7 @@ class SearchQA:
 
     name: ClassVar[str] = "search-qa"
     concurrent: ClassVar[bool] = True
+    pure_start: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hops", sizes("SearchQA", "hops", self.hops, 1, 3))
@@ -227,8 +235,8 @@ class SearchQA:
             question = world(number, self.size).question(rng, hops[turn % len(hops)], self.sums)
             prompt = f"{question.text} {self.instruction}".strip()
             data = {"world": number, "size": self.size, **asdict(question)}
-            yield Problem(f"search-qa/{number}/{'-'.join(question.chain)}/{question.start}", prompt,
-                          f"{question.hops} hop{'s' * (question.hops > 1)}", data)  # fmt: skip
+            name = f"search-qa/{number}/{'-'.join(question.chain)}/{question.start}"
+            yield Problem(name, prompt, f"{question.hops} hop{'s' * (question.hops > 1)}", data)
 
     def episode(self, problem: Problem) -> SearchEpisode:
         """One dialogue with the tools."""
@@ -247,7 +255,7 @@ class SearchEpisode:
         self.problem, self.task = problem, task
         self.world = world(problem.data["world"], problem.data["size"])
         self.replies: list[str] = []
-        self.answers: list[str] = []  # what the tools said
+        self.results: list[str] = []  # of the tools
 
     def tools(self) -> list[Schema]:
         """The schemas of both tools."""
@@ -258,11 +266,11 @@ class SearchEpisode:
         return [{"role": "user", "content": self.problem.prompt}]
 
     def step(self, reply: str) -> list[Message]:
-        """Answer the calls of a reply; one without a call ends the dialogue."""
+        """Answer the calls of a reply; a reply without a call ends the dialogue."""
         self.replies.append(reply)
-        said = answer_all(reply, {"search": self._search, "calculator": _calculate}, SCHEMAS)
-        self.answers += [message["content"] for message in said]
-        return said if len(self.replies) < self.task.turns else []
+        messages = answer_all(reply, {"search": self._search, "calculator": _calculate}, SCHEMAS)
+        self.results += [message["content"] for message in messages]
+        return messages if len(self.replies) < self.task.turns else []
 
     def _search(self, query: str) -> str:
         return "\n".join(self.world.index.search(query, self.task.results)) or "nothing found"
@@ -270,51 +278,51 @@ class SearchEpisode:
     def score(self) -> Score:
         """1 for the right answer, else 0."""
         answer = self._answer()
-        right = answer is not None and answer == normal(self.problem.data["answer"])
-        return Score(float(right), right, answer=answer)
+        correct = answer is not None and answer == normal(self.problem.data["answer"])
+        return Score(float(correct), correct, answer=answer)
 
     def _answer(self) -> str | None:
-        """What the last reply gives as the answer; None if it is a tool call, or says nothing."""
+        """The answer in the last reply; None if it is a tool call or empty."""
         last = self.replies[-1] if self.replies else ""
         if calls_in(last):
             return None
-        tagged = last_answer(last)
-        return normal(conclusion(last) if tagged is None else tagged) or None
+        answer = last_answer(last)
+        return normal(conclusion(last) if answer is None else answer) or None
 
     def feedback(self) -> str:
-        """What came of it, in a few sentences. The right answer is not given away."""
+        """How the episode ended, in a few sentences that do not reveal the right answer."""
         answer = self._answer()
         if answer is not None:
-            said = [f"The answer {quote(answer)} is {'right' if self.score().correct else 'wrong'}."]
+            sentences = [f"The answer {quote(answer)} is {'right' if self.score().correct else 'wrong'}."]
         else:
             turns = f"{len(self.replies)} turn{'' if len(self.replies) == 1 else 's'}"
-            said = [f"No answer was given in {turns}: end with a reply without a tool call."]
+            sentences = [f"No answer was given in {turns}: end with a reply without a tool call."]
         calls = [call for reply in self.replies for call in calls_in(reply)]
-        wrong = [found for call in calls if (found := problem_with(call, SCHEMAS))]
+        wrong = [error for call in calls if (error := problem_with(call, SCHEMAS))]
         if wrong:
-            said.append(f"Calls that could not be made: {len(wrong)}, the last because: {quote(wrong[-1], 120)}.")
+            sentences.append(f"Calls that could not be made: {len(wrong)}, the last because: {quote(wrong[-1], 120)}.")
         if not any(call.name == "search" for call in calls):
-            said.append("No search was made.")
-        return " ".join(said)
+            sentences.append("No search was made.")
+        return " ".join(sentences)
 
     def expert(self) -> str:
-        """What a solver replies now: it knows how the question is built, and nothing of the world."""
+        """A solver's reply: it knows how the question is built, but nothing about the world."""
         question: dict[str, Any] = dict(self.problem.data)
-        read, found = "\n".join(self.answers), question["start"]
+        passages, value = "\n".join(self.results), question["start"]
         for relation in question["chain"]:
-            following = follow(read, found, relation)
+            following = follow(passages, value, relation)
             if following is None:
-                return _call("search", query=found)
-            found = following
+                return _call("search", query=value)
+            value = following
         if question["sum"] is None:
-            return f"<answer>{found}</answer>"
-        expression = question["sum"].format(found)
-        done = self.answers[-1] if f'"{expression}"' in self.replies[-1] else None
-        return f"<answer>{done}</answer>" if done else _call("calculator", expression=expression)
+            return f"<answer>{value}</answer>"
+        expression = question["sum"].format(value)
+        result = self.results[-1] if f'"{expression}"' in self.replies[-1] else None
+        return f"<answer>{result}</answer>" if result else _call("calculator", expression=expression)
 
 
 def normal(text: str) -> str:
-    """An answer in the form in which answers are compared: small letters and digits, no article."""
+    """Normal form of an answer: lower-case letters and digits, no article."""
     words = re.findall(r"[^\W_]+", text[:LONGEST_ANSWER].casefold())
     return " ".join(word for word in words if word not in ("the", "a", "an"))
 

@@ -1,8 +1,8 @@
 """Sokoban: push a box onto its goal, one move a turn.
 
-As in ERL (arXiv 2602.13949): one box, sides 6 to 8 with the wall around, at most 8 moves to solve. **Ours:** maps are
-drawn at random and solved by breadth-first search over the places of player and box; what cannot be solved within the
-turns, or takes fewer than two moves, is drawn again.
+As in ERL (arXiv 2602.13949): one box, sides 6 to 8 including the outer wall, at most 8 moves to solve. **Ours:** maps
+are random and solved by breadth-first search over the places of player and box; a map that cannot be solved within the
+turns, or takes fewer than two moves, is replaced by another.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ State = tuple[Place, Place]  # of the player, and of the box
 
 @dataclass(frozen=True)
 class Sokoban(GridTask):
-    """Sokoban: push one box onto its goal in several turns, on maps without end.
+    """Sokoban: push one box onto its goal in several turns, on endless random maps.
 
-    ``side`` is a number, several, or a range, walls included; they take turns. ``optimum`` is the most moves that a
-    shortest solution may take, ``walls`` the share of the inner cells that are wall. ``actions`` moves are allowed per
-    reply and ``turns`` replies per episode. ``rules`` are told or withheld.
+    ``side`` is a number, several, or a range, outer walls included; maps cycle through them. ``optimum`` limits the
+    moves of the shortest solution, ``walls`` is the share of walls among the inner cells. ``actions`` moves are allowed
+    per reply and ``turns`` replies per episode. ``rules`` are told or withheld.
     """
 
     side: int | str | Sequence[int] = "6-8"
@@ -63,12 +63,12 @@ class Sokoban(GridTask):
         """The shortest solution."""
         return _solve(_Map(rows), min(self.optimum, self.turns * self.actions))
 
-    def told(self) -> str:
+    def rules_text(self) -> str:
         """The rules in words."""
         return TOLD
 
     def picture(self, rows: list[str]) -> str:
-        """A map in the symbols of the rules."""
+        """A map in the symbols that the model sees."""
         return _picture(_Map(rows), self.rules)
 
     def episode(self, problem: Problem) -> SokobanEpisode:
@@ -89,14 +89,14 @@ class _Map:
         self.state: State = (you, box)
 
     def after(self, state: State, move: str) -> State | None:
-        """The state after a move; None where the move is not possible."""
+        """The state after a move; None if the move is impossible."""
         you, box = neighbour(state[0], move), state[1]
         if you == box:
             box = neighbour(box, move)
         return None if you in self.walls or box in self.walls else (you, box)
 
     def symbol(self, place: Place) -> str:
-        """What is to be seen at a place."""
+        """The symbol at a place."""
         you, box = self.state
         if place in self.walls:
             return "#"
@@ -121,7 +121,7 @@ class SokobanEpisode(GridEpisode):
 
     @property
     def over(self) -> bool:
-        """Whether it is won. A box in a corner is lost, but nobody says so."""
+        """Whether the game is won. A box stuck in a corner does not end it."""
         return self.won
 
     def move(self, direction: str) -> str:
@@ -143,7 +143,7 @@ class SokobanEpisode(GridEpisode):
         return _solve(self.map, 4 * self.map.side**2)
 
     def ending(self) -> str:
-        """How the game stands, and where the box is."""
+        """The state of the game, and where the box is."""
         box, stuck = self.map.state[1], not self.won and self.solution() is None
         if self.task.rules == "withheld":
             symbol = self.map.symbol(box).translate(NEUTRAL)

@@ -1,22 +1,135 @@
-"""What tasks share: checks of their settings, and problems drawn until one belongs to the split."""
+"""Streams of problems: what a step trains on, what an evaluation measures, and which split a problem belongs to."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
-from inspect import signature
-from os import PathLike
+from itertools import islice
 from random import Random
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from poise._lib.errors import check_whole, short
-from poise.tasks.base import Split
+from poise._lib.errors import check_choice, counted, short
+from poise._lib.user_code import place_of
+from poise.tasks.base import SPLITS, Finite, Problem, Split, Task, TaskError
+from poise.tasks.rewards.base import RewardError
 
 TEST_SHARE = 10  # one meaning in this many is for testing
 PATIENCE = 20_000  # draws in a row that belong to the other split
+ROUNDS = 100  # of draws in place of problems that are too long
 
 T = TypeVar("T")
+
+
+def draw(
+    task: Task, split: Split, seed: int, count: int, fits: Callable[[Problem], bool] = lambda _: True
+) -> list[Problem]:
+    """The first ``count`` problems that fit the model, or an error that says what is wrong with them.
+
+    A finite task returns all its problems if it has fewer. If hardly any problem fits, the result includes some that
+    do not: playing them raises the error that says why.
+    """
+    if isinstance(task, Finite):
+        with _blamed(task, "epoch()"):
+            problems = list(task.epoch(split, seed, 0)[:count])
+        if not problems:
+            why = _why_none_held_out(task, seed) if split == "test" else ""
+            raise TaskError(f"task {task.name!r} has no problem of split {split}{why}")
+        return _fitting(task, problems, fits)
+    fitting: list[Problem] = []
+    others: list[Problem] = []
+    with _blamed(task, "problems()"):
+        stream = iter(task.problems(split, seed))
+        for _ in range(ROUNDS):
+            missing = count - len(fitting)
+            problems = list(islice(stream, missing))
+            if len(problems) < missing:
+                raise TaskError(
+                    f"task {task.name!r} has {len(fitting) + len(problems)} problems of split {split}, and {count} are "
+                    "asked for: problems must not end; begin again with the first, shuffled by the seed"
+                )
+            _check_texts(task, problems)
+            for problem in problems:
+                (fitting if fits(problem) else others).append(problem)
+    return fitting if len(fitting) == count else [*others, *fitting][:count]
+
+
+def _fitting(task: Task, problems: Sequence[Problem], fits: Callable[[Problem], bool]) -> list[Problem]:
+    """The problems that fit; all of them if none does."""
+    _check_texts(task, problems)
+    return [problem for problem in problems if fits(problem)] or list(problems)
+
+
+def _why_none_held_out(task: Finite, seed: int) -> str:
+    """The end of a message: a hash chooses the held-out share, and of few questions it may choose none."""
+    held_out = getattr(task, "held_out", None)
+    if not held_out:
+        share = "" if held_out is None else "task.held_out=0.1, task.test_file=FILE or "
+        return f"; set {share}evaluation=off"
+    questions = len({problem.prompt for problem in task.epoch("train", seed, 0)})
+    return (
+        f": it has only {counted(questions, 'different question')}, and none fell into the held-out share; raise "
+        f"task.held_out above {held_out:g}, give task.test_file=FILE, or set evaluation=off"
+    )
+
+
+def data_fingerprint(task: Task) -> str | None:
+    """The fingerprint of a task's data; None for a task without data."""
+    fingerprint = getattr(task, "fingerprint", None)
+    return fingerprint if isinstance(fingerprint, str) else None
+
+
+def epochs(task: Task, seed: int, problems: int) -> float:
+    """How many epochs of a finite task this number of training problems makes; 0 if problems have no end."""
+    size = len(task.epoch("train", seed, 0)) if isinstance(task, Finite) else 0
+    return problems / size if size else 0.0
+
+
+def training_problems(
+    task: Task, *, seed: int, step: int, step_seed: int, count: int, fits: Callable[[Problem], bool] = lambda _: True
+) -> list[Problem]:
+    """The problems of a training step that fit the model: fresh ones, or those of the next ``count`` of a finite set.
+
+    ``seed`` is the run's, ``step_seed`` the step's own. The result depends on the arguments alone, so a resumed run
+    continues in the middle of an epoch.
+    """
+    if not isinstance(task, Finite):
+        return draw(task, "train", step_seed, count, fits)
+    size = len(task.epoch("train", seed, 0))
+    if not size:
+        raise TaskError(f"task {task.name!r} has no problem of split train")
+    positions = [divmod(problem, size) for problem in range((step - 1) * count, step * count)]  # epoch, index
+    epochs = {epoch: task.epoch("train", seed, epoch) for epoch in {epoch for epoch, _ in positions}}  # one call each
+    return _fitting(task, [epochs[epoch][index] for epoch, index in positions], fits)
+
+
+def _check_texts(task: Task, problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        texts = {name: getattr(problem, name, None) for name in ("prompt", "difficulty")}
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                what = f"{name} of problem {getattr(problem, 'id', problem)}"
+                raise TaskError(f"task {task.name!r}: {what} must be text, got {short(text)}")
+
+
+@contextmanager
+def _blamed(task: Task, what: str) -> Iterator[None]:
+    """Turn an error of the user's own code into a TaskError with its file and line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TaskError | RewardError) or not (place := place_of(error)):
+            raise
+        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that one again instead
+        raise TaskError(f"{what} of task {task.name!r} raised {type(error).__name__}: {error}{place}") from cause
+
+
+# Splits
+
+
+def check_split(split: str) -> None:
+    """Raise unless ``split`` is train or test."""
+    check_choice("problems", "split", split, SPLITS)
 
 
 def split_of(meaning: str, share: int = TEST_SHARE) -> Split:
@@ -33,63 +146,15 @@ def draw_of_split(
     suits: Callable[[T], bool] = lambda _: True,
     share: int = TEST_SHARE,
 ) -> T:
-    """Draw until the meaning belongs to ``split`` and what has it ``suits``, which is asked second: it may be slow."""
+    """Draw (meaning, candidate) until the meaning belongs to ``split`` and the candidate ``suits``.
+
+    ``suits`` is asked last, because it may be slow.
+    """
     for _ in range(PATIENCE):
-        meaning, found = draw(rng)
-        if split_of(meaning, share) == split and suits(found):
-            return found
+        meaning, candidate = draw(rng)
+        if split_of(meaning, share) == split and suits(candidate):
+            return candidate
     raise RuntimeError(
         f"{owner}: no {split} problem among {PATIENCE} draws: these settings allow too few different problems; "
         "widen them"
     )
-
-
-def sizes(owner: str, name: str, value: int | str | Sequence[int], low: int, high: int) -> tuple[int, ...]:
-    """The whole numbers that a setting such as ``5``, ``(3, 4)`` or ``"3-7"`` means, each from ``low`` to ``high``."""
-    numbers: int | Sequence[int]
-    if not isinstance(value, str):
-        numbers = value
-    elif match := re.fullmatch(r"\s*(\d{1,3})\s*(?:-\s*(\d{1,3})\s*)?", value):
-        numbers = range(int(match[1]), int(match[2] or match[1]) + 1)
-    else:
-        raise ValueError(f"{owner}: {name} must be like 5, (3, 4) or '3-7', got {value!r}")
-    found = tuple(numbers) if isinstance(numbers, Sequence) else (numbers,)
-    if not found:
-        raise ValueError(f"{owner}: {name} = {value!r} is empty; in a range the smaller number comes first")
-    for one in found:
-        check_whole(owner, name, one, low, high)
-    return found
-
-
-def _texts(value: Any) -> bool:
-    one = isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection)
-    return not one and all(isinstance(each, str) for each in value)
-
-
-def _switch(value: Any) -> bool:
-    """True, false, numpy's, and 1 and 0, which YAML files of old have."""
-    return not hasattr(value, "__len__") and value in (0, 1)
-
-
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "str": (lambda value: isinstance(value, str | PathLike), "text"),
-    "bool": (_switch, "true or false"),
-    "None": (lambda value: value is None, "null"),
-    "Sequence[str]": (_texts, "a list of texts"),
-    "Mapping[str, Any]": (lambda value: isinstance(value, Mapping), "a group of settings, key: value"),
-}
-
-
-def check_kinds(name: str, maker: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Raise if a setting of the task takes text, true or false, or texts, and its value is of another kind.
-
-    Otherwise the task would fail in the midst of a run, or take ``slippery=no-thanks`` for true. Numbers are left to
-    the task, which knows their range, and so are annotations with any other part.
-    """
-    parameters = signature(maker).parameters
-    for key, value in settings.items():
-        written = str(parameters[key].annotation) if key in parameters else ""
-        kinds = [_KINDS.get(part.strip()) for part in written.split("|")]
-        known = [kind for kind in kinds if kind is not None]
-        if len(known) == len(kinds) and not any(fits(value) for fits, _ in known):
-            raise TypeError(f"{name}: {key} must be {' or '.join(words for _, words in known)}, got {short(value)}")

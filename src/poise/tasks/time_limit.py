@@ -1,4 +1,4 @@
-"""Calls into code that may hang: in a daemon thread, with a time limit."""
+"""Calls code that may hang in a daemon thread, with a time limit."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from poise.rewards.worker import settled
+from poise.tasks.rewards.worker import result_of
 
 
 class HungError(RuntimeError):
-    """A call that did not return in time."""
+    """The call did not return in time."""
 
 
 class Worker:
-    """Runs calls one after another, all in one thread: some libraries want to be used from the thread that began.
+    """Runs calls one after another in one thread: some libraries must always be used from the same thread.
 
-    A call that does not return in time is given up with its thread, which cannot be killed but does not keep the
-    process alive; the next call gets a new thread.
+    If a call does not return in time, its thread is abandoned: it cannot be killed, but does not keep the process
+    alive. The next call gets a new thread.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Worker:
         self._lock = threading.Lock()
 
     def run(self, seconds: float, function: Callable[..., Any], /, *args: Any, **settings: Any) -> Any:
-        """The function's result; a coroutine is run to its end. What it raises is raised here."""
+        """The function's result, or that of its coroutine. Exceptions are raised here."""
         with self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()
@@ -36,7 +36,7 @@ class Worker:
             try:
                 value, error = results.get(timeout=seconds)
             except queue.Empty:
-                self._jobs.put(None)  # should it return one day, its thread ends
+                self._jobs.put(None)  # ends the thread if the call ever returns
                 self._jobs = None
                 raise HungError(f"did not return within {seconds:g} s") from None
         if error is not None:
@@ -45,13 +45,13 @@ class Worker:
 
     def __del__(self) -> None:
         if self._jobs is not None:
-            self._jobs.put(None)  # the thread ends
+            self._jobs.put(None)  # ends the thread
 
 
 def _work(jobs: queue.SimpleQueue[Any]) -> None:
     while (job := jobs.get()) is not None:
         results, function, args, settings = job
         try:
-            results.put((settled(function(*args, **settings)), None))
-        except BaseException as error:  # the one who asked decides what it means
+            results.put((result_of(function(*args, **settings)), None))
+        except BaseException as error:  # raised again in ``run``
             results.put((None, error))

@@ -1,16 +1,16 @@
-"""Tool calls: read out of a reply as data, checked against a JSON schema, answered with messages.
+"""Tool calls: parse them from a reply, check them against a JSON schema, answer them with messages.
 
-Two formats are read. Hermes' and Qwen's, any number in a reply:
+Two formats are supported. Hermes' and Qwen's, any number in a reply:
 
     <tool_call>
     {"name": "search", "arguments": {"query": "Oslo"}}
     </tool_call>
 
-and that of Llama 3, a reply that is nothing but one JSON object (or a list of them, as Mistral's models write it):
+and Llama 3's, where the whole reply is one JSON object (or a list of them, as in Mistral's models):
 
     {"name": "search", "parameters": {"query": "Oslo"}}
 
-A reply is untrusted. A call that cannot be read is answered with an error text; nothing of it is run as code.
+A reply is untrusted. A call that cannot be parsed gets an error text as its answer; nothing runs as code.
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poise._lib.errors import short, unknown
-from poise.rewards.answers import conclusion
 from poise.tasks.base import Message
+from poise.tasks.rewards.answers import conclusion
 
 LONGEST = 20_000  # characters of a call
 MOST = 16  # calls in a reply that are answered
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # what models write before bare JSON
+_MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # which models write before bare JSON
 _TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
-    "object": (dict,), "null": (type(None),),
-}  # fmt: skip
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
 
-Schema = dict[str, Any]  # {"type": "function", "function": {"name": …, "parameters": …}}, as chat templates take it
+Schema = dict[str, Any]  # {"type": "function", "function": {"name": …, "parameters": …}}, as chat templates expect it
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: a tool and its arguments, or why it cannot be read."""
+    """One call: a tool and its arguments, or why it cannot be parsed."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -47,22 +52,22 @@ class Call:
 
 
 def calls_in(reply: str) -> list[Call]:
-    """The calls that a reply makes, malformed ones included; none where it makes none. Reasoning does not count."""
-    said = conclusion(reply).strip()
-    if _OPEN in said:
-        return [_tagged(block) for block in said.split(_OPEN, MOST)[1:]]
+    """The calls in a reply, including malformed ones. Reasoning is ignored."""
+    text = conclusion(reply).strip()
+    if _OPEN in text:
+        return [_tagged_call(block) for block in text.split(_OPEN, MOST)[1:]]
     for mark in _MARKS:
-        said = said.removeprefix(mark).lstrip()
-    if not said.startswith(("{", "[")) or '"name"' not in said:
+        text = text.removeprefix(mark).lstrip()
+    if not text.startswith(("{", "[")) or '"name"' not in text:
         return []
     try:
-        found = _loads(said)
+        data = _loads(text)
     except ValueError as error:
         return [Call("", error=str(error))]
-    return [_call(one) for one in (found if isinstance(found, list) else [found])[:MOST]]
+    return [_call(one) for one in (data if isinstance(data, list) else [data])[:MOST]]
 
 
-def _tagged(block: str) -> Call:
+def _tagged_call(block: str) -> Call:
     text, close, _ = block.partition(_CLOSE)
     if not close:
         return Call("", error=f"{_CLOSE} is missing")
@@ -72,17 +77,17 @@ def _tagged(block: str) -> Call:
         return Call("", error=str(error))
 
 
-def _call(found: Any) -> Call:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _call(data: Any) -> Call:
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return Call("", error='a call must be like {"name": "…", "arguments": {…}}')
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = data.get("arguments", data.get("parameters", {}))
     if not isinstance(arguments, dict):
-        return Call(found["name"], error=f"the arguments must be a JSON object, got {short(arguments)}")
-    return Call(found["name"], arguments)
+        return Call(data["name"], error=f"the arguments must be a JSON object, got {short(arguments)}")
+    return Call(data["name"], arguments)
 
 
 def _loads(text: str) -> Any:
-    """JSON without what Python's reader adds to it; errors are ValueErrors, however hostile the text."""
+    """Parse strict JSON, without Python's extensions. Any bad text raises ValueError."""
     if len(text) > LONGEST:
         raise ValueError(f"the call is longer than {LONGEST} characters")
     try:
@@ -105,7 +110,7 @@ def _finite(text: str) -> float:
 
 
 def problem_with(call: Call, schemas: Sequence[Schema]) -> str | None:
-    """What is wrong with a call, by the tools' schemas: an unknown tool, or arguments that do not fit."""
+    """What is wrong with a call according to the schemas: an unknown tool, or arguments that do not fit."""
     if call.error:
         return call.error
     known = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
@@ -119,8 +124,8 @@ def problem_with(call: Call, schemas: Sequence[Schema]) -> str | None:
         if name not in properties:
             return f"{call.name}: " + unknown("argument", name, properties)
         if not _fits(value, properties[name]):
-            wanted = properties[name].get("enum") or properties[name].get("type")
-            return f"{call.name}: the argument {name!r} must be {_either(wanted)}, got {short(value)}"
+            allowed = properties[name].get("enum") or properties[name].get("type")
+            return f"{call.name}: the argument {name!r} must be {_either(allowed)}, got {short(value)}"
     return None
 
 
@@ -129,36 +134,34 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     if "enum" in schema and value not in schema["enum"]:
         return False
-    if isinstance(value, bool):  # which Python counts among the numbers
+    if isinstance(value, bool):  # a bool is an int in Python
         return not kinds or "boolean" in kinds
     return not kinds or any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
 
 
-def _either(wanted: Any) -> str:
-    return " or ".join(map(str, wanted)) if isinstance(wanted, list) else str(wanted)
+def _either(allowed: Any) -> str:
+    return " or ".join(map(str, allowed)) if isinstance(allowed, list) else str(allowed)
 
 
 def answer_all(
     reply: str, tools: Mapping[str, Callable[..., Any]], schemas: Sequence[Schema] | None = None
 ) -> list[Message]:
-    """A message per call of the reply, with the tool's result or what is wrong with the call.
+    """One message per call, with role ``tool``: the tool's result, its error, or what is wrong with the call.
 
-    Templates that lack the role get it as the user's.
-
-    With ``schemas``, arguments must fit them before a tool is called. A tool that raises is answered with its error.
+    With ``schemas``, a tool is called only if the arguments fit.
     """
     messages = []
     for call in calls_in(reply):
-        wrong = call.error or (None if call.name in tools else unknown("tool", call.name, tools))
-        if wrong is None and schemas is not None:
-            wrong = problem_with(call, schemas)
-        if wrong is not None:
-            content = f"error: {wrong}"
+        error = call.error or (None if call.name in tools else unknown("tool", call.name, tools))
+        if error is None and schemas is not None:
+            error = problem_with(call, schemas)
+        if error is not None:
+            content = f"error: {error}"
         else:
             try:
                 content = str(tools[call.name](**call.arguments))
-            except (Exception, SystemExit) as error:  # the tool's own way to say that it refuses
-                content = str({"error": str(error)})  # in TRL's form
-        name = call.name if call.name in tools else ""  # what else a model calls is no name, and may hold anything
+            except (Exception, SystemExit) as refusal:  # a tool may refuse by raising
+                content = str({"error": str(refusal)})  # as TRL writes it
+        name = call.name if call.name in tools else ""  # any other name is untrusted text
         messages.append({"role": "tool", "name": name, "content": content})
     return messages

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 Interval = tuple[float, float]
 LOST = ("cut_off", "unreadable")  # counts of samples without a whole answer
-MUCH = 1 / 3  # of a change; if whole and readable answers explain so much of it, that is said
+MUCH = 1 / 3  # share of a change in accuracy from which we say that it comes from whole and readable answers
 BY_DIFFICULTY = ", difficulty "  # between the measure and the difficulty, in the names of a summary's rows
 
 
@@ -68,9 +68,9 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
 def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interval:
     """The interval of a mean change over problems that were measured before and after, each change in [−1, 1].
 
-    Student's, with two extra problems that changed by the largest change seen, one up and one down: with changes of
-    ±1 it excludes 0 where the exact sign test does, and the plain interval excludes it too often (test_accuracy.py).
-    Where no problem changed, as many may change as an exact interval allows.
+    Student's interval, with two extra problems that changed by the largest change seen, one up and one down. With
+    changes of ±1 it excludes 0 where the exact sign test does; the plain interval excludes 0 too often
+    (test_accuracy.py). If no problem changed, the bounds are those of the exact interval of a share of 0.
     """
     from scipy.stats import t
 
@@ -100,18 +100,19 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, di
             f"pass@{k}": [float(n > 0) for n in right],
         }
 
-    found, ends = {}, measures(after)
+    intervals, ends = {}, measures(after)
     for name, old in measures(before).items():
         differences = [new - was for was, new in zip(old, ends[name], strict=True)]
         low, high = paired_interval(differences)
-        found[name] = {"value": _mean(differences), "low": low, "high": high}
-    return found
+        intervals[name] = {"value": _mean(differences), "low": low, "high": high}
+    return intervals
 
 
 def much(old: float, new: float, lost_old: float, lost_new: float) -> str:
-    """Say how much of a change in accuracy comes from whole and readable answers; empty if that is little of it.
+    """Say how much of a change in accuracy comes from whole and readable answers; empty if it is less than ``MUCH``.
 
-    Accuracy is the share of such answers times the share of them that is right. ``lost`` are the shares of the others.
+    Accuracy is the share of such answers times the share of them that is right. ``lost_old`` and ``lost_new`` are the
+    shares of answers that were cut off or unreadable.
     """
     sides = ((old, lost_old), (new, lost_new))
     right = [min(1.0, value / (1 - share)) for value, share in sides if share < 1]
@@ -164,8 +165,8 @@ def _summary(results: Sequence[ProblemResult], k: int, level: float) -> dict[str
         f"avg@{k}": [sum(r.correct) / len(r.correct) for r in results],
         f"pass@{k}": [pass_at_k(len(r.correct), sum(r.correct), k) for r in results],
     }
-    verdicts = [pair for r in results for pair in zip(r.answers, r.correct, strict=False)]
-    if all(r.answers for r in results) and not any(correct and answer is None for answer, correct in verdicts):
+    answers = [pair for r in results for pair in zip(r.answers, r.correct, strict=False)]
+    if all(r.answers for r in results) and not any(correct and answer is None for answer, correct in answers):
         values[f"maj@{k}"] = [float(_majority_is_right(r, k)) for r in results]
     summary: dict[str, Any] = {"problems": len(results)}
     for name, per_problem in values.items():
@@ -176,8 +177,8 @@ def _summary(results: Sequence[ProblemResult], k: int, level: float) -> dict[str
 
 def _majority_is_right(result: ProblemResult, k: int) -> bool:
     winner = majority(result.answers[:k])
-    verdicts = zip(result.answers[:k], result.correct[:k], strict=True)
-    return winner is not None and any(correct for answer, correct in verdicts if answer == winner)
+    votes = zip(result.answers[:k], result.correct[:k], strict=True)
+    return winner is not None and any(correct for answer, correct in votes if answer == winner)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -185,7 +186,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def exact_interval(mean: float, n: float, level: float = 0.95) -> Interval:
-    """Clopper and Pearson's interval of a proportion: it covers the truth at least so often, for any n."""
+    """Clopper and Pearson's interval of a proportion: its coverage is at least ``level``, for any n."""
     from scipy.special import betaincinv  # the quantile of the Beta distribution
 
     tail, successes = (1 - level) / 2, mean * n
@@ -195,7 +196,7 @@ def exact_interval(mean: float, n: float, level: float = 0.95) -> Interval:
 
 
 def lost_shares(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The shares of the samples that were cut off, and that ended without a readable answer, where they are known."""
+    """The shares of the samples that were cut off, and that ended without a readable answer, as far as known."""
     count = summary["n"] * summary["samples"]
     return {name: summary[name] / count for name in LOST if type(summary.get(name)) is int and count}
 
@@ -204,10 +205,8 @@ def without_repeats(table: dict[str, Any]) -> dict[str, Any]:
     """The rows to show: those of a single difficulty repeat the others, and pass@1 and maj@1 repeat avg@1."""
     parts = {name: name.partition(BY_DIFFICULTY) for name in table}
     single = len({difficulty for *_, difficulty in parts.values()} - {""}) < 2
-    return {
-        name: row for name, row in table.items()
-        if parts[name][0] not in ("pass@1", "maj@1") and not (single and parts[name][2])
-    }  # fmt: skip
+    repeats = {name for name, part in parts.items() if part[0] in ("pass@1", "maj@1") or (single and part[2])}
+    return {name: row for name, row in table.items() if name not in repeats}
 
 
 def is_summary(data: Any) -> TypeGuard[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""From trajectories to the ``TokenBatch``: ``make_batch``, for the trainer and for ``poise diagnose``.
+"""From trajectories to a ``TokenBatch`` (``make_batch``), and from there to the phases of the update (``phases_of``).
 
-``phases_of`` says which rows are updated, and with which phases. Shapes: B trajectories, T tokens (padded).
+Shapes: B trajectories, T tokens (padded).
 """
 
 from __future__ import annotations
@@ -8,36 +8,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from poise import advantages
+from poise import advantages, regulators
 from poise._lib.device import send
-from poise.algorithms.base import CONSOLIDATED, Trajectory
-from poise.batch import Phase, Rows, TokenBatch
+from poise._lib.user_code import blamed
+from poise.advantages import Estimate
+from poise.batch import Phase, Rows, TokenBatch, padded_batch
 from poise.models.policy import Policy
 from poise.models.scoring import score_all, score_min_p
+from poise.objective_settings import ADVANTAGE
 from poise.regulators import Regulator
-from poise.rollout.types import padded_batch
+from poise.sampling.trajectories import CONSOLIDATED, Trajectory
 from poise.tasks import TaskError
 from poise.tasks.base import NO_REWARD
-from poise.training.frozen import Frozen
+from poise.training.frozen_models import Frozen
 from poise.training.update import NotFiniteError
 
-MOST_FAILED = 0.05  # share of a step's attempts that may end without a verdict
-LARGE = 1e3  # size of a reward from which float32 may round the differences of rewards away
+MOST_FAILED = 0.05  # share of a step's attempts that may end without a score
+LARGE = 1e3  # larger rewards are kept in float64: in float32 their differences may be rounded away
+COARSE = 1e-3  # share of a group's spread from which a rounding error of float32 is too much
+NO_SPREAD = 1e-6  # differences that vanish in the normalisation's eps, such as that of 0.1 + 0.2 and 0.3
 ALL = slice(None)
 
 
-def with_verdict(
-    samples: Sequence[Trajectory], advantage: str = "group-zscore"
+def drop_failed(
+    samples: Sequence[Trajectory], advantage: str | Estimate = ADVANTAGE
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """The samples that have a verdict, and the number of the others as a metric. None are left if no reward applies.
+    """The samples that have a score, and the number of failures as a metric. The list is empty if no reward applies.
 
-    Where ``advantage`` compares within groups, a sample that has lost its whole group is left out too. A reward
-    function that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
+    If ``advantage`` compares within groups, a sample whose whole group is gone is left out too. A reward function that
+    sometimes hangs must not end a run; one that often hangs would bias what the run learns.
     """
     failures = [sample for sample in samples if sample.score.failed not in (None, NO_REWARD)]
     if len(failures) > max(1, MOST_FAILED * len(samples)):
@@ -47,15 +53,15 @@ def with_verdict(
             f"{first.score.failed} (problem {first.problem.id})"
         )
     judged = [sample for sample in samples if sample.score.failed is None]
-    if advantage not in advantages.WITHOUT_GROUPS:
+    if advantages.get(advantage).needs_groups:
         judged = _in_groups(samples, judged)
     return judged, {"reward/failed": float(len(failures))} if failures else {}
 
 
 def _in_groups(before: Sequence[Trajectory], after: list[Trajectory]) -> list[Trajectory]:
-    """What is left, without a sample whose whole group has gone: there is nothing to compare it with.
+    """``after`` without samples whose whole group is gone: there is nothing to compare them with.
 
-    A sample with an advantage of its own is compared with none.
+    A sample with an advantage of its own stays: it is not compared.
     """
     compared = ([sample for sample in samples if sample.advantage is None] for samples in (before, after))
     had, has = (Counter(sample.group for sample in samples) for samples in compared)
@@ -70,7 +76,7 @@ def make_batch(
     trajectories: Sequence[Trajectory],
     policy: Policy,
     *,
-    advantage: str = "group-zscore",
+    advantage: str | Estimate = ADVANTAGE,
     temperature: float = 1.0,
     recompute: bool = False,
     reference: Frozen | None = None,
@@ -82,18 +88,16 @@ def make_batch(
 
     ``recompute`` takes old log-probabilities from a forward pass of the policy instead of the sampler. ``reference`` is
     the model of the KL term. ``hidden`` adds the head, and a function that computes the hidden states (n, T, d) of some
-    rows by a forward pass, for regulators that need them. ``min_p`` adds the log-probabilities under the policy
-    filtered by it (one more pass), for the surrogate lp-reg.
+    rows by a forward pass, for regulators that need them. ``min_p`` adds log-probabilities under the min-p-filtered
+    policy (one more pass), for the surrogate lp-reg.
     """
     sampled = _sampled(_scored(trajectories, policy, temperature, micro_tokens), policy.device)
-    old_logp, sampler_logp = sampled.old_logp, sampled.sampler_logp
-    if recompute and sampler_logp is None:  # else the old ones already come from the policy
-        old_logp, sampler_logp = score_all(policy, sampled, temperature, micro_tokens)[0], old_logp
+    if recompute and sampled.sampler_logp is None:  # otherwise the policy has scored the rows while it sampled
+        old_logp, entropy = score_all(policy, sampled, temperature, micro_tokens)
+        sampled = replace(sampled, old_logp=old_logp, entropy=entropy, sampler_logp=sampled.old_logp)
     return replace(
         sampled,
-        old_logp=old_logp,
-        sampler_logp=sampler_logp,
-        advantages=_advantages(trajectories, sampled, advantage).float(),
+        advantages=_advantages(trajectories, sampled, advantages.get(advantage)).float(),
         ref_logp=reference.logp(sampled, temperature, micro_tokens) if reference else None,
         hidden=(lambda rows: policy.padded_hidden(sampled.rows(rows))) if hidden else None,
         head=policy.head(temperature) if hidden else None,
@@ -104,7 +108,7 @@ def make_batch(
 def _scored(
     trajectories: Sequence[Trajectory], policy: Policy, temperature: float, micro_tokens: int | None
 ) -> list[Trajectory]:
-    """The trajectories; those that came without log-probabilities and entropies have the policy's."""
+    """The trajectories, with the policy's log-probabilities and entropies where they had none."""
     without = [each for each in trajectories if each.logp is None]
     if not without:
         return list(trajectories)
@@ -116,7 +120,7 @@ def _scored(
 
 
 def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenBatch:
-    """What was sampled, with advantages of 0."""
+    """The batch of what was sampled, with advantages of 0."""
 
     def known(values: Sequence[Tensor | None], other: Sequence[Tensor]) -> list[Tensor]:
         return [y if x is None else x for x, y in zip(values, other, strict=True)]
@@ -126,16 +130,30 @@ def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenB
     if not torch.cat(logp)[torch.cat(own)].isfinite().all():
         raise NotFiniteError("the model's probabilities are not finite")
     reported = [each.sampler_logp for each in trajectories]
-    rewards = [each.score.reward for each in trajectories]
-    exact = torch.float64 if max(map(abs, rewards)) > LARGE else torch.float32
+    rewards, groups = [each.score.reward for each in trajectories], group_numbers([each.group for each in trajectories])
     return padded_batch(
-        [each.prompt for each in trajectories], [each.tokens for each in trajectories], device, own, old_logp=logp,
+        [each.prompt for each in trajectories],
+        [each.tokens for each in trajectories],
+        device,
+        own,
+        old_logp=logp,
         entropy=known([each.entropy for each in trajectories], nothing),
         sampler_logp=None if all(x is None for x in reported) else known(reported, logp),
-        groups=torch.tensor(group_numbers([each.group for each in trajectories]), device=device),
-        rewards=torch.tensor(rewards, dtype=exact, device=device),
+        groups=torch.tensor(groups, device=device),
+        rewards=torch.tensor(rewards, dtype=_reward_dtype(rewards, groups), device=device),
         correct=torch.tensor([each.score.correct for each in trajectories], device=device),
-    )  # fmt: skip
+    )
+
+
+def _reward_dtype(rewards: Sequence[float], groups: Sequence[int]) -> torch.dtype:
+    """float64 if float32 would round the differences of rewards away: they are large, or a group's are close."""
+    by_group: dict[int, list[float]] = {-1: [*rewards]}  # and all of them together
+    for group, reward in zip(groups, rewards, strict=True):
+        by_group.setdefault(group, []).append(reward)
+    spreads = (max(each) - min(each) for each in by_group.values())
+    size, spread = max(map(abs, rewards)), min((each for each in spreads if each > NO_SPREAD), default=inf)
+    coarse = size * torch.finfo(torch.float32).eps > COARSE * spread
+    return torch.float64 if size > LARGE or coarse else torch.float32
 
 
 def group_numbers(groups: Sequence[Hashable]) -> list[int]:
@@ -150,59 +168,83 @@ def group_numbers(groups: Sequence[Hashable]) -> list[int]:
 def without_consolidated(
     samples: Sequence[Trajectory], phases: Sequence[Phase], batch: TokenBatch, rows: Rows = slice(None)
 ) -> tuple[list[Phase], TokenBatch]:
-    """The phases and the batch for summaries of what was sampled. ``rows`` are those of the phases."""
+    """The phases and the batch without consolidated rows, which were not sampled: for summaries.
+
+    ``rows`` are the rows of the batch that the phases cover.
+    """
     numbers = torch.arange(len(samples))[rows].tolist()
-    sampled = [place for place, row in enumerate(numbers) if samples[row].role != CONSOLIDATED]
+    sampled = [index for index, row in enumerate(numbers) if samples[row].role != CONSOLIDATED]
     if not sampled or len(sampled) == len(numbers):
         return list(phases), batch.rows(rows)
-    return [phase.rows(sampled) for phase in phases], batch.rows([numbers[place] for place in sampled])
+    return [phase.rows(sampled) for phase in phases], batch.rows([numbers[index] for index in sampled])
 
 
-def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, kind: str) -> Tensor:
+def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, estimate: Estimate) -> Tensor:
     """(B,) advantages: a trajectory's own one, or else normalised within its group; (B, T) if any is per token.
 
-    REINFORCE++ normalises over the rows of one role together, since others play another game.
+    An estimate that looks beyond groups gets the rows of one role at a time: rows of other roles play another game.
     """
-    rewards, groups, estimate = batch.rewards, batch.groups, advantages.TABLE[kind]
+    rewards, groups = batch.rewards, batch.groups
     assert rewards is not None
     assert groups is not None
     rest: dict[str, list[int]] = {}  # rows to normalise together
     for row, each in enumerate(trajectories):
         if each.advantage is None:
-            rest.setdefault(each.role if kind.startswith("reinforce-pp") else "", []).append(row)
+            rest.setdefault("" if estimate.within_groups else each.role, []).append(row)
     if [len(rows) for rows in rest.values()] == [len(trajectories)]:
-        return estimate(rewards, groups, batch.mask)
+        with blamed("advantage", estimate.text):
+            return estimate(rewards, groups, batch.mask)
     own = [0.0 if each.advantage is None else each.advantage for each in trajectories]
     preset = [torch.as_tensor(value, dtype=torch.float32) for value in own]
-    if any(value.dim() for value in preset):
+    with blamed("advantage", estimate.text):
+        estimated = [estimate(rewards[rows], groups[rows], batch.mask[rows]) for rows in rest.values()]
+    if any(value.dim() for value in preset) or any(value.dim() == 2 for value in estimated):
         preset = [value.expand(len(each.tokens)) for value, each in zip(preset, trajectories, strict=True)]
     values = send(pad_sequence(preset, batch_first=True) if preset[0].dim() else torch.stack(preset), rewards.device)
-    for rows in rest.values():
-        estimated = estimate(rewards[rows], groups[rows], batch.mask[rows]).to(values.dtype)
-        values[rows] = estimated[:, None] if values.dim() == 2 else estimated
+    for rows, of_rows in zip(rest.values(), estimated, strict=True):
+        values[rows] = (of_rows if of_rows.dim() == values.dim() else of_rows[:, None]).to(values.dtype)
     return values
 
 
-def phases_of(
-    regulator: Regulator, samples: Sequence[Trajectory], batch: TokenBatch, *, drop_equal_groups: bool = False
-) -> tuple[Rows, list[Phase], dict[str, float]]:
-    """The rows to update on, their phases, and the number of dropped groups as a metric.
+class Regulated(NamedTuple):
+    """What to update with: some ``rows`` of the batch, and their phases."""
 
-    If no group is left, all rows with weight 0: the update takes no optimizer step.
+    rows: Rows
+    batch: TokenBatch  # these rows alone
+    phases: list[Phase]
+    metrics: dict[str, float]  # ``reg/…``, and the number of dropped groups
+
+
+def phases_of(
+    regulator: Regulator,
+    samples: Sequence[Trajectory],
+    batch: TokenBatch,
+    *,
+    drop_equal_groups: bool = False,
+    name: str = "",
+) -> Regulated:
+    """Run the regulator. ``drop_equal_groups`` leaves out groups whose rewards are all equal.
+
+    If no group is left, the result has all rows with weight 0: the update takes no optimizer step. ``name`` is the
+    setting that names the regulator: if its code is the user's own, an error says so.
     """
-    if not drop_equal_groups:
-        return ALL, regulator(batch), {}
-    rows, count = groups_with_spread(samples)
-    metrics = {"reward/dropped_groups": float(count)}
-    if not rows:
-        return ALL, [Phase.of(batch, 0.0, 0.0)], metrics
-    return (rows, regulator(batch.rows(rows)), metrics) if count else (ALL, regulator(batch), metrics)
+    spread, equal = groups_with_spread(samples) if drop_equal_groups else ([], 0)
+    rows: Rows = spread if spread and equal else slice(None)
+    part = batch if isinstance(rows, slice) else batch.rows(rows)
+    if drop_equal_groups and not spread:
+        phases = [Phase.of(batch, 0.0, 0.0)]
+    else:
+        with blamed("regulator", name):
+            phases = regulator(part)
+    dropped = {"reward/dropped_groups": float(equal)} if drop_equal_groups else {}
+    summary = regulators.summary(*without_consolidated(samples, phases, batch, rows))
+    return Regulated(rows, part, phases, {**dropped, **summary})
 
 
 def groups_with_spread(samples: Sequence[Trajectory]) -> tuple[list[int], int]:
     """The rows without the groups whose rewards are all equal, and the number of these groups.
 
-    A row with an advantage of its own stays, and so does one that has nothing to compare with.
+    A row with an advantage of its own stays, and so does the only row of a group.
     """
     rewards: dict[Hashable, list[float]] = {}
     for sample in samples:
@@ -211,20 +253,3 @@ def groups_with_spread(samples: Sequence[Trajectory]) -> tuple[list[int], int]:
     equal = {group for group, members in rewards.items() if len(members) > 1 and min(members) == max(members)}
     rows = [row for row, sample in enumerate(samples) if sample.group not in equal or sample.advantage is not None]
     return rows, len(equal)
-
-
-def on_all_rows(phase: Phase, rows: Rows, batch: TokenBatch) -> Phase:
-    """A phase of some rows as one of the whole batch: weight 0, and no per-token values, in the other rows.
-
-    A slice stands for all rows.
-    """
-    if isinstance(rows, slice):
-        return phase
-
-    def spread(values: Tensor, fill: float) -> Tensor:
-        whole = torch.full(batch.mask.shape, fill, dtype=values.dtype, device=values.device)
-        whole[rows] = values
-        return whole
-
-    tokens = {name: spread(values, torch.nan) for name, values in phase.tokens.items()}
-    return Phase(phase.name, spread(phase.policy, 0.0), spread(phase.kl, 0.0), phase.metrics, tokens)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
+from poise.runs.checkpoint_files import CheckpointFiles
 from poise.runs.folder import CheckpointError, RunFolder
 from poise.training.steps import State
 
@@ -38,7 +39,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         every: int,
     ) -> None:
-        self.folder, self.every = folder, every
+        self.folder, self.files, self.every = folder, CheckpointFiles(folder), every
         self.policy, self.master_weights, self.optimizer = policy, master_weights, optimizer
         self.saved = 0  # step of the newest checkpoint
         self.weights_of: int | None = 0  # step that the weights belong to; None during an update
@@ -56,35 +57,32 @@ class Checkpoints:
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
-        """Inside, the weights belong to no step and must not be saved."""
+        """Inside, the weights belong to no step, and ``save_finished`` does not save them."""
         self.weights_of = None
         yield
         self.weights_of = step
 
     def save(self, state: State) -> None:
         """Save a checkpoint of the weights as they are, at this state of the run."""
-
-        def write(path: Path) -> None:
-            parameters = self.master_weights.parameters
+        parameters = self.master_weights.parameters
+        with self.files.writing(state.step) as path:
             self.policy.save(path / "model")
             save_file({n: p.detach().contiguous() for n, p in parameters.items()}, path / "parameters.safetensors")
             save_file(optimizer_tensors(self.optimizer, parameters.items()), path / "optimizer.safetensors")
             (path / "progress.json").write_text(json.dumps({"tokens": state.tokens}))
             if state.memory is not None:
                 (path / "memory.json").write_text(json.dumps(state.memory))
-
-        self.folder.save_checkpoint(state.step, write)
         self.saved = state.step
 
     def save_finished(self, state: State) -> None:
-        """Save the last finished step, unless it is saved. Never save mid-update weights, or a step not yet logged."""
+        """Save the last finished step, unless it is saved already. Never save mid-update weights or unlogged steps."""
         if self.weights_of == state.step > self.saved and state.step in (
             each["step"] for each in self.folder.metrics()
         ):
             self.save(state)
 
     def restore(self) -> State:
-        """Load the newest readable checkpoint, and return the state of the run then; a new run's if there is none."""
+        """Load the newest readable checkpoint, and return the run's state at it; a new state if there is none."""
         parameters, device = self.master_weights.parameters, str(self.policy.device)
 
         def read(path: Path) -> State:
@@ -101,7 +99,7 @@ class Checkpoints:
             tokens = int(json.loads((path / "progress.json").read_bytes())["tokens"])
             return State(tokens=tokens, memory=json.loads(memory.read_bytes()) if memory.exists() else None)
 
-        step, state = self.folder.load_checkpoint(read) or (0, State())
+        step, state = self.files.load(read) or (0, State())
         lines = self.folder.metrics()
         if not step and lines and 0 < self.every < lines[-1]["step"]:
             raise CheckpointError(

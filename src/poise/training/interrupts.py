@@ -1,4 +1,4 @@
-"""Signals request a stop: a step finishes and is saved, an evaluation ends at once, and so does all at a second Ctrl-C.
+"""Signals request a stop: a step finishes and is saved, an evaluation ends at once. A second Ctrl-C ends anything.
 
 SIGTERM comes from ``kill`` and from schedulers, SIGHUP from a terminal that closes, SIGUSR1, SIGUSR2 and SIGXCPU from
 batch systems shortly before the time limit.
@@ -39,7 +39,7 @@ class Stopper:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises KeyboardInterrupt: for work that can be done again. One that came before does too."""
+        """Inside, a signal raises KeyboardInterrupt, also one that came before: for work that can be repeated."""
         self._at_once = True
         try:
             self.check()

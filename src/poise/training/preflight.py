@@ -1,30 +1,31 @@
 """Before the first evaluation: try the task, the model and the regulator on a few tokens, and look at the disk.
 
-What is wrong there shows within a second, not after an evaluation or at the first checkpoint. The trial leaves no
-traces: it draws no random numbers of the run, and it does not use the engine, whose cache and graphs stay as they are.
+So mistakes show within a second, not after an evaluation or at the first checkpoint. The trial leaves no traces: it
+draws no random numbers of the run, and it does not use the engine, whose cache and graphs stay as they are.
 """
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from poise._lib.device import same_random_numbers
 from poise._lib.user_code import blamed
-from poise.algorithms.base import Trajectory
-from poise.algorithms.sampler import Sampler
-from poise.batch import Prompt, TokenBatch
-from poise.config.schema import Config
+from poise.batch import Prompt
 from poise.models.policy import Policy
-from poise.rollout.sampling import Sampling
-from poise.rollout.types import Completion, Done, Request
 from poise.runs.folder import CheckpointError
+from poise.sampling.draws import Sampling
+from poise.sampling.requests import Completion, Done, Request
+from poise.sampling.trajectories import Trajectory
 from poise.tasks import draw, several_turns
+from poise.training.building import Components
 from poise.training.checkpoints import Checkpoints
-from poise.training.resume import TrainError, model_errors
+from poise.training.config.schema import Config
+from poise.training.resume import TrainError
 from poise.training.update import NotFiniteError
 
 PROBLEMS, ATTEMPTS, TOKENS = 2, 2, 16  # two groups of two short replies: enough for every regulator
@@ -32,27 +33,23 @@ CONTEXT = 64  # tokens that the model reads of a prompt, and of what follows it
 EPISODE = 256  # tokens of an episode with several turns
 
 
-def preflight(
-    config: Config,
-    sampler: Sampler,
-    checkpoints: Checkpoints,
-    batch: Callable[[Sequence[Trajectory]], TokenBatch],
-) -> None:
-    """Raise an error that says what to do if the run cannot work. ``batch`` is the trainer's own."""
-    check_disk(config, checkpoints)
+def preflight(config: Config, run: Components) -> None:
+    """Raise an error that says what to do if the run cannot work."""
+    sampler = run.sampler
+    check_disk(config, run.checkpoints)
     episode = min(sampler.max_episode or EPISODE, EPISODE) if several_turns(sampler.task) else None
-    with same_random_numbers(sampler.policy.device), model_errors():
+    with same_random_numbers(sampler.policy.device):
         problems = draw(sampler.task, "train", config.seed, PROBLEMS, sampler.fits)
         echo = replace(
             sampler, engine=Echo(sampler.policy), max_tokens=min(sampler.max_tokens, TOKENS), max_episode=episode
         )
         samples = echo.play([problem for problem in problems for _ in range(ATTEMPTS)], 0)
         try:
-            tokens = batch([_short(sample, number) for number, sample in enumerate(samples)])
+            batch = run.make_batch([_short(sample, number) for number, sample in enumerate(samples)])
         except NotFiniteError as error:
             raise TrainError(f"model={config.model}: {error}, before any training: set dtype=float32") from error
         with blamed("regulator", config.regulator):
-            config.build_regulator()(tokens)  # not the run's own, which may keep a state
+            copy.deepcopy(config.build_regulator())(batch)  # not the run's own, which may keep a state
 
 
 def check_disk(config: Config, checkpoints: Checkpoints) -> None:
@@ -96,13 +93,11 @@ class Echo:
 
 
 def _short(sample: Trajectory, number: int) -> Trajectory:
-    """The sample for a short pass of the model: without log-probabilities, and with a reward unlike its neighbour's."""
+    """The sample, cut for a short pass: without log-probabilities, and with another reward than its neighbour."""
     score = replace(sample.score, reward=float(number % ATTEMPTS), correct=number % ATTEMPTS == 1, failed=None)
     prompt = Prompt(sample.prompt.tokens[-CONTEXT:], sample.prompt.key)
-    return replace(
-        sample, prompt=prompt, tokens=sample.tokens[:CONTEXT], own=sample.own[:CONTEXT], score=score,
-        group=number // ATTEMPTS, logp=None, entropy=None, sampler_logp=None,
-    )  # fmt: skip
+    unscored = replace(sample, logp=None, entropy=None, sampler_logp=None, score=score, group=number // ATTEMPTS)
+    return replace(unscored, prompt=prompt, tokens=sample.tokens[:CONTEXT], own=sample.own[:CONTEXT])
 
 
 def _gigabytes(size: int) -> str:

@@ -1,20 +1,24 @@
-"""Which folder a run goes to: its own to go on in, if it is the same run, or the next free one."""
+"""The folder of a run: a new one, the next free one, or its own to resume, if settings, code and data are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from poise._lib.errors import short
+from poise._lib import live
+from poise._lib.errors import complain, short
 from poise._lib.files import expand
-from poise.config.documents import Document, merge
-from poise.config.run_settings import differences
-from poise.config.schema import Config
-from poise.models.places import ModelError
-from poise.runs.console import Console, complain
-from poise.runs.folder import CHANGEABLE, RunFolder
+from poise._lib.user_code import edited
+from poise.runs.checkpoint_files import CHANGEABLE
+from poise.runs.folder import RunFolder
+from poise.runs.lock import owned
+from poise.tasks import Task, TaskError, data_fingerprint
+from poise.tasks.data import Data
+from poise.training.config.documents import Document, merge
+from poise.training.config.run_settings import differences
+from poise.training.config.schema import Config
 
 
 class TrainError(RuntimeError):
@@ -22,32 +26,25 @@ class TrainError(RuntimeError):
 
 
 @contextmanager
-def model_errors() -> Iterator[None]:
-    """Turn an error of the model, such as a prompt that is too long for it, into a TrainError."""
-    try:
-        yield
-    except ModelError as error:
-        raise TrainError(str(error)) from error
-
-
-@contextmanager
 def run_folder(config: Config, *, resume: bool) -> Iterator[RunFolder]:
-    """The folder to train in. A new run that fails before it has measured anything leaves none, for the next attempt.
+    """The folder to train in, locked against other processes.
 
-    One that is interrupted in its first evaluation, or fails in a step, stays: it can be resumed.
+    A new run that fails before its first measurement deletes its folder, so the name can be reused. The folder stays
+    if the run was interrupted in its first evaluation or failed in a step: then it can be resumed.
     """
-    if resume:
-        yield open_to_resume(config)
-        return
-    folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=config.keep_checkpoints)
-    try:
-        yield folder
-    except BaseException as error:
-        measures = config.evaluation.problems > 0 and isinstance(error, Exception)
-        begun = ("before.json", "metrics.jsonl") if measures else ("environment.json",)
-        if not any((folder.path / name).exists() for name in begun):
-            folder.discard()
-        raise
+    with owned(expand(config.run), make=not resume):
+        if resume:
+            yield open_to_resume(config)
+            return
+        folder = RunFolder.create(config.run, config.model_dump(mode="json"), keep=config.keep_checkpoints)
+        try:
+            yield folder
+        except BaseException as error:
+            measures = config.evaluation.problems > 0 and isinstance(error, Exception)
+            signs = ("before.json", "metrics.jsonl") if measures else ("environment.json",)
+            if not any((folder.path / name).exists() for name in signs):
+                folder.discard()
+            raise
 
 
 def open_to_resume(config: Config) -> RunFolder:
@@ -82,7 +79,7 @@ def open_to_resume(config: Config) -> RunFolder:
 
 
 def keep_changes(config: Config, folder: RunFolder, step: int) -> None:
-    """Write down the settings and the code that differ from this step on, once nothing can refuse the start."""
+    """Write down which settings and code differ from this step on. Call it once nothing can refuse the start."""
     saved = folder.config
     changes = list(differences(saved, config.model_dump(mode="json")))
     for key, _, now in changes:
@@ -100,14 +97,47 @@ def _nested(keys: list[str], value: Any) -> Document:
     return {keys[0]: _nested(keys[1:], value) if keys[1:] else value}
 
 
-def in_free_folder(config: Config, *, quiet: bool = False) -> Config:
-    """The config, with the next free folder (``runs/mine-2``) if there is a run in its own: a cell is run twice."""
-    taken = expand(config.run)
-    if not (taken / "config.json").exists():
+def in_free_folder(config: Config, note: Callable[[str], None]) -> Config:
+    """The config, with the next free folder (``runs/mine-2``) if its own has a run: a cell is run twice."""
+    folder = expand(config.run)
+    if not (folder / "config.json").exists():
         return config
-    if taken.name in ("", ".."):  # such as run=., which is a name only in full
-        taken = taken.resolve()
-    numbered = (taken.with_name(f"{taken.name}-{number}") for number in count(2))
-    free = next(str(folder) for folder in numbered if not folder.exists() and not folder.is_symlink())
-    Console(0, quiet=quiet).note(f"{taken} has a run already, so this one goes to {free} (resume=True goes on with it)")
+    if folder.name in ("", ".."):  # such as run=., which is a name only in full
+        folder = folder.resolve()
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    free = next(str(other) for other in numbered if not other.exists() and not other.is_symlink())
+    note(f"{folder} has a run already, so this one goes to {free} (resume= continues the first)")
     return config.model_copy(update={"run": free})
+
+
+def check_same_code(config: Config, folder: RunFolder, *, accept: bool = False) -> list[str]:
+    """Refuse to resume a run with edited code, unless the user accepts it: then the names of the edited files."""
+    versions = folder.code_versions()
+    files = edited(versions[-1], config.code) if versions and config.code else []
+    if files and not accept:
+        if objects := [name for name in files if live.is_name(name)]:
+            raise TrainError(
+                f"{', '.join(objects)}: not the same object as when the run in {folder.path} began: its code, its "
+                "values or its weights differ; pass the same one, begin another run, or go on knowingly with "
+                "trust_changed=True"
+            )
+        raise TrainError(
+            f"{', '.join(files)}: this code was edited since the run in {folder.path} began; put it back, begin "
+            "another run=DIR, or go on knowingly with --trust-changed (in Python: trust_changed=True)"
+        )
+    return files
+
+
+def check_same_data(task: Task, folder: RunFolder) -> None:
+    """Refuse to resume a run whose dataset has changed since it began."""
+    fingerprint = data_fingerprint(task)
+    if fingerprint is None:
+        return
+    saved = folder.read_json("data.json")
+    if saved is None:
+        folder.write_json("data.json", {"fingerprint": fingerprint})
+    elif not isinstance(saved, dict) or saved.get("fingerprint") != fingerprint:
+        raise TaskError(
+            f"the data in {task.source if isinstance(task, Data) else getattr(task, 'file', task.name)} are not those "
+            f"that the run in {folder.path} began with: put them back, or begin another run=DIR"
+        )

@@ -1,4 +1,4 @@
-"""A step: the state of the run before and after it, what it hands to those that follow the run, and its metrics."""
+"""A step: the ``State`` of the run before and after it, the ``StepResult`` for subscribers, its clock and metrics."""
 
 from __future__ import annotations
 
@@ -9,44 +9,43 @@ from dataclasses import dataclass, field
 
 import torch
 
-from poise.algorithms.base import FIRST, Algorithm, Memory, Trajectory
-from poise.algorithms.collected import metrics_of
-from poise.algorithms.sampler import POLICY, Counts
 from poise.batch import Phase, Rows, TokenBatch
-from poise.config.schema import Config
 from poise.objective_settings import Settings
-from poise.rewards import TrainerState
-from poise.tasks import Task, epochs, several_turns
+from poise.sampling.sampler import POLICY, Counts
+from poise.sampling.trajectories import FIRST, Algorithm, Memory, Trajectory, metrics_of
+from poise.tasks import Task, epochs
+from poise.tasks.rewards import TrainerState
+from poise.training.config.schema import Config
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run is. With the weights and the optimizer's moments this is all that a checkpoint holds."""
+    """How far a run is. A checkpoint holds this, the weights and the optimizer's moments, and nothing else."""
 
-    step: int = 0  # steps taken
-    tokens: int = 0  # sampled since the run began, by all models, evaluations apart
+    step: int = 0  # the last finished step
+    tokens: int = 0  # sampled since the run began, by all models, without evaluations
     memory: Memory | None = None  # the algorithm's
 
-    def ending(self, config: Config) -> str | None:
-        """The setting, ``budget`` or ``steps``, that ends the run here; None if it goes on."""
-        if config.budget is not None and self.tokens >= config.budget:
+    def ending(self, steps: int, budget: int | None) -> str | None:
+        """Which setting ("budget" or "steps") stops the run here; None if training continues."""
+        if budget is not None and self.tokens >= budget:
             return "budget"
-        return "steps" if self.step >= config.steps else None
+        return "steps" if self.step >= steps else None
 
     def progress(self, config: Config, task: Task) -> TrainerState:
-        """How far the run is, as reward functions see it."""
+        """The run's progress, as reward functions see it."""
         return TrainerState(self.step, config.steps, epochs(task, config.seed, self.step * config.prompts))
 
 
 class Clock:
-    """Measures how the time of a step is spent, from now on."""
+    """Measures how a step spends its time. It starts at once."""
 
     def __init__(self) -> None:
         self.start, self.spent = time.perf_counter(), dict[str, float]()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the time inside this context to the part ``name``."""
+        """Add the time inside this context to ``time/NAME``."""
         start = time.perf_counter()
         yield
         self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
@@ -55,40 +54,51 @@ class Clock:
         """``time/…`` in seconds, and the sampled tokens per second of the whole step."""
         total = time.perf_counter() - self.start
         parts = {f"time/{name}": seconds for name, seconds in self.spent.items()}
-        parts["time/other"] = total - sum(self.spent.values())  # so that the parts add up to the step
+        parts["time/other"] = total - sum(self.spent.values())  # so that all add up to ``time/step``
         return {**parts, "time/step": total, "time/tokens_per_s": tokens / total}
 
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """One step. Who follows the run may add to ``metrics``, and is seen by those that come later."""
+    """One step. A subscriber may add to ``metrics``; those after it see that."""
 
     state: State  # after the step
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # without times: the recorder adds them
     clock: Clock
-    trajectories: Sequence[Trajectory] = ()  # what was learned from; none, if no reward applied
-    batch: TokenBatch | None = None  # the rows of the trajectories
-    phases: Sequence[Phase] = ()  # of ``rows`` of the batch
-    rows: Rows = field(default_factory=lambda: slice(None))  # all
+    ending: str | None = None  # which setting ("budget" or "steps") stops the run after this step
+    trajectories: Sequence[Trajectory] = ()  # what was trained on; empty if no reward applied
+    batch: TokenBatch | None = None  # one row per trajectory
+    phases: Sequence[Phase] = ()  # over ``rows`` of the batch
+    rows: Rows = field(default_factory=lambda: slice(None))  # those that were updated on: all
 
 
-def step_metrics(
+def sampling_metrics(
     algorithm: Algorithm,
     counts: Counts,
-    samples: Sequence[Trajectory],
-    batch: TokenBatch,
+    trajectories: Sequence[Trajectory],
+    batch: TokenBatch | None,
     settings: Settings,
+) -> dict[str, float]:
+    """Everything that a step reports about what it sampled.
+
+    Without a batch no reward applied, and there are no responses to report on.
+    """
+    responses = {} if batch is None else response_metrics(algorithm, trajectories, batch, settings)
+    return {**responses, **reported_metrics(counts), **turn_metrics(counts), **token_metrics(counts)}
+
+
+def response_metrics(
+    algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch, settings: Settings
 ) -> dict[str, float]:
     """``reward/…`` and ``rollout/…`` of a step, and what the algorithm reports itself.
 
     They are over first attempts, whatever else was sampled, so that algorithms can be compared.
     """
-    own = metrics_of(algorithm, samples)
-    first = [row for row, sample in enumerate(samples) if sample.role == FIRST]
-    if first and len(first) < len(samples):
-        samples, batch = [samples[row] for row in first], batch.rows(first)
-    sampled = rollout_metrics(samples, batch, settings)
-    return {**reward_metrics(samples, batch), **reported_metrics(counts), **sampled, **own}
+    own = metrics_of(algorithm, trajectories)
+    first = [row for row, each in enumerate(trajectories) if each.role == FIRST]
+    if first and len(first) < len(trajectories):
+        trajectories, batch = [trajectories[row] for row in first], batch.rows(first)
+    return {**reward_metrics(trajectories, batch), **rollout_metrics(trajectories, batch, settings), **own}
 
 
 def reported_metrics(counts: Counts) -> dict[str, float]:
@@ -96,22 +106,22 @@ def reported_metrics(counts: Counts) -> dict[str, float]:
     return {f"reward/{name}": sum(values) / len(values) for name, values in counts.reported.items()}
 
 
-def turn_metrics(counts: Counts, task: Task) -> dict[str, float]:
-    """``rollout/continued`` and ``rollout/reread`` of a task with several turns.
+def turn_metrics(counts: Counts) -> dict[str, float]:
+    """``rollout/continued`` and ``rollout/reread`` of a task with several turns, ``rollout/too_long`` of any task.
 
-    The later turns that continued from keys that the engine had kept, and those that had to read their dialogue again.
-    If problems were too long, ``rollout/too_long`` is their number.
+    These count later turns that continued from keys that the engine had kept, later turns that had to read their
+    dialogue again, and problems that were too long, if there were any.
     """
-    names = ["continued", "reread"] * several_turns(task) + ["too_long"] * ("too_long" in counts.turns)
+    names = [name for name in ("continued", "reread", "too_long") if name in counts.turns]
     return {f"rollout/{name}": float(counts.turns[name]) for name in names}
 
 
 def reward_metrics(samples: Sequence[Trajectory], batch: TokenBatch) -> dict[str, float]:
     """``reward/…``: means over the responses; ``no_spread`` is the share whose advantages are all 0."""
     scores, n = [sample.score for sample in samples], len(samples)
-    verdicts: dict[str, list[bool]] = {}
+    by_difficulty: dict[str, list[bool]] = {}
     for sample in samples:
-        verdicts.setdefault(sample.problem.difficulty, []).append(sample.score.correct)
+        by_difficulty.setdefault(sample.problem.difficulty, []).append(sample.score.correct)
     parts = {name for score in scores for name in score.parts}
     rewards, groups = batch.rewards, batch.groups
     assert rewards is not None
@@ -119,14 +129,14 @@ def reward_metrics(samples: Sequence[Trajectory], batch: TokenBatch) -> dict[str
     return {
         "reward/mean": float(rewards.mean()),
         "reward/accuracy": sum(score.correct for score in scores) / n,
-        **{f"reward/accuracy/{name}": sum(correct) / len(correct) for name, correct in sorted(verdicts.items())},
+        **{f"reward/accuracy/{name}": sum(correct) / len(correct) for name, correct in sorted(by_difficulty.items())},
         "reward/no_spread": float((batch.token_advantages == 0).all(1).float().mean()),
         **{f"reward/{name}": sum(score.parts.get(name, 0.0) for score in scores) / n for name in sorted(parts)},
     }
 
 
 def rollout_metrics(samples: Sequence[Trajectory], batch: TokenBatch, settings: Settings) -> dict[str, float]:
-    """``rollout/…``: length, entropy, share finished; the mismatch too, if the sampler's log-probabilities differ."""
+    """``rollout/…``: length, entropy and share finished; with log-probabilities of the sampler, the mismatch too."""
     assert batch.entropy is not None
     return {
         **(mismatch_metrics(batch, settings) if batch.sampler_logp is not None else {}),
@@ -136,13 +146,10 @@ def rollout_metrics(samples: Sequence[Trajectory], batch: TokenBatch, settings: 
     }
 
 
-def token_metrics(counts: Counts, before: int) -> dict[str, int]:
-    """``tokens/…``: sampled in a step, by all models together and by each other than the policy; ``total`` ever since.
-
-    ``before`` is the number of tokens in the steps before it.
-    """
+def token_metrics(counts: Counts) -> dict[str, int]:
+    """``tokens/…``: sampled in a step, by all models together and by each model other than the policy."""
     others = {f"tokens/{name}": count for name, count in counts.tokens.items() if name != POLICY}
-    return {"tokens/sampled": counts.tokens.total(), **others, "tokens/total": before + counts.tokens.total()}
+    return {"tokens/sampled": counts.tokens.total(), **others}
 
 
 def mismatch_metrics(batch: TokenBatch, settings: Settings) -> dict[str, float]:

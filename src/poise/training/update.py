@@ -13,18 +13,17 @@ from torch import Tensor
 
 from poise._lib.device import send
 from poise.batch import Phase, Rows, TokenBatch
-from poise.config.schema import Config
-from poise.head import policy_loss
+from poise.head.loss import LARGE_CHUNK, policy_loss
 from poise.models.layers import OutOfMemoryError
 from poise.models.packing import pack
-from poise.models.policy import Policy
-from poise.models.scoring import BUSY_TOKENS, default_micro_tokens, largest_pass, score_all, take_less
+from poise.models.policy import BUSY_TOKENS, Policy
+from poise.models.scoring import largest_pass, score_all, take_less
 from poise.objective import Settings, active, normalizer, survey
 from poise.surrogates import Survey
+from poise.training.config.groups import OptimConfig
+from poise.training.config.schema import Config
 
 Metrics = dict[str, Tensor]
-
-HEAD_MEMORY = 1 << 30  # bytes of logits per chunk on CUDA: small beside the layers, large enough for few chunks
 
 
 class NotFiniteError(RuntimeError):
@@ -38,8 +37,8 @@ class UpdatePlan:
     objective: Settings = Settings()  # noqa: RUF009 (frozen)
     temperature: float = 1.0
     mini_batch: int = 0  # responses per optimizer step; 0: all
-    micro_tokens: int | None = None  # tokens per pass; None: as many as keep the device busy
-    grad_clip: float = 1.0
+    micro_tokens: int | None = None  # tokens per pass; None: enough to keep the device busy
+    grad_clip: float = OptimConfig().grad_clip
 
     @classmethod
     def of(cls, config: Config) -> UpdatePlan:
@@ -62,7 +61,7 @@ def update(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
-    unmoved: Metrics = {}  # before the first optimizer step: what is held back there, rounding alone has moved
+    unmoved: Metrics = {}  # of the first mini-batch, when weights have not moved: what is held back there is rounding
     steps = 0
     for number, phase in enumerate(phases):
         active_BT = active(batch, phase, plan.objective).cpu()
@@ -84,38 +83,57 @@ def update(
     return {**dict(zip(values, numbers, strict=True)), "optim/steps": float(steps)}
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, settings: OptimConfig, step: int) -> None:
+    """``lr``, reached linearly over the first ``warmup_steps`` steps."""
+    warmup = settings.warmup_steps
+    for group in optimizer.param_groups:
+        group["lr"] = settings.lr * (min(step / warmup, 1.0) if warmup else 1.0)
+
+
 def backward(
-    policy: Policy, batch: TokenBatch, phase: Phase, plan: UpdatePlan, active_BT: Tensor | None = None
+    policy: Policy,
+    batch: TokenBatch,
+    phase: Phase,
+    plan: UpdatePlan = UpdatePlan(),  # noqa: B008 (frozen)
+    active_BT: Tensor | None = None,
+    divisor: Tensor | None = None,
 ) -> Metrics | None:
     """Set the policy's gradients to those of a mini-batch's loss, and return its metrics.
 
     None if no token is active: then there is no gradient. Responses without active tokens are not run through the
-    model, but count in the denominator. ``active_BT`` are the active tokens, on the host, if the caller knows them.
+    model, but count in the denominator. Pass the active tokens, on the host, as ``active_BT`` if you know them.
+    ``divisor`` is the denominator of a mini-batch that several processes share (``objective.normalizer``, summed).
     """
     settings = plan.objective
     active_BT = active(batch, phase, settings).cpu() if active_BT is None else active_BT
     active_rows = active_BT.any(1).nonzero()[:, 0].tolist()
     if not active_rows:
         return None
-    norm = normalizer(batch, settings)
-    taken: Survey | None = None
+    norm = normalizer(batch, settings) if divisor is None else divisor
+    whole: Survey | None = None  # what the surrogate needs to know of the whole mini-batch
     if settings.rule.surveyed:
-        taken = survey(score_all(policy, batch, plan.temperature, plan.micro_tokens)[0], batch, settings)
+        whole = survey(score_all(policy, batch, plan.temperature, plan.micro_tokens)[0], batch, settings)
 
     def run(rows: list[int]) -> Metrics:
         """One pass: add these rows' share of the loss gradient, and return their share of the metrics."""
         part, tokens_N = batch.rows(rows), send(active_BT[rows].flatten().nonzero()[:, 0], batch.mask.device)
         loss, metrics = policy_loss(
-            policy.hidden(part, tokens_N), part, phase.rows(rows), settings, normalizer=norm,
-            head=policy.head(plan.temperature), tokens=tokens_N, memory=HEAD_MEMORY if tokens_N.is_cuda else None,
-            survey=None if taken is None else taken.rows(send(rows, batch.mask.device)),
-        )  # fmt: skip
+            policy.hidden(part, tokens_N),
+            part,
+            phase.rows(rows),
+            settings,
+            normalizer=norm,
+            head=policy.head(plan.temperature),
+            tokens=tokens_N,
+            memory=LARGE_CHUNK if tokens_N.is_cuda else None,
+            survey=None if whole is None else whole.rows(send(rows, batch.mask.device)),
+        )
         loss.backward()
         return metrics
 
-    metrics = within_memory(policy, batch, active_rows, plan.micro_tokens or default_micro_tokens(policy), run)
-    if taken is not None and taken.chosen is not None:
-        metrics["optim/chosen"] = taken.chosen.sum() / batch.mask.sum()
+    metrics = within_memory(policy, batch, active_rows, plan.micro_tokens, run)
+    if whole is not None and whole.chosen is not None:
+        metrics["optim/chosen"] = whole.chosen.sum() / batch.mask.sum()
     return metrics
 
 
@@ -130,7 +148,7 @@ def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:
 
 
 def within_memory(
-    policy: Policy, batch: TokenBatch, rows: list[int], tokens: int, run: Callable[[list[int]], Metrics]
+    policy: Policy, batch: TokenBatch, rows: list[int], micro_tokens: int | None, run: Callable[[list[int]], Metrics]
 ) -> Metrics:
     """Accumulate the gradient of a mini-batch in as many passes as memory requires, and return the summed metrics.
 
@@ -138,7 +156,7 @@ def within_memory(
     device busy; then with gradient checkpointing; then with ever fewer tokens. Later mini-batches keep these limits.
     """
     while True:
-        bins = pack(batch, rows, policy.budget(tokens))
+        bins = pack(batch, rows, policy.budget(micro_tokens))
         _clear(policy)
         try:
             totals: Metrics = {}
@@ -166,11 +184,11 @@ def _add(totals: Metrics, more: Metrics) -> None:
 
 
 def mini_batches(count: int, size: int, seed: int) -> list[Rows]:
-    """The rows of each mini-batch: all, as a slice that copies nothing (size 0), or shuffled parts of at most ``size``.
+    """The rows of each mini-batch: shuffled, at most ``size`` each. With size 0 it is one slice, which copies nothing.
 
-    Part sizes differ by at most one: a small last part would spend a whole optimizer step on a few responses.
+    Sizes differ by at most one: a small last mini-batch would spend a whole optimizer step on a few responses.
     """
     if size == 0 or size >= count:
         return [slice(None)]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    return [part.tolist() for part in order.tensor_split(-(-count // size))]
+    return [rows.tolist() for rows in order.tensor_split(-(-count // size))]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from poise.tasks.knights_knaves import KnightsKnaves, generate
 from poise.tasks.knights_knaves.puzzle import answer_text
 from poise.tasks.knights_knaves.statements import holds
-from poise.tasks.knights_knaves.verifier import feedback
+from poise.tasks.knights_knaves.task import feedback_on_reply as feedback
 from support.puzzles import GOLD, PEOPLE, quick, response
 
 CLAIMS = (("telling-truth", 2), ("lying", 0), ("and", ("telling-truth", 0), ("lying", 1)))  # the solution is GOLD

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from poise.tasks.knights_knaves import generate
 from poise.tasks.knights_knaves.puzzle import role
-from poise.tasks.knights_knaves.verifier import score
+from poise.tasks.knights_knaves.task import score_reply as score
 from support.puzzles import GOLD, PEOPLE, SOLUTION, quick, response
 
 

@@ -1,10 +1,10 @@
 """What follows a run: each subscriber is told of its start, of every step and of its end, in one order.
 
-1. ``records.Recorder`` writes the step's responses and tokens, and logs its line of metrics: the step is finished.
-2. ``evaluations.Evaluations`` measures on held-out problems when it is time, adds to that line, and writes
-   ``summary.json`` at the end.
-3. ``reporter.Reporter`` shows samples and the step on the console, tells the trackers, and warns.
-4. The user's ``callbacks``, in their order.
+1. ``recorder.Recorder`` writes the step's responses and tokens, and logs its line of metrics: the step is finished.
+2. ``evaluation_schedule.EvaluationSchedule`` measures on held-out problems when it is time, and adds to that line.
+3. ``summary.Summary`` writes ``summary.json`` at the end.
+4. ``console.Console`` shows the step, ``runs.trackers`` send it on, and ``warnings.Watch`` warns.
+5. The user's ``callbacks``, in their order.
 
 Then the trainer saves a checkpoint if one is due or the run ends here. A subscriber has any of ``on_start(state)``,
 ``on_step(result)`` and ``on_end(state)``. One that returns False from the first two ends the run there; the others are

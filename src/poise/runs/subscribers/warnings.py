@@ -1,5 +1,4 @@
-"""When a run learns nothing, and what to do: one table. Each warning is said once, and kept
-in ``warnings.json``.
+"""Warnings when a run learns nothing, and what to do: one table. Each is shown once, and kept in ``warnings.json``.
 
 A condition looks at the metrics of the steps so far. It waits for a few steps with many groups, because a single step
 proves nothing. docs/warnings.md explains the warnings, and how often they were wrong on recorded runs.
@@ -12,19 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import ceil, isfinite, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from poise.config.schema import Config
 from poise.runs.folder import DamagedError, RunFolder
+from poise.training.config.schema import Config
+
+if TYPE_CHECKING:  # these import transformers, which a report does not need
+    from poise.training.steps import State, StepResult
 
 FILE = "warnings.json"
-STEPS, GROUPS = 5, 40  # a condition waits for so many of both
-NO_SPREAD = 0.95  # share of the responses with advantage 0 from which there is nothing to learn
+STEPS, GROUPS = 5, 40  # a condition waits for at least this many of each
+NO_SPREAD = 0.95  # if this share of the responses has advantage 0, there is nothing to learn
 
 
 @dataclass(frozen=True)
 class RunWarning:
-    """One warning: its name, such as ``no-spread``, the step after which it was said, what is wrong and what to do."""
+    """One warning: its name, such as ``no-spread``, the step after which it came, what is wrong and what to do."""
 
     name: str
     step: int  # 0: before the first step
@@ -37,7 +39,7 @@ class RunWarning:
 
 
 def read(folder: RunFolder) -> list[RunWarning]:
-    """The warnings of a run, in the order in which they were said."""
+    """The warnings of a run, in the order in which they came."""
     return parse(folder.read_json(FILE), str(folder.path / FILE))
 
 
@@ -50,13 +52,13 @@ def add(folder: RunFolder, warning: RunWarning) -> bool:
     return True
 
 
-def parse(data: Any, place: str) -> list[RunWarning]:
-    """The warnings in the contents of the file at ``place``; None: there is no file."""
+def parse(data: Any, path: str) -> list[RunWarning]:
+    """The warnings in the contents of the file at ``path``; empty if the contents are None."""
     entries = [] if data is None else data
     kinds = {"name": str, "step": int, "what": str, "remedy": str}
     for entry in entries if isinstance(entries, list) else [entries]:
         if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in kinds.items()):
-            raise DamagedError(f"{place} holds no warnings as poise writes them: remove the file")
+            raise DamagedError(f"{path} holds no warnings as poise writes them: remove the file")
     return [RunWarning(**{key: entry[key] for key in kinds}) for entry in entries]
 
 
@@ -73,11 +75,11 @@ class Progress:
         return max(STEPS, ceil(GROUPS / self.config.prompts))
 
     def first(self, name: str, steps: int) -> list[float]:
-        """A metric in the first steps; empty as long as there are fewer, or one lacks it."""
+        """A metric in the first steps; empty if there are fewer steps, or one lacks it."""
         return _numbers(self.lines[:steps], name, steps)
 
     def last(self, name: str) -> list[float]:
-        """A metric in the last few steps; empty as long as there are fewer, or one lacks it."""
+        """A metric in the last few steps; empty if there are fewer steps, or one lacks it."""
         return _numbers(self.lines[-self.few :], name, self.few)
 
     def within(self, name: str, low: float, high: float) -> bool:
@@ -101,7 +103,7 @@ class Progress:
 class Entry:
     """One warning: its name, when it holds, what is wrong and what to do, in a sentence each.
 
-    ``covers`` are warnings that have the same cause: they are not said any more once this one was.
+    ``covers`` are warnings with the same cause: after this one they are not shown.
     """
 
     name: str
@@ -241,9 +243,9 @@ TABLE = (
 )  # fmt: skip
 
 
-def found(run: Progress, said: Sequence[str] = ()) -> list[Entry]:
-    """The warnings that hold now, without those that were said and those that they cover."""
-    silent = {*said, *(name for entry in TABLE if entry.name in said for name in entry.covers)}
+def holding(run: Progress, earlier: Sequence[str] = ()) -> list[Entry]:
+    """The warnings that hold now, without earlier ones and those that they cover."""
+    silent = {*earlier, *(name for entry in TABLE if entry.name in earlier for name in entry.covers)}
     new = []
     for entry in TABLE:
         if entry.name not in silent and entry.holds(run):
@@ -253,25 +255,31 @@ def found(run: Progress, said: Sequence[str] = ()) -> list[Entry]:
 
 
 class Watch:
-    """Watches the metrics of one run, and gives out each warning once, also if the run was resumed in between.
+    """Follows a run and shows each warning once, even if the run was resumed in between."""
 
-    ``lines`` are the metrics of the steps so far: append those of a step to them.
-    """
+    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self._config, self._folder, self._say = config, folder, say
+        self._lines: list[Mapping[str, float | None]] = []  # the metrics of every step so far
+        self._names: list[str] = []  # of the warnings so far
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
-        self.lines: list[Mapping[str, float | None]] = list(folder.metrics())
-        self._folder = folder
-        self._said = [warning.name for warning in read(folder)]
-        self._run = Progress(config, self.lines)
+    def on_start(self, state: State) -> None:
+        """Read the steps and warnings so far, and warn about them."""
+        self._lines = list(self._folder.metrics())
+        self._names = [warning.name for warning in read(self._folder)]
+        self._warn(state.step)
 
-    def new(self, step: int) -> list[RunWarning]:
-        """The warnings that hold since this step, written down in the run's folder."""
-        run = self._run
-        new = [RunWarning(each.name, step, each.what(run), each.remedy(run)) for each in found(run, self._said)]
-        for warning in new:
+    def on_step(self, result: StepResult) -> None:
+        """Warn if the metrics say so."""
+        self._lines.append(result.metrics)
+        self._warn(result.state.step)
+
+    def _warn(self, step: int) -> None:
+        run = Progress(self._config, self._lines)
+        for entry in holding(run, self._names):
+            warning = RunWarning(entry.name, step, entry.what(run), entry.remedy(run))
             add(self._folder, warning)
-            self._said.append(warning.name)
-        return new
+            self._names.append(warning.name)
+            self._say(str(warning))
 
 
 def _numbers(lines: Sequence[Mapping[str, float | None]], name: str, count: int) -> list[float]:

@@ -1,6 +1,10 @@
-"""Problems from a file of the user's own, scored by reward functions."""
+"""Problems from data sets of the user's own, scored by reward functions.
+
+``sources`` finds and opens a data set, ``rows`` reads files, ``reader`` turns rows into problems, ``order`` says when
+each comes, ``task`` is the task.
+"""
 
 from poise.tasks.data.rows import DataError
-from poise.tasks.data.task import Data, Math
+from poise.tasks.data.task import Data, Math, task_of
 
-__all__ = ["Data", "DataError", "Math"]
+__all__ = ["Data", "DataError", "Math", "task_of"]

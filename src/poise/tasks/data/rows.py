@@ -1,4 +1,4 @@
-"""Rows of a dataset, wherever it comes from: a file, a folder saved by ``datasets``, or a hub id."""
+"""Rows of a data set: how files are read, what cannot be, and what tells the rows of one set from another's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from poise._lib.errors import how_to_install, short
-from poise._lib.files import expand
 from poise.tasks.base import Problem
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
@@ -24,7 +23,7 @@ OTHER_SUFFIXES = (
     ".md", ".xml", ".html", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".db", ".sqlite", ".npy", ".npz", ".pt",
 )  # fmt: skip
 Row = dict[str, Any]
-_ENDINGS = ", ".join(SUFFIXES)
+ENDINGS = ", ".join(SUFFIXES)
 
 
 class DataError(ValueError):
@@ -41,60 +40,30 @@ class Rows:
 
     def add(self, number: int, row: Any) -> None:
         """A row, if it is one."""
-        if not isinstance(row, dict):
-            self.unreadable.append((number, f"not an object with named fields, but {short(row)}"))
-            return
-        row = {str(key): plain(value) for key, value in row.items()}
         try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            self.unreadable.append((number, "half of a surrogate pair, which no text may have"))
-        else:
-            self.rows.append((number, row))
+            self.rows.append((number, plain_row(row)))
+        except ValueError as error:
+            self.unreadable.append((number, str(error)))
 
 
-def read(source: str, split: str = "train") -> Rows:
-    """The rows of a file, of a folder that ``datasets`` saved, or of a hub id. ``split`` is for the last two."""
-    path = expand(source)
-    if path.is_dir():
-        return _from_datasets(source, split, saved=path)
-    if path.is_file():
-        return _from_file(source, path)
-    if _may_be_hub_id(source, path):
-        return _from_datasets(source, split)
-    raise DataError(f"data {source}: there is no such file or folder; files that can be read end in {_ENDINGS}")
-
-
-def read_all(source: str) -> list[tuple[int, Row]]:
-    """The rows of a file; raises where a line cannot be read, or where there are none."""
-    found = read(source)
-    if found.unreadable:
-        number, why = found.unreadable[0]
-        more = f" ({len(found.unreadable)} such lines)" if len(found.unreadable) > 1 else ""
-        raise DataError(f"data {source}, line {number}: {why}{more}")
-    if not found.rows:
-        raise DataError(f"data {source} has no rows")
-    return found.rows
-
-
-def splits_of(source: str) -> list[str]:
-    """The names of the splits that a folder saved by ``datasets`` has; none for anything else."""
+def plain_row(row: Any) -> Row:
+    """The row in values that survive a trip through JSON."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"not an object with named fields, but {short(row)}")
+    found = {str(key): plain(value) for key, value in row.items()}
     try:
-        return list(json.loads((expand(source) / "dataset_dict.json").read_text())["splits"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair, which no text may have") from None
+    return found
 
 
-def _may_be_hub_id(source: str, path: Path) -> bool:
-    is_file = path.name.lower().endswith(SUFFIXES + OTHER_SUFFIXES)
-    return source.count("/") <= 1 and not source.startswith((".", "~", "/")) and not is_file
-
-
-def _from_file(source: str, path: Path) -> Rows:
+def read_file(source: str, path: Path) -> Rows:
+    """The rows of a file, by the end of its name."""
     found = Rows(source)
     try:
         if path.name.endswith(".parquet"):
-            for number, row in enumerate(_module("pyarrow.parquet", source).read_table(path).to_pylist(), 1):
+            for number, row in enumerate(module("pyarrow.parquet", source).read_table(path).to_pylist(), 1):
                 found.add(number, row)
         elif path.name.endswith(".csv"):
             with path.open(encoding="utf-8-sig", newline="") as lines:
@@ -106,7 +75,7 @@ def _from_file(source: str, path: Path) -> Rows:
                 for number, line in enumerate(lines, 1):
                     _read_line(found, number, line)
         else:
-            raise DataError(f"data {source}: the name of a file must end in {_ENDINGS}")
+            raise DataError(f"data {source}: the name of a file must end in {ENDINGS}")
     except DataError:
         raise
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
@@ -169,29 +138,8 @@ def _read_csv(found: Rows, lines: TextIO) -> None:
             found.add(reader.line_num, dict(row))
 
 
-def _from_datasets(source: str, split: str, saved: Path | None = None) -> Rows:
-    datasets = _module("datasets", source)
-    if saved and not any((saved / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        raise DataError(f"data {source} is a folder, and not one that datasets' save_to_disk wrote; name a file in it")
-    try:
-        loaded = datasets.load_from_disk(str(saved)) if saved else datasets.load_dataset(source)
-    except Exception as error:  # the hub's and datasets' exceptions are many
-        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        hint = "" if saved else f"; no file or folder {source!r} is here, so it was looked for on the hub: is there a "
-        hint += "" if saved else "network, and is the name right?"
-        raise DataError(f"data {source} cannot be loaded ({why}){hint}") from None
-    if isinstance(loaded, dict):  # a DatasetDict
-        if split not in loaded:
-            names = ", ".join(loaded)
-            raise DataError(f"data {source} has no split {split!r}, but {names}; choose one: task.split=NAME")
-        loaded = loaded[split]
-    found = Rows(source)
-    for number, row in enumerate(loaded, 1):
-        found.add(number, row)
-    return found
-
-
-def _module(name: str, source: str) -> Any:
+def module(name: str, source: str) -> Any:
+    """A package that reading needs, or how to install it."""
     try:
         return import_module(name)
     except ImportError:
@@ -201,10 +149,12 @@ def _module(name: str, source: str) -> Any:
 
 def plain(value: Any) -> Any:
     """A value that survives a trip through JSON: what else a row holds becomes text."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
+    if hasattr(value, "tolist"):  # numpy's and torch's numbers and arrays
+        return plain(value.tolist())
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import count
-from random import Random
 from typing import Any, ClassVar
 
-from poise._lib.errors import check_range, counted, short
-from poise.rewards import GOLD_COLUMNS, Rewards, text_of
-from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split, check_split
-from poise.tasks.data.rows import DataError, Row, Rows, fingerprint, read, share, some, splits_of
-
-QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from poise._lib.errors import check_choice, check_range, check_whole, counted
+from poise.tasks.base import NO_REWARD, Attempt, Message, Problem, Score, Split
+from poise.tasks.data.order import Mixture, Stream, Table
+from poise.tasks.data.reader import QUESTION_COLUMNS, Make, Reader, places, question_key
+from poise.tasks.data.rows import DataError, fingerprint, plain_row, share
+from poise.tasks.data.sources import OFF, Source, Tables, each_row, sources_of
+from poise.tasks.rewards import Rewards, text_of
+from poise.tasks.streams import check_split
 
 
 @dataclass
@@ -49,30 +47,39 @@ class Dialogue:
 class Data:
     """Your own questions: a file of them, and a reward function that scores the answers.
 
-    ``file`` is jsonl, json, csv or parquet, a folder that ``datasets`` saved, or a hub id. ``reward`` is the name of a
-    built-in reward, ``file.py:name``, a dotted path, or a list of these, with ``reward_weights`` (default: 1 each). A
-    call that hangs is cut off after ``reward_timeout`` seconds; with ``reward_quick`` rewards run in the trainer's own
-    process, where nothing can cut them off. ``question`` and ``answer`` name columns; without them, common names are
-    looked for. All columns reach the reward. ``difficulty`` is a column for whose values accuracy is shown apart.
-    ``system`` is a system message before the question. ``template`` makes the user's message of a question:
-    ``{question}``, or any column in braces, stands for its value. ``test_file`` holds the held-out problems; without
-    one, ``held_out`` is the share that is chosen for it, by a hash of the question. ``split`` is that of a hub id, or
-    of a folder that has several.
+    ``file`` is jsonl, json, csv or parquet, a folder that ``datasets`` saved, or a hub id; in Python also a table of
+    ``datasets``, a list of dicts, or anything with a length and an index. A list of data sets, each with a ``name`` and
+    perhaps a ``weight``, is a mixture. ``config`` and ``split`` choose what to train on, ``test_split`` what is held
+    out: by default ``test`` or ``validation`` if there is one; ``off``: none. ``streaming`` reads a large set while
+    training, and shuffles it in blocks of ``buffer`` rows. ``test_file`` is a data set of held-out problems. Without it
+    and without a test split, the share ``held_out`` is held out, by a hash of the question.
+
+    ``reward`` is the name of a built-in reward, ``file.py:name``, a dotted path, or a list of these, with
+    ``reward_weights`` (default: 1 each). A call that hangs is cut off after ``reward_timeout`` seconds; with
+    ``reward_quick`` rewards run in the trainer's own process, where nothing can cut them off. ``question`` and
+    ``answer`` name columns (of a list, the first that a data set has); without them, common names are looked for. All
+    columns reach the reward. ``difficulty`` is a column for whose values accuracy is shown apart. ``system`` is a
+    system message before the question. ``template`` makes the user's message of a question: ``{question}``, or any
+    column in braces, stands for its value.
     """
 
-    file: str
+    file: Any
     reward: Any = ()
     reward_weights: Sequence[float] | None = None
     reward_timeout: float = 30.0
     reward_quick: bool = False
-    question: str | None = None
-    answer: str | None = None
+    question: str | Sequence[str] | None = None
+    answer: str | Sequence[str] | None = None
     difficulty: str | None = None
     system: str | None = None
     template: str = "{question}"
-    test_file: str | None = None
+    test_file: Any = None
     held_out: float = 0.1
+    config: str | None = None
     split: str = "train"
+    test_split: str | None = None
+    streaming: bool = False
+    buffer: int = 10_000
 
     name: ClassVar[str] = "data"
     concurrent: ClassVar[bool] = False
@@ -81,28 +88,28 @@ class Data:
     rewards: Rewards = field(init=False, repr=False, compare=False)
     notes: list[str] = field(init=False, repr=False, compare=False)  # what a user should know about the data
     fingerprint: str = field(init=False, repr=False, compare=False)  # another one: the data are others
-    _problems: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)
-    _order: Callable[[str, int, int], list[int]] = field(init=False, repr=False, compare=False)
+    _train: Mixture = field(init=False, repr=False, compare=False)
+    _test: Table = field(init=False, repr=False, compare=False)
+    _where: str = field(init=False, repr=False, compare=False)  # where held-out problems come from
 
     def __post_init__(self) -> None:
         check_range(self.name, "held_out", self.held_out, 0.0, 0.9)
+        check_whole(self.name, "buffer", self.buffer, 1)
         if not self.reward:
             raise ValueError("a dataset needs a reward: reward=math, reward=exact, or reward=my_rewards.py:correct")
         if isinstance(self.reward_weights, int | float):
             object.__setattr__(self, "reward_weights", [self.reward_weights])
         specs = list(self.reward) if isinstance(self.reward, list | tuple) else self.reward
-        notes: list[str] = []
         rewards = Rewards(specs, self.reward_weights, self.reward_timeout, self.reward_quick)
         object.__setattr__(self, "rewards", rewards)  # they say which columns the data must have
-        problems = self._load(notes)
-        made = {
-            "notes": notes,
-            "fingerprint": fingerprint(problems),
-            "_problems": problems,
-            "_order": lru_cache(4)(self._shuffled),
-        }
-        for key, value in made.items():
+        object.__setattr__(self, "notes", [])
+        for key, value in self._load().items():
             object.__setattr__(self, key, value)
+
+    @property
+    def source(self) -> str:
+        """What the data are called in messages."""
+        return " and ".join(map(str, self._sources()))
 
     # Problems
 
@@ -114,36 +121,35 @@ class Data:
                 return
             yield from found
 
-    def epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
+    def epoch(self, split: Split, seed: int, number: int) -> Sequence[Problem]:
         """The problems of a split in the order of an epoch."""
         check_split(split)
-        problems = self._problems[split]
-        return [problems[place] for place in self._order(split, seed, number)]
-
-    def _shuffled(self, split: str, seed: int, number: int) -> list[int]:
-        order = list(range(len(self._problems[split])))
-        Random(f"epoch {seed} {number} {split}").shuffle(order)
-        return order
+        if split == "train":
+            return self._train.epoch(seed, number)
+        size = len(self._test.problems)
+        return [self._test.at(seed, place) for place in range(number * size, (number + 1) * size)]
 
     def leave_out(self, unfit: Callable[[Problem], bool], why: str, remedy: str = "") -> None:
         """Leave out the problems that do not fit the model, and note it. ``remedy`` is for where none is left."""
-        for split, problems in self._problems.items():
-            out = [problem for problem in problems if unfit(problem)]
-            if len(out) == len(problems) and out:
-                everything = counted(len(out), f"{split} problem is", f"{split} problems are")
-                raise DataError(f"data {self.file}: all {everything} left out, {why}{remedy and f': {remedy}'}")
+        parts = [*zip(self._train.names, ["train"] * len(self._train.parts), self._train.parts, strict=True)]
+        for name, split, part in [*parts, (self.source, "test", self._test)]:
+            out = part.leave_out(unfit)
+            number = counted(len(out), f"{split} problem is", f"{split} problems are")
+            if out and isinstance(part, Table) and not part.problems:
+                raise DataError(f"data {name}: all {number} left out, {why}{remedy and f': {remedy}'}")
             if out:
-                gone = {problem.id for problem in out}
-                problems[:] = [problem for problem in problems if problem.id not in gone]
-                number = counted(len(out), f"{split} problem is", f"{split} problems are")
-                self.notes.append(f"{number} left out, {why}: {_places(out)}")
-        self._order.cache_clear()  # type: ignore[attr-defined]
+                of = f"{name}: " if len(parts) > 1 and split == "train" else ""
+                self.notes.append(f"{of}{number} left out, {why}: {places(out)}")
+        self._train.changed()
 
     def sizes(self) -> str:
         """How many problems there are, for a person."""
-        where = self.test_file or f"chosen by a hash of the question, task.held_out={self.held_out:g}"
-        train, test = (len(self._problems[split]) for split in ("train", "test"))
-        return f"{counted(train, 'problem')} to train on, {test:,} held out ({where})"
+        train = sum(len(part.problems) for part in self._train.parts if isinstance(part, Table))
+        parts = zip(self._train.names, self._train.parts, strict=True)
+        streamed = [name for name, part in parts if isinstance(part, Stream)]
+        said = [counted(train, "problem") + " to train on"] if train else []
+        said += [f"{name} is streamed, in blocks of {self.buffer:,} rows" for name in streamed]
+        return f"{', '.join(said)}, {len(self._test.problems):,} held out ({self._where})"
 
     # Scores
 
@@ -171,113 +177,126 @@ class Data:
 
     # Rows
 
-    def _load(self, notes: list[str]) -> dict[str, list[Problem]]:
-        """The problems of both splits."""
-        splits = splits_of(self.file)
-        first = self._read(self.file, self.split, notes)
+    def _sources(self) -> list[Source]:
+        settings = {key: getattr(self, key) for key in ("config", "split", "test_split", "streaming")}
+        return sources_of(self.file, self._question_columns(), **settings)
+
+    def _question_columns(self) -> list[str]:
+        named = [self.question] if isinstance(self.question, str) else self.question or ()
+        return [*named, *QUESTION_COLUMNS]
+
+    def _load(self) -> dict[str, Any]:
+        """The problems to train on, those held out, and what tells them from others."""
+        sources = self._sources()
+        reader = Reader(
+            self.rewards, self.question, self.answer, self.difficulty, self.system, self.template, self.notes,
+            mixed=len(sources) > 1,
+        )  # fmt: skip
+        sets = [self._open(source, reader) for source in sources]
+        test, where = self._hold_out(sets, reader)
+        known = {question_key(problem) for problem in test}
+        for each in sets:
+            each.reserve(known, self.notes)
+        order = f" in blocks of {self.buffer}" if any(each.tables.streamed for each in sets) else ""
+        parts = [each.part("train" + f" {number}" * bool(number), self.buffer) for number, each in enumerate(sets)]
+        return {
+            "fingerprint": fingerprint({"train": [p for each in sets for p in each.problems], "test": test}) + order,
+            "_train": Mixture(parts, [source.weight for source in sources], [str(source) for source in sources]),
+            "_test": Table(test, "test"),
+            "_where": where,
+        }
+
+    def _open(self, source: Source, reader: Reader) -> _Set:
+        tables = Tables(source)
+        problems, make = reader.read(tables.rows(tables.training(), most=self._most(tables)), str(source))
+        return _Set(tables, problems, make)
+
+    def _most(self, tables: Tables) -> int | None:
+        return self.buffer if tables.streamed else None
+
+    def _hold_out(self, sets: Sequence[_Set], reader: Reader) -> tuple[list[Problem], str]:
+        """The held-out problems of all data sets, and where they come from."""
         if self.test_file is not None:
-            held_out = self._read(self.test_file, "test" if "test" in splits_of(self.test_file) else self.split, notes)
-        elif self.split == "train" and "test" in splits:
-            held_out = self._read(self.file, "test", notes)
-        else:
-            chosen = {p.id: share(_key(p)) < self.held_out for p in first}
-            return {
-                "train": [p for p in first if not chosen[p.id]],
-                "test": [p for p in first if chosen[p.id]],
-            }
-        known = {_key(problem) for problem in held_out}
-        both = [problem for problem in first if _key(problem) in known]
+            found = sources_of(self.test_file, self._question_columns(), test_split=self.test_split)
+            opened = [Tables(source) for source in found]
+            splits = [tables.only_held_out() for tables in opened]
+            return self._read_held_out(opened, splits, reader), " and ".join(map(str, found))
+        test, where = list[Problem](), dict[str, None]()
+        for each in sets:
+            tables, split = each.tables, each.tables.held_out()
+            if split is None:
+                each.share = self.held_out
+                where[f"chosen by a hash of the question, task.held_out={self.held_out:g}"] = None
+                test += each.chosen()
+                continue
+            found_by_name = "" if tables.source.test_split else f", since data.test_split is not {OFF}"
+            where[f"split {split} of {tables.source}{found_by_name}"] = None
+            test += self._read_held_out([tables], [split], reader)
+        return test, " and ".join(where)
+
+    def _read_held_out(self, opened: Sequence[Tables], splits: Sequence[str], reader: Reader) -> list[Problem]:
+        return [
+            problem
+            for tables, split in zip(opened, splits, strict=True)
+            for problem in reader.read(tables.rows(split, "test_split", self._most(tables)), str(tables.source))[0]
+        ]
+
+
+@dataclass
+class _Set:
+    """One data set: its problems (of a streamed one, those of the first block), and what makes that of any row.
+
+    ``share`` of its questions are held out, by a hash.
+    """
+
+    tables: Tables
+    problems: list[Problem]
+    make: Make
+    share: float = 0.0
+    known: set[str] = field(default_factory=set)  # the keys of all held-out problems
+
+    def chosen(self) -> list[Problem]:
+        """The held-out problems that the hash chooses."""
+        found = [problem for problem in self.problems if self._chosen(problem)]
+        if self.tables.streamed and self.share and not found:
+            raise DataError(
+                f"data {self.tables.source}: none of its first {counted(len(self.problems), 'row')} falls into the "
+                "held-out share: raise task.held_out, name task.test_file=FILE, or set task.held_out=0 evaluation=off"
+            )
+        return found
+
+    def reserve(self, known: set[str], notes: list[str]) -> None:
+        """Leave the held-out problems of all data sets out of training."""
+        self.known = known
+        both = [problem for problem in self.problems if question_key(problem) in known and not self._chosen(problem)]
         if both:
             notes.append(
-                f"{len(both)} of {counted(len(first), 'question')} in {self.file} {'is' if len(both) == 1 else 'are'} "
-                f"also among the held-out ones, and left out of training: {_places(both)}"
+                f"{len(both)} of {counted(len(self.problems), 'question')} in {self.tables.source} "
+                f"{'is' if len(both) == 1 else 'are'} also among the held-out ones, and left out of training: "
+                f"{places(both)}"
             )
-        return {"train": [problem for problem in first if _key(problem) not in known], "test": held_out}
+        self.problems = [problem for problem in self.problems if not self._reserved(problem)]
 
-    def _read(self, source: str, split: str, notes: list[str]) -> list[Problem]:
-        found = read(source, split)
-        rows = found.rows
-        if not rows:
-            unread = f"; {_lines(found)}" if found.unreadable else ""
-            raise DataError(f"data {source} has no row{unread}")
-        columns = list(dict.fromkeys(name for _, row in rows for name in row))
-        question = _column("question", self.question, QUESTION_COLUMNS, columns, source)
-        answer = _column("answer", self.answer, (), columns, source) if self.answer else _usual(GOLD_COLUMNS, columns)
-        renamed = str(answer).lower() if self.answer is None else GOLD_COLUMNS[0]  # where rewards look for it
-        if self.difficulty is not None:
-            _column("difficulty", self.difficulty, (), columns, source)
-        problems, empty, wrong = [], [], []
-        for number, row in rows:
-            try:
-                messages, chat = self._messages(row, question)
-            except ValueError as error:
-                wrong.append((number, str(error)))
-                continue
-            if messages is None:
-                empty.append(number)
-                continue
-            given = row if answer is None else {**row, renamed: row.get(answer)}
-            text = row[question] if isinstance(row[question], str) else str(messages[-1]["content"])
-            data = {"row": given, "messages": messages, "chat": chat, "text": text}
-            level = "all" if self.difficulty is None else str(row.get(self.difficulty))
-            problems.append(Problem(f"{source}:{number}", str(messages[-1]["content"]), level, data))
-        if found.unreadable:
-            notes.append(f"{source}: {_lines(found)}")
-        if wrong:
-            why = wrong[0][1]
-            lines = some([number for number, _ in wrong])
-            notes.append(f"{source}: {counted(len(wrong), 'row')} cannot be used ({why}): {lines}")
-        if empty:
-            said = counted(len(empty), "row has no question and is", "rows have no question and are")
-            notes.append(f"{source}: {said} left out: {some(empty)}")
-        if not problems:
-            asked = counted(len(rows), "row")
-            why = f" ({wrong[0][1]})" if wrong else ""
-            raise DataError(f"data {source}: none of its {asked} has a question in column {question!r}{why}")
-        self._check_answers([*columns, *([renamed] if answer else [])], source)
-        golds = [name or (renamed if answer else GOLD_COLUMNS[0]) for name in self.rewards.answer_columns()]
-        unknown = [p for p in problems if any(p.data["row"].get(name) in (None, "") for name in golds)]
-        if unknown:
-            said = counted(len(unknown), "row has no answer, and gets", "rows have no answer, and get")
-            notes.append(f"{source}: {said} no reward from rewards that compare with it: {_places(unknown)}")
-        copies = _repeated(problems)
-        if copies:
-            said = counted(len(copies), "row repeats", "rows repeat")
-            kept = "is kept" if len(copies) == 1 else "are kept"
-            notes.append(f"{source}: {said} an earlier question, and {kept}: {_places(copies)}")
-        return problems
+    def part(self, name: str, buffer: int) -> Table | Stream:
+        """The problems to train on. ``name`` is part of the seed of their order."""
+        if not self.tables.streamed:
+            return Table(self.problems, name)
+        table = self.tables.table(self.tables.training())
+        return Stream(name, lambda: each_row(table), self._trained_on, buffer)
 
-    def _check_answers(self, columns: Sequence[str], source: str) -> None:
-        """Raise where a reward would find no right answer to compare with: it is called long after."""
-        for name in self.rewards.answer_columns():
-            if name is None:
-                _column("answer", None, GOLD_COLUMNS, columns, source)
-            elif name not in columns:
-                known = ", ".join(columns)
-                raise DataError(f"data {source} has no column {name!r}, which a reward names (it has: {known})")
+    def _trained_on(self, number: int, row: Any) -> Problem | None:
+        """The problem of a streamed row, if it can be trained on."""
+        try:
+            problem = self.make(number, plain_row(row))
+        except ValueError:
+            return None
+        return None if problem is None or self._reserved(problem) else problem
 
-    def _messages(self, row: Row, question: str) -> tuple[list[Message] | None, bool]:
-        """What the model is shown first, and whether the row holds messages itself; None: there is no question."""
-        asked = row.get(question)
-        if asked is None or (isinstance(asked, str) and not asked.strip()) or asked == []:
-            return None, False
-        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
-        if isinstance(asked, list):
-            messages = [_message(each) for each in asked]
-            while messages and messages[-1]["role"] == "assistant":  # a solution, as in data for fine-tuning
-                messages.pop()
-            if not messages:
-                return None, True
-            if messages[0]["role"] == "system":
-                system = []
-            if self.template != "{question}":
-                messages[-1] = {**messages[-1], "content": self._fill(row, messages[-1]["content"])}
-            return system + messages, True
-        return [*system, {"role": "user", "content": self._fill(row, str(asked))}], False
+    def _chosen(self, problem: Problem) -> bool:
+        return self.share > 0 and share(question_key(problem)) < self.share
 
-    def _fill(self, row: Row, question: str) -> str:
-        values = {**row, "question": question}
-        return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], self.template)
+    def _reserved(self, problem: Problem) -> bool:
+        return question_key(problem) in self.known or self._chosen(problem)
 
 
 @dataclass(frozen=True)
@@ -290,52 +309,14 @@ class Math(Data):
     name: ClassVar[str] = "math"
 
 
-def _message(value: Any) -> Message:
-    content = value.get("content") if isinstance(value, dict) else None
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text") or "") for part in content)
-    if not isinstance(content, str) or value.get("role") not in ROLES:
-        raise ValueError(f"a message must have a role ({', '.join(ROLES)}) and a content of text, got {short(value)}")
-    return {"role": value["role"], "content": content}
+def task_of(data: Any, *, test: Any = None, name: str = "data", **settings: Any) -> Data:
+    """The task of a data set that Python holds: a table of ``datasets``, or rows.
 
+    >>> task = task_of(dataset, reward=my_reward, question="problem", held_out=0.2)
 
-def _places(problems: Sequence[Problem]) -> str:
-    """The lines of problems, for a message."""
-    return some([int(problem.id.rpartition(":")[2]) for problem in problems])
-
-
-def _column(what: str, name: str | None, usual: Sequence[str], columns: Sequence[str], source: str) -> str:
-    """The column that holds a question or an answer, or what to do."""
-    if name is not None and name not in columns:
-        raise DataError(f"data {source} has no column {name!r} (it has: {', '.join(columns)}): task.{what}=COLUMN")
-    found = name or _usual(usual, columns)
-    if found is None:
-        raise DataError(
-            f"data {source}: none of its columns is called {', '.join(usual)} (it has: {', '.join(columns)}); "
-            f"name the one with the {what}: task.{what}=COLUMN"
-        )
-    return found
-
-
-def _usual(usual: Sequence[str], columns: Sequence[str]) -> str | None:
-    """The first column with a usual name, in whatever case."""
-    known = {column.lower(): column for column in reversed(columns)}
-    return next((known[name] for name in usual if name in known), None)
-
-
-def _key(problem: Problem) -> str:
-    """Equal for the same question, whatever its spaces and letter case."""
-    return " ".join(problem.data["text"].casefold().split())
-
-
-def _repeated(problems: Sequence[Problem]) -> list[Problem]:
-    """Those whose question an earlier one has."""
-    first: dict[str, Problem] = {}
-    return [problem for problem in problems if first.setdefault(_key(problem), problem) is not problem]
-
-
-def _lines(found: Rows) -> str:
-    number, why = found.unreadable[0]
-    listed = some([number for number, _ in found.unreadable])
-    said = counted(len(found.unreadable), "row cannot be read and is", "rows cannot be read and are")
-    return f"{said} left out: {listed} ({f'line {number}: ' if len(found.unreadable) > 1 else ''}{why})"
+    ``data`` may also be a file, a hub id, or a list of data sets, as ``Data.file`` says. ``test`` is held out, ``name``
+    is ``data`` or ``math``, and the settings are those of the task.
+    """
+    kinds = {kind.name: kind for kind in (Data, Math)}
+    check_choice("task_of", "name", name, kinds)
+    return kinds[name](data, test_file=test, **settings)

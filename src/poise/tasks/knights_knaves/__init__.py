@@ -1,7 +1,6 @@
 """Knights and Knaves: find out who tells the truth from what everyone says."""
 
-from poise.tasks.knights_knaves.generator import generate
-from poise.tasks.knights_knaves.puzzle import Puzzle, read
+from poise.tasks.knights_knaves.puzzle import Puzzle, generate, read
 from poise.tasks.knights_knaves.statements import canonical, solve, split_of
 from poise.tasks.knights_knaves.task import KnightsKnaves
 

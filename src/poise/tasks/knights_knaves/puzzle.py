@@ -1,4 +1,11 @@
-"""A puzzle, in words and as a ``Problem``, and puzzles of the public set, from its files."""
+"""Puzzles: drawn with exactly one solution, in words, as a ``Problem``, or read from files of the public set.
+
+A puzzle is drawn whole and thrown away unless exactly one assignment fits it. A claim has one of six forms with equal
+chance, as in the public set: plain, ``not``, ``and``, ``or``, ``->``, ``<=>``. The connectives join claims drawn
+without replacement from "NAME is a knight" for everyone and "NAME is a knave" for everyone but the speaker (who could
+not say it plainly). So people sometimes speak of themselves, and some claims can never be false, or never true.
+With ``depth`` > 1, which the public set lacks, each part is itself one of the five compound forms half of the time.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +16,26 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
+from poise._lib.errors import check_choice, check_whole
 from poise.tasks.base import Problem
-from poise.tasks.data.rows import Row, read_all
-from poise.tasks.knights_knaves.statements import LEAVES, Statement, check
+from poise.tasks.data.rows import Row
+from poise.tasks.data.sources import read_all
+from poise.tasks.knights_knaves.statements import (
+    CONNECTIVES,
+    LEAVES,
+    Statement,
+    assignment,
+    canonical,
+    check,
+    consistent,
+    truth_table,
+)
 
+MIN_PEOPLE, MAX_PEOPLE, MAX_DEPTH = 2, 12, 6
+_COMPOUND = ("not", *CONNECTIVES)
+_FORMS = ("plain", *_COMPOUND)
 NAMES = tuple(
     """
     Ada Albert Alice Amara Anton Astrid Basil Beatrice Bruno Carla Cedric Clara Cyrus Dana Dorian Edith Elias Elena
@@ -177,6 +198,95 @@ def answer_text(names: tuple[str, ...], knights: tuple[bool, ...] | list[bool]) 
 
 def _as_lists(value: Any) -> Any:
     return [_as_lists(part) for part in value] if isinstance(value, tuple) else value
+
+
+# Drawing
+
+
+def generate(
+    people: int,
+    seed: int,
+    *,
+    depth: int = 1,
+    names: Sequence[str] = NAMES,
+    phrasing: str = "varied",
+) -> Puzzle:
+    """The puzzle of these settings: the same settings always give the same puzzle.
+
+    The statements depend on ``people``, ``seed`` and ``depth`` alone; ``names`` (the pool to draw from) and
+    ``phrasing`` (``varied`` or ``plain``) change only the words.
+    """
+    check_settings(people, depth, names, phrasing)
+    return draw(people, seed, depth).puzzle(names, phrasing)
+
+
+def check_settings(people: int, depth: int, names: Sequence[str], phrasing: str) -> None:
+    """Raise unless ``generate`` can work with these settings."""
+    check_whole("knights and knaves", "people", people, MIN_PEOPLE, MAX_PEOPLE)
+    check_whole("knights and knaves", "depth", depth, 1, MAX_DEPTH)
+    check_choice("knights and knaves", "phrasing", phrasing, PHRASINGS)
+    if isinstance(names, str) or len(names) < people:
+        raise ValueError(f"knights and knaves: {people} people need as many names to draw from, got {names!r}")
+    if names is not NAMES and len({name.casefold() for name in names}) != len(names):
+        raise ValueError(f"knights and knaves: names must differ, got {', '.join(names)}")
+
+
+class Draft(NamedTuple):
+    """Statements with exactly one solution, not yet in words."""
+
+    statements: tuple[Statement, ...]
+    solution: tuple[bool, ...]
+    seed: int
+    depth: int
+
+    @property
+    def meaning(self) -> str:
+        """A text that is equal for two drafts exactly if they mean the same."""
+        return canonical(self.statements)
+
+    def puzzle(self, names: Sequence[str], phrasing: str) -> Puzzle:
+        """The puzzle in words, about people with some of these names."""
+        people = len(self.statements)
+        rng = Random(f"wording {people} {self.depth} {self.seed}")
+        chosen = tuple(rng.sample(list(names), people))
+        text = quiz(chosen, self.statements, phrasing, rng)
+        return Puzzle(chosen, self.statements, self.solution, text, id=f"kk/{people}/{self.depth}/{self.seed}")
+
+
+def draw(people: int, seed: int, depth: int = 1) -> Draft:
+    """Statements with exactly one solution, and that solution."""
+    rng = Random(f"knights-knaves {people} {depth} {seed}")
+    # For every speaker, what can be said of one person.
+    plain = [
+        [(form, person) for person in range(people) for form in LEAVES if (form, person) != ("lying", speaker)]
+        for speaker in range(people)
+    ]
+    while True:
+        statements = tuple(_claim(speaker, plain[speaker], depth, rng) for speaker in range(people))
+        fits = consistent([truth_table(statement, people) for statement in statements])
+        if fits.bit_count() == 1:
+            return Draft(statements, tuple(assignment(fits.bit_length() - 1, people)), seed, depth)
+
+
+def _claim(speaker: int, plain: list[Statement], depth: int, rng: Random) -> Statement:
+    form = rng.choice(_FORMS)
+    if form == "plain":
+        return rng.choice(plain)
+    if form == "not" and depth == 1:  # "I am not a knave" is left out, as in the public set
+        return (form, rng.choice([leaf for leaf in plain if leaf[1] != speaker]))
+    return _compound(form, plain, depth, rng)
+
+
+def _compound(form: str, plain: list[Statement], depth: int, rng: Random) -> Statement:
+    parts: list[Statement] = rng.sample(plain, 1 if form == "not" else 2)
+    if depth > 1:
+        parts = [
+            part if rng.random() < 0.5 else _compound(rng.choice(_COMPOUND), plain, depth - 1, rng) for part in parts
+        ]
+    return (form, *parts)
+
+
+# Files
 
 
 def read(path: str | PathLike[str]) -> list[Puzzle]:

@@ -34,7 +34,8 @@ def variables(people: int) -> tuple[int, ...]:
     if not 1 <= people <= MAX_PEOPLE:
         raise ValueError(f"knights and knaves: between 1 and {MAX_PEOPLE} people, got {people}")
     everything = (1 << (1 << people)) - 1
-    # Person i's table repeats 2^i zeros and 2^i ones. 11…1 / (2^(2^i) + 1) has the ones in the other half: shift them.
+    # From the lowest bit up, person i's table repeats 2^i zeros and 2^i ones. 11…1 // (2^(2^i) + 1) begins with the
+    # ones, so it is shifted by 2^i bits.
     return tuple(everything // ((1 << (1 << i)) + 1) << (1 << i) for i in range(people))
 
 
@@ -80,12 +81,12 @@ def solve(statements: Sequence[Statement]) -> list[list[bool]]:
     statements = check(statements)
     people = len(statements)
     fits = consistent([truth_table(statement, people) for statement in statements])
-    found = []
+    solutions = []
     while fits:
         lowest = fits & -fits
-        found.append(assignment(lowest.bit_length() - 1, people))
+        solutions.append(assignment(lowest.bit_length() - 1, people))
         fits ^= lowest
-    return found
+    return solutions
 
 
 def holds(statement: Statement, knights: Sequence[bool]) -> bool:
@@ -186,8 +187,8 @@ def _between(tables: list[int]) -> _Between:
 
 
 def _ranks(keys: Sequence[tuple[Any, ...]]) -> _Colours:
-    place = {key: rank for rank, key in enumerate(sorted(set(keys)))}
-    return [place[key] for key in keys]
+    ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
+    return [ranks[key] for key in keys]
 
 
 def _refine(colours: _Colours, between: _Between) -> _Colours:
@@ -217,8 +218,8 @@ def _smallest(tables: list[int], between: _Between, colours: _Colours) -> list[i
             continue
         tried.append(person)
         singled_out = _ranks([(c, int(c == colour and i != person)) for i, c in enumerate(colours)])
-        found = _smallest(tables, between, _refine(singled_out, between))
-        best = found if best is None or found < best else best
+        candidate = _smallest(tables, between, _refine(singled_out, between))
+        best = candidate if best is None or candidate < best else best
     assert best is not None
     return best
 

@@ -1,22 +1,44 @@
-"""Knights and Knaves as a task."""
+"""Knights and Knaves as a task: its problems, the reward of a reply, and feedback on it.
+
+The reward is format ±1, then the answer: +2 (all right), −1.5 (wrong) or −2 (unreadable, or the format is broken). The
+totals are 3, −0.5, −1 and −3. Format: each of the four tags exactly once and in order; any other text is allowed.
+Answer: between the answer tags the words knight and knave occur once per person in all, and "NAME is a ROLE" is found
+for everyone. The case of ASCII letters is ignored; no other letter counts as one of them.
+
+The reply is untrusted. Tags are counted, not matched, and no regular expression here has a repetition, so the time is
+linear in the text. Feedback follows from the claims and the reply alone, not from the solution.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import count
+from itertools import count, cycle, islice
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 from poise._lib.files import expand
-from poise.tasks.base import Problem, Score, Split, TaskError, check_split
+from poise.tasks.base import Problem, Score, Split, TaskError, sizes
 from poise.tasks.data.rows import fingerprint
-from poise.tasks.knights_knaves.generator import check_settings, draw, tell
-from poise.tasks.knights_knaves.puzzle import NAMES, Puzzle, answer_text, read
-from poise.tasks.knights_knaves.statements import canonical, solve, split_of
-from poise.tasks.knights_knaves.verifier import feedback, score
-from poise.tasks.streams import draw_of_split, sizes
+from poise.tasks.knights_knaves.puzzle import (
+    NAMES,
+    ROLE,
+    Draft,
+    Puzzle,
+    answer_text,
+    check_settings,
+    draw,
+    listing,
+    read,
+    role,
+)
+from poise.tasks.knights_knaves.statements import Statement, holds, solve, split_of
+from poise.tasks.rewards.answers import tag_fault
+from poise.tasks.streams import check_split, draw_of_split
 
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+MOST = 3  # people whom feedback names
 INSTRUCTION = (
     "Think first, then say who is what, in this form: "
     "<think>your reasoning</think><answer>(1) NAME is a knight (2) NAME is a knave ...</answer>"
@@ -56,13 +78,14 @@ class KnightsKnaves:
             self._read_file()
         if not isinstance(self.names, str):
             object.__setattr__(self, "names", tuple(self.names))
-        for people in self.counts if self.file is None else ():
-            check_settings(people, self.depth, self.names, self.phrasing)
+        if self.file is None:
+            for people in self.counts:
+                check_settings(people, self.depth, self.names, self.phrasing)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The numbers of people, however they were given."""
-        return _counts(self.people or ())
+        """The numbers of people, which the task takes in turn."""
+        return cast(tuple[int, ...], self.people)
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
         """Problems of one split; no meaning is in both. Those of a file come again, in another order."""
@@ -71,18 +94,16 @@ class KnightsKnaves:
             for number in count():
                 yield from self.epoch(split, seed, number)
         rng = Random(f"problems {seed}")
-        for turn in count():
-            people = self.counts[turn % len(self.counts)]
+        for people in cycle(self.counts):
             yield self._puzzle(people, split, rng).problem(self.instruction)
 
     def _puzzle(self, people: int, split: Split, rng: Random) -> Puzzle:
-        def drawn(rng: Random) -> tuple[str, tuple[Any, ...]]:
-            seed = rng.getrandbits(48)
-            statements, solution = draw(people, seed, self.depth)
-            return canonical(statements), (statements, solution, seed)
+        def candidate(rng: Random) -> tuple[str, Draft]:
+            draft = draw(people, rng.getrandbits(48), self.depth)
+            return draft.meaning, draft
 
-        found = draw_of_split(f"KnightsKnaves with {people} people", split, rng, drawn)
-        return tell(*found, depth=self.depth, names=self.names, phrasing=self.phrasing)
+        draft = draw_of_split(f"KnightsKnaves with {people} people", split, rng, candidate)
+        return draft.puzzle(self.names, self.phrasing)
 
     def _read_file(self) -> None:
         for name in _GENERATED:
@@ -113,12 +134,12 @@ class KnightsKnaves:
         return order
 
     def score(self, problem: Problem, text: str) -> Score:
-        """Format ±1 and answer +2, −1.5 or −2: see ``verifier``."""
-        return score(problem.data["names"], problem.data["solution"], text)
+        """Format ±1 and answer +2, −1.5 or −2, as this file's first lines say."""
+        return score_reply(problem.data["names"], problem.data["solution"], text)
 
     def feedback(self, problem: Problem, text: str) -> str:
-        """What is wrong with a response: tags, people left out, or claims that contradict the answer."""
-        return feedback(problem.data["names"], problem.data["statements"], text)
+        """What is wrong with a reply: tags, people left out, or claims that contradict the answer."""
+        return feedback_on_reply(problem.data["names"], problem.data["statements"], text)
 
     def gold(self, problem: Problem) -> str:
         """The right answer, as it should stand between the answer tags."""
@@ -136,3 +157,87 @@ def _read(file: str) -> list[Puzzle]:
 
 def _counts(people: int | str | Sequence[int]) -> tuple[int, ...]:
     return sizes("KnightsKnaves", "people", people, 0, 999)  # check_settings has the range
+
+
+# The reward
+
+
+def score_reply(names: Sequence[str], solution: Sequence[bool], text: str) -> Score:
+    """Score a response."""
+    answer = answer_of(text)
+    if answer is None:
+        return _score(-1.0, -2.0)
+    roles = roles_of(answer, names)
+    if roles is None:
+        return _score(1.0, -2.0)
+    canonical = ",".join(role(knight) for knight in roles)  # in the order of the puzzle, not of the reply
+    return _score(1.0, 2.0 if roles == list(solution) else -1.5, canonical)
+
+
+def _score(form: float, answer: float, text: str | None = None) -> Score:
+    return Score(form + answer, answer > 0, {"format": form, "answer": answer}, text)
+
+
+def answer_of(text: str) -> str | None:
+    """The text between the answer tags; None if the format is broken."""
+    if any(text.count(tag) != 1 for tag in TAGS):
+        return None
+    places = [text.index(tag) for tag in TAGS]
+    if places != sorted(places):
+        return None
+    return text[places[2] + len(TAGS[2]) : places[3]]
+
+
+def roles_of(answer: str, names: Sequence[str]) -> list[bool] | None:
+    """Everyone's role according to an answer, knight = True; None unless it gives each person exactly one."""
+    words = sum(1 for _ in islice(ROLE.finditer(answer), len(names) + 1))
+    if words != len(names):
+        return None
+    roles = named_roles(answer, names)
+    return [roles[i] for i in range(len(names))] if len(roles) == len(names) else None
+
+
+def named_roles(answer: str, names: Sequence[str]) -> dict[int, bool]:
+    """The role that an answer gives each person, by the person's number, knight = True. The last claim counts."""
+    # Longer names first, so that in "Mary Ann is a knight" nothing is said of Ann.
+    order = sorted(range(len(names)), key=lambda i: -len(names[i]))
+    anyone = "|".join(f"({re.escape(names[i])})" for i in order)
+    roles: dict[int, bool] = {}
+    for match in re.finditer(rf"(?<!\w)(?ai:(?:{anyone}) is a (knight|knave))\b", answer):
+        person = next(i for group, i in enumerate(order, 1) if match[group] is not None)
+        roles[person] = match[len(names) + 1].lower() == "knight"
+    return roles
+
+
+# Feedback
+
+
+def feedback_on_reply(names: Sequence[str], statements: Sequence[Statement], text: str) -> str:
+    """What is wrong with a response: tags, people left out, or claims that contradict the answer."""
+    answer = answer_of(text)
+    if answer is None:
+        return tag_fault(text, TAGS) or f"The tags must come in this order: {' '.join(TAGS)}."
+    roles = roles_of(answer, names)
+    return _left_out(names, answer) if roles is None else _contradictions(names, statements, roles)
+
+
+def _left_out(names: Sequence[str], answer: str) -> str:
+    roles = named_roles(answer, names)
+    missing = [name for person, name in enumerate(names) if person not in roles]
+    if not missing:
+        return f"The answer must give {len(names)} roles, one for each person, and no more."
+    return f'The answer leaves out {_some(missing)}. Write "NAME is a ROLE" once for each person.'
+
+
+def _contradictions(names: Sequence[str], statements: Sequence[Statement], roles: Sequence[bool]) -> str:
+    sentences = []
+    for name, statement, knight in zip(names, statements, roles, strict=True):
+        true = holds(statement, roles)
+        if true != knight:
+            truth = "true" if true else "false"
+            sentences.append(f"{name}'s claim is {truth} under this answer, but you call {name} a {role(knight)}.")
+    return " ".join(sentences[:MOST]) or "No claim contradicts the answer: it is right."
+
+
+def _some(names: Sequence[str]) -> str:
+    return listing(names) if len(names) <= MOST else f"{', '.join(names[:MOST])} and {len(names) - MOST} more"

@@ -1,6 +1,0 @@
-"""The settings of a run: recipes, overrides, checks, and errors in plain words."""
-
-from poise.config.documents import ConfigError, recipes
-from poise.config.schema import Config, dump, load, restore
-
-__all__ = ["Config", "ConfigError", "dump", "load", "recipes", "restore"]

@@ -1,0 +1,447 @@
+"""Diagnostics of an update: which tokens drive it, and how it changes the likelihood of correct responses.
+
+``dominance`` repeats the analysis of arXiv 2505.12929 (its first figures) and 2505.18830 for any loop and any
+regulators. Everything is measured: a gradient is a backward pass over all parameters with the tokens of one interval
+only; an effect is measured by taking a real optimizer step, which is then undone.
+
+For each regulator, with K intervals:
+
+- ``norm`` (K,): ‖g_i‖, the gradient that interval i produces on its own. The loss divides by the count of all tokens,
+  so the g_i add up to the gradient g of all; ``full`` is ‖g‖, ``residual`` is ‖Σ g_i − g‖ / ‖g‖, rounding only.
+- ``per_token`` (K,): ‖g_i‖ divided by the interval's number of tokens: this compares rare and frequent tokens.
+- ``share`` (K,): ⟨g_i, g⟩ / ‖g‖², interval i's part in the whole gradient. Shares add up to 1; one can be negative.
+- ``norm_share`` (K,): ‖g_i‖ / Σ_j ‖g_j‖.
+- ``cosine`` (K, K), and ``split_cosine`` (K − 1,): between all tokens below an edge and all above it.
+- ``influence``: K + 1 effects. Effect i is that of a step with interval i alone; the last one is that of the
+  regulator's own update with all its phases. Each has, over the tokens of each interval, the mean of |Δp| (``moved``),
+  of |Δ log p| (``moved_log``), and of Δp where the advantage is positive (``rewarded``) or negative (``punished``).
+- ``displacement``: the change of the correct responses' log-likelihood (``likelihood_displacement``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from poise.batch import Phase, TokenBatch
+from poise.lm_head import HeadLike, as_head
+from poise.objective import Settings, active, normalizer, policy_loss, survey
+from poise.regulators.base import Regulator
+
+__all__ = [
+    "Displacement",
+    "ForwardLoop",
+    "Intervals",
+    "Loop",
+    "dominance",
+    "gradient_sizes",
+    "likelihood_displacement",
+    "token_gradient_sizes",
+]
+
+
+# Dominance: gradients and steps by interval of the tokens' probability
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Intervals of [0, 1], by default its quarters. Each includes its lower end, the last one also its upper end."""
+
+    edges: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+    def __post_init__(self) -> None:
+        rising = all(low < high for low, high in pairwise(self.edges))
+        if len(self.edges) < 3 or not rising or self.edges[0] != 0 or self.edges[-1] != 1:
+            raise ValueError(
+                f"intervals: edges must rise from 0 to 1 and form at least two intervals, such as 0, 0.5, 1; "
+                f"got {', '.join(f'{edge:g}' for edge in self.edges)}"
+            )
+
+    @classmethod
+    def cut(cls, inner: Sequence[float]) -> Intervals:
+        """From the inner edges, without 0 and 1."""
+        return cls((0.0, *inner, 1.0))
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    @property
+    def names(self) -> list[str]:
+        """``0–0.25`` and so on."""
+        return [f"{low:g}–{high:g}" for low, high in pairwise(self.edges)]
+
+    def masks(self, batch: TokenBatch) -> Tensor:
+        """(K, B, T) bool: the response tokens of each interval; each token is in exactly one."""
+        inner = torch.tensor(self.edges[1:-1], dtype=batch.dtype, device=batch.mask.device)
+        number = torch.bucketize(batch.prob, inner, right=True)
+        return (number == torch.arange(len(self), device=number.device)[:, None, None]) & batch.mask
+
+
+BLOCK = 1 << 24  # elements of logits in memory at a time
+
+
+@torch.no_grad()
+def gradient_sizes(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: int = BLOCK) -> Tensor:
+    """(N,) ``‖e_y − π‖`` of N tokens: the norm of ``∂ log π(y) / ∂ logits``, π the distribution that sampling used.
+
+    ``‖e_y − π‖² = (1 − π(y))² + Σ_{v≠y} π(v)²``. It lies between ``1 − p`` and ``√2·(1 − p)``, nearer to the
+    upper end the fewer rivals the token has. In the loss, a token's weight, advantage and ratio multiply it.
+    """
+    head = as_head(head)
+    norms = []
+    size = 1
+    start = 0
+    while start < len(hidden):
+        logits = head(hidden[start : start + size])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        others = logits.softmax(-1)
+        others.scatter_(1, targets[start : start + size, None], 0.0)  # 1 − p is their sum: nothing cancels
+        norms.append((others.sum(1).square() + others.square().sum(1)).sqrt())
+        start += size
+        size = max(1, block // logits.shape[-1])  # the first row gives the vocabulary size
+    return torch.cat(norms) if norms else hidden.new_zeros(0)
+
+
+def token_gradient_sizes(batch: TokenBatch) -> Tensor | None:
+    """(B, T) ``gradient_sizes`` of the response tokens, 0 elsewhere; None if the batch has no hidden states."""
+    if batch.hidden is None or batch.head is None or batch.targets is None:
+        return None
+    sizes = torch.zeros_like(batch.mask, dtype=batch.dtype)
+    alone = [[row] for row in range(len(batch.mask))]
+    for rows in batch.group_members() if batch.groups is not None else alone:
+        ix = torch.tensor(rows, device=batch.mask.device)
+        mask, part = batch.mask[ix], sizes[ix]
+        norms = gradient_sizes(batch.hidden_of(ix)[mask], batch.targets[ix][mask], batch.head)
+        part[mask] = norms.to(batch.dtype)
+        sizes[ix] = part
+    return sizes
+
+
+Gradient = list[Tensor | None]
+BINS = 40  # of the histogram of probabilities
+
+
+def dominance(
+    loop: Loop,
+    regulators: Mapping[str, Regulator],
+    optimizer: torch.optim.Optimizer,
+    *,
+    intervals: Intervals | None = None,
+    clip: float = 1.0,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Measure one batch. Afterwards weights and optimizer state are restored bit for bit.
+
+    Returns the figures, ready for JSON, and (B, T) tensors: ``size`` (‖e_y − π‖, if the batch has hidden states),
+    ``change`` (Δ log p by the first regulator's update), and the regulators' per-token values, such as NTHR's score.
+    """
+    intervals = intervals or Intervals()
+    batch, masks = loop.batch, intervals.masks(loop.batch)
+    sizes = token_gradient_sizes(batch)
+    figures = _token_figures(batch, masks, sizes)
+    tokens = {} if sizes is None else {"size": sizes}
+    measured: list[tuple[Phase, dict[str, Any]]] = []  # Lopti's phases add up to GRPO: measure equal weights once
+    with torch.no_grad():
+        before = loop.logp()
+    with unchanged(loop, optimizer):
+        for name, regulator in regulators.items():
+            phases = regulator(batch)
+            whole = _combined(phases)
+            equal = [result for phase, result in measured if _same(phase, whole)]
+            if equal:
+                result = {**equal[0], "influence": equal[0]["influence"][:-1]}
+            else:
+                result = _interval_figures(loop, whole, masks, optimizer, before, clip)
+            after = _updated(loop, phases, optimizer, clip)
+            result["influence"] = [*result["influence"], _effect(before, after, masks, batch)]
+            result["weight"] = _means(whole.policy, masks)
+            result["metrics"] = {key: value for phase in phases for key, value in phase.metrics.items()}
+            result["displacement"] = _displacement(batch, before, after)
+            measured.append((whole, result))
+            figures["regulators"][name] = result
+            tokens |= {key: value for phase in phases for key, value in phase.tokens.items()}
+            tokens.setdefault("change", torch.where(batch.mask, after - before, 0.0))
+    return figures, tokens
+
+
+def _token_figures(batch: TokenBatch, masks: Tensor, sizes: Tensor | None) -> dict[str, Any]:
+    """Figures that need no gradient: the number of tokens in each interval, and their advantages."""
+    prob, advantages = batch.prob, batch.token_advantages
+    count = masks.sum((1, 2))
+    density = torch.histc(prob[batch.mask].float(), BINS, 0.0, 1.0)
+    correct, groups = batch.correct, batch.groups
+    return {
+        "count": int(batch.mask.sum()),
+        "tokens": count.tolist(),
+        "token_share": (count / batch.mask.sum()).tolist(),
+        "density": (density / density.sum() * BINS).tolist(),
+        "advantage": {
+            "mean": _means(advantages, masks),
+            "size": _means(advantages.abs(), masks),
+            "positive": _means((advantages > 0).double(), masks),
+            "negative": _means((advantages < 0).double(), masks),
+        },
+        "size": None if sizes is None else _means(sizes, masks),
+        "accuracy": None if correct is None else float(correct.double().mean()),
+        "with_gradient": float((advantages != 0)[batch.mask].double().mean()),
+        "groups": None if groups is None else len(groups.unique()),
+        "regulators": {},
+    }
+
+
+def _interval_figures(
+    loop: Loop, whole: Phase, masks: Tensor, optimizer: torch.optim.Optimizer, before: Tensor, clip: float
+) -> dict[str, Any]:
+    """For each interval alone: its gradient, and the effect of a step along it."""
+    parts = [gradient_of(loop, Phase(whole.name, whole.policy * mask, whole.kl * mask)) for mask in masks]
+    full = gradient_of(loop, whole)
+    gram = torch.tensor([[inner(a, b) for b in parts] for a in parts], dtype=torch.float64)
+    squared = inner(full, full)
+    norm = gram.diagonal().clamp(min=0).sqrt()
+    gap = _sum([*parts, [None if part is None else -part for part in full]])
+    count, total = masks.sum((1, 2)).cpu(), int(loop.batch.mask.sum())
+    influence = []
+    for part in parts:
+        with unchanged(loop, optimizer):
+            step(loop, optimizer, part, clip)
+            influence.append(_effect(before, loop.logp(), masks, loop.batch))
+    cosine = gram / (norm[:, None] * norm)
+    splits = [_cosine(gram, cut) for cut in range(1, len(parts))]
+    return {
+        "norm": norm.tolist(),
+        "full": squared**0.5,
+        "per_token": _numbers(norm * total / count),
+        "share": _numbers(torch.tensor([inner(part, full) for part in parts], dtype=torch.float64) / squared),
+        "norm_share": _numbers(norm / norm.sum()),
+        "residual": (inner(gap, gap) / squared) ** 0.5 if squared else 0.0,
+        "cosine": [_numbers(row) for row in cosine],
+        "split_cosine": splits,
+        "influence": influence,
+    }
+
+
+def _updated(loop: Loop, phases: Sequence[Phase], optimizer: torch.optim.Optimizer, clip: float) -> Tensor:
+    """(B, T) log-probabilities after the regulator's own update: one step per phase."""
+    with unchanged(loop, optimizer):
+        for phase in phases:
+            step(loop, optimizer, gradient_of(loop, phase), clip)
+        return loop.logp()
+
+
+def _effect(before: Tensor, after: Tensor, masks: Tensor, batch: TokenBatch) -> dict[str, list[float | None]]:
+    change, advantages = after.double().exp() - before.double().exp(), batch.token_advantages
+    return {
+        "moved": _means(change.abs(), masks),
+        "moved_log": _means((after - before).abs(), masks),
+        "rewarded": _means(change, masks & (advantages > 0)),
+        "punished": _means(change, masks & (advantages < 0)),
+    }
+
+
+def _displacement(batch: TokenBatch, before: Tensor, after: Tensor) -> dict[str, Any] | None:
+    if batch.correct is None or not batch.correct.any():
+        return None
+    displacement = likelihood_displacement(batch, after, before=before)
+    questions = displacement.by_group(batch.groups) if batch.groups is not None else {}
+    return {**displacement.metrics(), "questions": list(questions.values())}
+
+
+def _combined(phases: Sequence[Phase]) -> Phase:
+    """All phases as one, their weights added."""
+    policy, kl = (torch.stack(weights).sum(0) for weights in zip(*((p.policy, p.kl) for p in phases), strict=True))
+    return Phase("all", policy, kl)
+
+
+def _same(a: Phase, b: Phase) -> bool:
+    return torch.equal(a.policy, b.policy) and torch.equal(a.kl, b.kl)
+
+
+def _sum(gradients: Sequence[Gradient]) -> Gradient:
+    columns = [[part for part in column if part is not None] for column in zip(*gradients, strict=True)]
+    return [torch.stack(column).sum(0) if column else None for column in columns]
+
+
+def _cosine(gram: Tensor, cut: int) -> float | None:
+    """The cosine between the sum of the first ``cut`` gradients and that of the others, from the Gram matrix."""
+    low, high, between = gram[:cut, :cut].sum(), gram[cut:, cut:].sum(), gram[:cut, cut:].sum()
+    return float(between / (low * high).sqrt()) if low > 0 and high > 0 else None
+
+
+def _means(values: Tensor, masks: Tensor) -> list[float | None]:
+    return _numbers(torch.where(masks, values.double(), 0.0).sum((1, 2)) / masks.sum((1, 2)))
+
+
+def _numbers(values: Tensor) -> list[float | None]:
+    """A list in which None replaces NaN and infinity, such as the mean over no tokens."""
+    return [value if value - value == 0 else None for value in values.tolist()]
+
+
+# The loop: what the diagnostics need from it, and how they restore its state
+
+
+class Loop(Protocol):
+    """One batch, the parameters that it would update, and what every loop can compute."""
+
+    batch: TokenBatch
+    settings: Settings
+    parameters: Sequence[Tensor]  # the optimizer's
+
+    def gradient(self, phase: Phase) -> None:
+        """Set the parameters' gradients to those of the phase's loss over the whole batch."""
+        ...
+
+    def logp(self) -> Tensor:
+        """(B, T) log-probabilities of the sampled tokens under the current weights."""
+        ...
+
+    def changed(self) -> None:
+        """Called after the parameters changed: update copies of them, if there are any."""
+        ...
+
+
+class ForwardLoop:
+    """Any loop with a forward pass: ``forward()`` returns (B, T) log-probabilities with gradients.
+
+    With an entropy bonus (``settings.entropy_coef``) it returns a pair, log-probabilities and (B, T) entropies.
+    """
+
+    def __init__(
+        self,
+        batch: TokenBatch,
+        parameters: Sequence[Tensor],
+        forward: Callable[[], Tensor | tuple[Tensor, Tensor]],
+        settings: Settings | None = None,
+    ) -> None:
+        self.batch, self.parameters, self.forward = batch, list(parameters), forward
+        self.settings = settings or Settings()
+
+    def gradient(self, phase: Phase) -> None:
+        """One backward pass."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        (logp, entropy), norm = self._pass(), normalizer(self.batch, self.settings)
+        taken = survey(logp, self.batch, self.settings)
+        loss, _ = policy_loss(logp, self.batch, phase, self.settings, normalizer=norm, entropy=entropy, survey=taken)
+        loss.backward()
+
+    @torch.no_grad()
+    def logp(self) -> Tensor:
+        """One forward pass."""
+        return self._pass()[0]
+
+    def _pass(self) -> tuple[Tensor, Tensor | None]:
+        found = self.forward()
+        if isinstance(found, Tensor) and self.settings.entropy_coef:
+            raise ValueError(
+                "ForwardLoop: entropy_coef is not 0, so forward() must return (log-probabilities, entropies)"
+            )
+        return (found, None) if isinstance(found, Tensor) else found
+
+    def changed(self) -> None:
+        """Nothing to do: there are no copies."""
+
+
+@contextmanager
+def unchanged(loop: Loop, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore weights and optimizer state at the end, bit for bit."""
+    weights = [parameter.detach().clone() for parameter in loop.parameters]
+    state = copy.deepcopy(optimizer.state_dict())
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, weight in zip(loop.parameters, weights, strict=True):
+                parameter.copy_(weight)
+                parameter.grad = None
+        loop.changed()
+        optimizer.load_state_dict(state)
+
+
+def step(loop: Loop, optimizer: torch.optim.Optimizer, gradient: Sequence[Tensor | None], clip: float) -> None:
+    """Take one optimizer step along a gradient, clipped as in training; no step if the gradient is zero."""
+    if all(part is None or not part.any() for part in gradient):
+        return  # momentum alone must not move the model
+    for parameter, part in zip(loop.parameters, gradient, strict=True):
+        parameter.grad = None if part is None else part.clone()
+    torch.nn.utils.clip_grad_norm_(loop.parameters, clip)
+    optimizer.step()
+    loop.changed()
+
+
+def gradient_of(loop: Loop, phase: Phase) -> list[Tensor | None]:
+    """Copies of the phase's gradients; None for a parameter without one, and for all if no token is active."""
+    if not active(loop.batch, phase, loop.settings).any():
+        return [None] * len(loop.parameters)
+    loop.gradient(phase)
+    gradient = [None if p.grad is None else p.grad.detach().clone() for p in loop.parameters]
+    for parameter in loop.parameters:
+        parameter.grad = None
+    return gradient
+
+
+def inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
+    """The inner product of two gradients over all parameters, summed in float64."""
+    both = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    return float(sum((torch.sum(x.double() * y) for x, y in both), torch.zeros((), dtype=torch.float64)))
+
+
+# Lazy likelihood displacement (LLD), arXiv 2505.18830
+
+
+@dataclass(frozen=True, eq=False)
+class Displacement:
+    """Log-likelihoods of the n⁺ correct responses before and after an update."""
+
+    rows: Tensor  # (n⁺,) their rows in the batch
+    before: Tensor  # (n⁺,)
+    after: Tensor  # (n⁺,)
+    lazy: Tensor  # (n⁺,) bool
+    epsilon: float
+
+    @property
+    def change(self) -> Tensor:
+        """(n⁺,) the increase of each log-likelihood."""
+        return self.after - self.before
+
+    def by_group(self, groups: Tensor) -> dict[int, float]:
+        """The mean change over the correct responses of each group that has any."""
+        ids = groups[self.rows]
+        return {int(g): float(self.change[ids == g].mean()) for g in ids.unique()}
+
+    def metrics(self) -> dict[str, float]:
+        """``lld/…``: mean change, share of lazy responses, share that fell. Empty without correct responses."""
+        if not len(self.rows):
+            return {}
+        return {
+            "lld/change": float(self.change.mean()),
+            "lld/lazy_share": float(self.lazy.double().mean()),
+            "lld/fallen_share": float((self.change < 0).double().mean()),
+        }
+
+
+@torch.no_grad()
+def likelihood_displacement(
+    batch: TokenBatch, after: Tensor, *, before: Tensor | None = None, epsilon: float = 0.0
+) -> Displacement:
+    """Compare the log-likelihoods of the batch's correct responses before and after an update.
+
+    ``after`` (B, T) are the log-probabilities of the sampled tokens under the updated policy, ``before`` those under
+    the policy before it, by default ``old_logp``.
+    """
+    if batch.correct is None:
+        raise ValueError("likelihood_displacement needs TokenBatch.correct, the verifier's verdict")
+    before = batch.old_logp if before is None else before
+    for name, value in (("after", after), ("before", before)):
+        if value.shape != batch.mask.shape:
+            expected = tuple(batch.mask.shape)
+            raise ValueError(f"likelihood_displacement: {name} must be {expected}, got {tuple(value.shape)}")
+    rows = (batch.correct & batch.mask.any(1)).nonzero()[:, 0]
+    mask = batch.mask[rows]
+    sums = [torch.where(mask, logp[rows].double(), 0.0).sum(1) for logp in (before, after)]
+    return Displacement(rows, sums[0], sums[1], sums[1] < sums[0] + epsilon, epsilon)

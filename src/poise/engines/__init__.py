@@ -1,1 +1,0 @@
-"""Engines: they sample responses from the policy."""

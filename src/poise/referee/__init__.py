@@ -1,0 +1,1 @@
+"""The referee: ``poise compare``, ``poise diagnose`` and ``poise report``."""

@@ -1,0 +1,1 @@
+"""Comparisons of methods over several seeds: plan, runs, results, statistics, and the page."""

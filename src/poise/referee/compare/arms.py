@@ -1,0 +1,242 @@
+"""The arms of a comparison, from the command line or a YAML file.
+
+On the command line a setting with several values is an *axis*: ``;`` separates the values, and in plain settings ``,``
+does too. In a file ``axes`` has a list for each key, and ``arms`` lists single arms. Axes multiply out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from poise import regulators
+from poise._lib.calls import split_outside
+from poise._lib.errors import short
+from poise.training.config.documents import SHORT_FORMS, ConfigError, Document, merge, split_overrides
+from poise.training.config.messages import unknown_key
+from poise.training.config.schema import Config, keys, restore
+
+RATE = "optim.lr"
+TEXTS = ("regulator", "algorithm")  # their values contain commas
+SAME = {  # groups of settings that all arms share
+    "task": "all arms of a comparison see the same problems",
+    "evaluation": "all arms are measured on the same held-out problems",
+    "seed": "all arms are trained with the same seeds",
+    "run": "a comparison has one folder",
+    "tracking": "trackers do not make an arm; write a list of trackers in brackets, tracking=[tensorboard,wandb]",
+}
+
+
+def rate_text(rate: float) -> str:
+    """A learning rate as a user writes it: 1e-4, 2.5e-5, 0.05."""
+    if rate >= 0.01:
+        return f"{rate:g}"
+    digits, _, power = f"{rate:.5e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An arm at one learning rate: all settings but the seed."""
+
+    name: str
+    config: Config
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return self.config.optim.lr
+
+    @property
+    def identity(self) -> Document:
+        """All settings but run and seed, in a normal form: two variants with equal identities have the same runs."""
+        document = self.config.model_dump(mode="json", exclude={"run", "seed"})
+        document["regulator"] = method(self.config)
+        return document
+
+
+def method(config: Config) -> str:
+    """The regulator's shortest text; as the user wrote it if its class is not a dataclass."""
+    try:
+        return regulators.text(config.build_regulator())
+    except ValueError:
+        return config.regulator
+
+
+@dataclass(frozen=True)
+class PlannedArm:
+    """One method: the settings in which it differs, and a variant for each learning rate to tune over."""
+
+    name: str
+    settings: Mapping[str, Any]
+    variants: tuple[Variant, ...]
+    control: str = ""  # why ``controls=auto`` added it
+
+
+def folder_name(variant: str) -> str:
+    """A readable and unique folder name for a variant's runs."""
+    if re.fullmatch(r"\w[\w.=-]{0,59}", variant, re.ASCII):
+        return variant
+    digest = hashlib.sha256(" ".join(variant.split()).encode()).hexdigest()[:6]
+    readable = re.sub(r"[^\w.=]+", "-", variant, flags=re.ASCII)[:60].strip("-.")
+    return f"{readable}-{digest}"
+
+
+def alternatives(key: str, text: str) -> list[str]:
+    """The values after ``key=``: one, unless it is an axis.
+
+    ``;`` always separates. ``,`` separates the values of plain settings, outside brackets and quotes: write a list as
+    ``[a, b]``, and a sentence with commas in quotes.
+    """
+    parts = split_outside(text, ";")
+    if len(parts) == 1 and key not in TEXTS:
+        parts = split_outside(text, ",")
+    parts = [part.strip() for part in parts]
+    if len(parts) > 1 and not all(parts):
+        raise ConfigError([f"{key}={short(text)[1:-1]}: part {parts.index('') + 1} of {len(parts)} is empty"])
+    return parts
+
+
+def build(document: Document, overrides: Sequence[str], *, tuned: bool) -> list[PlannedArm]:
+    """The arms of ``document`` (a recipe, or a comparison with ``axes`` and ``arms``) and the overrides.
+
+    With ``tuned``, learning rates are variants of an arm; otherwise each rate makes its own arm.
+    """
+    document = dict(document)
+    axes = _axes(document.pop("axes", None))
+    single_arms = _single_arms(document.pop("arms", None))
+    fixed: list[str] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        parts = alternatives(key.strip(), value) if equals else [value]
+        _check_commas(key.strip(), value)
+        axes.pop(key.strip(), None)
+        if len(parts) > 1:
+            axes[key.strip()] = [(part, part) for part in parts]
+        else:
+            fixed.append(override)
+    _check_keys(document, fixed, axes, single_arms)
+    rates = axes.pop(RATE, None)
+    if tuned and rates is None:
+        raise ConfigError(["tune chooses a learning rate for each arm: give several, such as optim.lr=5e-5,1e-4,2e-4"])
+    variants = [(RATE, *rate) for rate in rates or []] if tuned else []
+    if rates and not tuned:
+        axes[RATE] = rates
+    arms = []
+    for name, settings in single_arms:
+        for point in product(*axes.values()):
+            values = [*settings, *((key, *each) for key, each in zip(axes, point, strict=True))]
+            arms.append(_arm(name, document, fixed, values, variants))
+    _check_distinct(arms)
+    return arms
+
+
+def _check_commas(key: str, value: str) -> None:
+    """Refuse a comma between two methods. The parser would suggest ``|``, which composes them instead."""
+    parts = [part.strip() for group in split_outside(value, ";") for part in split_outside(group, ",")]
+    if key in TEXTS and len(parts) > len(split_outside(value, ";")):
+        guess = "; ".join(filter(None, parts))
+        raise ConfigError([f'{key}={short(value)[1:-1]}: to compare, separate with ";": {key}="{guess}"'])
+
+
+Value = tuple[str, str, str]  # a key, its value for people, and as an override
+
+
+def _arm(name: str, document: Document, fixed: list[str], values: list[Value], rates: list[Value]) -> PlannedArm:
+    """The arm with these values, and a variant for each of the learning rates."""
+    title = name or ", ".join(text if key == "regulator" else f"{key}={text}" for key, text, _ in values)
+    variants = []
+    for rate in [[each] for each in rates] or [[]]:
+        overrides = [*fixed, *(f"{key}={text}" for key, _, text in [*values, *rate])]
+        try:
+            config = restore(merge(document, split_overrides(overrides)), trust=True)
+        except ConfigError as error:
+            raise ConfigError([f"arm {title}: {line}" if title else line for line in error.problems]) from None
+        label = f"{title}, {RATE}={rate[0][1]}" if rate else title
+        variants.append(Variant(label or method(config), config))
+    return PlannedArm(title or variants[0].name, {key: text for key, text, _ in values}, tuple(variants))
+
+
+def _axes(entries: Any) -> dict[str, list[tuple[str, str]]]:
+    """The axes of a file: for each key its values, for people and as overrides."""
+    if entries is None:
+        return {}
+    if not isinstance(entries, Mapping) or not all(isinstance(v, list) and v for v in entries.values()):
+        example = "such as regulator: [grpo, ar]"
+        raise ConfigError([f"axes = {short(entries)}: must have a list of values for each key, {example}"])
+    return {str(key): [(_text(value), json.dumps(value)) for value in values] for key, values in entries.items()}
+
+
+def _single_arms(entries: Any) -> list[tuple[str, list[Value]]]:
+    """The names and settings of the arms that a file lists; one arm without either if it lists none."""
+    if entries is None:
+        return [("", [])]
+    if not isinstance(entries, list) or not entries or not all(isinstance(arm, Mapping) and arm for arm in entries):
+        example = "such as - regulator: ar"
+        raise ConfigError([f"arms = {short(entries)}: must be a list of arms, each with settings, {example}"])
+    for arm in entries:
+        name = arm.get("name", "")
+        if isinstance(name, bool) or not isinstance(name, str | int | float) or not str(name).isprintable():
+            raise ConfigError([f"arms: name = {short(name)}: must be text in one line"])
+    return [
+        (
+            str(arm.get("name", "")),
+            [(str(key), _text(value), json.dumps(value)) for key, value in arm.items() if key != "name"],
+        )
+        for arm in entries
+    ]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _check_keys(
+    document: Document, fixed: Iterable[str], axes: Mapping[str, Any], single_arms: Iterable[tuple[str, list[Value]]]
+) -> None:
+    """Refuse axes over settings that all arms share, and unknown keys, with a message that names no arm."""
+    differing = [*axes, *(key for _, values in single_arms for key, _, _ in values)]
+    for key in differing:
+        top = key.partition(".")[0]
+        top = "task" if top in SHORT_FORMS else top
+        if top in SAME:
+            raise ConfigError([f"{key} cannot differ between arms: {SAME[top]}"])
+    overrides = [override.partition("=")[0].strip() for override in fixed if "=" in override]
+    known = set(Config.model_fields) | set(SHORT_FORMS)
+    wrong = [key for key in dict.fromkeys([*document, *overrides, *differing]) if key.partition(".")[0] not in known]
+    if wrong:
+        raise ConfigError([unknown_key(key, [*OWN, *SHORT_FORMS, *keys(document)]) for key in wrong])
+
+
+def _check_distinct(arms: Sequence[PlannedArm]) -> None:
+    """Refuse two arms with the same settings or the same name."""
+    if len(arms) < 2:
+        raise ConfigError(
+            [
+                "there is only one arm, so there is nothing to compare: name several, separated by ; such as "
+                'regulator="grpo; ar; lopti"'
+            ]
+        )
+    seen: list[tuple[Document, str]] = []
+    for arm in arms:
+        rates = [variant.rate for variant in arm.variants]
+        if twice := next((rate for i, rate in enumerate(rates) if rate in rates[:i]), None):
+            raise ConfigError([f"{RATE} has {rate_text(twice)} twice: leave one of them out"])
+        for identity, name in seen:
+            if identity == arm.variants[0].identity:
+                raise ConfigError([f"arms {name!r} and {arm.name!r} are the same: leave one of them out"])
+            if name.split() == arm.name.split():  # folder names ignore spaces
+                raise ConfigError([f"two arms are named {name!r}: give one of them another name"])
+        seen.append((arm.variants[0].identity, arm.name))
+
+
+# The keys of the comparison itself; all others are settings of its runs.
+OWN = (
+    *("seeds", "tune", "baseline", "controls", "measure", "longer", "margin"),
+    *("jobs", "threads", "hours", "retries", "keep", "axes", "arms"),
+)

@@ -1,0 +1,108 @@
+"""The claims on an arm beside its difference in accuracy: its speed, and whether a control explains its gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import exp, log
+
+from poise.referee.compare.results import Arm
+from poise.referee.compare.sign_flip import Interval, holm
+from poise.referee.compare.speed import speeds
+from poise.referee.compare.statistics import Difference, difference
+from poise.training.config.documents import Document
+
+
+def speed_claims(
+    arms: Mapping[str, Arm],
+    base: Arm,
+    differences: Mapping[str, Difference],
+    score: str,
+    level: float,
+    cut: int,
+) -> dict[str, Document]:
+    """The speed of every arm but the baseline ``base``, which comes as it was at the cut. ``arms`` are whole.
+
+    The interval is of the mean logarithm. p is the larger one of two tests, of the logarithms and of the difference in
+    accuracy at the cut. Both have the same sign, but on a flat curve noise that is symmetric in accuracy is skewed in
+    steps, and the first test alone finds too much. ``end`` is the difference to the baseline's end, if it runs longer.
+    """
+    found: dict[str, Document] = {}
+    whole = arms[base.name]
+    longer = whole.results(score) if any(run.steps > cut for run in whole.runs.values()) else {}
+    for name, higher in differences.items():
+        factors, beyond = speeds(arms[name], whole, score, cut)
+        logs = _logs(factors)
+        result = difference(logs, dict.fromkeys(logs, 0.0), level=level)
+        end = difference(arms[name].until(cut).results(score), longer, level=level)
+        found[name] = {
+            **paired(result, exp),
+            "p": max(result.p, higher.p),
+            "seeds": list(factors),
+            "values": list(factors.values()),
+            "beyond": list(beyond),
+            "end": paired(end) if longer else None,
+        }
+    claims = [name for name in found if not arms[name].control]
+    adjusted = dict(zip(claims, holm([found[name]["p"] for name in claims]), strict=True))
+    return {name: {**own, "p_adjusted": adjusted.get(name), "text": _speed_text(own)} for name, own in found.items()}
+
+
+def _speed_text(speed: Document) -> str:
+    """A speed factor with its interval; a lower bound where the baseline never reaches an arm's accuracy."""
+    if speed["mean"] is None:
+        return "–"
+    mean, interval = f"{speed['mean']:.2f}", speed["interval"]
+    if not speed["beyond"]:
+        return mean + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+    if len(speed["beyond"]) == len(speed["seeds"]):
+        return f"> {mean}"
+    return f"≥ {mean}" + (f" [{interval[0]:.2f}, …]" if interval else "")
+
+
+def against_controls(
+    name: str,
+    controls: Collection[str],
+    arms: Sequence[Arm],
+    faster: Mapping[str, Document],
+    score: str,
+    level: float,
+) -> dict[str, list[Document]]:
+    """An arm against each of its controls: "better" by the difference in accuracy, "faster" by the ratio of speeds.
+
+    A control explains a gain if it is at least as good: the interval includes no difference, or lies below it.
+    """
+    scores = {arm.name: arm.results(score) for arm in arms}
+    logs = {arm: _logs(dict(zip(own["seeds"], own["values"], strict=True))) for arm, own in faster.items()}
+
+    def compared(values: Mapping[str, Mapping[int, float]], scale: Callable[[float], float]) -> list[Document]:
+        known = {each: difference(values[name], values[each], level=level) for each in controls if each in values}
+        return [
+            {"name": each, **paired(result, scale), "explains": bool(result.seeds) and _at_most_0(result.interval)}
+            for each, result in known.items()
+        ]
+
+    return {"better": compared(scores, float), "faster": compared(logs, exp)}
+
+
+def _at_most_0(interval: Interval | None) -> bool:
+    """Whether an interval excludes no difference of 0 or below; equal results have no interval."""
+    return interval is None or interval[0] <= 0
+
+
+def _logs(factors: Mapping[int, float]) -> dict[int, float]:
+    return {seed: log(factor) for seed, factor in factors.items()}
+
+
+def paired(result: Difference, scale: Callable[[float], float] = float) -> Document:
+    """Mean and interval of paired differences; ``scale`` is exp for logarithms."""
+    return {
+        "mean": None if result.mean is None else scale(result.mean),
+        "interval": ends(result.interval, scale),
+        "method": "sign-flip" if result.exact else "student" if result.student else None,
+        "seeds": len(result.seeds),
+    }
+
+
+def ends(interval: Interval | None, scale: Callable[[float], float] = float) -> list[float] | None:
+    """An interval as JSON."""
+    return None if interval is None else [scale(end) for end in interval]

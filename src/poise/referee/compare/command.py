@@ -1,0 +1,179 @@
+"""``poise compare`` from the plan to the results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+
+import torch
+
+from poise._lib.errors import visible
+from poise.models.location import ModelError, locate
+from poise.referee.compare import description, output, plan_file, registration
+from poise.referee.compare.analysis import analyse
+from poise.referee.compare.arms import RATE
+from poise.referee.compare.plan import Plan, read_plan
+from poise.referee.compare.processes import Processes, mps
+from poise.referee.compare.results import Arm, tuning_report
+from poise.referee.compare.runner import Progress, Runner
+from poise.runs.listing import PLAN
+from poise.runs.lock import owned
+from poise.runs.subscribers.console import Console
+from poise.training.config.documents import Document
+from poise.training.config.schema import Config
+from poise.training.interrupts import Stopper
+
+GPU_JOBS = 16  # runs in parallel on a GPU
+INTERRUPTED = 130
+
+
+def compare(
+    recipe: str | None,
+    overrides: Sequence[str],
+    *,
+    dry_run: bool = False,
+    quiet: bool = False,
+    trust_changed: bool = False,
+    register: bool = False,
+) -> int:
+    """Run a comparison, or the rest of it. The exit code is 0, 1 if a run failed, or 130 if it was interrupted.
+
+    With ``register`` it only freezes the plan. With ``trust_changed`` it continues although the user's own code was
+    edited after some of its runs.
+    """
+    plan = read_plan(recipe, overrides)
+    plan_file.check(plan, trust_changed=trust_changed)
+    _check_models(plan)
+    if dry_run:
+        _forecast(plan)
+        return 0
+    with owned(plan.folder, make=True):
+        plan_file.check(plan, trust_changed=trust_changed)  # again: another process may have started one in between
+        if register:
+            print(f"registered in {plan.folder / PLAN}, checksum {plan_file.register(plan)}")
+            print("the same command without --register runs it; arms and seeds that are added later are exploratory")
+            return 0
+        plan_file.write(plan)
+        view = Progress(quiet=quiet)
+        with Stopper(view.note) as stopper:
+            for line in description.heading(plan):
+                view.note(line)
+            jobs, parallel = _parallel_jobs(plan)
+            runner = Runner(plan, Processes(plan.limits.threads), view, jobs)
+            with mps(view.note) if parallel else nullcontext(), closing(runner.processes):
+                if runner.status().done < plan.size:
+                    first = ", and measuring its accuracy before training" if runner.unmeasured() else ""
+                    view.note(f"loading the model{first} …")
+                runner.run(lambda: stopper.requested)
+        return _finish(plan, runner)
+
+
+def _check_models(plan: Plan) -> None:
+    """Refuse a missing model or engine before anything is written, if a run that is left needs it."""
+
+    def check(configs: Sequence[Config]) -> None:
+        for model in {config.model: None for config in configs}:
+            locate(model)
+        if any(config.rollout.engine == "vllm" for config in configs):
+            from poise.sampling.vllm_engine import check_installed
+
+            check_installed()
+
+    try:
+        check([variant.config for arm in plan.arms for variant in arm.variants])
+    except ModelError:  # finished runs do not need their model any more
+        check([run.config for run in Runner(plan, Processes(), Progress(quiet=True), jobs=1).left()])
+
+
+def default_jobs(gpu: bool) -> int:
+    """Runs in parallel: 16 on a GPU; on a CPU one for each core that this process may use."""
+    if gpu:
+        return GPU_JOBS
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _parallel_jobs(plan: Plan) -> tuple[int, bool]:
+    """How many runs are trained in parallel, and whether they share a GPU."""
+    device = plan.baseline.variants[0].config.device
+    gpu = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+    jobs = min(plan.limits.jobs or default_jobs(gpu), plan.size)
+    return jobs, gpu and jobs > 1
+
+
+def _forecast(plan: Plan) -> None:
+    """Print the plan, and how long it takes according to a trial run. Nothing is written."""
+    for line in description.heading(plan):
+        print(visible(line))
+    print("measuring two steps of a run …", flush=True)
+    jobs = _parallel_jobs(plan)[0]
+    with closing(Processes(plan.limits.threads)) as processes:
+        done = Runner(plan, processes, Progress(quiet=True), jobs).status().done
+        seconds = description.measure_trial(plan, processes)
+    print(description.forecast(plan, seconds, jobs, done))
+    print(description.power(plan))
+
+
+def _finish(plan: Plan, runner: Runner) -> int:
+    """Write the results, print them, and return the exit code."""
+    arms = _collect(plan, runner)
+    results = _analyse(plan, arms)
+    plan_file.write(plan, results["looks"])
+    document = results | _conditions(plan, runner)
+    output.write(plan.folder, document, arms)
+    with Console(0) as console:
+        output.show(document, console)
+    for line in description.tuning_lines(document["tuning"]):
+        print(visible(line))
+    for arm, files in plan_file.mixed_code(plan).items():
+        print(visible(f"{arm}: runs were trained with different versions of {', '.join(files)}"))
+    for folder, failure in runner.failures.items():
+        print(visible(f"failed: {folder} ({failure['ended']}); its log: {failure['log']}"))
+    print(visible(f"results: {plan.folder / 'comparison.json'}   page: {plan.folder / 'comparison.html'}"))
+    if runner.failures:
+        print("run the same command to try failed runs again")
+        return 1
+    if runner.stopped or runner.out_of_time:
+        print("stopped; run the same command to continue")
+    return INTERRUPTED if runner.stopped else 0
+
+
+def _analyse(plan: Plan, arms: Sequence[Arm]) -> Document:
+    """The results; of a registered plan, those of its own arms and seeds, and then the exploratory ones."""
+
+    def results(arms: Sequence[Arm], seeds: Sequence[int], looks: Sequence[int]) -> Document:
+        base, margin = plan.baseline.name, plan.measure.margin
+        return analyse(arms, base, seeds, looks=looks, cut=plan.cut, margin=margin, controls=plan.controls)
+
+    everything = results(arms, plan.seeds, plan_file.read_looks(plan))
+    registered = plan_file.read_registered(plan)
+    if registered is None:
+        return everything
+    own = [arm.only(registered["seeds"]) for arm in arms if arm.name in registered["arms"]]
+    document = results(own, registered["seeds"], ())  # their number was fixed before any look
+    return registration.explored(document, everything, registered, registration.added(plan, registered))
+
+
+def _conditions(plan: Plan, runner: Runner) -> Document:
+    """The conditions of the comparison, for ``comparison.json``."""
+    config = plan.baseline.variants[0].config
+    return {
+        "tuning": tuning_report(plan, runner.result),
+        "tuning_seeds": list(plan.tuning_seeds),
+        "held_out": {"problems": config.evaluation.problems, "seed": config.evaluation.seed},
+        "failures": list(runner.failures.values()),
+        "mixed_code": plan_file.mixed_code(plan),
+        "settings": plan.baseline.variants[0].identity,
+    }
+
+
+def _collect(plan: Plan, runner: Runner) -> list[Arm]:
+    """The arms with their results so far."""
+    arms = []
+    for arm in plan.arms:
+        variant = runner.variant_of(arm)
+        settings = dict(arm.settings) | ({RATE: variant.rate} if variant and len(arm.variants) > 1 else {})
+        runs = {seed: runner.result(plan.run(arm, variant, seed).folder) for seed in plan.seeds} if variant else {}
+        done = {seed: run for seed, run in runs.items() if run is not None}
+        arms.append(Arm(arm.name, settings, done, arm.control))
+    return arms

@@ -1,0 +1,97 @@
+"""The standard controls of a comparison, ``controls=auto``: arms that may explain a method's gain without its idea.
+
+- The baseline at 1.5 and 2 times the learning rate: is it a larger step? (Not if the rates of all arms are tuned.)
+- As many plain passes as the method has phases: is it more steps?
+- For a method with two phases, a random split that follows its share of tokens: is it any split?
+- For a method with one weighted phase, a constant weight that follows its mean: is it the size of the weights?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from poise.referee.compare.arms import RATE, PlannedArm, Variant, method, rate_text
+from poise.regulators import Constant, Identity, RandomSplit
+from poise.training.config.documents import Document, merge
+from poise.training.config.schema import Config, restore
+
+FACTORS = (1.5, 2.0)  # of the baseline's learning rate
+PLAIN = (Identity, Constant, RandomSplit)  # regulators that are controls themselves
+Controls = dict[str, tuple[str, ...]]  # the names of each arm's controls
+
+
+class Control(NamedTuple):
+    """A control before it is built: ``changes`` to the settings of ``origin``."""
+
+    name: str
+    origin: PlannedArm
+    changes: Document
+    settings: Document
+    reason: str
+
+
+def add(arms: Sequence[PlannedArm], baseline: PlannedArm) -> tuple[tuple[PlannedArm, ...], Controls]:
+    """The arms with the controls of every method, and which control belongs to which arm. No two arms are equal."""
+    known = list(arms)
+    controls: Controls = {}
+    for arm in arms:
+        found = []
+        for control in _controls(arm, baseline) if _is_method(arm, baseline) else ():
+            built = _build(control)
+            same = next((each for each in known if _identity(each) == _identity(built)), None)
+            if same is None:
+                names = {each.name for each in known}
+                same = _build(control._replace(name=f"{built.name} ({arm.name})")) if built.name in names else built
+                known.append(same)
+            found.append(same.name)
+        if found:
+            controls[arm.name] = tuple(found)
+    return tuple(known), controls
+
+
+def _controls(arm: PlannedArm, baseline: PlannedArm) -> Iterator[Control]:
+    regulator, text = arm.variants[0].config.build_regulator(), method(arm.variants[0].config)
+    if len(baseline.variants) == 1:
+        for factor in FACTORS:
+            rate = factor * baseline.variants[0].rate
+            name, changes = f"{baseline.name}, {factor:g} × rate", {"optim": {"lr": rate}}
+            yield Control(name, baseline, changes, {RATE: rate_text(rate)}, "a larger step")
+    phases = regulator.phase_count
+    if phases > 1:
+        yield _regulated(f"grpo(passes={phases})", arm, "as many plain passes as phases")
+    if phases == 2:
+        yield _regulated(f"random-split(like={text!r})", arm, "the same split, at random")
+    if phases == 1 and not isinstance(regulator, Identity):
+        yield _regulated(f"constant(like={text!r})", arm, "the same mean weight for all tokens")
+
+
+def _regulated(regulator: str, arm: PlannedArm, reason: str) -> Control:
+    settings = {**arm.settings, "regulator": regulator}
+    return Control(regulator, arm, {"regulator": regulator}, settings, reason)
+
+
+def _build(control: Control) -> PlannedArm:
+    variants = []
+    for variant in control.origin.variants:
+        config = restore(merge(variant.config.model_dump(mode="json"), control.changes), trust=True)
+        rate = f", {RATE}={rate_text(variant.rate)}" if len(control.origin.variants) > 1 else ""
+        variants.append(Variant(control.name + rate, config))
+    return PlannedArm(control.name, control.settings, tuple(variants), control.reason)
+
+
+def _identity(arm: PlannedArm) -> list[Document]:
+    return [variant.identity for variant in arm.variants]
+
+
+def _is_method(arm: PlannedArm, baseline: PlannedArm) -> bool:
+    """Whether an arm is more than a control: the baseline at another rate, or with a plain regulator."""
+    config, base = arm.variants[0].config, baseline.variants[0].config
+    plain = isinstance(config.build_regulator(), PLAIN)
+    return arm is not baseline and not (plain and _rest(config) == _rest(base))
+
+
+def _rest(config: Config) -> Document:
+    """All settings but regulator, rate and length."""
+    rest = config.model_dump(mode="json", exclude={"run", "seed", "regulator", "steps", "optim"})
+    return {**rest, "optim": config.optim.model_dump(mode="json", exclude={"lr"})}

@@ -1,0 +1,130 @@
+"""A comparison in words: what it will do, how long that takes, what it can detect; and the learning rates it chose."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from poise.referee.compare.arms import PlannedArm, rate_text
+from poise.referee.compare.plan import Plan
+from poise.referee.compare.processes import Processes, last_lines
+from poise.referee.compare.statistics import detectable
+from poise.referee.compare.verdict import points, power_sentence
+from poise.runs.folder import RunFolder
+from poise.runs.subscribers.console import duration
+from poise.training.config.groups import HELD_OUT
+from poise.training.config.schema import Config
+from poise.training.resume import TrainError
+
+SPREAD = 0.05  # usual standard deviation of differences over seeds, before any is measured
+STEPS = 2  # of the trial run; only the second is timed, because the first also warms up
+
+
+def heading(plan: Plan) -> list[str]:
+    """The arms, the seeds and the held-out problems."""
+    evaluation = plan.baseline.variants[0].config.evaluation
+    lines = [f"{len(plan.arms)} arms × {len(plan.seeds)} seeds ({_span(plan.seeds)}) in {plan.folder}:"]
+    lines += [f"  {arm.name}{_role(plan, arm)}" for arm in plan.arms]
+    if plan.cut is not None:
+        longest = plan.run(plan.baseline, plan.baseline.variants[0], plan.seeds[0]).config.steps
+        longer = f"{plan.baseline.name} runs {longest}, to show when it catches up"
+        lines.append(f"accuracy and speed after {plan.cut} steps; {longer}")
+    if runs := plan.tuning_runs():
+        rates = ", ".join(rate_text(variant.rate) for variant in runs[0].arm.variants)
+        lines.append(
+            f"{len(runs)} tuning runs choose each arm's learning rate among {rates}, with seeds "
+            f"{_span(plan.tuning_seeds)} and other held-out problems"
+        )
+    few = "" if evaluation.problems >= HELD_OUT else f", fewer than the {HELD_OUT:,} that a fair comparison needs"
+    lines.append(f"{evaluation.problems:,} held-out problems × {evaluation.samples} samples, and greedily{few}")
+    return lines
+
+
+def _role(plan: Plan, arm: PlannedArm) -> str:
+    if arm is plan.baseline:
+        return " (baseline)"
+    methods = [method for method, controls in plan.controls.items() if arm.name in controls]
+    return f" (control for {'; '.join(methods)}{arm.control and f': {arm.control}'})" if methods else ""
+
+
+def forecast(plan: Plan, seconds: float, jobs: int, done: int) -> str:
+    """How long the remaining runs take, if each takes ``seconds``."""
+    left = plan.size - done
+    total = seconds * max(left / jobs, min(left, 1))
+    finished = f" ({done} done)" if done else ""
+    alone = f"{duration(seconds)} for a run alone"
+    return f"{plan.size} runs{finished}, {jobs} in parallel: about {duration(total)} ({alone})"
+
+
+def power(plan: Plan) -> str:
+    """The smallest difference that the seeds can detect, at a usual spread."""
+    seeds, comparisons = len(plan.seeds), sum(not arm.control for arm in plan.arms) - 1
+    return power_sentence(seeds, comparisons, detectable(seeds, SPREAD, comparisons), SPREAD)
+
+
+def tuning_lines(report: Sequence[dict[str, Any]]) -> list[str]:
+    """The learning rate of each arm, with the scores of all rates."""
+    lines = []
+    for arm in report:
+        if arm["chosen"] is None:
+            lines.append(f"{arm['arm']}: no learning rate yet")
+            continue
+        scores = ", ".join(f"{rate_text(rate['rate'])}: {points(rate['mean'])}" for rate in arm["rates"])
+        edge = len(arm["rates"]) > 2 and arm["chosen"] in (arm["rates"][0]["rate"], arm["rates"][-1]["rate"])
+        hint = "; it is the first or last rate, so one beyond may be better" if edge else ""
+        lines.append(f"{arm['arm']}: learning rate {rate_text(arm['chosen'])} (points by rate: {scores}){hint}")
+    return lines
+
+
+def _span(seeds: Sequence[int]) -> str:
+    return f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+
+
+class TrialError(TrainError):
+    """The trial run failed."""
+
+
+def measure_trial(plan: Plan, processes: Processes) -> float:
+    """Seconds of a whole run, averaged over the arms, from a trial run of the baseline in a temporary folder.
+
+    It assumes that all arms take the same time per response and per phase of an update. The trial has the device to
+    itself; in parallel each run takes longer.
+    """
+    config = plan.baseline.variants[0].config
+    with tempfile.TemporaryDirectory() as place:
+        evaluation = config.evaluation.model_copy(update={"problems": 1, "samples": 1, "every": 0})
+        changes = {"steps": STEPS, "evaluation": evaluation, "stop_at": None, "tracking": (), "rollouts_every": 0}
+        folder, log = Path(place) / "run", Path(place) / "log"
+        processes.start(0, config.model_copy(update={**changes, "run": str(folder)}), log)
+        begin = time.monotonic()
+        while not (exits := processes.wait(60)):
+            pass
+        total = time.monotonic() - begin
+        if exits[0].status:
+            lines = last_lines(log)
+            if lines and lines[-1].startswith("poise: "):  # an error message for the user
+                raise TrialError(f"the trial run failed: {lines[-1].removeprefix('poise: ')}")
+            raise TrialError("\n".join(["the trial run failed:", *lines]))
+        steps = RunFolder.open(folder, resume=False).metrics()
+    start = total - sum(step["time/step"] for step in steps)
+    configs = [plan.run(arm, arm.variants[0], plan.seeds[0]).config for arm in plan.arms]
+    return fmean(run_seconds(each, config, steps[-1], start) for each in configs)
+
+
+def run_seconds(config: Config, trial: Config, step: dict[str, float], start: float) -> float:
+    """Seconds of a whole run, from the start time and one step's metrics of a trial with the settings ``trial``."""
+    responses = trial.prompts * trial.group
+    size = config.prompts * config.group / responses
+    phases = config.build_regulator().phase_count / trial.build_regulator().phase_count
+    step_seconds = size * (step["time/step"] + (phases - 1) * step["time/update"])
+    tokens = size * step["tokens/sampled"]
+    steps = min(config.steps, ceil(config.budget / tokens)) if config.budget and tokens else config.steps
+    evaluation = config.evaluation
+    evaluations = 2 + (steps - 1) // evaluation.every if evaluation.every else 2
+    share = evaluation.problems * (evaluation.samples + 1) / responses  # plus one greedy response
+    return start + steps * step_seconds + evaluations * share * step["time/rollout"]

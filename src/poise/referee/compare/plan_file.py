@@ -1,0 +1,208 @@
+"""Writes ``plan.json``, and checks a comparison's folder: the same command continues, another one is refused.
+
+plan.json          variants, seeds and measure of the plan; at which numbers of seeds results were shown; which older
+                   versions of the user's code are accepted; and the registered plan, if there is one
+arms/…/seed-0/     the runs, ordinary run folders
+logs/              the output of each run
+failures.json      the runs that ended without a result, with the last lines of their logs
+comparison.json    the results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from poise._lib.errors import short
+from poise._lib.files import SEAL, dumps, read_json, replacing
+from poise._lib.user_code import Code, edited
+from poise.referee.compare import registration
+from poise.referee.compare.plan import Measure, Plan, PlannedRun
+from poise.runs.folder import RunFolder
+from poise.runs.listing import PLAN
+from poise.tasks import data_fingerprint
+from poise.training.config.documents import ConfigError, Document
+from poise.training.config.run_settings import differences
+
+ANOTHER = "or start another comparison with run=DIR"
+
+
+def check(plan: Plan, *, trust_changed: bool = False) -> None:
+    """Refuse a folder with other contents, or a comparison whose runs do not fit this plan.
+
+    With ``trust_changed``, runs with other versions of the user's code fit.
+    """
+    if plan.folder.exists() and not plan.folder.is_dir():
+        raise ConfigError([f"run={plan.folder} is a file: choose another run=DIR"])
+    earlier = _read(plan.folder)
+    if earlier is None:
+        others = [path.name for path in plan.folder.iterdir()] if plan.folder.is_dir() else []
+        others = [name for name in others if name != "owner.json" and not name.startswith(".tmp-")]
+        if others:
+            what = "is the folder of a run" if "config.json" in others else "is not empty, and holds no comparison"
+            raise ConfigError([f"run={plan.folder} {what}: choose another run=DIR"])
+        return
+    if registered := earlier.get("registered"):
+        registration.check(plan, registered)
+    if _has_begun(plan):
+        _check_plan(plan, earlier)
+        _check_runs(plan)
+        if not trust_changed:
+            _check_code(plan, earlier.get("accepted", []))
+
+
+def register(plan: Plan) -> str:
+    """Freeze a plan that passed ``check``, before its first run; its checksum."""
+    registered = read_registered(plan)
+    if registered is None:
+        if _has_begun(plan):
+            raise ConfigError([f"runs in {plan.folder} have begun, and a plan is registered before its first run"])
+        registered = registration.frozen(plan)
+        write(plan, registered=registered)
+    elif extra := registration.added(plan, registered):
+        raise ConfigError([f"the plan in {plan.folder} is registered already, without {extra}"])
+    return str(registered[SEAL])
+
+
+def read_registered(plan: Plan) -> Document | None:
+    """The registered plan; None if there is none."""
+    return (_read(plan.folder) or {}).get("registered")
+
+
+def _has_begun(plan: Plan) -> bool:
+    return any(plan.folder.glob("arms/*/seed-*/config.json"))
+
+
+def _check_plan(plan: Plan, earlier: Document) -> None:
+    """Refuse changed settings, missing arms or seeds, and changed rates or tuning seeds."""
+    there = f"the comparison in {plan.folder}"
+    before = earlier["variants"]
+    now = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
+    for name, saved in before.items():
+        if name not in now:
+            raise ConfigError(
+                [f"{there} also has the arm {name!r}, and results are never dropped: name it too, {ANOTHER}"]
+            )
+        for key, old, new in differences(saved, now[name]):
+            raise ConfigError(
+                [
+                    f"{key} = {short(new)}, but {there} has {short(old)}: old and new runs could not be compared; "
+                    f"leave {key} as it was, {ANOTHER}"
+                ]
+            )
+    if missing := sorted(set(earlier["seeds"]) - set(plan.seeds)):
+        raise ConfigError(
+            [
+                f"{there} also has seed {missing[0]}, and results are never dropped: add seeds, do not remove any, "
+                f"{ANOTHER}"
+            ]
+        )
+    measured = earlier.get("measure", asdict(Measure()))
+    for key, old, new in differences({"measure": measured}, {"measure": asdict(plan.measure)}):
+        if not key.endswith("margin"):
+            raise ConfigError([f"{key} = {short(new)}, but {there} has {short(old)}: leave it as it was, {ANOTHER}"])
+    rates = [[variant.name in before for variant in arm.variants] for arm in plan.arms]
+    if earlier["tuning_seeds"] != list(plan.tuning_seeds) or any(any(known) > all(known) for known in rates):
+        raise ConfigError(
+            [
+                f"{there} was started with other learning rates, or another tune=N: an arm might get another rate, "
+                f"and results are never dropped; leave them as they were, {ANOTHER}"
+            ]
+        )
+
+
+def _check_runs(plan: Plan) -> None:
+    """Refuse a run in the folder whose settings differ from the plan: it would count for the wrong arm."""
+    for run in plan.all_runs():
+        if not (run.folder / "config.json").exists():
+            continue
+        _check_data(run)
+        planned = run.config.model_dump(mode="json")
+        for key, before, now in differences(RunFolder(run.folder).config | {"run": planned["run"]}, planned):
+            raise ConfigError(
+                [
+                    f"the run in {run.folder} has {key} = {short(before)}, but the comparison plans {short(now)} for "
+                    f"{run.name}: if its config.json was edited, undo that; otherwise move the folder away, and the "
+                    "same command trains this run again"
+                ]
+            )
+
+
+def _check_code(plan: Plan, accepted: list[Code]) -> None:
+    """Refuse a run with a version of the user's code that is neither the current one nor accepted."""
+    for run, code in _other_code(plan):
+        if code not in accepted:
+            raise ConfigError(
+                [
+                    f"{', '.join(edited(code, run.config.code))}: this code was edited since {run.folder} was trained, "
+                    f"and one arm would mix both versions: restore it, {ANOTHER}; or move the folder away, and the "
+                    "same command trains this run again; or accept the mix with --trust-changed"
+                ]
+            )
+
+
+def _other_code(plan: Plan) -> list[tuple[PlannedRun, Code]]:
+    """The runs that were trained with an older version of the user's code, and that version."""
+    runs = (run for run in plan.all_runs() if run.config.code)
+    codes = ((run, code) for run in runs for code in RunFolder(run.folder).code_versions())
+    return [(run, code) for run, code in codes if code != run.config.code]
+
+
+def mixed_code(plan: Plan) -> dict[str, list[str]]:
+    """The files of the user's code that were edited between the runs of a variant, by the variant's name."""
+    return {run.variant.name: edited(code, run.config.code) for run, code in _other_code(plan)}
+
+
+def _check_data(run: PlannedRun) -> None:
+    """Refuse a run that was trained and measured on other problems than its data file has now."""
+    path, now = run.folder / "data.json", data_fingerprint(run.config.task.build())
+    if path.exists() and now is not None and RunFolder(run.folder).read_json(path.name) != {"fingerprint": now}:
+        raise ConfigError(
+            [
+                f"the data were edited since {run.folder} was trained, so new runs would have other problems: restore "
+                f"the data, {ANOTHER}; or move the folder away, and the same command trains this run again"
+            ]
+        )
+
+
+def write(plan: Plan, looks: Sequence[int] | None = None, *, registered: Document | None = None) -> None:
+    """Write a plan that passed ``check``, the ``looks`` at its results and what is ``registered``.
+
+    None leaves looks and registration unchanged.
+    """
+    variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
+    looks = read_looks(plan) if looks is None else looks
+    accepted = {repr(code): code for _, code in _other_code(plan)}  # ``check`` has passed
+    data: Document = {
+        "variants": variants,
+        "seeds": plan.seeds,
+        "tuning_seeds": plan.tuning_seeds,
+        "measure": asdict(plan.measure),
+        "looks": looks,
+    }
+    optional = {"accepted": list(accepted.values()), "registered": registered or read_registered(plan)}
+    with replacing(plan.folder / PLAN) as file:
+        file.write(dumps(data | {key: value for key, value in optional.items() if value}, indent=1))
+
+
+def read_looks(plan: Plan) -> list[int]:
+    """The numbers of seeds at which results were shown so far."""
+    looks = (_read(plan.folder) or {}).get("looks", [])
+    return [look for look in looks if type(look) is int] if isinstance(looks, list) else []
+
+
+def _read(folder: Path) -> Document | None:
+    path = folder / PLAN
+    if not path.exists():
+        return None
+    try:
+        data = read_json(path)
+    except ValueError:
+        data = None
+    match data:
+        case {"variants": dict(variants), "seeds": list(), "tuning_seeds": list()} if all(
+            isinstance(variant, dict) for variant in variants.values()
+        ) and isinstance(data.get("registered", {}), dict):
+            return dict(data)
+    raise ConfigError([f"{path} does not hold a plan as poise writes it: restore the file from a copy, {ANOTHER}"])

@@ -1,0 +1,155 @@
+"""One process per run, forked from a server that has imported torch and the trainer (``preload``).
+
+If a run crashes, or the system kills it, the others continue. If the comparison is killed, the system also kills the
+server and the runs (Linux).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from pathlib import Path
+from typing import NamedTuple
+
+from poise.referee.compare import worker
+from poise.tasks import data_fingerprint
+from poise.training.config.schema import Config
+from poise.training.resume import TrainError
+
+MOST_LOSSES = 3  # of the server, which does so little that it should never die
+SERVER_DIED = 255  # multiprocessing's exit code of a process whose server has died
+# NVIDIA's MPS lets processes use one GPU at the same time instead of in turns. Without it runs are slower.
+CONTROL = "nvidia-cuda-mps-control"
+TRIAL = "import torch; torch.zeros(1, device='cuda').sum().item()"  # fails if a client cannot connect
+
+
+class ServerError(TrainError):
+    """The server that forks runs cannot be started, or died."""
+
+
+class RunExit(NamedTuple):
+    """The number of a run that has ended, and its exit code (negative: the signal that killed it)."""
+
+    number: int
+    status: int
+
+
+class Processes:
+    """The active runs, by number. The server that forks them starts with the first one."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["poise.referee.compare.preload"])
+        self._running: dict[int, multiprocessing.context.ForkServerProcess] = {}
+        self._losses = 0
+
+    def start(self, number: int, config: Config, log: Path, before: Path | None = None) -> None:
+        """Start or resume a run, and append its output to ``log``.
+
+        The file ``before`` has its accuracy before training, if another run has measured it.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        data = data_fingerprint(config.task.build())
+        arguments = (config.model_dump(mode="json"), log, self.threads, before, data, config.code)
+        process = self._context.Process(target=worker.main, args=arguments)
+        try:
+            with _safe_path():
+                process.start()  # waits for the server's imports, which do not count as time of the run
+        except (OSError, EOFError) as error:
+            raise ServerError("the process that starts runs has ended: see its output above") from error
+        self._running[number] = process
+
+    def wait(self, seconds: float) -> list[RunExit]:
+        """Wait at most this long for runs to end, and return those that have."""
+        ready = connection.wait([process.sentinel for process in self._running.values()], seconds)
+        done = {number: process for number, process in self._running.items() if process.sentinel in ready}
+        if any(process.exitcode == SERVER_DIED for process in done.values()):
+            self._losses += 1
+            if self._losses == MOST_LOSSES:
+                raise ServerError(
+                    f"the process that starts runs has ended {MOST_LOSSES} times: is there enough memory?"
+                )
+            done = dict(self._running)  # all runs die with their server, and none has failed
+        exits = []
+        for number, process in done.items():
+            process.join()
+            del self._running[number]
+            exits.append(RunExit(number, worker.STOPPED if process.exitcode == SERVER_DIED else process.exitcode or 0))
+        return exits
+
+    def stop(self) -> None:
+        """Ask every run to finish its step and save it."""
+        for process in self._running.values():
+            process.terminate()
+
+    def close(self) -> None:
+        """Kill all active runs."""
+        for process in self._running.values():
+            process.kill()
+        for process in self._running.values():
+            process.join()
+        self._running.clear()
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Inside, a new Python imports nothing from the current folder, where a file may have a library's name."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
+def ending(status: int) -> str:
+    """An exit code in words."""
+    if status < 0:
+        with suppress(ValueError):
+            name = signal.Signals(-status).name
+            return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"exit code {status}"
+
+
+def last_lines(log: Path, count: int = 5) -> list[str]:
+    """The last lines of a run's output."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4096))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+@contextmanager
+def mps(note: Callable[[str], None]) -> Iterator[None]:
+    """Inside, MPS runs, if it is installed and works. Afterwards it is stopped, unless it ran before."""
+    started = shutil.which(CONTROL) is not None and not _works(CONTROL, request="get_server_list")
+    if started and not (_works(CONTROL, "-d") and _works(sys.executable, "-c", TRIAL)):
+        note("NVIDIA's MPS cannot be started: runs take turns on the GPU, which is slower")
+        _works(CONTROL, request="quit")
+        started = False
+    try:
+        yield
+    finally:
+        if started:
+            _works(CONTROL, request="quit")
+
+
+def _works(*command: str, request: str = "") -> bool:
+    try:
+        return subprocess.run(command, input=f"{request}\n".encode(), capture_output=True, timeout=120).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -1,0 +1,73 @@
+"""One method over several regimes (tasks, models, settings), which are a sample of those one could have tried.
+
+Each regime has a mean difference over its seeds, with a standard error. Regimes also differ in truth, by a variance τ²
+between them (Paule and Mandel, 1982). Three figures answer three questions:
+
+- the *interval* of the mean over regimes (Hartung and Knapp, 2001; Student's t over regimes): the average effect;
+- the *prediction interval*: the effect in one further regime;
+- *I²*: how much of the spread between regimes is real, and no noise of their seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+from poise.referee.compare.sign_flip import Floats, Interval
+from poise.referee.compare.statistics import LEVEL
+
+
+@dataclass(frozen=True)
+class RandomEffects:
+    """The mean effect over regimes."""
+
+    mean: float
+    interval: Interval
+    prediction: Interval | None  # None with two regimes
+    between: float  # τ, the standard deviation between regimes
+    heterogeneity: float  # I², a share
+
+
+def random_effects(regimes: Sequence[Sequence[float]], level: float = LEVEL) -> RandomEffects:
+    """Combine regimes, each with its differences over seeds. At least two regimes with two seeds each."""
+    from scipy.stats import t
+
+    if len(regimes) < 2 or min(map(len, regimes)) < 2:
+        raise ValueError("random effects need at least two regimes with two seeds each")
+    means = np.array([np.mean(values) for values in regimes])
+    variances = np.array([np.var(values, ddof=1) / len(values) for values in regimes])
+    if not variances.all():
+        raise ValueError("random effects need regimes whose seeds differ")
+    count, between = len(means), _between(means, variances)
+    weights = 1 / (variances + between)
+    mean = float(np.average(means, weights=weights))
+    error = 1 / float(weights.sum())  # Hartung and Knapp's as well, unless τ² = 0: there theirs may be smaller
+    reach = float(t.ppf((1 + level) / 2, count - 1)) * sqrt(error)
+    ahead = float(t.ppf((1 + level) / 2, count - 2)) * sqrt(between + error) if count > 2 else None
+    apart = _excess(0.0, means, variances) + count - 1  # Cochran's Q
+    return RandomEffects(
+        mean=mean,
+        interval=(mean - reach, mean + reach),
+        prediction=None if ahead is None else (mean - ahead, mean + ahead),
+        between=sqrt(between),
+        heterogeneity=max(0.0, 1 - (count - 1) / apart) if apart else 0.0,
+    )
+
+
+def _between(means: Floats, variances: Floats) -> float:
+    """τ²: the variance between regimes at which their weighted spread is as large as expected; at least 0."""
+    from scipy.optimize import brentq
+
+    if _excess(0.0, means, variances) <= 0:
+        return 0.0
+    return float(brentq(_excess, 0.0, float(np.var(means, ddof=1)) + 1e-300, args=(means, variances)))
+
+
+def _excess(between: float, means: Floats, variances: Floats) -> float:
+    """The weighted spread of the regimes, less what is expected if ``between`` is the variance between them."""
+    weights = 1 / (variances + between)
+    mean = np.average(means, weights=weights)
+    return float((weights * (means - mean) ** 2).sum()) - (len(means) - 1)

@@ -1,0 +1,296 @@
+"""Runs a plan in parallel: tuning first, then seed by seed over all arms, so that finished runs are paired.
+
+Only the run folders say what is done. So a comparison that was stopped, killed or extended continues where it was:
+finished and diverged runs are results, and all others are started or resumed. ``Progress`` prints a line to standard
+error when a run ends, and at least every 30 seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TextIO
+
+from poise._lib.errors import visible
+from poise._lib.files import dumps, remove, replacing
+from poise.referee.compare import shared_start
+from poise.referee.compare.arms import PlannedArm, Variant
+from poise.referee.compare.plan import Plan, PlannedRun
+from poise.referee.compare.processes import Processes, RunExit, ending, last_lines
+from poise.referee.compare.results import ACCURACY, RunResult, choose_rate, result_of
+from poise.referee.compare.worker import STOPPED
+from poise.runs.subscribers.console import duration, shorten
+
+MOST_LISTED = 4  # active runs in a line
+SILENCE = 30.0  # seconds
+HOPELESS = 3  # if the first runs all fail, the others would fail too
+PAUSE = 0.25  # seconds between checks
+
+
+@dataclass(frozen=True)
+class Status:
+    """The progress of a comparison. ``left`` is in seconds, None until a run has finished."""
+
+    done: int
+    waiting: int
+    running: list[PlannedRun]
+    left: float | None
+
+    def __str__(self) -> str:
+        end = "" if self.left is None else f", {duration(self.left)} to the end"
+        return f"[{self.done} done, {len(self.running)} running, {self.waiting} left{end}]"
+
+
+class Progress:
+    """Prints what is done, running and left, and the time to the end."""
+
+    def __init__(
+        self, *, quiet: bool = False, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._quiet, self._file, self._clock = quiet, file or sys.stderr, clock
+        self._last_line = clock()
+
+    def note(self, text: str) -> None:
+        """Print a message."""
+        self._last_line = self._clock()
+        if not self._quiet:
+            print(visible(text), file=self._file, flush=True)
+
+    def ended(self, run: PlannedRun, result: RunResult | None, why: str, status: Status) -> None:
+        """Print how a run has ended: its result, or ``why`` it has none."""
+        self.note(f"{status} {run.name}: {_ending(result, why)}")
+
+    def update(self, status: Status) -> None:
+        """Print the status if nothing was printed for 30 seconds."""
+        if status.running and self._clock() - self._last_line >= SILENCE:
+            runs = [f"{run.name} ({_stage(run)})" for run in status.running[:MOST_LISTED]]
+            others = len(status.running) - len(runs)
+            self.note(f"{status} {'; '.join(runs)}" + (f" and {others} others" if others else ""))
+
+
+def _ending(result: RunResult | None, why: str) -> str:
+    if result is None:
+        return f"failed: {shorten(why, 200, 1)}"
+    if result.state == "diverged":
+        return f"diverged at {shorten(result.why, 200, 1)}"
+    scores = [point.scores.get(ACCURACY) for point in (result.curve[0], result.curve[-1])] if result.curve else []
+    numbers = " → ".join(f"{score:.3f}" for score in scores if score is not None)
+    return f"accuracy {numbers}, {result.cost.tokens:,.0f} tokens"
+
+
+def _stage(run: PlannedRun) -> str:
+    """The stage of a run."""
+    if shared_start.is_measuring(run):
+        return "accuracy before training"
+    try:
+        steps = (run.folder / "metrics.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        steps = 0
+    return f"step {steps}/{run.config.steps}"
+
+
+@dataclass
+class ActiveRun:
+    """A run in a process."""
+
+    run: PlannedRun
+    since: float
+    fresh: bool  # started, not resumed: its time tells how long a run takes
+
+
+@dataclass
+class Runner:
+    """The runs of a plan: which are done, which are active, which come next."""
+
+    plan: Plan
+    processes: Processes
+    view: Progress
+    jobs: int
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._results: dict[Path, RunResult | None] = {}
+        self._running: dict[int, ActiveRun] = {}
+        self._tries: dict[Path, int] = {}
+        self._count = self._succeeded = 0
+        self._begin = self.clock()
+        self._seconds: list[float] = []  # of each run that this runner started and finished
+        self.failures: dict[str, dict[str, Any]] = {}
+        self.stopped = False
+        self.out_of_time = False
+
+    # Results
+
+    def result(self, folder: Path) -> RunResult | None:
+        """The result of the run in a folder; None if it has none yet."""
+        if folder not in self._results:  # read once, and again when the run ends
+            self._results[folder] = result_of(folder)
+        return self._results[folder]
+
+    def left(self) -> list[PlannedRun]:
+        """The runs of the plan without a result whose learning rate is known."""
+        return [run for run in self.runs() if run and self.result(run.folder) is None]
+
+    def unmeasured(self) -> bool:
+        """Whether the next run must measure its accuracy before training, because no other run has."""
+        return any(self._before(run) is None for run in self.left()[:1])
+
+    def variant_of(self, arm: PlannedArm) -> Variant | None:
+        """The variant of an arm for the comparison; None while it is tuned."""
+        return choose_rate(self.plan, arm, self.result)
+
+    # The loop
+
+    def run(self, interrupted: Callable[[], bool]) -> None:
+        """Train all runs without a result. If ``interrupted``, runs finish their step, save and stop."""
+        stopping = False
+        (self.plan.folder / "failures.json").unlink(missing_ok=True)  # of the last command; those runs are tried again
+        for planned in filter(None, self.runs()):
+            if self.result(planned.folder) is not None:
+                self._remove_checkpoints(planned.folder)
+        try:
+            while True:
+                if interrupted() and not stopping:
+                    stopping = self.stopped = True
+                    self.processes.stop()
+                while not self.stopped and len(self._running) < self.jobs and (run := self._next()):
+                    self._start(run)
+                if not self._running:
+                    return
+                for each in self.processes.wait(PAUSE):
+                    self._end(each)
+                self.view.update(self.status())
+        except KeyboardInterrupt:  # the second Ctrl-C
+            self.stopped = True
+        finally:
+            self.processes.close()
+
+    def _next(self) -> PlannedRun | None:
+        """The run to start next; None if there is none, no time is left, or all must wait."""
+        active = {each.run.folder for each in self._running.values()}
+
+        def is_open(run: PlannedRun) -> bool:
+            given_up = self._tries.get(run.folder, 0) > self.plan.limits.retries
+            return run.folder not in active and not given_up and self.result(run.folder) is None
+
+        for runs in self._rounds():
+            if waiting := [run for run in runs if is_open(run)]:
+                started = len(waiting) < len(runs)  # then finish the round, if there is time
+                if self._too_late([] if started else waiting):
+                    return None
+                return self._first_ready(waiting)
+        return None
+
+    def _rounds(self) -> Iterator[list[PlannedRun]]:
+        """The runs in order: the tuning runs, then those of each seed."""
+        yield self.plan.tuning_runs()
+        for seed in self.plan.seeds:
+            yield [self.plan.run(arm, variant, seed) for arm in self.plan.arms if (variant := self.variant_of(arm))]
+
+    def _first_ready(self, runs: Sequence[PlannedRun]) -> PlannedRun | None:
+        """The first of these runs that need not wait while another run measures the accuracy before training."""
+        measuring = [each.run for each in self._running.values() if shared_start.is_measuring(each.run)]
+        for run in runs:
+            if not any(shared_start.same_start(run, other) for other in measuring) or self._before(run) is not None:
+                return run
+        return None
+
+    def _start(self, run: PlannedRun) -> None:
+        self._count += 1
+        self._tries[run.folder] = self._tries.get(run.folder, 0) + 1
+        self.failures.pop(str(run.folder), None)
+        fresh = not (run.folder / "config.json").exists()
+        self.processes.start(self._count, run.config, self.plan.log_of(run), self._before(run))
+        self._running[self._count] = ActiveRun(
+            run, self.clock(), fresh
+        )  # after the imports, which do not count as time of the run
+
+    def _before(self, run: PlannedRun) -> Path | None:
+        """A file with the run's accuracy before training, if another run has measured it."""
+        return shared_start.newest_file(run, filter(None, self.runs()))
+
+    def _end(self, run_exit: RunExit) -> None:
+        active = self._running.pop(run_exit.number)
+        run, seconds = active.run, self.clock() - active.since
+        self._results.pop(run.folder, None)
+        result = self.result(run.folder)
+        if result is not None:
+            self._succeeded += 1
+            self._remove_checkpoints(run.folder)
+            if active.fresh and result.state == "finished":
+                self._seconds.append(seconds)
+            self.view.ended(run, result, "", self.status())
+        elif run_exit.status == STOPPED or self.stopped:
+            self._tries[run.folder] -= 1
+        else:
+            self._fail(run, run_exit.status)
+
+    def _remove_checkpoints(self, folder: Path) -> None:
+        """Remove the checkpoints of a run with a result, if only results are kept."""
+        if self.plan.limits.keep == "results":
+            for checkpoint in folder.glob("checkpoints/*"):
+                remove(checkpoint)
+
+    def _fail(self, run: PlannedRun, status: int) -> None:
+        log = self.plan.log_of(run)
+        lines = last_lines(log)
+        why = lines[-1] if lines and status > 0 else ending(status)
+        self.failures[str(run.folder)] = {
+            "arm": run.arm.name,
+            "seed": run.seed,
+            "ended": ending(status),
+            "log": str(log),
+            "last_lines": lines,
+        }
+        with replacing(self.plan.folder / "failures.json") as file:
+            file.write(dumps(self.failures, indent=1))
+        self.view.ended(run, None, why, self.status())
+        if not self._succeeded and len(self.failures) >= HOPELESS and not self.stopped:
+            self.stopped = True
+            self.view.note(
+                f"the first {len(self.failures)} runs all failed: no more will start; fix the error and run again"
+            )
+
+    # Time
+
+    def _too_late(self, runs: Sequence[PlannedRun]) -> bool:
+        """Whether ``hours`` have passed, or would pass before these runs end, at the mean time of finished runs."""
+        ahead = 0.0
+        if runs and self._seconds:
+            ahead = max((self._left_of_running() + len(runs) * self._mean()) / self.jobs, self._mean())
+        hours = self.plan.limits.hours
+        if not self.out_of_time and self.clock() - self._begin + ahead > hours * 3600:
+            self.out_of_time = True
+            self.view.note(f"hours={hours:g} leaves no time for another seed of all arms: no more runs will start")
+        return self.out_of_time
+
+    def _mean(self) -> float:
+        return fmean(self._seconds)
+
+    def _left_of_running(self) -> float:
+        """Seconds of work left in the active runs."""
+        whole, now = self._mean(), self.clock()
+        return sum(max(whole - (now - each.since), 0.05 * whole) for each in self._running.values())
+
+    def status(self) -> Status:
+        """The progress of the comparison."""
+        runs, running = self.runs(), [each.run for each in self._running.values()]
+        done = sum(run is not None and self.result(run.folder) is not None for run in runs)
+        waiting, left = len(runs) - done - len(running) - len(self.failures), None
+        if self._seconds:
+            whole = 0 if self.out_of_time or self.stopped else waiting * self._mean()
+            left = (self._left_of_running() + whole) / min(self.jobs, max(1, waiting + len(running)))
+        return Status(done, waiting, running, left)
+
+    def runs(self) -> list[PlannedRun | None]:
+        """All runs of the plan; None for a run whose learning rate is not known yet."""
+        plan = self.plan
+        variants = [(arm, self.variant_of(arm)) for arm in plan.arms]
+        return [
+            *plan.tuning_runs(),
+            *(plan.run(arm, variant, seed) if variant else None for seed in plan.seeds for arm, variant in variants),
+        ]

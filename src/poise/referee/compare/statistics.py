@@ -1,0 +1,128 @@
+"""Statistics over seeds: the paired difference between two arms, and the smallest detectable difference.
+
+The seed is the unit. All arms of a seed see the same problems in the same order, so differences are paired by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, inf, isfinite, log2, sqrt
+
+import numpy as np
+
+from poise._lib.errors import check_range
+from poise.referee.compare import sign_flip
+from poise.referee.compare.sign_flip import Interval
+
+LEVEL = 0.95
+POWER = 0.8
+_SIMULATED = 12  # up to this many seeds, the detectable effect is simulated; for more, Student's t is close enough
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An arm minus the baseline, over the seeds that both have."""
+
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]  # one for each of these seeds
+    incomplete: tuple[int, ...]  # seeds that one of the two still lacks
+    mean: float | None  # None without a seed
+    spread: float | None  # standard deviation over seeds; None with fewer than two
+    exact: Interval | None  # inverts the sign-flip test; None if there are too few seeds to exclude any difference
+    student: Interval | None  # Student's t, which assumes normal differences; None with fewer than two seeds
+    p: float  # of the two-sided sign-flip test, not corrected for the number of arms
+
+    @property
+    def interval(self) -> Interval | None:
+        """The exact interval; with too few seeds, Student's."""
+        return self.exact or self.student
+
+    @property
+    def largest(self) -> float | None:
+        """The results exclude differences larger than this, in either direction."""
+        return None if self.interval is None else max(abs(end) for end in self.interval)
+
+
+def difference(
+    arm: Mapping[int, float], baseline: Mapping[int, float], planned: Iterable[int] = (), level: float = LEVEL
+) -> Difference:
+    """Compare two arms by their results for each seed. If one arm lacks a seed, it is listed as incomplete.
+
+    ``planned`` are the seeds of the comparison, which may have no results yet.
+    """
+    seeds = tuple(sorted(arm.keys() & baseline.keys()))
+    values = tuple(arm[seed] - baseline[seed] for seed in seeds)
+    incomplete = tuple(sorted({*arm, *baseline, *planned} - {*seeds}))
+    if not values:
+        return Difference(seeds, values, incomplete, None, None, None, None, 1.0)
+    exact = sign_flip.interval(values, level) if any(values) else (-inf, inf)  # identical runs exclude no difference
+    return Difference(
+        seeds,
+        values,
+        incomplete,
+        mean=float(np.mean(values)),
+        spread=float(np.std(values, ddof=1)) if len(values) > 1 else None,
+        exact=exact if isfinite(exact[0]) and isfinite(exact[1]) else None,
+        student=student_interval(values, level) if any(values) else None,
+        p=sign_flip.p_value(values),
+    )
+
+
+def student_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """Student's interval of the mean; None with fewer than three values: two give ±13 standard errors."""
+    n = len(values)
+    if n < 3:
+        return None
+    margin = student_factor(n, level) * float(np.std(values, ddof=1)) / sqrt(n)
+    mean = float(np.mean(values))
+    return mean - margin, mean + margin
+
+
+def student_factor(n: int, level: float = LEVEL) -> float:
+    """Half the width of the interval of a mean of n values, in standard errors."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + level) / 2, n - 1))
+
+
+def seeds_needed(comparisons: int = 1, level: float = LEVEL) -> int:
+    """The fewest seeds with which one of ``comparisons`` tests can be significant after Holm's correction."""
+    check_range("seeds_needed", "comparisons", comparisons, 1)
+    return ceil(1 + log2(comparisons / (1 - level)) - 1e-9)
+
+
+def detectable(seeds: int, spread: float, comparisons: int = 1, level: float = LEVEL, power: float = POWER) -> float:
+    """The smallest true difference that the test detects with probability ``power``; infinite with too few seeds.
+
+    ``spread`` is the standard deviation of the differences over seeds, which are assumed to be normal. ``comparisons``
+    is the number of arms without the baseline: the smallest p must pass Holm's first and hardest threshold.
+    """
+    check_range("detectable", "seeds", seeds, 1)
+    check_range("detectable", "spread", spread, 0)
+    unit = _detectable(seeds, comparisons, level, power)
+    return unit * spread if isfinite(unit) else inf
+
+
+@lru_cache
+def _detectable(n: int, comparisons: int, level: float, power: float) -> float:
+    """``detectable`` for differences with standard deviation 1.
+
+    Add δ to a sample z with mean 0. The sum is significant if its interval lies above 0, that is, if δ exceeds minus
+    the lower end of the interval of z. The result is the ``power`` quantile of that value over simulated samples.
+    """
+    alpha = (1 - level) / comparisons
+    if n < seeds_needed(comparisons, level):
+        return inf
+    if n <= _SIMULATED:
+        generator = np.random.default_rng(0)
+        ends = [sign_flip.intervals(generator.standard_normal((500, n)), 1 - alpha) for _ in range(10)]
+        return float(
+            np.quantile([end for low, high in ends for end in (-low, high)], power)
+        )  # by symmetry, both ends count
+    from scipy.optimize import brentq
+    from scipy.stats import nct, t
+
+    limit = t.ppf(1 - alpha / 2, n - 1)
+    return float(brentq(lambda effect: nct.sf(limit, n - 1, effect * sqrt(n)) - power, 0.0, 100.0 / sqrt(n)))

@@ -1,0 +1,1 @@
+"""The HTML report, the model card, and the reader of run folders."""

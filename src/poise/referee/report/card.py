@@ -1,0 +1,93 @@
+"""The model card of a run as Markdown: model, task, method, and held-out accuracy before and after training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from poise import __version__
+from poise.referee.report.reader import read_json, read_metrics
+from poise.runs.folder import RunFolder
+from poise.runs.subscribers import warnings
+from poise.runs.subscribers.summary import cell
+from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HEADER = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+{base}tags: [poise, rlvr, reinforcement-learning]
+---
+"""
+USE = """\
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("THIS REPOSITORY OR FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("THIS REPOSITORY OR FOLDER")
+```
+"""
+
+
+def card(folder: RunFolder, title: str, step: int) -> str:
+    """The card of a run's model after a step, without paths of this machine."""
+    config, summary = folder.config, read_json(folder, "summary.json")
+    is_final = isinstance(summary, dict) and summary.get("steps") == step  # the summary is about this model
+    before, after = read_json(folder, "before.json"), summary.get("after") if is_final else None
+    model = str(config.get("model"))
+    base = model if _HUB_ID.fullmatch(model) and not Path(model).exists() else None
+    facts = _facts(folder, config, base, step)
+    rows = "\n".join(f"| {name} | {_plain(value)} |" for name, value in facts.items())
+    parts = [
+        HEADER.format(base=f"base_model: {base}\n" if base else ""),
+        f"# {_plain(title)}\n",
+        f"Trained by reinforcement learning with verifiable rewards, with poise {__version__}.\n",
+        f"| | |\n|---|---|\n{rows}\n",
+        f"## Held-out accuracy\n\n{_accuracy(before, after)}\n",
+    ]
+    if warned := "\n".join(f"- {_plain(each.what)}" for each in warnings.read(folder)):
+        parts.append(f"## Warnings of the run\n\n{warned}\n")
+    return "\n".join([*parts, USE])
+
+
+def _facts(folder: RunFolder, config: dict[str, Any], base: str | None, step: int) -> dict[str, Any]:
+    task, lora = config.get("task"), config.get("lora")
+    lines = [line for line in read_metrics(folder) if line["step"] <= step]
+    facts = {
+        "started from": base or "a local model" if config.get("model") != "embedded" else "poise's embedded model",
+        "task": task.get("name") if isinstance(task, dict) else None,
+        "regulator": config.get("regulator"),
+        "algorithm": config.get("algorithm"),
+        "steps": f"{step} of {config.get('steps')}",
+        "tokens sampled": f"{lines[-1].get('tokens/total') or 0:,.0f}" if lines else None,
+        "prompts × responses per step": f"{config.get('prompts')} × {config.get('group')}",
+        "LoRA": f"rank {lora.get('rank')}, merged" if isinstance(lora, dict) else None,
+        "seed": config.get("seed"),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _accuracy(before: Any, after: Any) -> str:
+    """A table, with 95 % intervals."""
+    if not is_summary(before) or not is_summary(after):
+        return "Not measured: the run has no evaluation before training and of this model."
+    names = [name for name in before["table"] if name in after["table"] and BY_DIFFICULTY not in name]
+    lost = lost_shares(before), lost_shares(after)
+    sampling = f"{after['samples']} samples at temperature {_plain(after.get('temperature'))}"
+    shares = [name for name in LOST if name in lost[0] and name in lost[1]]
+    rows = [
+        *(f"| {_plain(name)} | {cell(before['table'][name])} | {cell(after['table'][name])} |" for name in names),
+        *(f"| {name.replace('_', ' ')} | {lost[0][name]:.3f} | {lost[1][name]:.3f} |" for name in shares),
+    ]
+    title = f"{after['n']} problems × {sampling}, with 95 % intervals:\n"
+    return "\n".join([title, "| measure | before | after |", "|---|---|---|", *rows])
+
+
+def _plain(value: Any) -> str:
+    """The text without markup: anybody may have written the settings."""
+    text = " ".join(str(value).split())
+    return re.sub(r"([\\`*\[\]<>|#])", r"\\\1", text)

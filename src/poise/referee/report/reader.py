@@ -1,0 +1,209 @@
+"""Read the files of a run folder and check them: they may be damaged, or made by an attacker.
+
+A ``Recording`` is what the page shows of a run: ``RunRecording`` reads it from a run folder, ``token_files`` from the
+token export of another trainer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from poise.runs.folder import RunFolder
+from poise.sampling.trajectories import FIRST
+
+LAST_STEP = 10**12 - 1
+TEXTS = ("problem", "difficulty", "prompt", "text")
+NEEDED = ("logp", "entropy", "advantage")
+FILES = (  # those that the page reads
+    *("config.json", "metrics.jsonl", "tokens", "warnings.json", "before.json", "summary.json", "diverged.json"),
+    *("diagnose.json", "diagnose"),
+)
+
+
+class Step(NamedTuple):
+    """A recorded step: its responses, arrays over all their tokens in a row, and the text of each token id."""
+
+    records: list[dict[str, Any]]
+    arrays: dict[str, Tensor]
+    texts: dict[int, str]
+
+
+class Recording:
+    """The recorded responses of a run, by step, and what else is known about it. Each source has a subclass."""
+
+    path: Path
+
+    def steps(self) -> list[int]:
+        """The steps whose tokens are recorded."""
+        raise NotImplementedError
+
+    def version(self, step: int) -> Hashable:
+        """A value that changes when the step is written again; None if it is not recorded."""
+        raise NotImplementedError
+
+    def read(self, step: int) -> Step:
+        """The responses and tokens of a step. ValueError if they cannot be read."""
+        raise NotImplementedError
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per step."""
+        raise NotImplementedError
+
+    def files(self) -> list[Path]:
+        """The files and folders that change when the run does."""
+        raise NotImplementedError
+
+    def json(self, name: str) -> Any:  # noqa: ARG002
+        """The contents of a JSON file of the run folder; None if the file does not exist."""
+        return None
+
+    def skipped(self) -> list[str]:
+        """What could not be read and was left out, in words."""
+        return []
+
+
+class RunRecording(Recording):
+    """The recording in a run folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder, self.path = folder, folder.path
+
+    def steps(self) -> list[int]:
+        """Those with both files: the responses and their tokens."""
+        return [step for step in self.folder.recorded() if self.folder.tokens_path(step).exists()]
+
+    def version(self, step: int) -> Hashable:
+        """When its tokens were written."""
+        tokens = self.folder.tokens_path(step)
+        return tokens.stat().st_mtime_ns if self.folder.rollouts_path(step).exists() and tokens.exists() else None
+
+    def read(self, step: int) -> Step:
+        """Its two files, checked."""
+        return read_step(self.folder, step)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Those of ``metrics.jsonl``."""
+        return read_metrics(self.folder)
+
+    def files(self) -> list[Path]:
+        """Those of ``FILES`` that exist."""
+        return [path for name in FILES if (path := self.path / name).exists()]
+
+    def json(self, name: str) -> Any:
+        """The contents, checked."""
+        return read_json(self.folder, name)
+
+
+def read_json(folder: RunFolder, name: str) -> Any:
+    """The contents of a JSON file of the run, None if the file does not exist. ValueError if it cannot be read."""
+    path = folder.path / name
+    try:
+        check_file(path)
+        return folder.read_json(name)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
+    """One dict per step. Values that a curve cannot show become None."""
+    path = folder.path / "metrics.jsonl"
+    try:
+        check_file(path)
+        lines = folder.metrics()
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not all(isinstance(line.get("step"), int) and 0 <= line["step"] <= LAST_STEP for line in lines):
+        raise ValueError(f"{path}: a line has no step number")
+    return [{key: _plain_number(value) for key, value in line.items()} for line in lines]
+
+
+def read_step(folder: RunFolder, step: int) -> Step:
+    """The responses and tokens of a step. ValueError if they cannot be read."""
+    tokens, rollouts = folder.tokens_path(step), folder.rollouts_path(step)
+    try:
+        check_file(tokens)
+        check_file(rollouts)
+        check(0 <= step <= LAST_STEP, f"the last step that can be shown is {LAST_STEP}")
+        tokens_and_texts, records = folder.tokens(step), folder.rollouts(step)
+        assert tokens_and_texts is not None
+        return _checked(records, *tokens_and_texts)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        EOFError,
+        OSError,
+        RecursionError,
+        zlib.error,
+        SafetensorError,
+    ) as error:
+        why = str(error) or type(error).__name__
+        raise ValueError(f"step {step} of {folder.path} cannot be read: {why}") from None
+
+
+def _plain_number(value: Any) -> float | int | None:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return value if usable else None
+
+
+def check_file(path: Path) -> None:
+    """ValueError if the path is not a file: reading a pipe or a device could block for ever."""
+    check(path.is_file() or not path.exists(), f"{path} is not a file")
+
+
+def check(condition: bool, problem: str) -> None:
+    """ValueError unless the condition holds."""
+    if not condition:
+        raise ValueError(problem)
+
+
+def _checked(records: list[dict[str, Any]], arrays: dict[str, Tensor], texts: dict[int, str]) -> Step:
+    for number, record in enumerate(records):
+        check_record(record, f"response {number}")
+    start, ids = arrays["start"], arrays["id"]
+    for name, values in arrays.items():
+        check(values.dim() == 1 and not values.is_complex(), f"{name} is not a list of numbers")
+        check(name == "start" or len(values) == len(ids), f"{name} has {len(values)} values for {len(ids)} tokens")
+    whole = not start.is_floating_point() and not ids.is_floating_point()
+    check(whole, "start and id are not whole numbers")
+    check(len(start) == len(records) + 1, f"{len(records)} responses, but tokens of {len(start) - 1} responses")
+    ordered = bool((start.diff() >= 0).all()) and int(start[0]) == 0 and int(start[-1]) == len(ids)
+    check(ordered, "start does not divide the tokens into responses")
+    for name in NEEDED:
+        check(name in arrays, f"the tokens have no {name}")
+    check(any(name.startswith("weight/") for name in arrays), "the tokens have no weight")
+    check(all(isinstance(text, str) for text in texts.values()), "the text of a token is not a string")
+    missing = set(ids.unique().tolist()) - texts.keys()
+    check(not missing, f"token {min(missing, default=0)} has no text")
+    exact = {name: values if name in ("start", "id") else values.to(torch.float32) for name, values in arrays.items()}
+    return Step(records, exact, texts)
+
+
+def check_record(record: dict[str, Any], name: str) -> None:
+    """ValueError unless the page can show this record of a response."""
+    for key in TEXTS:
+        check(isinstance(record[key], str), f"{name}: {key} is not a string")
+    for key in ("gold", "answer"):
+        check(isinstance(record.get(key, ""), str), f"{name}: {key} is not a string")
+    turns = record.get("environment", [])
+    usable = isinstance(turns, list) and all(
+        isinstance(turn, list) and len(turn) == 2 and type(turn[0]) is int and isinstance(turn[1], str)
+        for turn in turns
+    )
+    check(usable, f"{name}: environment is not a list of numbers and texts")
+    check(isinstance(record.get("role", FIRST), str), f"{name}: role is not a string")
+    check(isinstance(record.get("notes", {}), dict), f"{name}: notes are not a group of numbers")
+    for key in ("correct", "finished"):
+        check(isinstance(record[key], bool | None), f"{name}: {key} is neither true nor false")
+    for key, value in [("reward", record["reward"]), *record["parts"].items(), *record.get("notes", {}).items()]:
+        usable = value is None or (isinstance(value, int | float) and abs(value) < inf)
+        check(usable, f"{name}: {key} is not a number")

@@ -1,0 +1,138 @@
+"""The recording of another trainer's run: one token file, or a folder of them, which may still be growing.
+
+A first pass over the files notes where the lines of each step begin; later passes only read what was added. So the cost
+is linear in the size of the files, and only one step is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from poise._lib.files import loads
+from poise.referee.report import prime_rl
+from poise.referee.report.reader import Recording, Step, check_file
+from poise.referee.report.token_row import DAMAGED, Row, joined, parse
+from poise.referee.report.token_texts import Decoder
+from poise.referee.report.weighing import step_metrics
+
+PATTERNS = ("*.jsonl", "step_*/*.jsonl", "token_exports/step_*/*.jsonl")  # ours; in prime-rl's folder; above it
+OTHERS = ("metrics.jsonl",)  # of a run folder
+MODELS = ("config.json", "adapter_config.json")  # in the folder of a run or a model
+LONGEST_LINE = 2**26  # bytes
+LONGEST_REASON = 160  # characters of why a line was left out
+NAMED = 5  # damaged lines that are described one by one
+
+
+def token_files(path: Path) -> list[Path]:
+    """The token files at a path: the file itself, or those in a folder of no run or model. Empty if there are none."""
+    if path.suffix == ".jsonl" and not path.is_dir():
+        return [path] if path.exists() else []
+    if not path.is_dir() or any((path / name).exists() for name in MODELS):
+        return []
+    return sorted(file for pattern in PATTERNS for file in path.glob(pattern) if file.name not in OTHERS)
+
+
+class TokenFiles(Recording):
+    """The recording in token files. ``decode`` is a tokenizer's, for lines with token ids instead of texts."""
+
+    def __init__(self, path: Path, decode: Callable[[list[int]], str] | None = None) -> None:
+        self.path, self._decoder = path, Decoder(decode)
+        self._started = 0  # how often reading began anew, because a file was replaced
+        self._forget()
+        if not self.steps():
+            why = "; ".join(self.skipped()) or "no line has been written yet"
+            raise ValueError(f"{path} holds no response that can be read: {why}")
+
+    def _forget(self) -> None:
+        self._started += 1
+        self._places: dict[int, list[tuple[Path, int]]] = {}  # of each step's lines: file and offset
+        self._ends: dict[Path, tuple[int, int]] = {}  # of each file: bytes and lines that were read
+        self._metrics: dict[int, tuple[Hashable, dict[str, float]]] = {}
+        self._damaged, self._damaged_count = list[str](), 0
+
+    def steps(self) -> list[int]:
+        """Those of the lines that are there now."""
+        files = self.files()
+        if any(file.stat().st_size < self._ends.get(file, (0, 0))[0] for file in files):
+            self._forget()
+        for file in files:
+            self._scan(file)
+        return sorted(self._places)
+
+    def version(self, step: int) -> Hashable:
+        """How many lines it has."""
+        places = self._places.get(step)
+        return (self._started, len(places)) if places else None
+
+    def read(self, step: int) -> Step:
+        """Its lines, from all files."""
+        rows: list[Row] = []
+        try:
+            for path, offset in self._places[step]:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    rows.append(self._row(file.readline(LONGEST_LINE)))
+        except ValueError:
+            self._forget()  # a resumed run has replaced the file
+            raise
+        found = joined(rows)
+        self._metrics[step] = self.version(step), step_metrics(found)
+        return found
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Computed from the tokens."""
+        steps = self.steps()
+        for step in steps:
+            if self._metrics.get(step, (None,))[0] != self.version(step):
+                self.read(step)
+        return [{"step": step, **self._metrics[step][1]} for step in steps]
+
+    def files(self) -> list[Path]:
+        """The token files."""
+        return token_files(self.path)
+
+    def skipped(self) -> list[str]:
+        """The damaged lines: the first few by name, the others by their number."""
+        more = self._damaged_count - len(self._damaged)
+        return [*self._damaged, f"{more:,} more lines of {self.path} cannot be read"] if more else self._damaged
+
+    def _scan(self, path: Path) -> None:
+        """Note the places of lines that were added since the last scan."""
+        check_file(path)
+        with path.open("rb") as file:
+            offset, number = self._ends.get(path, (0, 0))
+            file.seek(offset)
+            for line in _lines(file):
+                try:
+                    if line.strip():
+                        step = self._row(line).step
+                        self._places.setdefault(step, []).append((path, offset))
+                except ValueError as error:
+                    if not line.endswith(b"\n"):  # it is still being written, or the writer was killed
+                        return
+                    self._damaged_count += 1
+                    if len(self._damaged) < NAMED:
+                        self._damaged.append(f"{path}, line {number + 1} is left out: {error}")
+                offset, number = file.tell(), number + 1
+                self._ends[path] = offset, number
+
+    def _row(self, line: bytes) -> Row:
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"it is longer than {LONGEST_LINE:,} bytes")
+        try:
+            data = loads(line)
+            return parse(prime_rl.convert(data, self._decoder) if prime_rl.is_export(data) else data, self._decoder)
+        except DAMAGED as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"{kind}{error}"[:LONGEST_REASON]) from None
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file. Of one that is too long, only its beginning; the file then stands behind its end."""
+    while line := file.readline(LONGEST_LINE + 1):
+        rest = line
+        while len(line) > LONGEST_LINE and rest and not rest.endswith(b"\n"):
+            rest = file.readline(LONGEST_LINE)
+        yield line if rest is line else line[:LONGEST_LINE] + b" \n"

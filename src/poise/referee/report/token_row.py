@@ -1,0 +1,91 @@
+"""One line of a token file: a response of any trainer's run, as a JSON object. docs/report.md lists its fields.
+
+Only ``step`` and the tokens are required; the page leaves out what a line does not say. Lines may be damaged, or made
+by an attacker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import nan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from poise.referee.report.reader import LAST_STEP, Step, check, check_record
+from poise.referee.report.token_texts import Decoder
+
+COLUMNS = ("logp", "entropy", "advantage", "sampler_logp")  # numbers per token; a single one holds for all tokens
+UNKNOWN: dict[str, Any] = {
+    "prompt": "",
+    "difficulty": "",
+    "reward": None,
+    "correct": None,
+    "finished": None,
+    "parts": {},
+}
+RECORD = (*UNKNOWN, "problem", "group", "text", "gold", "answer", "environment")
+DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError)
+POSITIVE = 0.01  # log-probabilities above 0 by more than rounding are something else
+
+
+class Row(NamedTuple):
+    """A response: its record for the page, the texts of its tokens, and numbers (n,) for each token."""
+
+    step: int
+    record: dict[str, Any]
+    words: list[str]
+    arrays: dict[str, Tensor]
+
+
+def parse(data: Any, decoder: Decoder) -> Row:
+    """The response of a line. Any of ``DAMAGED`` is raised if it is damaged."""
+    check(isinstance(data, dict), "it is not a JSON object")
+    step, words = data.get("step"), data.get("tokens")
+    check(type(step) is int and 0 <= step <= LAST_STEP, "step is not a whole number from 0 on")
+    if words is None and isinstance(data.get("ids"), list):
+        words = [decoder.word(token) for token in checked_ids(data["ids"])]
+    texts = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    check(texts, "it has neither tokens, a list of texts, nor ids, a list of numbers")
+    group = data.get("group")
+    check(isinstance(group, str | int | None), "group is neither a text nor a whole number")
+    record = {**UNKNOWN, "text": "".join(words), "problem": "" if group is None else f"group {group}"}
+    record |= {name: data[name] for name in RECORD if data.get(name) is not None}
+    check_record(record, "it")
+    columns = {name: data[name] for name in COLUMNS if data.get(name) is not None}
+    weight = data.get("weight")
+    weights = weight if isinstance(weight, Mapping) else {} if weight is None else {"all": weight}
+    columns |= {f"weight/{phase}": values for phase, values in weights.items()}
+    return Row(step, record, words, {name: _column(name, values, len(words)) for name, values in columns.items()})
+
+
+def _column(name: str, values: Any, count: int) -> Tensor:
+    numbers = [values] * count if isinstance(values, int | float) else values
+    check(isinstance(numbers, list) and len(numbers) == count, f"{name} is not a list of {count} numbers")
+    check(all(isinstance(number, int | float | None) for number in numbers), f"{name} has values that are no numbers")
+    column = torch.tensor([nan if number is None else number for number in numbers], dtype=torch.float32)
+    check(name != "logp" or not (column > POSITIVE).any(), "logp is positive: these are no log-probabilities")
+    check(not name.startswith("weight/") or not (column < 0).any(), f"{name} is negative")
+    return column
+
+
+def checked_ids(ids: Sequence[Any]) -> list[int]:
+    """Token ids that a tokenizer can be asked for."""
+    check(all(type(token) is int and 0 <= token < 2**31 for token in ids), "a token id is not a whole number")
+    return list(ids)
+
+
+def joined(rows: Sequence[Row]) -> Step:
+    """The responses of a step. Numbers that a response lacks are NaN."""
+    words: dict[str, int] = {}
+    ids = [words.setdefault(word, len(words)) for row in rows for word in row.words]
+    names = sorted({name for row in rows for name in row.arrays})
+    absent = [torch.full((len(row.words),), nan) for row in rows]
+    arrays = {
+        name: torch.cat([row.arrays.get(name, gap) for row, gap in zip(rows, absent, strict=True)]) for name in names
+    }
+    arrays["id"] = torch.tensor(ids, dtype=torch.int32)
+    arrays["start"] = torch.tensor([0, *accumulate(len(row.words) for row in rows)], dtype=torch.int32)
+    return Step([row.record for row in rows], arrays, {number: word for word, number in words.items()})

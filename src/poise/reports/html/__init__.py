@@ -1,6 +1,0 @@
-"""``poise report``: run folders as one HTML page, written to disk or served while training runs."""
-
-from poise.reports.html.page import write_report
-from poise.reports.html.server import serve
-
-__all__ = ["serve", "write_report"]

@@ -1,1 +1,0 @@
-"""What engines share: the interface (``types.py``), sampling settings and random numbers (``sampling.py``)."""

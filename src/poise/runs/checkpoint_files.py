@@ -1,0 +1,190 @@
+"""Checkpoints on disk: written whole or not at all, sealed by a manifest, and verified before anything is read.
+
+A checkpoint is filled in a temporary folder, synced, given ``manifest.json`` with the checksum of every file, and
+renamed into place. The manifest also names the step, the seed and the settings of the run that it belongs to.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+
+from poise._lib.errors import complain, short
+from poise._lib.files import MANIFEST, OLD, TEMPORARY, dumps, loads, remove, remove_leftovers, seal, sync_folder, verify
+from poise.runs.folder import CheckpointError, RunFolder, step_of
+
+T = TypeVar("T")
+_ROUNDING = "the rest of the run rounds differently"
+# The settings that a resumed run may change, and what the user is told then. All others are fixed.
+CHANGEABLE = {
+    "run": "",
+    "steps": "",
+    "budget": "",
+    "tracking": "",
+    "checkpoint_every": "",
+    "keep_checkpoints": "",
+    "rollouts_every": "",
+    "rollout.vllm_memory": "",
+    "optim.micro_tokens": _ROUNDING,
+    "rollout.batch": _ROUNDING,
+    "device": _ROUNDING,
+    "compile": _ROUNDING,
+    "task.reward_timeout": "slow rewards are cut off at another time",
+    "rollout.max_prompt": "longer problems, left out before, are trained on and measured from now on",
+    "stop_at": "with stop_at, evaluations during training have problems of their own",
+}
+
+
+class OtherSettingsError(ValueError):
+    """A checkpoint was saved with other settings than the run has; ``difference`` says which."""
+
+    def __init__(self, difference: str) -> None:
+        self.difference = difference
+        what = "it was saved with settings other than those in config.json"
+        super().__init__(f"{what} ({difference}): undo the changes there")
+
+
+class CheckpointFiles:
+    """The checkpoints in a run's folder."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+
+    @cached_property
+    def _origin(self) -> dict[str, Any]:
+        """Identifies this run's checkpoints: its seed and the settings that cannot change, as JSON returns them."""
+        config = self.run.config
+        fixed = {key: value for key, value in dotted(config) if key not in CHANGEABLE}
+        return {"seed": config.get("seed"), "settings": loads(dumps(fixed))}
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """An empty folder to fill. On success it becomes the checkpoint of ``step``, and the oldest ones are removed.
+
+        A kill at any moment leaves the checkpoints as they were before, or as they are afterwards.
+        """
+        run, folder = self.run, self.run.checkpoint(step)
+        temporary, old = folder.with_name(TEMPORARY + folder.name), folder.with_name(OLD + folder.name)
+        try:
+            remove(temporary)
+            temporary.mkdir(parents=True)
+            yield temporary
+            seal(temporary, {"step": step, **self._origin})
+            run.metrics_file.sync()  # the metrics up to this step must survive a power cut as the checkpoint does
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(temporary, folder)
+            sync_folder(folder.parent)
+        except BaseException as error:
+            remove_leftovers(folder.parent)
+            # safetensors and tokenizers, written in Rust, raise their own error types for a full disk.
+            if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
+                raise CheckpointError(self._write_failure(step, error)) from error
+            raise
+        remove(old)
+        earlier = [other for other in run.checkpoints() if other < step]
+        for other in earlier[: len(earlier) + 1 - run.keep]:
+            remove(run.checkpoint(other))
+
+    def load(self, read: Callable[[Path], T], *, say: Callable[[str], None] = complain) -> tuple[int, T] | None:
+        """Read the newest intact checkpoint: its step and the result of ``read``; None if there is no checkpoint yet.
+
+        An unreadable checkpoint is reported to ``say``, and the one before it is tried. If only the memory is too small
+        for an intact one, CheckpointError is raised.
+        """
+        failures: list[str] = []
+        others: list[OtherSettingsError] = []
+        for step in reversed(self.run.checkpoints()):
+            folder = self.run.checkpoint(step)
+            try:
+                self.verify(step)
+                contents = read(folder)
+            except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
+                    raise CheckpointError(
+                        f"out of memory while reading {folder}, which is intact: is another process using the device? "
+                        f"Then go on with: {self.run.resume_command}"
+                    ) from error
+                failures.append(f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}")
+                others += [error] if isinstance(error, OtherSettingsError) else []
+                cause = error
+                continue
+            if failures:
+                say("\n".join([*failures, f"going on from the checkpoint of step {step}"]))
+            return step, contents
+        if failures and len(others) == len(failures):
+            raise CheckpointError(
+                f"{self.run.path}/config.json was edited since the run began ({others[0].difference}): undo the "
+                f"changes there. What a resumed run may change, write behind --resume: {', '.join(CHANGEABLE)}"
+            ) from cause
+        if failures:
+            listed = "\n  ".join(failures)
+            remedy = "put one of them back, or begin again in another run=DIR"
+            raise CheckpointError(f"no checkpoint of {self.run.path} can be read:\n  {listed}\n{remedy}") from cause
+        return None
+
+    def verify(self, step: int, within: str = "") -> None:
+        """Raise ValueError or OSError unless the checkpoint of a step is intact and belongs to this run.
+
+        ``within`` limits the check of checksums to a folder of the checkpoint.
+        """
+        manifest, origin = verify(self.run.checkpoint(step), within), self._origin
+        if manifest.get("step", step) != step:
+            raise ValueError(f"it belongs to step {manifest['step']}, but has another name")
+        if manifest.get("seed", origin["seed"]) != origin["seed"]:
+            raise ValueError(f"it belongs to a run with seed {manifest['seed']}; this one has seed {origin['seed']}")
+        saved, now = manifest.get("settings", origin["settings"]), origin["settings"]
+        for key in {**saved, **now} if isinstance(saved, dict) else ():
+            if saved.get(key) != now.get(key):
+                raise OtherSettingsError(f"{key} = {short(now.get(key))} instead of {short(saved.get(key))}")
+
+    def _write_failure(self, step: int, error: BaseException) -> str:
+        """The message: what failed, which earlier checkpoint is intact, and what to do."""
+        intact = "there is no earlier one"
+        for earlier in reversed([other for other in self.run.checkpoints() if other != step]):
+            try:
+                self.verify(earlier)
+            except (OSError, ValueError):
+                continue
+            intact = f"the checkpoint of step {earlier} is intact"
+            break
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        remedy = f"{'free some space' if full else 'put that right'}, then {self.run.resume_command}"
+        return f"checkpoint of step {step} could not be written: {error}; {intact}. {remedy}"
+
+
+def verify_model(folder: Path) -> None:
+    """Raise CheckpointError if ``folder`` is the model of a checkpoint and differs from what was saved.
+
+    Any other model has no manifest beside it, and is not checked.
+    """
+    checkpoint = folder.resolve().parent
+    run = RunFolder(checkpoint.parent.parent)
+    own = checkpoint.parent.name == "checkpoints" and (run.path / "config.json").exists()
+    step = step_of(checkpoint)
+    try:
+        if own and step:
+            CheckpointFiles(run).verify(step, folder.name)
+        elif (checkpoint / MANIFEST).exists():
+            verify(checkpoint, folder.name)
+    except (ValueError, OSError) as error:
+        others = [run.checkpoint(other) for other in run.checkpoints() if own and other != step]
+        hint = f"; there is also {others[-1]}" if others else ""
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {error}{hint}") from error
+
+
+def dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their dotted keys: ``optim.lr`` for a key within a group."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,145 @@
+"""When a run evaluates: before training, every ``evaluation.every`` steps, and at the end.
+
+A signal ends an evaluation at once. A resumed run does it again from the beginning, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import nan
+from typing import Any
+
+from poise._lib.files import sealed, was_changed
+from poise.runs.folder import RunFolder
+from poise.runs.subscribers.console import Console
+from poise.runs.subscribers.summary import read_before
+from poise.runs.trackers import Tracker
+from poise.sampling.sampler import Sampler
+from poise.tasks import draw
+from poise.training.accuracy import is_summary
+from poise.training.config.schema import Config
+from poise.training.evaluation import Evaluation, held_out, summary_metrics
+from poise.training.interrupts import Stopper
+from poise.training.steps import State, StepResult
+
+STOP_SEED = 20_000  # added to the seed of the evaluations that ``stop_at`` looks at; tuning adds 10,000
+
+
+class EvaluationSchedule:
+    """Measures the policy on held-out problems, as the run's settings say.
+
+    ``before`` is the contents of ``before.json``: pass it if another run has measured it. ``after`` is the evaluation
+    at the end.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        config: Config,
+        folder: RunFolder,
+        console: Console,
+        trackers: Sequence[Tracker],
+        stopper: Stopper,
+        before: dict[str, Any] | None = None,
+    ) -> None:
+        self.sampler, self.config, self.folder = sampler, config, folder
+        self.console, self.trackers, self.stopper = console, trackers, stopper
+        self.before = before
+        self.after: Evaluation | None = None
+        self._state = State()  # the newest
+
+    def on_start(self, state: State) -> bool:
+        """Measure before training, or repeat an evaluation that was cut short; False if the goal is reached already."""
+        self._state = state
+        self.before = self._before(state.step)
+        at_the_end = state.ending(self.config.steps, self.config.budget) is not None
+        return at_the_end or not self.catch_up(state.step)
+
+    def on_step(self, result: StepResult) -> bool:
+        """Evaluate if it is time and this is not the last step; False if the goal is reached."""
+        self._state = result.state
+        if self.due(result.state.step) and not result.ending:
+            measured = self.during()
+            result.metrics.update(measured)
+            self.folder.log_more(result.state.step, measured)
+        return not self.goal_reached(result.metrics)
+
+    def on_end(self, _: State) -> None:
+        """Measure after training."""
+        self.after = self.measure()
+
+    def measure(self, seed: int | None = None) -> Evaluation:
+        """Evaluate now, with the seed of the settings or another. A stop request raises KeyboardInterrupt.
+
+        Problems are drawn anew each time: a user's task may write into them.
+        """
+        settings, task = self.config.evaluation, self.sampler.task
+        seed = settings.seed if seed is None else seed
+        greedily = " and greedily" if self.config.test_temperature else ", greedily"
+        with self.stopper.at_once():
+            problems = draw(task, "test", seed, settings.problems, self.sampler.fits)
+            self.console.note(f"evaluating {len(problems)} held-out problems × {settings.samples}{greedily}")
+            sampler = self.sampler.at(self._state.progress(self.config, task))
+            return held_out(sampler, self.config, self._progress, problems, seed)
+
+    def during(self) -> dict[str, float]:
+        """The metrics of an evaluation in the course of training.
+
+        With ``stop_at`` it has other problems and random numbers than the evaluations before and after training: the
+        accuracy that ends a run is high partly by chance, so it must not be the one that is reported.
+        """
+        return self.measure(self.config.evaluation.seed + (STOP_SEED if self.config.stop_at else 0)).metrics()
+
+    def _progress(self, done: int, total: int) -> None:
+        self.console.note(f"  {done}/{total}")
+        self.stopper.check()  # Python drops what a signal raises in a destructor
+
+    def _before(self, done: int) -> dict[str, Any]:
+        """The accuracy before training: measured once; a resumed run reads it from ``before.json``."""
+        before = read_before(self.folder, done)
+        if before is None:
+            before = self.before
+            if before is None:
+                evaluation = self.measure()
+                before = evaluation.summary() | {"by_problem": evaluation.by_problem()}
+            self.folder.write_json("before.json", sealed(before))
+        return before
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate after this step, unless it is the last."""
+        every = self.config.evaluation.every
+        return every > 0 and step % every == 0
+
+    def catch_up(self, done: int) -> bool:
+        """Do the evaluation after step ``done`` if it was cut short. True if the goal is reached.
+
+        If the run had ended at that step and now continues, its final evaluation becomes the evaluation after that
+        step, unless ``stop_at`` has problems of its own.
+        """
+        line = next((line for line in self.folder.metrics() if line["step"] == done), None)
+        summary = self.folder.read_json("summary.json")
+        ended = isinstance(summary, dict) and summary.get("steps") == done and not self.config.stop_at
+        final = summary.get("after") if ended and not was_changed(summary) else None
+        if line is None or not (self.due(done) or is_summary(final)):
+            return False
+        if any(key.startswith("eval/") for key in line):  # only the final evaluation was cut short, if any
+            return self.goal_reached(line)
+        task = self.sampler.task.name
+        measured = summary_metrics(task, final) if is_summary(final) else self.during()
+        self.folder.log_more(done, measured)
+        logged = {key: nan if value is None else value for key, value in line.items() if key != "step"}
+        self.console.step(done, logged | measured)
+        for tracker in self.trackers:
+            tracker.log(done, logged | measured)
+        return self.due(done) and self.goal_reached(measured)
+
+    def goal_reached(self, metrics: dict[str, float]) -> bool:
+        """Whether a step's evaluation, if it had one, reached ``stop_at``."""
+        name = f"eval/{self.sampler.task.name}/avg@{self.config.evaluation.samples}"
+        goal, accuracy = self.config.stop_at, metrics.get(name)
+        if goal is None or accuracy is None or accuracy < goal:
+            return False
+        self.console.note(
+            f"accuracy {accuracy:.3f} on other held-out problems has reached stop_at={goal}: stopping, to measure anew"
+        )
+        return True

@@ -1,0 +1,264 @@
+"""The end of a run: ``summary.json``, its result as a table, its curve as a picture, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from poise._lib.files import SEAL, sealed, was_changed
+from poise.runs.checkpoint_files import CheckpointFiles
+from poise.runs.folder import RunFolder
+from poise.runs.lock import resume_command
+from poise.runs.subscribers.console import Console
+from poise.runs.subscribers.warnings import TABLE, Progress, RunWarning, read
+from poise.training.accuracy import LOST, Interval, changes, is_summary, lost_shares, much, without_repeats
+from poise.training.config.schema import Config
+from poise.training.resume import TrainError
+
+if TYPE_CHECKING:  # these import transformers, which a report does not need
+    from poise.runs.subscribers.evaluation_schedule import EvaluationSchedule
+    from poise.training.steps import State
+
+ROSE, FELL, UNCLEAR = "rose", "fell", "no clear change"
+
+
+class Summary:
+    """Writes ``summary.json``, and with evaluations ``problems.json``, at the end of a run."""
+
+    def __init__(self, folder: RunFolder, evaluations: EvaluationSchedule) -> None:
+        self.folder, self.evaluations = folder, evaluations
+        self.contents: dict[str, Any] = {}
+
+    def on_end(self, state: State) -> None:
+        """Write the files."""
+        before, after = self.evaluations.before, self.evaluations.after
+        contents: dict[str, Any] = {"steps": state.step, "tokens": state.tokens, "before": None, "after": None}
+        if after is not None:
+            by_problem = after.by_problem()
+            contents |= {"before": shown_before(before), "after": after.summary()}
+            contents["change"] = paired_changes(before, by_problem)
+            self.folder.write_json("problems.json", by_problem)
+        self.contents = sealed(contents | {"run": str(self.folder.path)})
+        self.folder.write_json("summary.json", self.contents)
+
+
+def paired_changes(before: dict[str, Any] | None, by_problem: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The paired changes since ``before.json``; empty if an older version wrote no results by problem."""
+    return changes(before["by_problem"], by_problem) if before and "by_problem" in before else {}
+
+
+def show(config: Config, summary: dict[str, Any], console: Console) -> None:
+    """Print accuracy before and after training, draw ``curve.png``, and say what was learned and what to try next."""
+    from poise.runs.plots import curve  # imports matplotlib
+
+    folder = RunFolder.open(config.run, resume=False)
+    measured = summary["before"] is not None and summary["after"] is not None
+    if measured:
+        console.table(_rows(summary, config.rollout.max_tokens))
+    else:
+        console.note("accuracy was not measured (evaluation=off); measure the model with poise eval")
+    for when in ("before", "after") if measured else ():
+        accuracy = summary[when]
+        if failed := accuracy.get("failed"):
+            count = accuracy["n"] * accuracy["samples"]
+            console.note(f"{when} training, {failed} of {count} samples got no verdict, and count as wrong")
+    picture = folder.path / "curve.png"
+    lines = with_ends(folder.metrics(), config.task.name, summary["before"], summary["after"])
+    title = f"{folder.path}: {config.regulator}"
+    curve(picture, lines, title, "tokens" if config.budget else "step")
+    console.picture(picture)
+    console.note(f"curve: {picture}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model")
+    for line in conclusion(config, folder, summary, read(folder)):
+        console.note(line, wrap=not line.startswith("  poise"))  # a command is there to be copied
+
+
+def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[str, Any] | None:
+    """If the run in the folder is finished, show its result again and return ``summary.json``; otherwise None.
+
+    A run whose files are damaged counts as unfinished: the trainer says what is wrong.
+    """
+    done, evaluated = max(folder.checkpoints(), default=0), bool(config.evaluation.problems)
+    try:
+        summary = folder.read_json("summary.json")
+        if was_changed(summary):
+            with Console(0, quiet=quiet) as console:
+                console.note(f"{folder.path}/summary.json was changed after the run wrote it: it is measured again")
+        if not done or not isinstance(summary, dict) or summary.get("steps") != done or was_changed(summary):
+            return None
+        CheckpointFiles(folder).verify(done)
+    except (ValueError, OSError):
+        return None
+    tokens, after = summary.get("tokens"), summary.get("after", {})
+    spent = config.budget is not None and type(tokens) is int and tokens >= config.budget
+    complete = is_summary(after) if evaluated else after is None
+    logged = max((line["step"] for line in folder.metrics()), default=0)
+    if not complete or logged != done or (done < config.steps and not spent):
+        return None
+    before = read_before(folder, done) if evaluated else None
+    summary |= {"before": shown_before(before), "run": str(folder.path)}
+    ending = "budget" if spent else "steps"
+    with Console(0, quiet=quiet) as console:
+        console.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
+        if not quiet:
+            show(config, summary, console)
+    return summary
+
+
+def read_before(folder: RunFolder, done: int) -> dict[str, Any] | None:
+    """The accuracy before training, from ``before.json``; None if it has not been measured yet.
+
+    After ``done`` > 0 steps it can no longer be measured, and a missing file is an error.
+    """
+    before: dict[str, Any] | None = folder.read_json("before.json")
+    if before is None and done:
+        raise TrainError(
+            f"{folder.path}/before.json is missing: it holds the accuracy before training, which cannot be measured "
+            f"any more at step {done}; put it back, or begin again in another run=DIR"
+        )
+    if before is not None and (not is_summary(before) or was_changed(before)):
+        raise TrainError(
+            f"{folder.path}/before.json does not hold the accuracy before training as poise wrote it: put the file "
+            "back from a copy, or begin again in another run=DIR"
+        )
+    return before
+
+
+def shown_before(before: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The part of ``before.json`` that ``summary.json`` repeats."""
+    return before and {key: value for key, value in before.items() if key not in ("by_problem", SEAL)}
+
+
+def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: Any) -> list[dict[str, Any]]:
+    """The metrics of a run, with the evaluations before and after training as separate records.
+
+    ``before`` and ``after`` come from files: anything that is no evaluation is left out.
+    """
+    ends = [(0, before), (lines[-1]["step"] if lines else 0, after)]
+    first, last = (
+        [{"step": step, _key(lines, task, end["samples"]): end["accuracy"]}] if is_summary(end) else []
+        for step, end in ends
+    )
+    return [*first, *lines, *last]
+
+
+def _key(lines: Sequence[dict[str, Any]], task: str, samples: int) -> str:
+    """The metric that an evaluation's accuracy belongs to."""
+    measure = f"avg@{samples}"
+    known = (key for line in lines for key in line if key.startswith("eval/") and key.endswith(f"/{measure}"))
+    return next(known, f"eval/{task}/{measure}")
+
+
+def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
+    """Each measure before and after training, with its 95 % interval; then how many samples had no whole answer."""
+    before, after = (without_repeats(summary[when]["table"]) for when in ("before", "after"))
+    within = change_intervals(summary)
+    rows = [
+        {
+            "": name,
+            "before": cell(before[name]),
+            "after": cell(after[name]),
+            "change": f"{after[name]['value'] - before[name]['value']:+.3f}"
+            + ("" if name not in within else " [{:+.3f}, {:+.3f}]".format(*within[name])),
+        }
+        for name in before
+        if name in after
+    ]
+    words = dict(zip(LOST, (f"cut off at rollout.max_tokens={limit}", "unreadable"), strict=True))
+    old, new = (lost_shares(summary[when]) for when in ("before", "after"))
+    for name in (name for name in LOST if name in old and name in new):
+        change = f"{new[name] - old[name]:+.3f}"
+        rows.append({"": words[name], "before": f"{old[name]:.3f}", "after": f"{new[name]:.3f}", "change": change})
+    return rows
+
+
+def cell(row: dict[str, float]) -> str:
+    """A measure with its interval."""
+    return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+
+
+def conclusion(
+    config: Config, folder: RunFolder, summary: dict[str, Any], warnings: Sequence[RunWarning] = ()
+) -> list[str]:
+    """The lines below the table of results."""
+    changes, lines = _changes(summary), learned(summary)
+    if warnings:
+        names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
+        lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
+    if _nothing_right(summary) and not warnings:  # the run may have been too short for a warning
+        cut_off = lost_shares(summary["after"]).get("cut_off", 0.0) >= 0.5
+        why = next(entry for entry in TABLE if entry.name == ("cut-off" if cut_off else "all-wrong"))
+        advice = [why.remedy(Progress(config))]
+    elif warnings and not changes[ROSE]:  # more of the same does not help
+        advice = [each.remedy for each in warnings]
+    elif changes[FELL]:
+        advice = [f"smaller steps: begin again with optim.lr={config.optim.lr / 4:.2g}"]
+    else:
+        spent = summary.get("tokens", 0)  # often more than the budget: a step is never cut
+        more = f"budget={2 * max(config.budget, spent)}" if config.budget else f"steps={2 * summary['steps']}"
+        if config.stop_at is not None and summary["steps"] < config.steps and spent < (config.budget or inf):
+            more = "stop_at=null"  # the goal, once reached, would end the run again
+        advice = ["# train on", resume_command(folder.path, more)]
+    report = shlex.join(["poise", "report", str(folder.path)])
+    advice = ["# read the responses, token by token", report, *advice]
+    advice.append("whether another method is better takes several seeds: poise compare (docs/compare.md)")
+    return [*lines, "try next:", *(f"  {line}" for line in advice)]
+
+
+def learned(summary: dict[str, Any]) -> list[str]:
+    """Which measures rose, fell, or neither; and whether answers are only whole and readable more often."""
+    if _nothing_right(summary):
+        return ["no held-out answer was right, before training or after it"]
+    changes = _changes(summary)
+    lines = [f"{way}: {', '.join(measures)}" for way, measures in changes.items() if measures]
+    ends = [summary[when].get("problems") for when in ("before", "after") if is_summary(summary.get(when))]
+    if None not in ends and len({*ends}) > 1:  # rollout.max_prompt was raised since
+        lines.append("before and after are not of the same problems, which may explain a change")
+    for name, old, new in _measures(summary)[:1]:
+        lost = [sum(lost_shares(summary[when]).values()) for when in ("before", "after")]
+        clear = not any(measure.startswith(f"{name} ") for measure in changes[UNCLEAR])
+        if clear and (part := much(old["value"], new["value"], *lost)):
+            lines.append(f"of the change of {name}, {part}: learning to stop is not learning to solve")
+    return lines
+
+
+def _measures(summary: dict[str, Any]) -> list[tuple[str, dict[str, float], dict[str, float]]]:
+    """The rows of avg@k, greedy accuracy and pass@k, before and after; none if accuracy was not measured."""
+    before, after = summary.get("before"), summary.get("after")
+    if not is_summary(before) or not is_summary(after):
+        return []
+    k = after["samples"]
+    names = (f"avg@{k}", "greedy", f"pass@{k}") if k > 1 else ("avg@1", "greedy")  # pass@1 is avg@1
+    tables = before["table"], after["table"]
+    return [(name, tables[0][name], tables[1][name]) for name in names if all(name in table for table in tables)]
+
+
+def change_intervals(summary: dict[str, Any]) -> dict[str, Interval]:
+    """The 95 % interval of each measure's change over problems.
+
+    Older versions wrote no results by problem: there the interval holds every change that the intervals before and
+    after allow.
+    """
+    paired = summary.get("change")
+    intervals: dict[str, Interval] = {}
+    for name, old, new in _measures(summary):
+        match paired.get(name) if isinstance(paired, dict) else None:
+            case {"low": int() | float() as low, "high": int() | float() as high}:
+                intervals[name] = low, high
+            case _:
+                intervals[name] = new["low"] - old["high"], new["high"] - old["low"]
+    return intervals
+
+
+def _changes(summary: dict[str, Any]) -> dict[str, list[str]]:
+    changes: dict[str, list[str]] = {ROSE: [], FELL: [], UNCLEAR: []}
+    for (name, old, new), (low, high) in zip(_measures(summary), change_intervals(summary).values(), strict=True):
+        way = ROSE if low > 0 else FELL if high < 0 else UNCLEAR
+        changes[way].append(f"{name} {old['value']:.3f} → {new['value']:.3f}")
+    return changes
+
+
+def _nothing_right(summary: dict[str, Any]) -> bool:
+    measures = _measures(summary)
+    return bool(measures) and all(old["value"] == new["value"] == 0 for _, old, new in measures)

@@ -1,0 +1,43 @@
+"""Algorithms decide what to sample for a step, and which samples are normalised together. One table of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import isclass, signature
+from typing import Any, cast
+
+from poise._lib import user_code as _user_code
+from poise._lib.calls import read_call
+from poise._lib.errors import check_settings, short, unknown
+from poise.sampling.erl import Erl
+from poise.sampling.grpo import Grpo
+from poise.sampling.rltr import Rltr
+from poise.sampling.trajectories import Algorithm, Memory, Trajectory, algorithm
+
+__all__ = ["TABLE", "Algorithm", "Grpo", "Memory", "Rltr", "Sample", "Trajectory", "algorithm", "get"]
+
+Sample = Trajectory  # its former name
+
+TABLE: dict[str, Callable[..., Algorithm]] = {"grpo": Grpo, "erl": Erl, "rltr": Rltr}
+
+
+def get(text: str, group: int) -> Algorithm:
+    """Build an algorithm from its text form, such as ``"grpo"``, with ``group`` attempts at each problem.
+
+    User code is named by its dotted path and marked with ``@poise.algorithm``.
+    """
+    name, args, settings = read_call(text)
+    if name not in TABLE and not any(sign in name for sign in ".:"):
+        raise ValueError(unknown("algorithm", name, TABLE))
+    factory: Any = TABLE.get(name) or _user_code.load("algorithm", name)
+    if hasattr(factory, "collect") and not isclass(factory):  # an instance, passed from Python
+        return cast(Algorithm, factory)
+    allowed = list(signature(factory).parameters)
+    if args:
+        raise TypeError(f"{name}: pass an algorithm's settings by name, {name}(setting=value)")
+    check_settings(name, settings, allowed, _user_code.forgotten_dataclass(factory))
+    if "group" in allowed:
+        settings.setdefault("group", group)
+        if type(settings["group"]) is not int or settings["group"] < 1:
+            raise ValueError(f"{name}: group must be a whole number of at least 1, got {short(settings['group'])}")
+    return cast(Algorithm, factory(**settings))

@@ -1,0 +1,55 @@
+"""Which engine samples: ``rollout.engine`` and what the model can do decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from poise.models.policy import ModelError, Policy
+from poise.sampling import VLLM_MEMORY, EngineName
+from poise.sampling import cached_engine as cached
+from poise.sampling.cached_engine import CachedEngine
+from poise.sampling.native import engine as native
+from poise.sampling.native.engine import NativeEngine
+from poise.sampling.requests import Engine
+from poise.sampling.vllm_engine import VllmEngine
+
+
+def choose(
+    policy: Policy,
+    choice: EngineName = "auto",
+    batch: int = 0,
+    note: Callable[[str], None] = print,
+    *,
+    memory: float = VLLM_MEMORY,
+    micro_tokens: int | None = None,
+) -> Engine:
+    """The engine that ``choice`` names. ``auto`` is the native engine, or ``CachedEngine`` if the model needs it.
+
+    ``note`` is told of such a fallback. vLLM is opt-in; ``memory`` is its share of the device's memory, and
+    ``micro_tokens`` bounds the passes in which the policy scores its tokens.
+    """
+    if choice == "vllm":
+        engine = VllmEngine(policy, batch, memory, micro_tokens)
+        note(
+            "vLLM samples, in this process: it starts with the first prompts, and takes up to "
+            f"{memory:.0%} of the device's memory (rollout.vllm_memory)"
+        )
+        return engine
+    name = type(policy.base).__name__
+    if policy.length_limit is not None:
+        note(
+            f"{name}: the rotary embedding changes with length; poise uses the one for {policy.length_limit} tokens "
+            "at every length"
+        )
+    if choice != "transformers" and native.supports(policy):
+        return NativeEngine(policy, batch)
+    if choice == "native":
+        raise ModelError(f"rollout.engine=native cannot decode with {name}: use auto or transformers")
+    if not cached.supports(policy):
+        raise ModelError(
+            f"{name}: sampling with transformers' cache does not give the log-probabilities of a plain forward pass, "
+            "so poise cannot train it; please report the architecture"
+        )
+    if choice == "auto":
+        note(f"{name} cannot use the native engine; sampling falls back to transformers' cache, which is slower")
+    return CachedEngine(policy, batch)

@@ -1,0 +1,111 @@
+"""From logits to a token: temperature, top-k, top-p, and random numbers that depend on the token, not on its batch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from poise._lib.errors import check_range
+
+_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of splitmix64, as int64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. ``temperature`` 0: always the most likely token. ``top_k`` 0 and ``top_p`` 1: from all.
+
+    With both, ``top_p`` is a share of the probability that ``top_k`` leaves, as in transformers.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("Sampling", "temperature", self.temperature, 0.0)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"Sampling: top_p = {self.top_p} must be above 0 and at most 1 (1 excludes no token)")
+        if self.top_k < 0:
+            raise ValueError(f"Sampling: top_k = {self.top_k} must be 0 (no limit) or the number of tokens to keep")
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token can be drawn (or the most likely one is taken), so that no filter is needed."""
+        return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
+
+    def draw(self, logits: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw a token (n,) from each row of logits (n, V), which are already divided by the temperature.
+
+        ``point`` (n,) holds the random numbers in [0, 1). Also returns the token's log-probability and the entropy
+        (n,), both of the whole softmax, as the update computes them, even if ``top_k`` or ``top_p`` excluded tokens.
+        """
+        logps = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        probs = logps.exp()
+        token = logps.argmax(-1) if self.temperature == 0 else self._choose(probs, point)
+        logp = logps.gather(1, token[:, None])[:, 0]
+        finite = logps.clamp_(min=torch.finfo(logps.dtype).min)  # a logit of -inf adds 0 to the entropy, not 0 · inf
+        return token, logp, -torch.linalg.vecdot(probs, finite)
+
+    def _choose(self, probs: Tensor, point: Tensor) -> Tensor:
+        size = probs.shape[-1]
+        most = min(self.top_k or size, size)
+        if self.top_p == 1 and most == size:
+            return _invert(probs, point)
+        # Stable: of equal probabilities the first is kept, whatever the number of rows.
+        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+        ordered, index = ordered[:, :most], index[:, :most]
+        reached = ordered.cumsum(-1)
+        # A token stays if the tokens before it do not reach top_p; the first always stays.
+        ordered = torch.where(reached - ordered < self.top_p * reached[:, -1:], ordered, 0)
+        return index.gather(1, _invert(ordered, point)[:, None])[:, 0]
+
+
+def _invert(weights: Tensor, point: Tensor) -> Tensor:
+    """(n,) the column where each row's cumulative weight passes its point; never one of weight 0.
+
+    In float64: in float32 the sum stops growing where weights are small, and improbable tokens could not be drawn.
+    """
+    reached = weights.cumsum(-1, dtype=torch.float64)
+    total = reached[:, -1:]
+    goal = torch.minimum(point.double()[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(reached, goal, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)  # NaN draws the last
+
+
+def uniform(seed: int, number: Tensor, position: Tensor) -> Tensor:
+    """Random numbers in [0, 1), float64: a function of the seed, a sequence's number and a position in it alone.
+
+    So the tokens of a sequence depend neither on its neighbours nor on when or where it is decoded. This is splitmix64
+    applied twice: the seed and the number give the sequence's own seed, that and the position give the random number.
+    int64 wraps around as uint64 does. All 53 bits of a float64 are random: a token of probability 1e-12 can be drawn.
+    """
+    return _shift(mix(streams(seed, number) + position), 11).double() * 2.0**-53
+
+
+def derived_seed(seed: int, name: object) -> int:
+    """A seed for one purpose of many. Those of other names, or other seeds, are unrelated."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def streams(seed: int, number: Tensor) -> Tensor:
+    """A seed (int64) for each sequence number. Those of different numbers, or different seeds, are unrelated."""
+    return mix(number + mix(torch.full_like(number, _signed(seed))))
+
+
+def mix(x: Tensor) -> Tensor:
+    """The output of splitmix64 for each state (int64): every bit of it depends on every bit of the state."""
+    x = (x + 1) * _STEP
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Shift right and fill with zeros; torch's own shift fills with the sign."""
+    return x >> by & ((1 << (64 - by)) - 1)
+
+
+def _signed(seed: int) -> int:
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,382 @@
+"""ERL (arXiv 2602.13949): reflect on a failed attempt, try again, and learn the success without the reflection.
+
+    attempt y¹ ~ π(·|x) ─ wrong ─▶ feedback f ─▶ reflection Δ ~ π(·|x, y¹, f) ─▶ second attempt y² ~ π(·|x, Δ)
+                                                                                     │
+                                        consolidation: y² as an attempt at x alone ◀─┘
+
+A failed attempt is shown to the policy with what the environment says of it, and the policy writes a system prompt for
+the next one, between ``<prompt>`` tags. Rewards are normalised within (problem, role) groups: first attempts,
+reflections and second attempts apart. A reflection has the score of the attempt that followed it. A consolidated row
+has the tokens of a second attempt behind the prompt of the first; its advantage is 1 if that attempt was right, else 0.
+So afterwards the policy needs no reflection.
+
+As in the authors' code: the gate, the groups, the score of a reflection, a second attempt with the opening unchanged
+where the reflection cannot be read, consolidated rows of failed attempts (advantage 0: they count in the denominator
+and in the KL term), and ``A = r`` for a row that is alone in its group. **Ours:** r is ``Score.correct`` in these
+places, whatever the task's reward is; all prompts; the last pair of tags counts; what does not fit into the model is
+shortened or left out; an attempt without a verdict is not tried again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from string import Formatter
+from typing import TYPE_CHECKING
+
+from poise._lib.errors import check_choice, check_range, check_whole, short, unknown
+from poise.models.location import ModelError
+from poise.models.prompts import Tools, plain, tools_of, with_system
+from poise.sampling import GROUP
+from poise.sampling.draws import derived_seed
+from poise.sampling.grpo import Grpo
+from poise.sampling.trajectories import CONSOLIDATED, FIRST, Memory, Trajectory
+from poise.tasks import Message, Problem, Score, Split, Task, feedback_on
+
+if TYPE_CHECKING:
+    from poise.sampling.sampler import Sampler
+
+ASK = (
+    "You tried a task and failed. Find out why, and write advice for the next attempt.\n\n"
+    "The task:\n{task}\n\nYour attempt:\n{attempt}\n\nThe result:\n{feedback}\n\n{memory}"
+    "Say in one or two sentences what went wrong. Then write a short system prompt for the next attempt at this task, "
+    "between <prompt> and </prompt>: how the task works, and what to do differently."
+)
+RECALL = "Advice that led to success before:\n{advice}\n\n"
+CUT_OFF = "The attempt was cut off at the length limit."
+GAP = "\n[… left out …]\n"
+SPEAKERS = {"assistant": "You", "system": "System", "user": "User"}  # everyone else is the environment
+LONE = ("success", "drop")
+
+
+@dataclass(frozen=True)
+class Erl:
+    """``group`` attempts at each problem; those that fail are reflected upon and tried again.
+
+    ``reflection=false`` is GRPO, to the bit. ``consolidation`` adds the second attempts as attempts at the plain
+    prompt. ``memory`` shows each reflection the last advice that led to success. ``lone`` is what happens to a
+    reflection or a second attempt that is alone in its group: its advantage is its "success" (1 or 0), or "drop".
+    ``reflection_tokens`` is the longest reflection; ``temperature`` and ``top_p`` sample reflections (None: the run's).
+    ``ask`` is the question, with the fields {task}, {attempt}, {feedback} and {memory}; ``recall`` fills {memory}, with
+    the field {advice}. ``begin`` is the text that every reflection begins with: a small model that forgets the tags may
+    be given "<prompt>", and then the end of the reply closes it.
+    """
+
+    group: int = GROUP
+    reflection: bool = True
+    consolidation: bool = True
+    memory: bool = False
+    lone: str = "success"
+    reflection_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    ask: str = ASK
+    recall: str = RECALL
+    begin: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("reflection", "consolidation", "memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"erl: {name} must be true or false, got {short(getattr(self, name))}")
+        check_choice("erl", "lone", self.lone, LONE)
+        check_whole("erl", "reflection_tokens", self.reflection_tokens, 1)
+        if self.temperature is not None:
+            check_range("erl", "temperature", self.temperature, 0.0)
+        if self.top_p is not None:
+            check_range("erl", "top_p", self.top_p, 1e-6, 1.0)
+        check_text("ask", self.ask, ("task", "attempt", "feedback", "memory"))
+        check_text("recall", self.recall, ("advice",))
+        if not isinstance(self.begin, str):
+            raise TypeError(f"erl: begin must be text, got {short(self.begin)}")
+
+    def collect(
+        self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
+    ) -> tuple[list[Trajectory], Memory | None]:
+        """First attempts, group after group, then the rows of the retries: reflections, second, consolidated."""
+        if not self.reflection:
+            return Grpo(self.group).collect(problems, sampler, seed, memory)
+        openings: dict[int, list[Message]] = {}
+
+        def opening(row: int, messages: list[Message]) -> list[Message]:
+            openings[row] = messages
+            return messages
+
+        attempts = [problem for problem in problems for _ in range(self.group)]
+        first = sampler.play(attempts, seed, opening=opening)
+        first = [replace(sample, group=row // self.group) for row, sample in enumerate(first)]
+        remembered = (memory or {}).get("advice") if self.memory else None
+        retries = self._retries(sampler, first, openings, remembered, seed)
+        for row, sample in enumerate(first):
+            if _failed(sample):
+                first[row] = replace(sample, notes=retries[row].notes if row in retries else {"unasked": 1.0})
+        helped = [retry.advice for retry in retries.values() if retry.opening and retry.second.score.correct]
+        if self.memory and helped:
+            memory = {"advice": helped[-1]}
+        return [*first, *self._rows([*retries.values()], sampler.policy.longest)], memory
+
+    def _retries(
+        self,
+        sampler: Sampler,
+        first: Sequence[Trajectory],
+        openings: Mapping[int, list[Message]],
+        remembered: str | None,
+        seed: int,
+    ) -> dict[int, Retry]:
+        """By row of the first attempt: a reflection on it, and a second attempt at its problem."""
+        asking = self._asking(sampler)
+        questions: dict[int, Problem] = {}
+        for row, sample in enumerate(first):
+            if _failed(sample) and (text := self._question(sampler, asking, sample, openings[row], remembered)):
+                questions[row] = replace(sample.problem, prompt=text)
+        begun = [self._prefix(sampler)] * len(questions)
+        reflections = asking.play([*questions.values()], derived_seed(seed, "reflection"), begun=begun)
+        if asking.sampling.temperature != sampler.sampling.temperature:  # then the policy scores them, at the run's
+            reflections = [replace(sample, logp=None, entropy=None, sampler_logp=None) for sample in reflections]
+        advice = [read_advice(sample.text + self._closing(sample)) for sample in reflections]
+        retried = [first[row] for row in questions]
+        shown: dict[int, list[Message]] = {}  # openings with advice, where it can be read and fits
+
+        def opening(i: int, messages: list[Message]) -> list[Message]:
+            if (text := advice[i]) is not None:
+                advised = with_system(sampler.policy.tokenizer, messages, text)
+                if fits(sampler, advised, tools_of(retried[i].episode)):
+                    shown[i] = advised
+            return shown.get(i, messages)
+
+        again = replace(sampler, max_prompt=None)
+        second = again.play([sample.problem for sample in retried], derived_seed(seed, "second"), opening=opening)
+        parts = zip(retried, reflections, advice, second, strict=True)
+        return {
+            row: Retry(row % self.group + 1, *part, shown.get(i))
+            for i, (row, part) in enumerate(zip(questions, parts, strict=True))
+        }
+
+    def _prefix(self, sampler: Sampler) -> list[int]:
+        """The tokens that every reflection begins with."""
+        tokens = plain(sampler.policy.tokenizer, self.begin) if self.begin else []
+        if len(tokens) >= self.reflection_tokens:
+            raise ModelError(
+                f"erl: begin has {len(tokens)} tokens, and reflection_tokens={self.reflection_tokens} counts them: "
+                "raise it, or shorten begin"
+            )
+        return tokens
+
+    def _closing(self, reflection: Trajectory) -> str:
+        """What closes the tag that a reflection was begun with, unless it was cut off."""
+        return "</prompt>" if self.begin and reflection.finished else ""
+
+    def _asking(self, sampler: Sampler) -> Sampler:
+        """A sampler for reflections."""
+        sampling = sampler.sampling
+        if self.temperature is not None:
+            sampling = replace(sampling, temperature=self.temperature)
+        if self.top_p is not None:
+            sampling = replace(sampling, top_p=self.top_p)
+        return replace(
+            sampler,
+            task=Reflecting(),
+            prefill="",
+            sampling=sampling,
+            max_tokens=self.reflection_tokens,
+            max_prompt=None,
+            max_episode=None,
+        )
+
+    def _question(
+        self, sampler: Sampler, asking: Sampler, sample: Trajectory, opening: Sequence[Message], remembered: str | None
+    ) -> str | None:
+        """The question about a failed attempt, shortened to fit; None if it does not fit at all."""
+        task, feedback = task_of(opening), result_of(sampler.task, sample)
+
+        def fitting(memory: str) -> str | None:
+            return shorten(
+                attempt_of(sample),
+                lambda attempt: self.ask.format(task=task, attempt=attempt, feedback=feedback, memory=memory),
+                lambda text: fits(asking, [{"role": "user", "content": text}]),
+            )
+
+        recalled = fitting(self.recall.format(advice=remembered)) if remembered else None
+        return recalled or fitting("")
+
+    def _rows(self, retries: Sequence[Retry], most: int) -> Iterator[Trajectory]:
+        """The rows of the retries. A second attempt without a verdict comes alone, for the trainer to count."""
+        judged = [retry for retry in retries if retry.second.score.failed is None]
+        size = Counter(retry.first.group for retry in judged)
+        for role in ("reflection", "second"):
+            for retry in judged:
+                if size[retry.first.group] > 1:
+                    yield replace(retry.row(role), group=(retry.first.group, role))
+                elif self.lone == "success":
+                    yield replace(retry.row(role), advantage=float(retry.second.score.correct))
+        yield from (retry.row("second") for retry in retries if retry.second.score.failed is not None)
+        if self.consolidation:
+            rows = (retry.consolidated() for retry in judged)
+            yield from (row for row in rows if len(row.prompt.tokens) + len(row.tokens) <= most)
+
+    def metrics(self, samples: Sequence[Trajectory]) -> dict[str, float]:
+        """``first/…``, ``reflection/…``, ``second/…`` and ``consolidated/…`` of a step: see docs/erl.md."""
+        first = [sample for sample in samples if sample.role == FIRST]
+        retried = [sample for sample in first if "readable" in sample.notes]
+        judged = [sample for sample in retried if "second" in sample.notes]
+        if not first:  # none of them is left to compare: see ``drop_failed``
+            return {}
+        metrics = {"first/success": fmean(sample.score.correct for sample in first)}
+        if self.reflection:
+            metrics["second/retried"] = len(retried) / len(first)
+            metrics["reflection/unasked"] = float(sum("unasked" in sample.notes for sample in first))
+            metrics["consolidated/rows"] = float(sum(sample.role == CONSOLIDATED for sample in samples))
+            metrics["second/lone"] = float([*Counter(sample.group for sample in judged).values()].count(1))
+        for name in ("readable", "shown", "length") if retried else ():
+            metrics[f"reflection/{name}"] = fmean(sample.notes[name] for sample in retried)
+        if judged:
+            metrics["second/success"] = fmean(sample.notes["second"] for sample in judged)
+        return metrics
+
+
+@dataclass(frozen=True, eq=False)
+class Retry:
+    """A failed attempt, the reflection on it, and the second attempt at its problem.
+
+    ``number`` counts the attempts of a group from 1; all rows of a retry note it. ``advice`` is None if the
+    reflection cannot be read; ``opening`` is None if the second attempt began as the first.
+    """
+
+    number: int
+    first: Trajectory
+    reflection: Trajectory
+    advice: str | None
+    second: Trajectory
+    opening: list[Message] | None
+
+    @property
+    def notes(self) -> dict[str, float]:
+        """What became of the first attempt, in numbers."""
+        notes = {
+            "attempt": float(self.number),
+            "readable": float(self.advice is not None),
+            "shown": float(self.opening is not None),
+            "length": float(self.reflection.own.sum()),
+        }
+        score = self.second.score
+        return notes if score.failed is not None else notes | {"second": float(score.correct)}
+
+    def row(self, role: str) -> Trajectory:
+        """The reflection with the score of the second attempt, or the second attempt as it was asked for."""
+        notes = {"attempt": float(self.number)}
+        if role == "reflection":
+            return replace(self.reflection, role=role, score=self.second.score, notes=notes)
+        prompt = task_of(self.opening) if self.opening else self.second.problem.prompt
+        return replace(self.second, role=role, problem=replace(self.second.problem, prompt=prompt), notes=notes)
+
+    def consolidated(self) -> Trajectory:
+        """The second attempt as a response to the prompt of the first."""
+        return replace(
+            self.second,
+            role=CONSOLIDATED,
+            prompt=self.first.prompt,
+            logp=None,
+            entropy=None,
+            sampler_logp=None,
+            advantage=float(self.second.score.correct),
+            notes={"attempt": float(self.number)},
+        )
+
+
+def _failed(sample: Trajectory) -> bool:
+    """Whether an attempt got the verdict that it is wrong."""
+    return not sample.score.correct and sample.score.failed is None
+
+
+# The words: the question that asks for a reflection, and the advice that is read from the reply
+
+
+def check_text(name: str, text: str, fields: Sequence[str]) -> None:
+    """Refuse a setting that is no text, or has other fields in curly brackets than those that can be filled."""
+    if not isinstance(text, str):
+        raise TypeError(f"erl: {name} must be text, got {short(text)}")
+    try:
+        places = [(field, spec, how) for _, field, spec, how in Formatter().parse(text) if field is not None]
+    except ValueError as error:
+        raise ValueError(f"erl: {name} cannot be read: {error}; write {{{{ and }}}} for curly brackets") from None
+    for field, spec, how in places:
+        if field not in fields:
+            raise ValueError(f"erl: {name}: " + unknown("field", field, fields))
+        if spec or how:
+            raise ValueError(f"erl: {name}: write {{{field}}} alone, without a format behind it")
+
+
+def read_advice(text: str) -> str | None:
+    """What stands between the last pair of ``<prompt>`` tags that has no such tag inside; None if there is nothing."""
+    parts = re.split(r"(?i)(</?prompt>)", text)  # text and tags take turns
+    for at in range(len(parts) - 2, 1, -2):
+        if parts[at].startswith("</") and not parts[at - 2].startswith("</"):
+            return parts[at - 1].strip() or None
+    return None
+
+
+def result_of(task: Task, sample: Trajectory) -> str:
+    """What the episode says of an attempt, and whether it was cut off."""
+    assert sample.episode is not None
+    turns = sum(message["role"] == "assistant" for message in sample.messages)
+    text = feedback_on(task, sample.problem, sample.episode, sample.score, turns)
+    return text if sample.finished else f"{text} {CUT_OFF}"
+
+
+def task_of(opening: Sequence[Message]) -> str:
+    """What the model was shown first."""
+    return opening[0]["content"] if len(opening) == 1 else _dialogue(opening, SPEAKERS)
+
+
+def attempt_of(sample: Trajectory) -> str:
+    """What the model wrote, and what the environment said in between, as text that tells them apart."""
+    if len(sample.messages) <= 1:
+        return sample.text
+    return _dialogue(sample.messages, {"assistant": "You"})
+
+
+def _dialogue(messages: Sequence[Message], speakers: dict[str, str]) -> str:
+    return "\n".join(f"{speakers.get(message['role'], 'Environment')}: {message['content']}" for message in messages)
+
+
+def shorten(text: str, build: Callable[[str], str], fits: Callable[[str], bool]) -> str | None:
+    """``build(text)``, with as much left out of the middle of the text as it takes to fit; None if nothing helps."""
+    keep = len(text)
+    while not fits(built := build(_without_middle(text, keep))):
+        if not keep:
+            return None
+        keep = keep * 2 // 3
+    return built
+
+
+def _without_middle(text: str, keep: int) -> str:
+    if len(text) <= keep:
+        return text
+    end = keep // 2
+    return text[: keep - end] + GAP + text[len(text) - end :]
+
+
+def fits(sampler: Sampler, messages: Sequence[Message], tools: Tools = ()) -> bool:
+    """Whether the model can read these messages and reply to them, as ``sampler`` would ask it."""
+    try:
+        size = len(sampler.policy.encode(messages, tools))
+    except Exception:  # a control token that cannot be encoded as text; and a chat template may raise anything
+        return False
+    return size + sampler.max_tokens <= sampler.policy.longest
+
+
+@dataclass(frozen=True)
+class Reflecting:
+    """Reflections as a task: the problem's prompt is the question. The score comes later, from the next attempt."""
+
+    name: str = "reflection"
+
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:  # noqa: ARG002 (there are none of its own)
+        """None: they are questions about attempts."""
+        return iter(())
+
+    def score(self, problem: Problem, text: str) -> Score:  # noqa: ARG002
+        """No reward yet."""
+        return Score(0.0, correct=False)

@@ -1,0 +1,207 @@
+"""A few decoding steps for the first rows of a cache, without looking at what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from poise._lib import device as _device
+from poise._lib.device import send
+from poise.batch import Prompt
+from poise.lm_head import Head
+from poise.models.packing import first_fit, layout_continued, layout_prompts
+from poise.models.policy import Policy
+from poise.sampling.draws import Sampling, uniform
+from poise.sampling.native.kv_cache import CacheSizes, SavedRow, Shape, SharedPromptCache
+from poise.sampling.native.slot_cache import SlotCache
+
+STEPS_PER_LOOK = {"cpu": 8, "cuda": 32}  # steps between two looks at the tokens, for which the host has to wait
+PASS_TOKENS = 8192  # prompt tokens that are read in one pass
+
+
+class UnreadPrompt(NamedTuple):
+    """A prompt to run through the model, and where its keys go."""
+
+    number: int  # by which the cache knows it
+    row: int  # the first that needs it
+    prompt: Prompt
+    saved: SavedRow | None = None  # keys of its first tokens, from the turn before
+
+
+class RowLengths(NamedTuple):
+    """Lists with an entry for each decoded row."""
+
+    prompts: list[int]  # tokens of the prompt
+    counts: list[int]  # response tokens so far
+    limits: list[int]  # response tokens at most
+
+
+class Decoder:
+    """A model, its key-value cache, and the tensors that a step reads and writes.
+
+    A step draws a token from the last hidden state of every row, and runs it through the model. All of its inputs and
+    outputs are in tensors that stay where they are, so that it can be recorded as a CUDA graph. It does not know which
+    sequences have ended.
+    """
+
+    def __init__(self, policy: Policy, cache: SharedPromptCache | SlotCache) -> None:
+        self.policy, self.cache = policy, cache
+        device = cache.device
+        self.steps_per_look = STEPS_PER_LOOK.get(device.type, 32)
+        self.hidden = torch.zeros_like(cache.prompt_states)  # (S, W) what the next token of each row is drawn from
+        by_step = (self.steps_per_look, cache.slots)
+        self.points = torch.zeros(by_step, dtype=torch.float64, device=device)  # random numbers in [0, 1)
+        self.tokens = torch.zeros(by_step, dtype=torch.long, device=device)
+        self.logp, self.entropy = torch.zeros(by_step, device=device), torch.zeros(by_step, device=device)
+        self.step_number = torch.zeros(1, dtype=torch.long, device=device)  # since the last look
+        # transformers uses a mask of four dimensions as it is, and builds none of its own.
+        self.mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+    def clear(self) -> None:
+        """Forget all sequences: the weights may have changed."""
+        self.cache.clear()
+
+    def decoded_rows(self, sequences: int) -> int:
+        """How many rows to decode when the first ``sequences`` rows hold a sequence."""
+        return sequences
+
+    def read(self, prompts: Sequence[UnreadPrompt]) -> None:
+        """Run prompts through the model, packed, and store their keys. Of those with saved keys, only the rest runs."""
+        for whole in (True, False):
+            part = [each for each in prompts if (each.saved is None) == whole]
+            costs = [len(each.prompt.tokens) - (each.saved.length if each.saved else 0) for each in part]
+            for numbers in first_fit(costs, PASS_TOKENS):
+                self._read([part[i] for i in numbers])
+
+    def _read(self, prompts: Sequence[UnreadPrompt]) -> None:
+        """Read in one pass prompts that all have saved keys, or all have none."""
+        numbers, device = [each.number for each in prompts], self.mask.device
+        saved = [each.saved for each in prompts if each.saved is not None]
+        if saved:
+            texts = [each.prompt.tokens[row.length :] for each, row in zip(prompts, saved, strict=True)]
+            packed = layout_continued(texts, [row.length for row in saved], device)
+        else:
+            packed = layout_prompts([each.prompt for each in prompts], device)
+        lengths = [len(each.prompt.tokens) for each in prompts]
+        self.cache.assign(packed, numbers, lengths, [each.row for each in prompts])
+        if saved:
+            self.cache.copy_in(saved, numbers)
+        states = self._trunk(packed.ids, packed.positions, packing=packed)[0, packed.places]
+        self.cache.keep_states(numbers, states)
+
+    def occupy(self, rows: list[int], prompts: list[int]) -> None:
+        """Give rows to sequences whose prompts, known by their numbers, have been read."""
+        self.hidden[send(rows, self.hidden.device)] = self.cache.occupy(rows, prompts)
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Move sequences to free rows."""
+        self.cache.move(sources, targets)
+        device = self.hidden.device
+        self.hidden[send(targets, device)] = self.hidden[send(sources, device)]
+
+    def free(self, rows: list[int]) -> None:
+        """The sequences in these rows have ended."""
+        self.cache.free(rows)
+
+    def decode(
+        self, rows: RowLengths, numbers: list[int], steps: int, sampling: Sampling, seed: int, *, last: bool
+    ) -> None:
+        """Decode ``steps`` tokens in the first rows, with the random numbers of the sequences ``numbers``.
+
+        After the ``last`` tokens of all rows, the model need not run.
+        """
+        n, device = len(numbers), self.hidden.device
+        self.cache.set_lengths(*rows)
+        step = torch.arange(steps, device=device)[:, None]
+        self.points[:steps, :n] = uniform(seed, send(numbers, device)[None], self.cache.counts[:n] + step)
+        self.run(n, steps, sampling, last=last)
+
+    def run(self, n: int, steps: int, sampling: Sampling, *, last: bool) -> None:
+        """Take ``steps`` steps with the first n rows, whose lengths and random numbers are set."""
+        self.step_number.zero_()
+        head = self.policy.head(sampling.temperature or 1.0)
+        with self._light():
+            for step in range(steps):
+                token = self.draw(n, head, sampling)
+                self.step_number += 1
+                if not (last and step + 1 == steps):
+                    self.forward(n, token)
+                    self.cache.advance()
+
+    def _light(self) -> AbstractContextManager[object]:
+        """On a CPU, torch's inference mode, in which an operation costs less. Tensors that stay are made outside.
+
+        Not for model code of a repository: tables that it makes here could not be used in training.
+        """
+        base = self.policy.base
+        custom = getattr(base, "is_custom_code", base.is_remote_code)()  # older versions lack the former
+        return torch.inference_mode() if not custom and self.mask.device.type == "cpu" else nullcontext()
+
+    def draw(self, n: int, head: Head, sampling: Sampling) -> Tensor:
+        """Draw a token (n,) for each row; record it with its log-probability and entropy."""
+        records = [record[:, :n] for record in (self.tokens, self.logp, self.entropy)]
+        hidden, points = self.hidden[:n], self.points[:, :n]
+        if sampling.whole and _device.suits_triton(hidden):
+            from poise.sampling.native import kernels
+
+            product = hidden @ head.weight.T.to(hidden.dtype)
+            kernels.draw(product, head, sampling.temperature == 0, points, self.step_number, *records)
+            return records[0].index_select(0, self.step_number)[0]
+        values = sampling.draw(head(hidden), points.index_select(0, self.step_number)[0])
+        for record, new in zip(records, values, strict=True):
+            record.index_copy_(0, self.step_number, new[None].to(record.dtype))
+        return values[0]
+
+    def forward(self, n: int, token: Tensor) -> None:
+        """Run the tokens (n,) just drawn through the model."""
+        self.cache.begin_step()
+        self.hidden[:n] = self._trunk(token[:, None], self.cache.positions[:n, None])[:, 0]
+
+    def _trunk(self, ids: Tensor, positions: Tensor, **more: object) -> Tensor:
+        states: Tensor = self.policy.trunk(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=self.mask,
+            use_cache=False,
+            decoding=self.cache,
+            **more,
+        ).last_hidden_state
+        return states
+
+
+def plain_decoder(policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes) -> Decoder:
+    """A decoder whose prompts are shared by their groups, for CPUs."""
+    like, width = next(policy.trunk.parameters()), policy.head().weight.shape[1]
+    return Decoder(policy, SharedPromptCache(shapes, sizes, width, like))
+
+
+def layer_shapes(policy: Policy) -> list[Shape]:
+    """The shape of every layer's keys and values, recorded while one token runs through the model."""
+    packed = layout_prompts([Prompt((0,))], policy.device)
+    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=policy.device)
+    recorder = _ShapeRecorder()
+    with torch.no_grad():
+        policy.trunk(
+            input_ids=packed.ids,
+            position_ids=packed.positions,
+            attention_mask=mask,
+            use_cache=False,
+            packing=packed,
+            decoding=recorder,
+        )
+    count = len(recorder.shapes)
+    if sorted(recorder.shapes) != list(range(count)):
+        raise NotImplementedError(f"layers are numbered {sorted(recorder.shapes)}, not 0 to {count - 1}")
+    return [recorder.shapes[layer] for layer in range(count)]
+
+
+class _ShapeRecorder:
+    def __init__(self) -> None:
+        self.shapes: dict[int, Shape] = {}
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.shapes[layer] = (key.shape[0], key.shape[2], value.shape[2])

@@ -1,0 +1,294 @@
+"""The native engine: reads a prompt once for its group, and reuses a row as soon as its response has ended."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+
+from poise._lib import device as _device
+from poise.batch import Prompt
+from poise.models.load_checks import completions_agree, short_windows, states_close, states_of
+from poise.models.location import first_line
+from poise.models.policy import Policy
+from poise.sampling.draws import Sampling
+from poise.sampling.native import graphs
+from poise.sampling.native.decoder import Decoder, UnreadPrompt, layer_shapes, plain_decoder
+from poise.sampling.native.fused_step import FusedStep, fused_step
+from poise.sampling.native.kv_cache import CacheSizes, Shape
+from poise.sampling.native.scheduler import Scheduler
+from poise.sampling.native.session import KeptRows, NativeSession
+from poise.sampling.requests import Completion, Done, Request, check_requests
+
+PROMPT_STEP = 64  # prompt lengths are rounded up to a multiple, so that the cache is rarely allocated anew
+SMALL_MODEL = 10_000_000  # parameters in the layers: below this, waking a second CPU thread costs more than it gains
+# What a model's code may raise if it does not accept the engine's arguments.
+TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+_STEPS: WeakKeyDictionary[Policy, FusedStep] = WeakKeyDictionary()  # that have passed their trial
+_WITHOUT_STEP: WeakSet[Policy] = WeakSet()  # whose step has failed it
+
+
+# Triton compiles a kernel anew for sizes that are no multiples of 16, which those of most runs are.
+TRIAL_CACHE = CacheSizes(16, 2, 3, 13)
+
+
+class NativeEngine:
+    """Decodes in the trainer's process, with the trainer's weights.
+
+    It runs transformers' own model code or, for the usual models on CUDA, a step of few kernels (``fused_step.py``).
+
+    ``batch`` bounds how many responses are decoded together; 0: all. A response depends on the seed, its number and its
+    prompt, not on what else is decoded or when.
+    """
+
+    def __init__(self, policy: Policy, batch: int = 0) -> None:
+        self.policy, self.batch = policy, batch
+        self.shapes = layer_shapes(policy)
+        self.step = _tried_step(policy)
+        self._decoder: Decoder | None = None
+        self._decoder_key: tuple[Any, ...] = ()  # what the decoder was built for: sizes, dtype, place of the weights
+
+    @torch.no_grad()
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
+        """Sample a response to each request, in their order."""
+        sampled = self.run(requests, sampling, seed, done)
+        self.release_if_large()
+        return sampled
+
+    def session(self, length: int | None = None) -> NativeSession:
+        """Calls between which keys and values are kept; ``length``: tokens of the longest dialogue to expect."""
+        return NativeSession(self, length)
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        seed: int,
+        done: Done | None = None,
+        kept_rows: KeptRows | None = None,
+        least: tuple[int, int] = (0, 0),
+    ) -> list[Completion]:
+        """``sample`` with the rows that a session keeps, in a cache of at least ``least`` slots and tokens per slot."""
+        check_requests(requests)
+        self.policy.check_lengths((len(request.prompt.tokens), request.max_tokens) for request in requests)
+        with torch.no_grad(), _threads(self.policy):
+            return Scheduler(requests, self._decoder_for(requests, least), sampling, seed, done, kept_rows).work()
+
+    def check_memory(self, prompt: int, response: int) -> None:
+        """Raise an error if CUDA has no memory for even one sequence of this length."""
+        if self._graphs:
+            length = _rounded(prompt) + response
+            graphs.affordable(1, length * self.token_bytes, _device.free_bytes(self.policy.device), length)
+
+    def release(self) -> None:
+        """Free the memory of the cache; the next call allocates it again."""
+        self._decoder, self._decoder_key = None, ()
+
+    def release_if_large(self) -> None:
+        """Free the memory of the cache if an update needs it."""
+        if self.policy.device.type == "cuda" and self.cache_bytes > graphs.idle_bytes(self.policy.device):
+            self.release()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache that is in memory."""
+        return 0 if self._decoder is None else self._decoder.cache.nbytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers: at least float32, unless a flash kernel reads them."""
+        element_size = next(self.policy.trunk.parameters()).element_size()
+        return graphs.slot_bytes(self.shapes, 1, element_size if self._graphs else max(4, element_size))
+
+    @cached_property
+    def keeps_keys(self) -> bool:
+        """Whether keys can be kept between turns: tried once, when the first session needs to know."""
+        if continues(self.policy):
+            return True
+        name = type(self.policy.base).__name__
+        warnings.warn(f"{name}: keys cannot be kept between turns; every turn reads its dialogue again", stacklevel=2)
+        return False
+
+    @cached_property
+    def _graphs(self) -> bool:
+        return graphs.usable(self.policy, self.shapes)
+
+    def cache_sizes(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """Rows, and tokens per row, that these requests need."""
+        slots = min(len(requests), self.batch or len(requests))
+        return slots, max(_rounded(len(request.prompt.tokens)) + request.max_tokens for request in requests)
+
+    def _decoder_for(self, requests: Sequence[Request], least: tuple[int, int] = (0, 0)) -> Decoder:
+        """A decoder with room for these requests: the last call's, if it had the same sizes.
+
+        On a CPU its sizes depend on these requests alone, not on earlier calls: the address and stride of a matrix may
+        change the last bits of a product, and a resumed run must continue bit for bit.
+        """
+        like = next(self.policy.trunk.parameters())
+        slots, length = self.cache_sizes(requests)
+        prompts = min(slots, len({request.prompt for request in requests}))
+        longest = _rounded(max(len(request.prompt.tokens) for request in requests))
+        sizes = CacheSizes(slots, prompts, longest, max(request.max_tokens for request in requests))
+        if self._graphs:
+            sizes = self._roomy(max(slots, least[0]), max(length, least[1]), like.device)
+        # Graphs and the step read weights where they were: a model that was moved needs new ones.
+        key = (*sizes, like.dtype, like.device, like.data_ptr() if self._graphs else None)
+        if self._decoder is None or key != self._decoder_key:
+            self.release()
+            if self.step is not None and not self.step.usable:
+                self.step = _tried_step(self.policy)
+            self._decoder = _new_decoder(self.policy, self.shapes, sizes, graphed=self._graphs, step=self.step)
+            self._decoder_key = key
+        return self._decoder
+
+    def _roomy(self, slots: int, length: int, device: torch.device) -> CacheSizes:
+        """The sizes of a slot cache: the last call's, larger if these requests need more.
+
+        An algorithm may ask for other numbers of responses, of other lengths, from call to call, and recording the
+        graphs of another cache takes longer than decoding. A cache that is too large to stay in memory does not grow.
+        """
+        if self._decoder is not None:
+            had, _, _, room = self._decoder_key[:4]
+            grown = max(slots, had), max(length, room)
+            if grown[0] * grown[1] * self.token_bytes <= graphs.idle_bytes(device):
+                slots, length = grown
+        return CacheSizes(slots, 0, 0, length)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // PROMPT_STEP) * PROMPT_STEP
+
+
+def _new_decoder(
+    policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes, *, graphed: bool, step: FusedStep | None = None
+) -> Decoder:
+    """A decoder with room for these sizes: ``graphed`` by CUDA graphs, which alone take a ``step``."""
+    return graphs.graphed_decoder(policy, shapes, sizes, step) if graphed else plain_decoder(policy, shapes, sizes)
+
+
+@contextmanager
+def _threads(policy: Policy) -> Iterator[None]:
+    """On a CPU, decode a small model with one thread."""
+    layers = sum(p.numel() for p in policy.trunk.parameters()) - policy.head().weight.numel()
+    if policy.device.type != "cpu" or layers >= SMALL_MODEL:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def supports(policy: Policy) -> bool:
+    """Whether the engine can decode with this model: a trial on two prompts, one of them with two responses.
+
+    The hidden states must be those of one pass over prompt and response. The trial fails for layers that share keys,
+    have a recurrent state, or do not hand keywords down to the attention function.
+    """
+    if not policy.packed:
+        return False
+    try:
+        return _tried_step(policy) is not None or _decodes(policy)
+    except torch.OutOfMemoryError:
+        raise
+    except TRIAL_ERRORS:
+        return False
+
+
+def _tried_step(policy: Policy) -> FusedStep | None:
+    """The fused step of a model, if it decodes as the model does; else None."""
+    step = _STEPS.get(policy)
+    if step is not None and step.usable:
+        return step
+    if policy in _WITHOUT_STEP or not graphs.usable(policy, layer_shapes(policy)):
+        return None
+    step = fused_step(policy)
+    if step is None:
+        return None
+    failure = "its hidden states differ"
+    try:
+        if _decodes(policy, step):
+            _STEPS[policy] = step
+            return step
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Triton has errors of its own
+        failure = first_line(error)
+    _WITHOUT_STEP.add(policy)
+    name = type(policy.base).__name__
+    warnings.warn(f"{name} decodes through its own code, more slowly: the fused step failed ({failure})", stacklevel=2)
+    return None
+
+
+@torch.no_grad()
+def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
+    """Whether decoding gives the states of one pass over prompt and response, in two steps of three rows."""
+    prompts, prompt_of, tokens = _trial_texts(policy)
+    rounds = (tokens, tokens[::-1])  # the second reads the key that the first stored
+    shapes, expected = layer_shapes(policy), []
+    with short_windows(policy.base):
+        for row, prompt in enumerate(prompt_of):
+            ids = [*prompts[prompt].tokens, *(row_tokens[row] for row_tokens in rounds)]
+            expected.append(states_of(policy, torch.tensor([ids], device=policy.device))[:, -3:])
+        decoder = _new_decoder(policy, shapes, TRIAL_CACHE, graphed=graphs.usable(policy, shapes), step=step)
+        states = [_begin_trial(decoder, prompts, prompt_of)]
+        for row_tokens in rounds:
+            decoder.forward(3, torch.tensor(row_tokens, device=policy.device))
+            states.append(decoder.hidden[:3].clone())
+            decoder.cache.advance()
+        decoder.run(3, 1, Sampling(), last=False)  # as a graph, where there are any
+    return states_close(torch.stack(states, 1), torch.stack(expected, 1), decoder.hidden.dtype)
+
+
+def _trial_texts(policy: Policy) -> tuple[list[Prompt], list[int], list[int]]:
+    """Two prompts, which of them each of three rows has, and a token for each row."""
+    size = policy.head().vocabulary
+    prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size, 1 % size))]
+    return prompts, [0, 0, 1], [2 % size, 4 % size, 5 % size]
+
+
+def _begin_trial(decoder: Decoder, prompts: list[Prompt], prompt_of: list[int]) -> Tensor:
+    """Read the prompts into three rows; (3, W) the states from which their first tokens would be drawn."""
+    decoder.read([UnreadPrompt(0, 0, prompts[0]), UnreadPrompt(1, 2, prompts[1])])
+    before = decoder.cache.occupy([0, 1, 2], prompt_of)
+    lengths = [len(prompts[prompt].tokens) for prompt in prompt_of]
+    decoder.cache.set_lengths(lengths, [0, 0, 0], [TRIAL_CACHE.max_tokens] * 3)
+    return before
+
+
+@torch.no_grad()
+def continues(policy: Policy) -> bool:
+    """Whether keys can be kept between turns with this model: a trial of two dialogues of two turns.
+
+    The log-probabilities of the second turn must be those of one pass over the whole dialogue.
+    """
+    size, greedy = policy.head().vocabulary, Sampling(temperature=0.0)
+    engine = NativeEngine(policy)
+    engine.keeps_keys = True  # which is being tried
+    with short_windows(policy.base):
+        try:
+            with engine.session() as session:
+                prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size,))]
+                first = session.sample([Request(prompt, 4, keep=True) for prompt in prompts], greedy, 0)
+                texts = [[2 % size], [4 % size] * 5]
+                parts = zip(prompts, first, texts, strict=True)
+                dialogues = [prompt.then(reply.tokens.tolist() + text) for prompt, reply, text in parts]
+                trial = session.sample([Request(p, 3, continues=i) for i, p in enumerate(dialogues)], greedy, 0)
+                continued = session.continued == 2
+        except torch.OutOfMemoryError:
+            raise
+        except TRIAL_ERRORS:
+            return False
+        return continued and completions_agree(policy, dialogues, trial)

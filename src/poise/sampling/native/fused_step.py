@@ -1,0 +1,106 @@
+"""A decoding step of a model like Llama in eight kernels a layer; transformers' own code launches about forty.
+
+Decoding a small model takes as long as launching its kernels, even from a CUDA graph. So for the usual layers the step
+is written out here: queries, keys and values in one product, gate and up in one; residual sums with the norms that
+follow; rotation inside the attention. Its results are those of transformers' code up to rounding, and a trial of every
+model compares the two (``engine.py``). Other models decode through their own code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from poise._lib import device as _device
+from poise.models.layers import JoinedLinear, can_join, join
+from poise.models.policy import Policy
+from poise.sampling.native.slot_cache import Rotation, SlotCache
+
+FUSED = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})  # model types with the usual layers
+PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+
+
+class FusedStep:
+    """The step of one model. It reads the weights where they are, so it sees an update in place."""
+
+    def __init__(self, trunk: Any) -> None:
+        self.trunk = trunk
+        self.joined = [[join(parts) for parts in _joinable(layer)] for layer in trunk.layers]
+
+    @property
+    def usable(self) -> bool:
+        """Whether layers and weights are still where they were: moving a model separates the weights."""
+        return all(
+            _is_usual(layer) and all(map(JoinedLinear.covers, weights, _joinable(layer)))
+            for weights, layer in zip(self.joined, self.trunk.layers, strict=True)
+        )
+
+    @torch.no_grad()
+    def run(self, token: Tensor, cache: SlotCache) -> Tensor:
+        """(n, W) the last hidden states after the tokens (n,), whose keys and values are stored in the cache."""
+        from poise.sampling.native.kernels import add_norm, silu_product
+
+        trunk, n = self.trunk, len(token)
+        x = trunk.embed_tokens(token)
+        cosine, sine = (part[0].contiguous() for part in trunk.rotary_emb(x[None], cache.positions[None, :n]))
+        delta: Tensor | None = None
+        for number, (layer, (project, widen)) in enumerate(zip(trunk.layers, self.joined, strict=True)):
+            attention, mlp = layer.self_attn, layer.mlp
+            x, inner = add_norm(x, delta, *_norm(layer.input_layernorm))
+            query, key, value = _heads(project(inner), attention)
+            rotation = _rotation(attention, cosine, sine)
+            values = cache.attend(number, query, key, value, attention.scaling, _window(attention), rotation)
+            x, inner = add_norm(x, attention.o_proj(values.reshape(n, -1)), *_norm(layer.post_attention_layernorm))
+            delta = mlp.down_proj(silu_product(widen(inner)))
+        return add_norm(x, delta, *_norm(trunk.norm))[1]
+
+
+def fused_step(policy: Policy) -> FusedStep | None:
+    """The step of a policy's model; None if the model is of another kind, or has other layers, such as LoRA's."""
+    trunk = policy.trunk
+    config, like = policy.base.config, next(trunk.parameters())
+    if not _device.suits_triton(like) or config.model_type not in FUSED or config.hidden_act != "silu":
+        return None
+    layers = getattr(trunk, "layers", None)
+    usual = isinstance(layers, nn.ModuleList) and all(_is_usual(layer) for layer in layers)
+    return FusedStep(trunk) if usual and isinstance(getattr(trunk, "embed_tokens", None), nn.Embedding) else None
+
+
+def _is_usual(layer: nn.Module) -> bool:
+    if not all(isinstance(getattr(layer, name, None), nn.Module) for name in PARTS):
+        return False
+    plain = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)
+    return all(can_join(parts) for parts in _joinable(layer)) and all(type(part) is nn.Linear for part in plain)
+
+
+def _joinable(layer: Any) -> list[list[Any]]:
+    """The linear layers that read the same input: queries, keys and values; gate and up."""
+    groups = (layer.self_attn, ("q_proj", "k_proj", "v_proj")), (layer.mlp, ("gate_proj", "up_proj"))
+    return [[getattr(module, name, None) for name in names] for module, names in groups]
+
+
+def _norm(module: Any) -> tuple[Tensor, float]:
+    return module.weight, module.variance_epsilon
+
+
+def _heads(products: Tensor, attention: Any) -> list[Tensor]:
+    """Queries (n, H, D), keys and values (n, G, D) in the joined products: views."""
+    sizes = [part.out_features for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    return [part.unflatten(-1, (-1, attention.head_dim)) for part in products.split(sizes, -1)]
+
+
+def _window(attention: Any) -> int | None:
+    """The sliding window of a layer. Mistral's layers have it in their configuration; Llama's ignore it there."""
+    place = attention.config if attention.config.model_type == "mistral" else attention
+    window: int | None = getattr(place, "sliding_window", None)
+    return window
+
+
+def _rotation(attention: Any, cosine: Tensor, sine: Tensor) -> Rotation:
+    rotation = Rotation(cosine, sine) if getattr(attention, "use_rope", True) else Rotation()
+    if not hasattr(attention, "q_norm"):
+        return rotation
+    (query_weight, epsilon), (key_weight, _) = _norm(attention.q_norm), _norm(attention.k_norm)
+    return rotation._replace(query_weight=query_weight, key_weight=key_weight, epsilon=epsilon)

@@ -1,0 +1,136 @@
+"""Decoding on CUDA: a step is recorded once as a CUDA graph and then replayed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from poise._lib import device as _device
+from poise.models.attention import flash_takes
+from poise.models.policy import ModelError, Policy
+from poise.sampling.draws import Sampling
+from poise.sampling.native.decoder import Decoder
+from poise.sampling.native.fused_step import FusedStep
+from poise.sampling.native.kv_cache import CacheSizes, Shape
+from poise.sampling.native.slot_cache import SlotCache
+
+CACHE_SHARE = 0.85  # of the free memory, which the cache may take
+IDLE_SHARE = 0.2  # of the device's memory, which the cache may hold between two calls: an update needs the rest
+WARM_UP = 2  # steps before one is recorded
+
+
+class SlotMemoryError(torch.OutOfMemoryError, ModelError):
+    """Not even one sequence fits. The command line shows it without a traceback, because it says what to do."""
+
+
+def usable(policy: Policy, shapes: Sequence[Shape]) -> bool:
+    """Whether the flash kernel that comes with torch takes this model's keys."""
+    like = next(policy.trunk.parameters())
+    return all(flash_takes(like, key, value) for _, key, value in shapes)
+
+
+def graphed_decoder(
+    policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes, step: FusedStep | None = None
+) -> GraphedDecoder:
+    """A decoder with as many of the slots as fit into the free memory."""
+    like, width = next(policy.trunk.parameters()), policy.head().weight.shape[1]
+    length = sizes.longest_prompt + sizes.max_tokens
+    slots = affordable(
+        sizes.slots, slot_bytes(shapes, length, like.element_size()), _device.free_bytes(like.device), length
+    )
+    return GraphedDecoder(policy, SlotCache(shapes, slots, length, width, like), step)
+
+
+def slot_bytes(shapes: Sequence[Shape], length: int, element_size: int) -> int:
+    """Bytes of the keys and values of one sequence."""
+    return length * element_size * sum(heads * (key + value) for heads, key, value in shapes)
+
+
+def affordable(slots: int, per_slot: int, free: int, length: int) -> int:
+    """How many of the slots fit into the memory."""
+    fit = int(CACHE_SHARE * free) // per_slot
+    if fit < 1:
+        raise SlotMemoryError(
+            f"sampling: the keys and values of one sequence of {length} tokens take {per_slot / 2**30:.2f} GiB, and "
+            f"{free / 2**30:.2f} GiB are free: lower rollout.max_tokens (for episodes of several turns: "
+            "rollout.max_episode_tokens) or rollout.max_prompt, or optim.micro_tokens, whose passes come first"
+        )
+    return min(slots, fit)
+
+
+def idle_bytes(device: torch.device) -> float:
+    """The largest cache that may stay in memory between two calls."""
+    return IDLE_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+class GraphedDecoder(Decoder):
+    """Records one graph for each of a few numbers of rows and each way to sample, and replays it.
+
+    A graph reads the weights where they are, so it sees an update in place. With ``step`` the model runs that, else its
+    own code.
+    """
+
+    cache: SlotCache
+
+    def __init__(self, policy: Policy, cache: SlotCache, step: FusedStep | None = None) -> None:
+        super().__init__(policy, cache)
+        self.step = step
+        self.sizes = sizes(cache.slots)
+        self.graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
+
+    def decoded_rows(self, sequences: int) -> int:
+        """The next number of rows for which a graph may be recorded."""
+        return self.sizes[bisect_left(self.sizes, sequences)] if sequences else 0
+
+    def run(self, n: int, steps: int, sampling: Sampling, *, last: bool) -> None:  # noqa: ARG002
+        """Replay the step ``steps`` times."""
+        graph = self.graphs.get((n, sampling)) or self._record(n, sampling)
+        self.step_number.zero_()
+        for _ in range(steps):
+            graph.replay()
+
+    def forward(self, n: int, token: Tensor) -> None:
+        """Run the tokens (n,) just drawn through the model."""
+        if self.step is None:
+            super().forward(n, token)
+            return
+        self.cache.begin_step()
+        self.hidden[:n] = self.step.run(token, self.cache)
+
+    def _record(self, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
+        """Record a step, and undo what its trial runs changed.
+
+        The keys that they wrote stay: replayed steps write over them before anything reads them.
+        """
+        state = (self.hidden, self.cache.positions, self.cache.counts)
+        saved = [x.clone() for x in state]
+        head = self.policy.head(sampling.temperature or 1.0)
+
+        def step() -> None:
+            self.forward(n, self.draw(n, head, sampling))
+            self.step_number += 1
+            self.cache.advance()
+
+        self.step_number.zero_()
+        for _ in range(WARM_UP):
+            step()
+        torch.cuda.synchronize(self.hidden.device)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        with torch.cuda.graph(graph, pool=pool):
+            step()
+        for x, old in zip(state, saved, strict=True):
+            x.copy_(old)
+        self.graphs[n, sampling] = graph
+        return graph
+
+
+def sizes(slots: int) -> list[int]:
+    """Powers of two and the numbers half-way between them, from 8 up to all slots: at most a third of rows is idle."""
+    chosen = {slots}
+    for power in range(3, slots.bit_length()):
+        chosen |= {size for size in (1 << power, 3 << power >> 1) if size <= slots}
+    return sorted(chosen)

@@ -1,0 +1,367 @@
+"""The key-value cache of the native engine, and its form for CPUs. The package's docstring tells the life of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from poise._lib.device import send
+from poise.models.attention import text_over_keys
+from poise.models.packing import Packed
+
+FIRST_ROOM = 256  # response tokens per row that there is memory for at first
+ROUND = 16  # attend to response tokens in multiples of this: torch is slower for fewer, and fewer shapes are better
+Shape = tuple[int, int, int]  # of a layer: key heads, width of a key, width of a value
+
+
+class CacheSizes(NamedTuple):
+    """What a cache has room for."""
+
+    slots: int  # rows
+    prompts: int
+    longest_prompt: int  # tokens
+    max_tokens: int  # of a response; with slots, of prompt and response together
+
+
+@dataclass(frozen=True, eq=False)
+class SavedRow:
+    """The keys and values of one sequence, outside the cache. Rows that ended together share the tensors of a block."""
+
+    block: list[Tensor]  # the keys of every layer, then the values, of all rows of the block
+    row: int  # in the block
+    length: int  # tokens
+
+
+class KVCache:
+    """Which row belongs to which prompt, and how long each row is. Prompts are known by numbers."""
+
+    def __init__(self, slots: int, length: int, width: int, like: Tensor) -> None:
+        self.slots, self.length = slots, length  # rows, and tokens per row
+        self.device, self.n = like.device, 0
+        self.prompt_states = torch.zeros((slots, width), dtype=like.dtype, device=like.device)  # (S, W), by home
+        self.row_index = torch.arange(slots, device=like.device)
+        self.positions = torch.zeros(slots, dtype=torch.long, device=like.device)  # of each row's next token
+        self.counts = torch.zeros_like(self.positions)  # response tokens before it
+        self.last_positions = torch.zeros_like(self.positions)  # of the last token that the row may have
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all sequences: the weights may have changed."""
+        self.prompt_of: dict[int, int] = {}  # row → prompt
+        self.home: dict[int, int] = {}  # prompt → where its keys are
+
+    def set_lengths(self, prompts: Sequence[int], counts: Sequence[int], limits: Sequence[int]) -> None:
+        """Decode the first ``len(prompts)`` rows from now on.
+
+        For each row: the length of its prompt, and how many response tokens it has and may have.
+        """
+        self.n = len(prompts)
+        prompt, count, limit = send(torch.tensor([prompts, counts, limits]), self.device)
+        self.positions[: self.n] = prompt + count
+        self.counts[: self.n] = count
+        self.last_positions[: self.n] = prompt + limit.clamp(min=1) - 1
+
+    def advance(self) -> None:
+        """Every decoded row has one more token. A finished row may get more, because nobody reads past its end.
+
+        Its position stops at the last one: a table of learned positions ends there, and rotary embeddings that depend
+        on the largest position of a batch must not see a larger one.
+        """
+        self.positions[: self.n] = torch.minimum(self.positions[: self.n] + 1, self.last_positions[: self.n])
+        self.counts[: self.n] += 1
+
+    def keep_states(self, prompts: Sequence[int], states: Tensor) -> None:
+        """Store the hidden states (P, W) of the prompts' last tokens."""
+        self.prompt_states[send([self.home[prompt] for prompt in prompts], states.device)] = states
+
+    def attend_text(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """Attend with the queries (L, H, D) of the text just kept to all that precedes each in its sequence."""
+        outs = []
+        for home, start, length, end in zip(self.text_homes, *self.text_spans, strict=True):
+            keys, values = self.prompt_kv(layer, home, end)
+            outs.append(text_over_keys(query[start : start + length], keys, values, scale, window))
+        return torch.cat(outs)
+
+    def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
+        """(G, length, D) the first keys and values at a home."""
+        raise NotImplementedError
+
+    def _destinations(self, packed: Packed, homes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(L,) each: the home and the position of every packed token."""
+        start, length = packed.segments.start, packed.segments.length
+        if packed.cached_S is not None:
+            self.text_homes = list(homes)
+            self.text_spans = start.tolist(), length.tolist(), (packed.cached_S + length).tolist()
+        return send(torch.repeat_interleave(torch.tensor(homes), length), self.device), packed.positions[0]
+
+
+class SharedPromptCache(KVCache):
+    """Prompts apart from responses: (P, G, T, D) and (S, G, T, D) for every layer.
+
+    A prompt's keys are stored transposed, (P, G, D, T), which is the fastest layout for the product with the queries.
+    Rows start with room for ``FIRST_ROOM`` response tokens, and the room doubles when it is full: few responses reach
+    their limit. The package's docstring has the letters of the shapes.
+    """
+
+    room = 0  # response tokens per row that there is memory for
+
+    def __init__(self, shapes: Sequence[Shape], sizes: CacheSizes, width: int, like: Tensor) -> None:
+        super().__init__(sizes.slots, sizes.max_tokens, width, like)
+        self.shapes = list(shapes)
+        self.dtype = torch.promote_types(like.dtype, torch.float32)  # scores must not be rounded to half precision
+        self.prompt_keys = [
+            x.transpose(2, 3).contiguous() for x in self._allocate(sizes.prompts, sizes.longest_prompt, 1)
+        ]
+        self.prompt_values = self._allocate(sizes.prompts, sizes.longest_prompt, 2)
+        self._allocate_room()
+
+    def _allocate(self, rows: int, tokens: int, head: int) -> list[Tensor]:
+        """A tensor (rows, G, tokens, D) per layer; ``head`` 1: for keys, 2: for values.
+
+        Zeros, not uninitialized memory: 0 · NaN is NaN, even where a mask has set a weight to 0.
+        """
+        return [torch.zeros((rows, s[0], tokens, s[head]), dtype=self.dtype, device=self.device) for s in self.shapes]
+
+    def _allocate_room(self) -> None:
+        self.room = min(FIRST_ROOM, self.length)
+        self.response_keys, self.response_values = (self._allocate(self.slots, self.room, head) for head in (1, 2))
+
+    @torch.inference_mode(False)
+    def _double_room(self) -> None:
+        """Double the room, one tensor at a time: the old tensors are never all in memory beside the new ones."""
+        more = min(self.room, self.length - self.room)
+        for stores in (self.response_keys, self.response_values):
+            for layer, store in enumerate(stores):
+                stores[layer] = torch.nn.functional.pad(store, (0, 0, 0, more))
+                del store
+        self.room += more
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        stores = (self.prompt_keys, self.prompt_values, self.response_keys, self.response_values)
+        return sum(x.nbytes for store in stores for x in store)
+
+    def clear(self) -> None:
+        """Forget all sequences: the weights may have changed."""
+        super().clear()
+        self.lengths: list[int] = []  # of the prompts, by home
+        if self.room > FIRST_ROOM:  # the room must not depend on earlier calls: see NativeEngine._decoder_for
+            self._allocate_room()
+
+    # Prompts and rows
+
+    def assign(self, packed: Packed, prompts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> None:  # noqa: ARG002
+        """Give prompts that are about to be read a home, behind the prompts that are there."""
+        homes = range(len(self.lengths), len(self.lengths) + len(prompts))
+        self.lengths += lengths
+        self.home.update(zip(prompts, homes, strict=True))
+        self.token_places = self._destinations(packed, homes)
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store the keys and values (G, L, D) of packed prompt tokens."""
+        home, position = self.token_places
+        for store, new in ((self.prompt_keys[layer].transpose(2, 3), key), (self.prompt_values[layer], value)):
+            store[home, :, position] = new.transpose(0, 1).to(store.dtype)
+
+    def occupy(self, rows: Sequence[int], prompts: Sequence[int]) -> Tensor:
+        """Give rows to sequences whose prompts have been read.
+
+        Returns the hidden states (rows, W) from which the first tokens are drawn.
+        """
+        self.prompt_of.update(zip(rows, prompts, strict=True))
+        return self.prompt_states[send([self.home[prompt] for prompt in prompts], self.device)]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Sequences have ended. Prompts without a sequence are dropped, and the last prompts move into the gaps."""
+        for row in rows:
+            del self.prompt_of[row]
+        in_use = set(self.prompt_of.values())
+        prompt_at = {place: prompt for prompt, place in self.home.items()}
+        used = sorted(place for place, prompt in prompt_at.items() if prompt in in_use)
+        holes = [place for place in range(len(used)) if prompt_at[place] not in in_use]
+        sources = used[len(used) - len(holes) :]
+        self.home = {prompt_at[place]: place for place in used}
+        for source, hole in zip(sources, holes, strict=True):
+            self.home[prompt_at[source]] = hole
+            self.lengths[hole] = self.lengths[source]
+        del self.lengths[len(used) :]
+        longest = max(self.lengths, default=0)
+        keys, values = [x[..., :longest] for x in self.prompt_keys], [x[:, :, :longest] for x in self.prompt_values]
+        copy_rows([self.prompt_states, *keys, *values], sources, holes)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move sequences to free rows."""
+        for source, target in zip(sources, targets, strict=True):
+            self.prompt_of[target] = self.prompt_of.pop(source)
+        used = max(self.host_counts)
+        copy_rows([x[:, :, :used] for x in (*self.response_keys, *self.response_values)], sources, targets)
+
+    # Keys between turns
+
+    def copy_out(self, rows: Sequence[int], lengths: Sequence[int]) -> list[SavedRow]:
+        """Save the first ``lengths`` keys and values of some rows: the prompt's, then the response's."""
+        longest, block = max(lengths), []
+        stores = (
+            ([x.transpose(2, 3) for x in self.prompt_keys], self.response_keys),
+            (self.prompt_values, self.response_values),
+        )
+        for prompt_stores, response_stores in stores:
+            for of_prompts, of_responses in zip(prompt_stores, response_stores, strict=True):
+                copy = of_prompts.new_zeros((len(rows), of_prompts.shape[1], longest, of_prompts.shape[3]))
+                for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                    home = self.home[self.prompt_of[row]]
+                    prompt = self.lengths[home]
+                    copy[number, :, :prompt] = of_prompts[home, :, :prompt]
+                    copy[number, :, prompt:length] = of_responses[row, :, : length - prompt]
+                block.append(copy)
+        return [SavedRow(block, row, length) for row, length in enumerate(lengths)]
+
+    def copy_in(self, saved: Sequence[SavedRow], prompts: Sequence[int]) -> None:
+        """Put saved keys and values at the beginning of these prompts, which have a home."""
+        stores = (*(x.transpose(2, 3) for x in self.prompt_keys), *self.prompt_values)
+        for block, sources, homes, longest in by_block(saved, [self.home[prompt] for prompt in prompts]):
+            source, target = send(sources, self.device), send(homes, self.device)
+            for store, copy in zip(stores, block, strict=True):
+                store[target, :, :longest] = copy[source, :, :longest]
+
+    def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
+        """(G, length, D) the first keys and values of a prompt."""
+        return self.prompt_keys[layer][home, ..., :length].transpose(1, 2), self.prompt_values[layer][home, :, :length]
+
+    # Attention
+
+    def set_lengths(self, prompts: Sequence[int], counts: Sequence[int], limits: Sequence[int]) -> None:
+        """Set the lengths of the rows to decode, and work out which rows share a prompt."""
+        super().set_lengths(prompts, counts, limits)
+        self.host_counts = list(counts)
+        groups: list[list[int]] = [[] for _ in self.lengths]
+        for row in range(self.n):
+            groups[self.home[self.prompt_of[row]]].append(row)
+        largest = max(len(group) for group in groups)
+        members = [row for group in groups for row in [*group, *[group[0]] * (largest - len(group))]]
+        self.groups, self.largest_group = len(groups), largest
+        # (groups · largest,) rows by group; smaller groups repeat their first row. None if that is 0, 1, 2, …
+        self.members: Tensor | None = None
+        if members != list(range(self.n)):
+            place = {row: at for at, row in reversed(list(enumerate(members)))}
+            self.members = send(members, self.device)
+            self.member_places = send([place[row] for row in range(self.n)], self.device)
+        self.prompt_lengths = send(list(prompts), self.device)
+        longest = max(self.lengths)
+        real = torch.arange(longest) < torch.tensor(self.lengths)[:, None]
+        self.padding = None
+        if min(self.lengths) < longest:
+            self.padding = self._bias(send(real, self.device))[:, None, None, None]
+
+    def advance(self) -> None:
+        """Every decoded row has one more token."""
+        super().advance()
+        self.host_counts = [count + 1 for count in self.host_counts]
+
+    def begin_step(self) -> None:
+        """Work out what all layers of a step share, and make room for the new keys."""
+        self.biases: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}  # by window
+        self.lockstep = min(self.host_counts) == max(self.host_counts)
+        self.newest = min(max(self.host_counts), self.length - 1)
+        while self.newest >= self.room:
+            self._double_room()
+        self.used = min(-(-(self.newest + 1) // ROUND) * ROUND, self.room)
+        self.column = self.counts[: self.n].clamp(max=self.length - 1)  # (n,) where each row's new key goes
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their rows.
+
+        The attention to the prompt is one product for all queries of a group, the attention to the response one per
+        row. The sums of their exponentials say how to weigh the two results.
+        """
+        n, heads, width = query.shape
+        response_keys, response_values = self.response_keys[layer], self.response_values[layer]
+        for store, new in ((response_keys, key), (response_values, value)):
+            if self.lockstep:
+                store[:n, :, self.newest] = new
+            else:
+                store[self.row_index[:n], :, self.column] = new.to(store.dtype)
+        key_heads, longest, used, groups = key.shape[1], max(self.lengths), self.used, self.groups
+        queries = (query * (width**-0.5 if scale is None else scale)).to(response_keys.dtype)
+        if window not in self.biases:
+            self.biases[window] = self._biases(window, longest)
+        prompt_bias, response_bias = self.biases[window]
+
+        scores = self._by_group(queries, key_heads) @ self.prompt_keys[layer][:groups, ..., :longest].flatten(0, 1)
+        if prompt_bias is not None:
+            scores.view(groups, key_heads, self.largest_group, -1, longest).add_(prompt_bias)
+        over_prompt, prompt_sum = (
+            self._by_row(x, key_heads)
+            for x in _weighted(scores, self.prompt_values[layer][:groups, :, :longest].flatten(0, 1))
+        )
+
+        by_key_head = queries.reshape(n * key_heads, heads // key_heads, width)
+        scores = by_key_head @ response_keys[:n, :, :used].flatten(0, 1).transpose(1, 2)
+        if response_bias is not None:
+            scores.view(n, heads, used).add_(response_bias)
+        over_response, response_sum = _weighted(scores, response_values[:n, :, :used].flatten(0, 1))
+        share = torch.sigmoid(response_sum.view_as(prompt_sum) - prompt_sum)
+        return torch.lerp(over_prompt, over_response.view_as(over_prompt), share).to(query.dtype)
+
+    def _by_group(self, x: Tensor, key_heads: int) -> Tensor:
+        """(n, H, D) to (groups · G, rows of a group · H / G, D)."""
+        rows = x if self.members is None else x.index_select(0, self.members)
+        parts = rows.reshape(self.groups, self.largest_group, key_heads, -1, x.shape[-1]).transpose(1, 2)
+        return parts.reshape(self.groups * key_heads, -1, x.shape[-1])
+
+    def _by_row(self, x: Tensor, key_heads: int) -> Tensor:
+        """The inverse of ``_by_group``."""
+        parts = x.view(self.groups, key_heads, self.largest_group, -1, x.shape[-1]).transpose(1, 2)
+        rows = parts.reshape(self.groups * self.largest_group, -1, x.shape[-1])
+        return rows if self.members is None else rows.index_select(0, self.member_places)
+
+    def _biases(self, window: int | None, longest: int) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to the scores of prompts (by group) and of responses; the same for all layers."""
+        count, column = self.column[:, None], torch.arange(self.used, device=self.device)
+        if window is None:
+            whole = self.lockstep and self.used == self.newest + 1
+            return self.padding, None if whole else self._bias(column <= count)[:, None]
+        position, prompt = torch.arange(longest, device=self.device), self.prompt_lengths[:, None]
+        prompt_bias = self._bias((position < prompt) & (prompt + count - position < window))
+        prompt_bias = prompt_bias if self.members is None else prompt_bias.index_select(0, self.members)
+        response_bias = self._bias((column <= count) & (count - column < window))
+        return prompt_bias.view(self.groups, 1, self.largest_group, 1, longest), response_bias[:, None]
+
+    def _bias(self, visible: Tensor) -> Tensor:
+        # Not −∞: a window may hide the whole prompt, whose result must then be finite, with a share of 0.
+        hidden = torch.finfo(self.dtype).min / 2
+        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, hidden)
+
+
+def _weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Values weighted by the softmax of (…, T) scores, (…, D), and log Σ exp of the scores, (…, 1)."""
+    weights = scores.softmax(-1)  # the largest weight is 1 / Σ exp(score − largest score)
+    return weights @ values, scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
+
+
+def by_block(saved: Sequence[SavedRow], homes: Sequence[int]) -> list[tuple[list[Tensor], list[int], list[int], int]]:
+    """For every block: its tensors, the rows to copy, the homes to copy them to, and the longest row's tokens."""
+    members: dict[int, list[tuple[SavedRow, int]]] = {}
+    for row, home in zip(saved, homes, strict=True):
+        members.setdefault(id(row.block), []).append((row, home))
+    return [
+        (pairs[0][0].block, [row.row for row, _ in pairs], [home for _, home in pairs], max(r.length for r, _ in pairs))
+        for pairs in members.values()
+    ]
+
+
+def copy_rows(tensors: Sequence[Tensor], sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy rows onto other rows, in each tensor."""
+    if not targets:
+        return
+    device = tensors[0].device
+    source, target = send(list(sources), device), send(list(targets), device)
+    for tensor in tensors:
+        tensor[target] = tensor[source]

@@ -1,0 +1,179 @@
+"""The interface of engines: ``Request``, ``Completion``, the protocol ``Engine``, a ``Session`` of several calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from poise.batch import Prompt
+from poise.sampling.draws import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """Asks for one response to one prompt.
+
+    Its random numbers depend only on the call's seed and on ``number``, which is by default its index in the list.
+
+    In a ``Session`` a request may continue one of the call before. Its ``prompt`` is still the whole dialogue: the
+    earlier prompt, the response to it, and new tokens. An engine that has kept the keys reads only the new ones.
+    """
+
+    prompt: Prompt  # or its tokens
+    max_tokens: int
+    stop: Sequence[int] = ()  # tokens that end the response
+    number: int | None = None
+    keep: bool = False  # whether the next call of the session may continue it
+    continues: int | None = None  # the number of the request that it continues
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, Prompt):
+            object.__setattr__(self, "prompt", Prompt(tuple(self.prompt)))
+
+
+def repeated(
+    prompts: Sequence[Prompt | Sequence[int]], group: int, max_tokens: int, stop: Sequence[int]
+) -> list[Request]:
+    """``group`` requests for each prompt, group after group."""
+    distinct = [prompt if isinstance(prompt, Prompt) else Prompt(tuple(prompt)) for prompt in prompts]
+    return [Request(prompt, max_tokens, stop) for prompt in distinct for _ in range(group)]
+
+
+def check_requests(requests: Sequence[Request]) -> None:
+    """Raise ValueError for requests that no engine can answer."""
+    if not requests:
+        raise ValueError("sample: there is no prompt: pass at least one request")
+    for i, request in enumerate(requests):
+        if not len(request.prompt.tokens):
+            raise ValueError(f"request {i}: an empty prompt predicts nothing")
+        if request.max_tokens < 1:
+            raise ValueError(f"request {i}: max_tokens = {request.max_tokens} must be at least 1")
+
+
+def numbers(requests: Sequence[Request]) -> list[int]:
+    """The number of each request, on which its random numbers depend."""
+    return [i if request.number is None else request.number for i, request in enumerate(requests)]
+
+
+def stop_table(requests: Sequence[Request]) -> Tensor:
+    """(requests, most stop tokens) the stop tokens of each request, padded with −1, which is no token."""
+    most = max(1, max(len(request.stop) for request in requests))
+    return torch.tensor([[*r.stop, *[-1] * (most - len(r.stop))] for r in requests])
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """An engine's response to one request: n tokens, the one that ends it included. All tensors are on the host."""
+
+    tokens: Tensor  # (n,) int64
+    logp: Tensor  # (n,) of softmax(logits / temperature), under the policy
+    entropy: Tensor  # (n,)
+    finished: bool  # ended by a stop token, not by the limit
+    sampler_logp: Tensor | None = None  # (n,) as the engine computed them, if it rounds differently from the policy
+
+
+def completions(
+    lengths: Sequence[int], finished: Sequence[bool], tokens: Tensor, logp: Tensor, entropy: Tensor
+) -> list[Completion]:
+    """Cut padded (B, T) tensors into B completions: one transfer from the device for each tensor."""
+    rows = zip(lengths, finished, tokens.cpu(), logp.cpu(), entropy.cpu(), strict=True)
+    return [Completion(ids[:n], p[:n], h[:n], end) for n, end, ids, p, h in rows]
+
+
+Done = Callable[[int, list[int]], None]  # called with a response's index in the result, and its tokens
+
+
+class Engine(Protocol):
+    """Samples responses from the policy as it is now."""
+
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
+        """Sample a response to each request, in their order. The same seed gives the same tokens.
+
+        Log-probabilities and entropies are those of the whole softmax, even if ``sampling`` excludes tokens. An engine
+        that sees a response end before the others calls ``done`` at once.
+        """
+        ...
+
+
+class Session:
+    """Calls to one engine. Requests of a call may continue those of the call before that had ``keep`` set.
+
+    Open a session for episodes that are played with the same weights. It remembers one call at a time, and nothing
+    after its end, so nothing has to be released. This class only checks the requests, and the engine reads every
+    dialogue again; the native engine's session keeps the keys (``sampling/native/session.py``).
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.continued = self.reread = 0  # requests that built on kept keys, and that read their dialogue again
+        self._dialogues: dict[int, tuple[int, ...]] = {}  # prompt and response of the call before, by number
+        self._open = True
+
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
+        """Sample a response to each request, in their order: see ``Engine``."""
+        self._check(requests)
+        self._dialogues = {}  # a call that fails leaves nothing to continue
+        sampled = self._sample(requests, sampling, seed, done)
+        self._dialogues = {
+            number: (*request.prompt.tokens, *completion.tokens.tolist())
+            for number, request, completion in zip(numbers(requests), requests, sampled, strict=True)
+            if request.keep
+        }
+        return sampled
+
+    def _sample(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None
+    ) -> list[Completion]:
+        self.reread += sum(request.continues is not None for request in requests)
+        return self.engine.sample(requests, sampling, seed, done)
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        if not self._open:
+            raise ValueError("this session has ended: open another one for new episodes")
+        keepers = [number for number, request in zip(numbers(requests), requests, strict=True) if request.keep]
+        if len(set(keepers)) < len(keepers):
+            raise ValueError("two requests with keep=True have the same number: give each its own")
+        for i, request in enumerate(requests):
+            if request.continues is None:
+                continue
+            if request.continues not in self._dialogues:
+                raise ValueError(
+                    f"request {i} continues request number {request.continues}, which the call before did not keep: "
+                    "set keep=True there"
+                )
+            before = self._dialogues[request.continues]
+            if len(request.prompt.tokens) <= len(before) or request.prompt.tokens[: len(before)] != before:
+                raise ValueError(
+                    f"request {i} continues request number {request.continues}: its prompt must be that request's "
+                    f"prompt and response ({len(before)} tokens) and at least one new token"
+                )
+
+    def close(self) -> None:
+        """End the session: nothing can be continued any more."""
+        self._open, self._dialogues = False, {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def session(engine: Engine, length: int | None = None) -> Session:
+    """The engine's own session, if it has one, else one that reads every dialogue again.
+
+    ``length`` is the longest dialogue to expect, in tokens: an engine may reserve memory for it once.
+    """
+    opener = getattr(engine, "session", None)
+    return opener(length) if opener is not None else Session(engine)

@@ -1,0 +1,256 @@
+"""RLTR (arXiv 2602.08489): reasoning is rewarded if another model, continuing from a part of it, answers correctly.
+
+``R = the task's reward + transfer · [the receiver is right]``, normalised in its group as in GRPO. A response with n
+tokens of reasoning is cut after ``⌊τ·n⌋`` of them, τ uniform in (low, high]. A frozen receiver continues it, and the
+task scores prefix and continuation together. docs/rltr.md has the whole picture, and what nobody has published.
+
+**Ours:** the values of all settings; ``n`` counts the tokens before the answer, where the paper counts all: near the
+end of a response its prefix holds the answer already, and transfer would only repeat the task's reward.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isclose
+from typing import TYPE_CHECKING
+
+import torch
+
+from poise._lib.errors import check_range, check_whole, short
+from poise.models.prompts import plain
+from poise.sampling import GROUP
+from poise.sampling.draws import streams, uniform
+from poise.sampling.grpo import Grpo
+from poise.sampling.trajectories import Memory, Trajectory
+from poise.tasks import Problem, Score, TaskError, several_turns
+from poise.tasks.rewards.answers import final_answer
+
+if TYPE_CHECKING:
+    from poise.models.policy import Policy
+    from poise.sampling.sampler import Sampler
+
+MOST = 1000.0  # a larger weight is a typing error
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+MARKS = ("<answer>", "\\boxed", "####")  # each begins an answer
+EDGES = r"\s*_`\"'${"  # what may stand between a mark and its answer
+COMPARED = 200  # characters of an answer that are compared
+INCOMPLETE = "\ufffd"  # stands for bytes that are no whole character
+MOST_BYTES = 4  # of a character in UTF-8
+ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, and means 29
+
+
+@dataclass(frozen=True)
+class Rltr:
+    """GRPO's ``group`` attempts, each rewarded for what the ``receiver`` makes of its reasoning too.
+
+    ``transfer`` is the weight of that part, ``answer`` that of the task's part of this name. ``receiver`` is "start",
+    the weights that the run starts with, or a model as ``model=`` takes it. It continues each prefix ``continuations``
+    times. A prefix is cut between the shares ``low`` and ``high`` of the reasoning. ``marks`` begin an answer.
+    """
+
+    group: int = GROUP
+    transfer: float = 0.5
+    answer: float = 1.0
+    receiver: str = "start"
+    continuations: int = 1
+    low: float = 0.0
+    high: float = 1.0
+    marks: tuple[str, ...] = MARKS
+
+    def __post_init__(self) -> None:
+        check_range("rltr", "transfer", self.transfer, 0.0, MOST)
+        check_range("rltr", "answer", self.answer, 0.0, MOST)
+        check_range("rltr", "low", self.low, 0.0, 1.0)
+        check_range("rltr", "high", self.high, 0.0, 1.0)
+        check_whole("rltr", "continuations", self.continuations, 1)
+        if self.low > self.high or not self.high:
+            raise ValueError(
+                f"rltr: low = {self.low}, high = {self.high}: these are the smallest and the largest share of the "
+                "reasoning that the receiver is shown, so low must not be above high, nor high 0"
+            )
+        if not isinstance(self.receiver, str) or not self.receiver:
+            raise TypeError(f"rltr: receiver must be 'start' or a model's name in quotes, got {short(self.receiver)}")
+        marks = [self.marks] if isinstance(self.marks, str) else self.marks
+        if not isinstance(marks, list | tuple) or not all(isinstance(mark, str) and mark for mark in marks):
+            raise TypeError(f"rltr: marks must be a list of texts, such as ['<answer>'], got {short(self.marks)}")
+        object.__setattr__(self, "marks", tuple(marks))
+
+    @property
+    def models(self) -> Mapping[str, str]:
+        """The frozen models that it needs."""
+        return {"receiver": self.receiver}
+
+    def check(self, sampler: Sampler, note: Callable[[str], None]) -> None:
+        """Before a run: refuse tasks of several turns; say how prefixes reach a receiver with another vocabulary."""
+        if several_turns(sampler.task):
+            raise TaskError(
+                f"algorithm rltr cuts the reasoning of one reply, and task {sampler.task.name!r} plays episodes of "
+                "several turns: a reply there is a move, not an answer; use algorithm=grpo, or a task of one turn"
+            )
+        if not same_tokens(sampler.policy, sampler.others["receiver"].policy):
+            note("receiver: its vocabulary differs from the policy's, so prefixes are passed on as text")
+
+    def collect(
+        self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
+    ) -> tuple[list[Trajectory], Memory | None]:
+        """GRPO's attempts, with the transfer of each in its reward and in its notes."""
+        samples, memory = Grpo(self.group).collect(problems, sampler, seed, memory)
+        with sampler.counts.timed("transfer"):
+            receiver, own_seed = sampler.others["receiver"], _receivers_seed(seed)
+            cuts = self._cuts(own_seed, len(samples))
+            prefixes = [
+                prefix(sample.tokens.tolist(), cut, self.marks, sampler.policy, receiver)
+                for sample, cut in zip(samples, cuts, strict=True)
+            ]
+            shares = self._continue(samples, prefixes, receiver, own_seed)
+        return [
+            self._rewarded(sample, share, cut, len(begun))
+            for sample, share, cut, begun in zip(samples, shares, cuts, prefixes, strict=True)
+        ], memory
+
+    def _cuts(self, seed: int, count: int) -> list[float]:
+        """τ of each response, in (low, high]."""
+        rows = torch.arange(count)
+        points = uniform(seed, rows, torch.full_like(rows, -1))  # the receiver's tokens have positions from 0 on
+        return [self.high - (self.high - self.low) * point for point in points.tolist()]
+
+    def _continue(
+        self, samples: Sequence[Trajectory], prefixes: Sequence[list[int]], receiver: Sampler, seed: int
+    ) -> list[float | None]:
+        """The share of right continuations of each prefix; None if none of them has a verdict.
+
+        Equal prefixes of a problem are continued once.
+        """
+        keys = [(s.problem.id, s.prompt, tuple(tokens)) for s, tokens in zip(samples, prefixes, strict=True)]
+        problems = {
+            key: sample.problem
+            for key, sample in zip(keys, samples, strict=True)
+            if key[-1] and sample.score.failed is None
+        }
+        if not problems:
+            return [0.0] * len(samples)
+        times = range(self.continuations)
+        played = receiver.play(
+            [problem for problem in problems.values() for _ in times],
+            seed,
+            begun=[key[-1] for key in problems for _ in times],
+        )
+        shares: dict[tuple[object, ...], float | None] = {}
+        for number, key in enumerate(problems):
+            scores = [sample.score for sample in played[number * len(times) : (number + 1) * len(times)]]
+            judged = [score.correct for score in scores if score.failed is None]
+            shares[key] = sum(judged) / len(judged) if judged else None
+        return [shares.get(key, 0.0) for key in keys]
+
+    def _rewarded(self, sample: Trajectory, share: float | None, cut: float, length: int) -> Trajectory:
+        """The sample with its new reward."""
+        if sample.score.failed is not None:
+            return sample
+        notes = {**sample.notes, **({} if share is None else {"transfer": share}), "cut": cut, "prefix": length}
+        return replace(sample, score=self._score(sample.score, share or 0.0), notes=notes)
+
+    def _score(self, score: Score, share: float) -> Score:
+        parts, reward = dict(score.parts), score.reward
+        if self.answer != 1:
+            if "answer" not in parts:
+                named = ", ".join(parts) or "none"
+                raise TaskError(
+                    f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', and this task's "
+                    f"reward has no such part (its parts: {named}); leave answer out, and change transfer instead"
+                )
+            if not isclose(sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
+                raise TaskError(
+                    f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', and this task's "
+                    f"reward, {reward:g}, is not the sum of its parts, {parts}: leave answer out, and give the task's "
+                    "rewards other weights (task.reward_weights)"
+                )
+            reward += (self.answer - 1) * parts["answer"]
+            parts["answer"] *= self.answer
+        parts["transfer"] = self.transfer * share
+        return replace(score, reward=reward + parts["transfer"], parts=parts)
+
+    def metrics(self, samples: Sequence[Trajectory]) -> dict[str, float]:
+        """``transfer/…``: the mean over all responses, 0 for those without a prefix; the others are over prefixes.
+
+        Responses whose continuations all lack a verdict are counted, and no part of a mean.
+        """
+        tried = [sample for sample in samples if "cut" in sample.notes]
+        noted = [sample for sample in tried if "transfer" in sample.notes]
+        cut = [sample for sample in noted if sample.notes["prefix"]]
+        groups = {
+            "mean": noted,
+            "after_right": [sample for sample in cut if sample.score.correct],
+            "after_wrong": [sample for sample in cut if not sample.score.correct],
+            **{f"cut/{q:g}": [s for s in cut if q - 0.25 < s.notes["cut"] <= q] for q in QUARTERS},
+        }
+        means = {
+            f"transfer/{name}": sum(sample.notes["transfer"] for sample in rows) / len(rows)
+            for name, rows in groups.items()
+            if rows
+        }
+        failed = {"transfer/failed": float(len(tried) - len(noted))} if len(noted) < len(tried) else {}
+        uncut = {"transfer/uncut": (len(noted) - len(cut)) / len(tried)} if tried else {}
+        return {**means, **uncut, **failed}
+
+
+def _receivers_seed(seed: int) -> int:
+    """The receiver's seed: stream −1, which no sequence uses."""
+    return int(streams(seed, torch.tensor(-1)))
+
+
+def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Policy, receiver: Sampler) -> list[int]:
+    """The first ``share`` of the reasoning in a response of the policy; empty where there is no reasoning.
+
+    The receiver gets tokens, or text if it has another vocabulary. The prefix never holds a token that would end the
+    receiver's reply, or that the receiver does not have, and leaves room for at least one token.
+    """
+    prefix_tokens = list(tokens[: int(share * reasoning_tokens(policy, tokens, marks) + ROUNDING)])
+    if prefix_tokens and not same_tokens(policy, receiver.policy):
+        prefix_tokens = plain(receiver.policy.tokenizer, whole_text(policy, prefix_tokens))
+    ends, size = set(receiver.policy.end_tokens), receiver.policy.head().vocabulary
+    readable = next((i for i, token in enumerate(prefix_tokens) if token in ends or token >= size), len(prefix_tokens))
+    return prefix_tokens[: min(readable, receiver.max_tokens - 1)]
+
+
+def same_tokens(policy: Policy, receiver: Policy) -> bool:
+    """Whether the same numbers stand for the same tokens."""
+    return policy.vocabulary_hash == receiver.vocabulary_hash
+
+
+def reasoning_tokens(policy: Policy, tokens: Sequence[int], marks: Sequence[str] = MARKS) -> int:
+    """How many tokens of a response come before its answer; without an answer all but the end token."""
+    count = len(tokens) - (len(tokens) > 0 and tokens[-1] in policy.end_tokens)
+    text = policy.decode(tokens)
+    place = answer_place(text, marks)
+    if place is None:
+        return count
+    # The last token that ends before the mark: one that holds a part of the mark belongs to the answer.
+    return bisect_right(range(count + 1), place, key=lambda n: len(policy.decode(tokens[:n]))) - 1
+
+
+def answer_place(text: str, marks: Sequence[str]) -> int | None:
+    """Where the first mark is that the answer follows; None without a mark.
+
+    A reply may name a mark before it answers ("I shall write it in ``\\boxed``"), or use it for something else
+    (``#### Step 1``). If the answer follows no mark, the last mark counts.
+    """
+    answer, last = (final_answer(text) or "")[:COMPARED], None
+    one = "|".join(map(re.escape, marks)) or "(?!)"
+    for mark in re.finditer(f"(?:(?:{one})[{EDGES}]*)+", text):  # <answer>\boxed{7} has two
+        if answer and text.startswith(answer, mark.end()):
+            return mark.start()
+        last = mark.start()
+    return last
+
+
+def whole_text(policy: Policy, tokens: Sequence[int]) -> str:
+    """The text of some tokens; a character whose bytes are not all there is left out."""
+    text = policy.decode(tokens)
+    for fewer in range(1, min(MOST_BYTES, len(tokens) + 1)):
+        if not text.endswith(INCOMPLETE):
+            return text
+        text = policy.decode(tokens[: len(tokens) - fewer])
+    return text.rstrip(INCOMPLETE)

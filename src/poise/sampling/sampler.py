@@ -1,0 +1,401 @@
+"""Plays episodes with the policy, many at once: the one way in which trainer, evaluation and diagnose sample."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from poise.batch import Prompt
+from poise.models.location import ModelError, first_line
+from poise.models.policy import NO_LIMIT, Policy
+from poise.models.prompts import PromptError, Tools, opened, tools_of
+from poise.sampling import MAX_TOKENS
+from poise.sampling.draws import Sampling
+from poise.sampling.requests import Completion, Engine, Request, Session, session
+from poise.sampling.trajectories import Trajectory
+from poise.tasks import (
+    Attempt,
+    Episode,
+    Message,
+    Problem,
+    Score,
+    ScoresTogether,
+    Task,
+    begin,
+    explained,
+    heard,
+    judge,
+    judge_all,
+    several_turns,
+)
+from poise.tasks.rewards import TrainerState
+
+Opening = Callable[[int, list[Message]], list[Message]]
+MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
+POLICY = "policy"  # the name under which the policy's tokens are counted
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """What a sampler has counted since ``Sampler.at`` made it."""
+
+    tokens: Counter[str] = field(default_factory=Counter)  # sampled, by the name of the model
+    # Later turns that "continued" from kept keys, or "reread" their dialogue; problems left out as "too_long"
+    turns: Counter[str] = field(default_factory=Counter)
+    reported: dict[str, list[float]] = field(default_factory=dict)  # by reward functions, by name
+    seconds: dict[str, float] = field(default_factory=dict)  # spent, by the part of a step: "rollout", "score"
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Count the time inside this context as that of a part of the step."""
+        start = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """A policy, the engine that samples from it, the task it plays, and how.
+
+    ``others`` are further models by name, such as a frozen one that continues what the policy began. A model is frozen
+    if no optimizer has its parameters. Each step and each evaluation samples with a copy of its own
+    (``at``), whose ``counts`` are its own and those of its copies.
+    """
+
+    policy: Policy
+    engine: Engine
+    task: Task
+    sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
+    max_tokens: int = MAX_TOKENS  # in a reply
+    max_prompt: int | None = None  # in what an episode starts with; None: no limit
+    max_episode: int | None = None  # in all that follows, replies and what the environment says; None: no limit
+    others: Mapping[str, Sampler] = field(default_factory=dict)
+    progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: reward functions see it
+    prefill: str = ""  # what every reply begins with: given to the model, scored with the reply, no part of the loss
+    name: str = POLICY
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        counts = replace(self.counts, turns=Counter(), seconds={})  # these are of the policy alone
+        others = {
+            name: replace(other, name=name, counts=counts, progress=self.progress)
+            for name, other in self.others.items()
+        }
+        object.__setattr__(self, "others", others)
+
+    def at(self, progress: TrainerState | None = None) -> Sampler:
+        """The sampler for one step or one evaluation: it counts from 0, and reward functions see ``progress``."""
+        return replace(self, progress=progress or self.progress, counts=Counts())
+
+    def play(
+        self,
+        problems: Sequence[Problem],
+        seed: int,
+        *,
+        opening: Opening | None = None,
+        begun: Sequence[Sequence[int]] | None = None,
+    ) -> list[Trajectory]:
+        """One attempt at each problem, in their order. The same problem may be named several times.
+
+        An attempt depends on the seed, its index in the list and its problem, not on the other attempts.
+
+        ``opening(i, messages)`` returns what attempt i is shown first, in place of the episode's own messages.
+        ``begun[i]`` are the tokens with which its first reply begins; the model continues from there. They are part of
+        the reply that is scored and count towards its limit, but are not the model's own.
+        """
+        games = self._start(problems, opening, begun)
+        if several_turns(self.task):
+            longest = max((len(game.prompt.tokens) + game.room for game in games), default=None)
+            with session(self.engine, longest if self.max_episode else None) as engine:
+                self._play(games, engine, seed)
+                self.counts.turns.update(continued=engine.continued, reread=engine.reread)
+        else:
+            self._play(games, self.engine, seed)
+        self.counts.tokens[self.name] += sum(sum(game.own) for game in games)
+        return [game.trajectory(self.progress.global_step) for game in games]
+
+    def _play(self, games: Sequence[_Game], engine: Engine | Session, seed: int) -> None:
+        """Turn after turn, until all episodes are over. The engine may keep their keys and values from turn to turn."""
+        turn, live, keep = 0, list(range(len(games))), isinstance(engine, Session)
+        ends = self.policy.end_tokens
+        while live:
+            playing = [games[i] for i in live]
+            requests = [
+                Request(
+                    game.prompt.then(game.tokens) if game.tokens else game.prompt,
+                    min(self.max_tokens - (0 if turn else game.prefix), game.room),
+                    ends,
+                    number,
+                    keep=keep,
+                    continues=number if keep and turn else None,
+                )
+                for number, game in zip(live, playing, strict=True)
+            ]
+            with _Replies(self.policy, self.task, playing) as replies:
+                with self.counts.timed("rollout"):
+                    completions = engine.sample(requests, self.sampling, _turn_seed(seed, turn), replies.take)
+                with self.counts.timed("score"):
+                    replies.finish(completions)
+            turn += 1
+            if turn >= MAX_TURNS:
+                for game in playing:
+                    game.cut_off()
+            with self.counts.timed("score"):
+                self._score([game for game in playing if game.over])
+            live = [i for i in live if not games[i].over]
+
+    def greedy(self) -> Sampler:
+        """The same, always taking the most likely token."""
+        return replace(self, sampling=Sampling(temperature=0.0))
+
+    def _score(self, games: Sequence[_Game]) -> None:
+        """Score the games that are over and have no score yet."""
+        waiting = [game for game in games if game.score is None]
+        if waiting and isinstance(self.task, ScoresTogether):
+            scores = judge_all(self.task, [game.attempt(self.progress, self.counts.reported) for game in waiting])
+        else:
+            scores = [judge(game.task, game.problem, game.episode) for game in waiting]
+        for game, score in zip(waiting, scores, strict=True):
+            game.score = score
+
+    def _start(
+        self,
+        problems: Sequence[Problem],
+        opening: Opening | None = None,
+        begun: Sequence[Sequence[int]] | None = None,
+    ) -> list[_Game]:
+        """Episodes at their first prompt; equal openings are encoded once."""
+        prompts: dict[str, Prompt] = {}  # by opening
+        most = self.policy.longest
+        prefill = Prefill(self.prefill, self.policy.encode_prefill(self.prefill), opened(self.policy.tokenizer))
+        games = []
+        for place, problem in enumerate(problems):
+            episode = begin(self.task, problem)
+            with explained(self.task, problem, "start()"):
+                messages = episode.start()
+            if opening is not None:
+                messages = opening(place, messages)
+            if not problem.prompt:  # the environment wrote it: records show it
+                problem = replace(problem, prompt=messages[-1]["content"])
+            tools = tools_of(episode)
+            key = repr((messages, tools))
+            if key not in prompts:
+                prompts[key] = self._encode(problem, messages, tools, prefill.tokens)
+            start, room = prompts[key], self._room(most - len(prompts[key].tokens))
+            game = _Game(self.policy, self.task, problem, episode, messages, len(messages), start, room, tools, prefill)
+            if begun is not None and len(begun[place]):
+                game.begin_reply(begun[place])
+            games.append(game)
+        return games
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether the prompt of a problem has at most ``max_prompt`` tokens.
+
+        True if only the user's own episode could tell: user code is not run for that.
+        """
+        own = getattr(self.task, "pure_start", False)
+        plain = not hasattr(self.task, "episode")  # then the prompt is a user's message
+        # A token has at least one byte, so a prompt with few bytes fits without being encoded.
+        short = plain and len(problem.prompt.encode(errors="replace")) + self._frame <= (self.max_prompt or NO_LIMIT)
+        if (own or plain) and not short:
+            try:
+                self._start([problem])
+            except LongPromptError:
+                self.counts.turns["too_long"] += 1
+                return False
+        return True
+
+    @cached_property
+    def _frame(self) -> int:
+        """The tokens that the chat template and the prefill add to a user's message; many if the template fails."""
+        with suppress(Exception):  # ``_encode`` names the problem on which it fails
+            return len(self.policy.encode(".")) + len(self.policy.encode_prefill(self.prefill))
+        return NO_LIMIT
+
+    def _room(self, left: int) -> int:
+        """Token budget after the prompt, over all turns; ``left`` are the model's remaining positions."""
+        # If not even the first reply fits, the engine refuses the request.
+        return min(max(self.max_tokens, left), self.max_episode or NO_LIMIT)
+
+    def _encode(self, problem: Problem, messages: list[Message], tools: Tools, prefill: list[int]) -> Prompt:
+        """A problem's prompt. Errors name the problem whose prompt cannot be encoded or is too long."""
+        try:
+            ids = [*self.policy.encode(messages, tools), *prefill]
+        except PromptError as error:
+            raise ModelError(f"problem {problem.id}: {error}") from error
+        except Exception as error:  # a chat template is a program of the model's, and may raise anything
+            raise ModelError(
+                f"problem {problem.id}: the model's tokenizer or chat template fails on its prompt "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
+        if self.max_prompt is not None and len(ids) > self.max_prompt:
+            raise LongPromptError(
+                f"the prompt of problem {problem.id} has {len(ids)} tokens, more than rollout.max_prompt="
+                f"{self.max_prompt}: raise it, or make the task's prompts shorter"
+            )
+        described = f"the prompt of problem {problem.id} with {len(ids)} tokens"
+        self.policy.check_positions(len(ids), self.max_tokens, described)
+        return Prompt(tuple(ids))
+
+
+class LongPromptError(ModelError):
+    """A prompt has more than ``rollout.max_prompt`` tokens."""
+
+
+class Prefill(NamedTuple):
+    """What every reply begins with. Its tokens end the prompt, and its text is part of the reply.
+
+    The text comes after ``opening``, which the chat template itself writes, such as ``<think>``.
+    """
+
+    text: str = ""
+    tokens: list[int] = []  # noqa: RUF012 (never changed)
+    opening: str = ""
+
+
+@dataclass(eq=False)
+class _Game:
+    """One episode under way. What follows its prompt grows with every reply and every answer of the environment."""
+
+    policy: Policy
+    task: Task
+    problem: Problem
+    episode: Episode
+    messages: list[Message]  # the dialogue so far
+    opening: int  # how many of them the episode started with
+    prompt: Prompt
+    room: int  # for tokens yet to come
+    tools: Tools = ()
+    prefill: Prefill = Prefill()  # noqa: RUF009 (immutable)
+    tokens: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)  # of each token: whether the model wrote it
+    # Of these tokens, reply after reply and text after text; 0 for the environment's.
+    logp: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    sampler_logp: list[Tensor | None] = field(default_factory=list)
+    end: int = 0  # how many of the tokens there are up to the model's last one
+    replies: list[str] = field(default_factory=list)
+    score: Score | None = None
+    over: bool = False
+    finished: bool = True
+    prefix: int = 0  # tokens at the start of the first reply that are not the model's own
+
+    def begin_reply(self, tokens: Sequence[int]) -> None:
+        """The first reply begins with these tokens, which are not the model's own."""
+        self.prefix = len(tokens)
+        self._follow(tokens)
+
+    def _follow(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
+        """These tokens come next: the model's own, with their completion, or given to it."""
+        self.tokens += tokens
+        self.own += [completion is not None] * len(tokens)
+        self.logp.append(torch.zeros(len(tokens)) if completion is None else completion.logp)
+        self.entropy.append(torch.zeros(len(tokens)) if completion is None else completion.entropy)
+        self.sampler_logp.append(None if completion is None else completion.sampler_logp)
+        self.end = self.end if completion is None else len(self.tokens)
+        self.room -= len(tokens)
+
+    def answered(self, completion: Completion, reply: str, said: list[Message], score: Score | None) -> None:
+        """The model has replied, and the environment has answered with ``said``, or with a score at the end."""
+        self._follow(completion.tokens.tolist(), completion)
+        self.replies.append(reply)
+        self.finished &= completion.finished
+        self.score, self.over = score, not said
+        self.messages = [*self.messages, {"role": "assistant", "content": reply}]
+        if said:
+            following = self.policy.encode_next(self.messages, said, self.tokens[-1], self.tools)
+            following = [*following, *self.prefill.tokens]
+            if self.room - len(following) < 1:  # no token of a reply would fit behind it
+                self.cut_off()
+                return
+            self._follow(following)
+            self.messages = [*self.messages, *said]
+
+    def cut_off(self) -> None:
+        """End an unfinished episode here; it is scored as it stands."""
+        self.finished &= self.over
+        self.over = True
+
+    def attempt(self, progress: TrainerState, reported: dict[str, list[float]]) -> Attempt:
+        """The episode as reward functions see it."""
+        prompt, completion = self.messages[: self.opening], self.messages[self.opening :]
+        return Attempt(self.problem, self.episode, prompt, completion, list(self.tokens), progress, reported)
+
+    def trajectory(self, version: int) -> Trajectory:
+        """The row to train on, up to the model's last token."""
+        assert self.score is not None
+        reported = any(values is not None for values in self.sampler_logp)
+        of_sampler = [p if q is None else q for p, q in zip(self.logp, self.sampler_logp, strict=True)]
+        return Trajectory(
+            self.problem,
+            self.prompt,
+            torch.tensor(self.tokens[: self.end], dtype=torch.long),
+            torch.tensor(self.own[: self.end], dtype=torch.bool),
+            self.score,
+            "\n".join(self.replies),
+            self.finished,
+            logp=torch.cat(self.logp)[: self.end],
+            entropy=torch.cat(self.entropy)[: self.end],
+            messages=self.messages[self.opening :],
+            episode=self.episode,
+            sampler_logp=torch.cat(of_sampler)[: self.end] if reported else None,
+            version=version,
+        )
+
+
+def _turn_seed(seed: int, turn: int) -> int:
+    """The seed of a turn; the first one's is the step's own."""
+    return seed + turn * 0x9E3779B97F4A7C15 % (1 << 62)
+
+
+class _Replies:
+    """The environment's answers to the replies, computed while other replies are still being sampled.
+
+    An engine hands replies to ``take`` as they end. A task with ``concurrent = True`` is asked at once, in another
+    thread. Any other task is asked after sampling, in the thread that trains: a verifier that limits its time by
+    signals works nowhere else.
+    """
+
+    def __init__(self, policy: Policy, task: Task, games: Sequence[_Game]) -> None:
+        self.policy, self.games = policy, games
+        self.answers: dict[int, Future[tuple[str, list[Message], Score | None]]] = {}
+        self.pool = ThreadPoolExecutor(1) if getattr(task, "concurrent", False) else None
+
+    def __enter__(self) -> _Replies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def take(self, i: int, tokens: list[int]) -> None:
+        """Reply i has ended."""
+        if self.pool is not None:
+            self.answers[i] = self.pool.submit(self._answer, i, tokens)
+
+    def finish(self, completions: Sequence[Completion]) -> None:
+        """Every game gets its reply and the environment's answer."""
+        for i, (game, completion) in enumerate(zip(self.games, completions, strict=True)):
+            answer = self.answers.get(i)
+            game.answered(completion, *(answer.result() if answer else self._answer(i, completion.tokens.tolist())))
+
+    def _answer(self, i: int, tokens: list[int]) -> tuple[str, list[Message], Score | None]:
+        game = self.games[i]
+        prefix = [] if game.replies else game.tokens  # of the first reply
+        prefill = game.prefill
+        text = self.policy.decode([*prefill.tokens, *prefix, *tokens])
+        # Decoding leaves out what the tokenizer calls special.
+        text = prefill.opening + prefill.text + text.removeprefix(prefill.text)
+        with explained(game.task, game.problem, "step()"):
+            said = heard(game.task, game.problem, game.episode.step(text))
+        together = isinstance(game.task, ScoresTogether)  # then one call scores all that have ended
+        return text, said, None if said or together else judge(game.task, game.problem, game.episode)

@@ -1,0 +1,234 @@
+"""Sampling by vLLM, in the trainer's process, with a copy of the policy's weights.
+
+The parts of vLLM that poise uses, so that a change there is easy to find: ``LLM``, its ``generate`` with
+``SamplingParams``, ``collective_rpc("reload_weights")``, ``reset_prefix_cache`` and
+``llm_engine.model_config.max_model_len``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from poise._lib.device import same_random_numbers
+from poise.batch import Prompt, padded_batch
+from poise.models.location import first_line
+from poise.models.policy import ModelError, Policy
+from poise.models.scoring import score_all
+from poise.sampling import VLLM_MEMORY
+from poise.sampling.draws import Sampling, streams
+from poise.sampling.requests import Completion, Done, Request, check_requests, numbers
+
+INSTALL = (
+    "in your clone of poise run: pip install -e '.[vllm]', or for a CPU, in an environment of its own: "
+    "make .venv-vllm/installed, then .venv-vllm/bin/poise"
+)
+COLDEST, HOTTEST = 0.01, 2.0  # temperatures: vLLM takes 0.01 for a lower one, and refuses a higher one than 2
+
+
+class VllmEngine:
+    """Samples with vLLM. Its kernels round differently from the policy's, so its probabilities differ a little.
+
+    Therefore ``Completion.logp`` and ``entropy`` come from a forward pass of the policy over the responses, and
+    ``sampler_logp`` from vLLM: importance weights correct the difference. With ``top_p`` or ``top_k`` vLLM reports
+    probabilities among the remaining tokens, which cannot be compared, so ``sampler_logp`` is None.
+
+    vLLM starts with the first call. The weights are pushed to it at every call: a copy is far cheaper than sampling,
+    and no dirty-tracking is needed. ``batch`` bounds how many responses are decoded together; 0 leaves that to vLLM.
+    ``memory`` is the share of the device's memory that it may take, ``micro_tokens`` the tokens per pass of the policy.
+    """
+
+    started: ClassVar[int] = 0  # in this process
+
+    def __init__(
+        self, policy: Policy, batch: int = 0, memory: float = VLLM_MEMORY, micro_tokens: int | None = None
+    ) -> None:
+        check_installed()
+        self.policy, self.batch, self.memory, self.micro_tokens = policy, batch, memory, micro_tokens
+        self._llm: Any = None
+        self._failed = False
+
+    @torch.no_grad()
+    def sample(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        seed: int,
+        done: Done | None = None,  # noqa: ARG002
+    ) -> list[Completion]:
+        """Sample a response to each request, in their order."""
+        check_requests(requests)
+        if sampling.temperature > HOTTEST or 0 < sampling.temperature < COLDEST:
+            raise ModelError(
+                f"rollout.temperature={sampling.temperature:g}: vLLM samples at 0 and from {COLDEST:g} to {HOTTEST:g} "
+                "only; use rollout.engine=auto or transformers"
+            )
+        if self._failed:
+            raise ModelError("rollout.engine=vllm: vLLM has failed in this process and cannot be used again")
+        with same_random_numbers(self.policy.device):  # vLLM seeds them when it starts
+            return self._sample(requests, sampling, seed)
+
+    def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> list[Completion]:
+        if self._llm is None:
+            self._start()
+        room = self._llm.llm_engine.model_config.max_model_len
+        need, request = max(((len(r.prompt.tokens) + r.max_tokens, r) for r in requests), key=lambda pair: pair[0])
+        if need > room:
+            raise ModelError(
+                f"a prompt of {len(request.prompt.tokens)} tokens and rollout.max_tokens={request.max_tokens} are more "
+                f"than the {room} that vLLM has room for: that is the model's own limit, or what rollout.vllm_memory "
+                "holds"
+            )
+        self._failed = True  # half of the weights may be old ones if this is interrupted
+        self._push()
+        self._failed = False
+        return self._answer(requests, sampling, seed)
+
+    def _answer(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> list[Completion]:
+        from vllm import SamplingParams
+
+        settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        seeds = (streams(seed, torch.tensor(numbers(requests))) & (1 << 63) - 1).tolist()  # vLLM reads −1 as "no seed"
+        vocabulary = range(self.policy.head().vocabulary)  # vLLM refuses to stop at any other token
+        parameters = [
+            SamplingParams(
+                seed=own_seed,
+                max_tokens=request.max_tokens,
+                stop_token_ids=[t for t in request.stop if t in vocabulary],
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                ignore_eos=True,  # the request says what ends it
+                **settings,
+            )
+            for own_seed, request in zip(seeds, requests, strict=True)
+        ]
+        prompts = [{"prompt_token_ids": list(request.prompt.tokens)} for request in requests]
+        try:
+            outputs = [answer.outputs[0] for answer in self._llm.generate(prompts, parameters, use_tqdm=False)]
+        except BaseException:
+            self._failed = True  # its queue still holds unanswered requests
+            raise
+        tokens = [torch.tensor(output.token_ids) for output in outputs]
+        batch = padded_batch([request.prompt for request in requests], tokens, self.policy.device)
+        scores = score_all(self.policy, batch, sampling.temperature or 1.0, self.micro_tokens)
+        return [
+            Completion(
+                ids,
+                logp[: len(ids)],
+                entropy[: len(ids)],
+                output.finish_reason == "stop",
+                torch.tensor(output.logprobs.logprobs) if sampling.whole else None,  # one for each token: its own
+            )
+            for output, ids, logp, entropy in zip(outputs, tokens, *(x.cpu() for x in scores), strict=True)
+        ]
+
+    # vLLM itself
+
+    def _start(self) -> None:
+        """Start vLLM with the policy's configuration, push the weights, and compare log-probabilities."""
+        name, device = type(self.policy.model).__name__, self.policy.device
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # where this one process meets itself; no network is needed
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            from vllm import LLM
+            from vllm.platforms import current_platform
+        except Exception as error:  # a package beside it that does not fit torch raises anything
+            raise ModelError(
+                f"rollout.engine=vllm: vLLM cannot be imported ({first_line(error)}); {INSTALL}"
+            ) from error
+        built_for = current_platform.device_type
+        if built_for != device.type or device.index:
+            where = f"the model is on {device}, but this vLLM works on {built_for or 'no device of this machine'}"
+            other = f"set device={built_for}, or " if built_for else ""
+            raise ModelError(f"rollout.engine=vllm: {where}; {other}{INSTALL}")
+        base = self.policy.base
+        # For a model that it has no code for, vLLM wraps transformers' own class, and then asks every instance this.
+        base.base_model.do_not_compile = True
+        config = copy.deepcopy(base.config)
+        config.architectures = [type(base).__name__]
+        self._failed = True  # until the trial has passed
+        VllmEngine.started += 1
+        more: dict[str, Any] = {"max_num_seqs": self.batch} if self.batch else {}
+        if device.type == "cpu":
+            # On a CPU vLLM packs the head's weights, and does not pack them again if they are tied to the embedding.
+            # If a prompt is read in pieces it rewinds the request's generator, which torch's CPU generator cannot do.
+            # And gpu_memory_utilization would have to cover everything that this process has in memory.
+            config.tie_word_embeddings = False
+            room = int(self.memory * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            more |= {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": room}
+        try:
+            with TemporaryDirectory() as folder:
+                config.save_pretrained(folder)
+                self._llm = LLM(
+                    model=folder,
+                    skip_tokenizer_init=True,
+                    load_format="dummy",
+                    dtype=str(next(self.policy.trunk.parameters()).dtype).removeprefix("torch."),
+                    gpu_memory_utilization=self.memory,
+                    max_model_len=-1,
+                    logprobs_mode="processed_logprobs",
+                    **more,
+                )
+            self._push()
+            gap = self._gap()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any kind: this is third-party code, with any model
+            why = first_line(error)
+            change = "raise" if "increasing" in why else "lower"
+            other = f"{change} rollout.vllm_memory, or " if "memory" in why else ""
+            advice = f"{other}use rollout.engine=auto or transformers"
+            raise ModelError(f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); {advice}") from error
+        half = next(self.policy.trunk.parameters()).dtype in (torch.float16, torch.bfloat16)
+        if not gap <= (0.2 if half else 1e-2):
+            second = "vLLM was started in this process before: begin a new process, or " * (VllmEngine.started > 1)
+            raise ModelError(
+                f"rollout.engine=vllm: the log-probabilities of {name} in vLLM are {gap:.3g} off on average, so it "
+                f"does not run the same model; {second}use rollout.engine=auto or transformers"
+            )
+        self._failed = False
+
+    def _push(self) -> None:
+        """Copy the policy's weights to vLLM, and drop the prompts that it has cached with the old weights."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(self.policy)})
+        self._llm.reset_prefix_cache()
+
+    def _gap(self) -> float:
+        """Mean distance between vLLM's log-probabilities and the policy's, over a few sampled tokens."""
+        size = self.policy.head().vocabulary  # from its middle: at special tokens rounding alone may do much
+        prompts = [Prompt(tuple((size // 2 + i) % size for i in range(n))) for n in (3, 8)]
+        trial = self._answer([Request(prompt, 16) for prompt in prompts], Sampling(), 0)
+        gaps = [each.logp - each.sampler_logp for each in trial if each.sampler_logp is not None]
+        return float(torch.cat(gaps).abs().mean())
+
+
+def check_installed() -> None:
+    """Raise ModelError if vLLM is not installed."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:  # without an origin it is only a folder of that name
+        raise ModelError(f"rollout.engine=vllm: vLLM is not installed; {INSTALL}")
+
+
+def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """The policy's weights under the names of its checkpoint, adapters merged. Tied weights come under each name."""
+    base = policy.base
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        if ".lora_" in name:
+            continue
+        layer_name, adapted, own_name = name.partition(".base_layer.")
+        value = parameter.detach()
+        if adapted and own_name == "weight":
+            layer = base.get_submodule(layer_name)
+            for adapter in layer.active_adapters:
+                value = value + layer.get_delta_weight(adapter).to(value.dtype)
+        yield (f"{layer_name}.{own_name}" if adapted else name), value

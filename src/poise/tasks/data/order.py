@@ -1,0 +1,160 @@
+"""The order of training problems from one or several data sets: a function of the seed and the place alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import count, islice
+from random import Random
+from typing import overload
+
+from poise.tasks.base import Problem
+from poise.tasks.data.rows import DataError, Row
+
+ENDLESS = 2**53  # the length of an epoch that has no end
+PERIOD = 1000  # problems of a mixture with a streamed set over which its weights hold exactly
+
+
+class Table:
+    """Problems in memory. ``name`` tells the walks of several tables apart."""
+
+    def __init__(self, problems: list[Problem], name: str) -> None:
+        self.problems, self.name = problems, name
+        self._order = lru_cache(4)(self._shuffled)
+
+    def at(self, seed: int, place: int) -> Problem:
+        """Epoch after epoch."""
+        number, within = divmod(place, len(self.problems))
+        return self.problems[self._order(seed, number)[within]]
+
+    def _shuffled(self, seed: int, number: int) -> list[int]:
+        order = list(range(len(self.problems)))
+        Random(f"epoch {seed} {number} {self.name}").shuffle(order)
+        return order
+
+    def leave_out(self, unfit: Callable[[Problem], bool]) -> list[Problem]:
+        """Drop the problems that do not fit, and return them."""
+        out = [problem for problem in self.problems if unfit(problem)]
+        gone = {id(problem) for problem in out}
+        self.problems[:] = [problem for problem in self.problems if id(problem) not in gone]
+        self._order.cache_clear()
+        return out
+
+
+class Stream:
+    """Problems of a set that is read while training: its rows in their order, shuffled in blocks of ``buffer`` rows.
+
+    Only one block is in memory. A walk goes forward; to go back it begins again.
+    """
+
+    def __init__(
+        self, name: str, rows: Callable[[], Iterable[Row]], problem: Callable[[int, Row], Problem | None], buffer: int
+    ) -> None:
+        self.name, self.rows, self.problem, self.buffer = name, rows, problem, buffer
+        self.unfit: list[Callable[[Problem], bool]] = []
+        self._seed, self._start = 0, 0
+        self._block: list[Problem] = []
+        self._blocks = self._read(0)
+
+    def at(self, seed: int, place: int) -> Problem:
+        """Pass after pass, block after block."""
+        if seed != self._seed or place < self._start:
+            self._rewind(seed)
+        while place >= self._start + len(self._block):
+            self._start += len(self._block)
+            self._block = next(self._blocks)
+        return self._block[place - self._start]
+
+    def leave_out(self, unfit: Callable[[Problem], bool]) -> list[Problem]:
+        """Skip the problems that do not fit from now on."""
+        self.unfit.append(unfit)
+        self._rewind(self._seed)
+        return []
+
+    def _rewind(self, seed: int) -> None:
+        self._seed, self._start, self._block, self._blocks = seed, 0, [], self._read(seed)
+
+    def _read(self, seed: int) -> Iterator[list[Problem]]:
+        for passed in count():
+            found = 0
+            rows = enumerate(self.rows(), 1)
+            for number in count():
+                block = list(islice(rows, self.buffer))
+                if not block:
+                    break
+                read = [self.problem(place, row) for place, row in block]
+                problems = [each for each in read if each is not None and not any(out(each) for out in self.unfit)]
+                Random(f"block {seed} {passed} {number} {self.name}").shuffle(problems)
+                found += len(problems)
+                yield problems
+            if not found:
+                raise DataError(f"data {self.name}: none of its rows can be trained on")
+
+
+class Mixture:
+    """Several data sets, each with its share of every period: by its weight, in whole numbers of problems."""
+
+    def __init__(self, parts: Sequence[Table | Stream], weights: Sequence[float], names: Sequence[str]) -> None:
+        self.parts, self.weights, self.names = parts, weights, names
+        self.epoch = lru_cache(4)(self._epoch)
+        self._places = lru_cache(4)(self._laid_out)
+
+    def changed(self) -> None:
+        """Forget the epochs: a part has fewer problems now."""
+        self.epoch.cache_clear()
+
+    def _epoch(self, seed: int, number: int) -> Sequence[Problem]:
+        """An epoch: as many problems as the sets have together. With a streamed set it has no end."""
+        tables = [part for part in self.parts if isinstance(part, Table)]
+        if len(tables) < len(self.parts):
+            return Endless(lambda place: self._at(seed, place))
+        size = sum(len(table.problems) for table in tables)
+        return [self.parts[part].at(seed, place) for part, place in self._places(seed, number, size)]
+
+    def _at(self, seed: int, place: int) -> Problem:
+        number, within = divmod(place, PERIOD)
+        part, within = self._places(seed, number, PERIOD)[within]
+        return self.parts[part].at(seed, within)
+
+    def _laid_out(self, seed: int, number: int, size: int) -> list[tuple[int, int]]:
+        """Of each problem of a period: its part, and its place in the walk of that part."""
+        counts = shares(self.weights, size)
+        for name, part, share in zip(self.names, self.parts, counts, strict=True) if size else ():
+            if isinstance(part, Table) and not part.problems:
+                raise DataError(f"data {name}: no problem is left to train on")
+            if not share:
+                raise DataError(f"data {name}: with its weight none of {size:,} problems would come from it: raise it")
+        order = [part for part, share in enumerate(counts) for _ in range(share)]
+        if len(counts) > 1:
+            Random(f"mixture {seed} {number}").shuffle(order)
+        walks = [count(number * share) for share in counts]
+        return [(part, next(walks[part])) for part in order]
+
+
+def shares(weights: Sequence[float], size: int) -> list[int]:
+    """``size`` split into whole numbers in proportion to the weights, by the largest remainders."""
+    exact = [size * weight / sum(weights) for weight in weights]
+    found = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda part: found[part] - exact[part])
+    for part in by_remainder[: size - sum(found)]:
+        found[part] += 1
+    return found
+
+
+class Endless(Sequence[Problem]):
+    """A sequence without an end, whose problems are made when they are asked for."""
+
+    def __init__(self, at: Callable[[int], Problem]) -> None:
+        self._at = at
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    @overload
+    def __getitem__(self, place: int) -> Problem: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Problem]: ...
+    def __getitem__(self, place: int | slice) -> Problem | list[Problem]:
+        if isinstance(place, slice):
+            return [self._at(each) for each in range(ENDLESS)[place]]
+        return self._at(place)

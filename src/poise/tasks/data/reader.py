@@ -1,0 +1,194 @@
+"""Rows to problems: which columns hold the question and the answer, what the model is shown, what cannot be used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from poise._lib.errors import counted, short
+from poise.tasks.base import Message, Problem
+from poise.tasks.data.rows import DataError, Row, Rows, some
+from poise.tasks.rewards import GOLD_COLUMNS, Rewards
+
+QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Names = str | Sequence[str] | None  # a column, several of which the first that there is counts, or the usual ones
+Make = Callable[[int, Row], Problem | None]  # the problem of a row, given its number; None: it has no question
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the rows of a task become problems. Its settings are those of ``Data``.
+
+    ``mixed``: there are several data sets. Then the right answer is in the same column for all of them, and a
+    problem's difficulty is the name of its data set. ``notes`` gets what a user should know about the data.
+    """
+
+    rewards: Rewards
+    question: Names
+    answer: Names
+    difficulty: str | None
+    system: str | None
+    template: str
+    notes: list[str]
+    mixed: bool = False
+
+    def read(self, found: Rows, name: str) -> tuple[list[Problem], Make]:
+        """The problems of the rows, and what makes the problem of any other row of the data set of that name."""
+        source, rows = found.source, found.rows
+        if not rows:
+            unread = f"; {_lines(found)}" if found.unreadable else ""
+            raise DataError(f"data {source} has no row{unread}")
+        columns = list(dict.fromkeys(column for _, row in rows for column in row))
+        make, gold = self._columns(source, columns, name)
+        problems, empty, wrong = [], [], []
+        for number, row in rows:
+            try:
+                problem = make(number, row)
+            except ValueError as error:
+                wrong.append((number, str(error)))
+                continue
+            if problem is None:
+                empty.append(number)
+            else:
+                problems.append(problem)
+        self._note_unusable(found, wrong, empty)
+        if not problems:
+            asked, why = counted(len(rows), "row"), f" ({wrong[0][1]})" if wrong else ""
+            question = _column("question", self.question, QUESTION_COLUMNS, columns, source)
+            raise DataError(f"data {source}: none of its {asked} has a question in column {question!r}{why}")
+        self._check_answers([*columns, *([gold] if gold else [])], source)
+        self._note_doubtful(source, problems, gold)
+        return problems, make
+
+    def _columns(self, source: str, columns: Sequence[str], name: str) -> tuple[Make, str | None]:
+        """What makes the problem of a row, and the column in which rewards find the right answer."""
+        question = _column("question", self.question, QUESTION_COLUMNS, columns, source)
+        answer = _column("answer", self.answer, (), columns, source) if self.answer else _usual(GOLD_COLUMNS, columns)
+        if self.difficulty is not None:
+            _column("difficulty", self.difficulty, (), columns, source)
+        usual = self.answer is None and not self.mixed
+        gold = None if answer is None else answer.lower() if usual else GOLD_COLUMNS[0]
+
+        def make(number: int, row: Row) -> Problem | None:
+            messages, chat = self._messages(row, question)
+            if messages is None:
+                return None
+            given = row if answer is None else {**row, str(gold): row.get(answer)}
+            text = row[question] if isinstance(row[question], str) else str(messages[-1]["content"])
+            data = {"row": given, "messages": messages, "chat": chat, "text": text}
+            level = (name if self.mixed else "all") if self.difficulty is None else str(row.get(self.difficulty))
+            return Problem(f"{source}:{number}", str(messages[-1]["content"]), level, data)
+
+        return make, gold
+
+    def _note_unusable(self, found: Rows, wrong: Sequence[tuple[int, str]], empty: list[int]) -> None:
+        if found.unreadable:
+            self.notes.append(f"{found.source}: {_lines(found)}")
+        if wrong:
+            lines = some([number for number, _ in wrong])
+            said = f"{counted(len(wrong), 'row')} cannot be used ({wrong[0][1]}): {lines}"
+            self.notes.append(f"{found.source}: {said}")
+        if empty:
+            said = counted(len(empty), "row has no question and is", "rows have no question and are")
+            self.notes.append(f"{found.source}: {said} left out: {some(empty)}")
+
+    def _note_doubtful(self, source: str, problems: Sequence[Problem], gold: str | None) -> None:
+        """Note problems without an answer, and questions that are there twice."""
+        golds = [name or gold or GOLD_COLUMNS[0] for name in self.rewards.answer_columns()]
+        unknown = [p for p in problems if any(p.data["row"].get(name) in (None, "") for name in golds)]
+        if unknown:
+            said = counted(len(unknown), "row has no answer, and gets", "rows have no answer, and get")
+            self.notes.append(f"{source}: {said} no reward from rewards that compare with it: {places(unknown)}")
+        copies = _repeated(problems)
+        if copies:
+            said = counted(len(copies), "row repeats", "rows repeat")
+            kept = "is kept" if len(copies) == 1 else "are kept"
+            self.notes.append(f"{source}: {said} an earlier question, and {kept}: {places(copies)}")
+
+    def _check_answers(self, columns: Sequence[str], source: str) -> None:
+        """Raise where a reward would find no right answer to compare with: it is called long after."""
+        for name in self.rewards.answer_columns():
+            if name is None:
+                _column("answer", None, GOLD_COLUMNS, columns, source)
+            elif name not in columns:
+                known = ", ".join(columns)
+                raise DataError(f"data {source} has no column {name!r}, which a reward names (it has: {known})")
+
+    def _messages(self, row: Row, question: str) -> tuple[list[Message] | None, bool]:
+        """What the model is shown first, and whether the row holds messages itself; None: there is no question."""
+        asked = row.get(question)
+        if asked is None or (isinstance(asked, str) and not asked.strip()) or asked == []:
+            return None, False
+        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        if isinstance(asked, list):
+            messages = [_message(each) for each in asked]
+            while messages and messages[-1]["role"] == "assistant":  # a solution, as in data for fine-tuning
+                messages.pop()
+            if not messages:
+                return None, True
+            if messages[0]["role"] == "system":
+                system = []
+            if self.template != "{question}":
+                messages[-1] = {**messages[-1], "content": self._fill(row, messages[-1]["content"])}
+            return system + messages, True
+        return [*system, {"role": "user", "content": self._fill(row, str(asked))}], False
+
+    def _fill(self, row: Row, question: str) -> str:
+        values = {**row, "question": question}
+        return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], self.template)
+
+
+def _message(value: Any) -> Message:
+    content = value.get("content") if isinstance(value, dict) else None
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+    if not isinstance(content, str) or value.get("role") not in ROLES:
+        raise ValueError(f"a message must have a role ({', '.join(ROLES)}) and a content of text, got {short(value)}")
+    return {"role": value["role"], "content": content}
+
+
+def places(problems: Sequence[Problem]) -> str:
+    """The lines of problems, for a message."""
+    return some([int(problem.id.rpartition(":")[2]) for problem in problems])
+
+
+def _column(what: str, named: Names, usual: Sequence[str], columns: Sequence[str], source: str) -> str:
+    """The column that holds a question or an answer, or what to do."""
+    names = [named] if isinstance(named, str) else list(named or ())
+    found = next((name for name in names if name in columns), None) or (None if names else _usual(usual, columns))
+    if found is None and names:
+        listed = " or ".join(map(repr, names))
+        raise DataError(f"data {source} has no column {listed} (it has: {', '.join(columns)}): task.{what}=COLUMN")
+    if found is None:
+        raise DataError(
+            f"data {source}: none of its columns is called {', '.join(usual)} (it has: {', '.join(columns)}); "
+            f"name the one with the {what}: task.{what}=COLUMN"
+        )
+    return found
+
+
+def _usual(usual: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The first column with a usual name, in whatever case."""
+    known = {column.lower(): column for column in reversed(columns)}
+    return next((known[name] for name in usual if name in known), None)
+
+
+def question_key(problem: Problem) -> str:
+    """Equal for the same question, whatever its spaces and letter case."""
+    return " ".join(problem.data["text"].casefold().split())
+
+
+def _repeated(problems: Sequence[Problem]) -> list[Problem]:
+    """Those whose question an earlier one has."""
+    first: dict[str, Problem] = {}
+    return [problem for problem in problems if first.setdefault(question_key(problem), problem) is not problem]
+
+
+def _lines(found: Rows) -> str:
+    number, why = found.unreadable[0]
+    listed = some([number for number, _ in found.unreadable])
+    said = counted(len(found.unreadable), "row cannot be read and is", "rows cannot be read and are")
+    return f"{said} left out: {listed} ({f'line {number}: ' if len(found.unreadable) > 1 else ''}{why})"

@@ -1,0 +1,249 @@
+"""Data sets as people name them: files, folders, sets on the hub with configuration and splits, objects in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import islice
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from poise._lib import live
+from poise._lib.errors import MOST_LISTED, check_range, short, unknown
+from poise._lib.files import expand
+from poise.tasks.data.rows import ENDINGS, OTHER_SUFFIXES, SUFFIXES, DataError, Row, Rows, module, read_file
+
+TRAIN = "train"
+HELD_OUT = ("test", "validation")  # splits that are held out, looked for in this order
+OFF = "off"  # in place of a split's name: hold out a share of the training split instead
+IN_MEMORY = "in memory"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set. ``name`` is a path, a hub id, or the rows themselves (or ``python:name``, an object's).
+
+    ``weight`` is its share of a mixture.
+    """
+
+    name: Any
+    config: str | None = None
+    split: str | None = None
+    test_split: str | None = None
+    streaming: bool = False
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key, kinds, what in (
+            ("config", str | None, "text"),
+            ("split", str | None, "text"),
+            ("test_split", str | None, "text"),
+            ("streaming", bool, "true or false"),
+        ):
+            if not isinstance(value := getattr(self, key), kinds):
+                raise DataError(f"data {self}: {key} must be {what}, got {short(value)}")
+        check_range(f"data {self}", "weight", self.weight, 1e-9)
+
+    def __str__(self) -> str:
+        if not isinstance(self.name, str | PathLike):
+            return IN_MEMORY
+        return f"{self.name} {self.config}" if self.config else str(self.name)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the data are Python objects."""
+        return live.is_name(self.name) or not isinstance(self.name, str | PathLike)
+
+    def label(self, split: str) -> str:
+        """What messages and problem ids call a split."""
+        return str(self) if split == TRAIN else f"{self} {split}"
+
+
+def sources_of(data: Any, questions: Iterable[str], **defaults: Any) -> list[Source]:
+    """The data sets of a setting: a name, a group with one, a list of either, or rows in memory.
+
+    A list of groups is a list of rows if its first group has one of the columns ``questions``, or no name.
+    """
+    several = isinstance(data, list | tuple) and bool(data) and _is_named(data[0], questions)
+    return [_source(each, defaults) for each in (data if several else [data])]
+
+
+def _is_named(value: Any, questions: Iterable[str]) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, Mapping) and "name" in value and not any(column in value for column in questions)
+    )
+
+
+def _source(value: Any, defaults: Mapping[str, Any]) -> Source:
+    if not (isinstance(value, Mapping) and "name" in value):
+        return Source(value, **defaults)
+    allowed = [field.name for field in fields(Source)]
+    if wrong := [str(key) for key in value if key not in allowed]:
+        raise DataError("data: " + unknown("setting of a data set", wrong[0], allowed))
+    return Source(**{**defaults, **value})
+
+
+class Tables:
+    """The tables of a data set: a single one, or one for each split."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        found = _load(source)
+        self.splits: Mapping[str, Any] | None = found if isinstance(found, Mapping) else None
+        self._table = found
+        some = next(iter(self.splits.values()), None) if self.splits is not None else found
+        endless = source.in_memory and not hasattr(some, "__len__")
+        self.streamed = source.streaming or endless
+
+    def training(self) -> str:
+        """The split to train on."""
+        return self.source.split or TRAIN
+
+    def held_out(self) -> str | None:
+        """The split that is held out beside the one to train on; None if there is none, or none is wanted."""
+        named = self.source.test_split
+        if named not in (None, OFF) and self.splits is None:
+            raise DataError(f"data {self.source} has no splits: leave test_split out, or name task.test_file=FILE")
+        if named is not None:
+            return None if named == OFF else named
+        return next((name for name in HELD_OUT if name in (self.splits or ()) and name != self.training()), None)
+
+    def only_held_out(self) -> str:
+        """The split of a set that is held out as a whole."""
+        named, splits = self.source.split or self.source.test_split, list(self.splits or ())
+        if named or not splits:
+            return named or TRAIN
+        if found := next((name for name in HELD_OUT if name in splits), None):
+            return found
+        if len(splits) > 1:
+            listed = ", ".join(splits)
+            raise DataError(f"data {self.source} has the splits {listed}: choose one, task.test_split=NAME")
+        return splits[0]
+
+    def table(self, split: str, setting: str = "split") -> Any:
+        """The rows of a split, as the data set holds them."""
+        if self.splits is None:
+            return self._table
+        if split in self.splits:
+            return self.splits[split]
+        if re.search(r"[\[+]", split) and _on_hub(self.source) and not self.streamed:
+            return _load(self.source, split)  # "train[:1000]", as datasets writes it
+        names = ", ".join(self.splits)
+        raise DataError(f"data {self.source} has no split {split!r}, but {names}; choose one: task.{setting}=NAME")
+
+    def rows(self, split: str, setting: str = "split", most: int | None = None) -> Rows:
+        """The rows of a split, at most ``most``."""
+        table = self.table(split, setting)
+        if isinstance(table, Rows):
+            return table
+        found = Rows(self.source.label(split if self.splits is not None else TRAIN))
+        for number, row in enumerate(islice(each_row(table), most), 1):
+            found.add(number, row)
+        return found
+
+
+def each_row(table: Any) -> Iterable[Row]:
+    """The rows of a table of ``datasets``, of pandas, of a list, or of anything with a length and an index."""
+    if hasattr(table, "to_dict") and hasattr(table, "columns"):
+        rows: list[Row] = table.to_dict("records")
+        return rows
+    return table if hasattr(table, "__iter__") else (table[place] for place in range(len(table)))
+
+
+def read_all(name: str) -> list[tuple[int, Row]]:
+    """The rows of a file, or of the training split of a set; raises where one cannot be read, or where there are none.
+
+    They come with the number by which a person finds them.
+    """
+    tables = Tables(Source(name))
+    found = tables.rows(tables.training())
+    if found.unreadable:
+        number, why = found.unreadable[0]
+        more = f" ({len(found.unreadable)} such lines)" if len(found.unreadable) > 1 else ""
+        raise DataError(f"data {name}, line {number}: {why}{more}")
+    if not found.rows:
+        raise DataError(f"data {name} has no rows")
+    return found.rows
+
+
+def _load(source: Source, split: str | None = None) -> Any:
+    """The table of a source, or its tables by the names of their splits."""
+    if source.in_memory:
+        return _in_memory(source)
+    name = str(source.name)
+    path = expand(name)
+    saved = any((path / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json"))
+    if path.is_file() or saved:
+        _refuse_hub_settings(source)
+        return read_file(name, path) if path.is_file() else _loaded(source, "load_from_disk", str(path))
+    if path.is_dir() and not (path / "README.md").exists():
+        raise DataError(
+            f"data {name} is a folder, and not one that datasets' save_to_disk wrote, nor a data set with its "
+            "README.md; name a file in it"
+        )
+    if path.is_dir() or _may_be_hub_id(name, path):
+        config = [] if source.config is None else [source.config]
+        # A stream reads the files of a folder; else datasets would take what it cached before they were changed.
+        options: dict[str, Any] = {"streaming": True} if source.streaming or path.is_dir() else {}
+        options |= {} if split is None else {"split": split}
+        return _loaded(source, "load_dataset", str(path) if path.is_dir() else name, *config, **options)
+    raise DataError(f"data {name}: there is no such file or folder; files that can be read end in {ENDINGS}")
+
+
+def _in_memory(source: Source) -> Any:
+    _refuse_hub_settings(source)
+    found = live.resolve(source.name)
+    for table in found.values() if isinstance(found, Mapping) else [found]:
+        if isinstance(table, str | bytes) or not (hasattr(table, "__getitem__") or hasattr(table, "__iter__")):
+            raise DataError(f"data must be a file, a hub id, a table of datasets or a list of rows, got {short(table)}")
+        if not hasattr(table, "__len__") and iter(table) is table:
+            raise DataError(f"data {short(table)} can be read only once: pass a list of its rows")
+    return found
+
+
+def _refuse_hub_settings(source: Source) -> None:
+    for key in ("config", "streaming"):
+        if getattr(source, key):
+            raise DataError(f"data {source}: {key} is for sets on the hub, and for folders with the README.md of one")
+
+
+def _on_hub(source: Source) -> bool:
+    return not source.in_memory and not expand(str(source.name)).exists()
+
+
+def _may_be_hub_id(name: str, path: Path) -> bool:
+    is_file = path.name.lower().endswith(SUFFIXES + OTHER_SUFFIXES)
+    return name.count("/") <= 1 and not name.startswith((".", "~", "/")) and not is_file
+
+
+def _loaded(source: Source, function: str, *arguments: Any, **options: Any) -> Any:
+    """What a function of ``datasets`` returns, or an error that says what to do."""
+    datasets = module("datasets", str(source.name))
+    try:
+        return getattr(datasets, function)(*arguments, **options)
+    except Exception as error:  # the hub's and datasets' exceptions are many
+        if isinstance(error, ValueError) and function == "load_dataset":
+            _check_config(source, datasets, arguments[0])
+        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        here = expand(str(source.name)).exists()
+        hint = (
+            f"; no file or folder {str(source.name)!r} is here, so it was looked for on the hub: is there a network, "
+        )
+        hint = "" if here else hint + "and is the name right?"
+        raise DataError(f"data {source} cannot be loaded ({why}){hint}") from None
+
+
+def _check_config(source: Source, datasets: Any, name: str) -> None:
+    """Raise if the set has several configurations and the source names none of them."""
+    try:
+        known = list(datasets.get_dataset_config_names(name))
+    except Exception:  # the first error is the one to report
+        return
+    if source.config in known or (source.config is None and len(known) < 2):
+        return
+    listed = ", ".join(known[:MOST_LISTED]) + (f", … ({len(known)})" if len(known) > MOST_LISTED else "")
+    has = "has several configurations" if source.config is None else f"has no configuration {source.config!r}, but"
+    written = f"data.config={known[0]}, or {{name: {source.name}, config: {known[0]}}}"
+    raise DataError(f"data {source.name} {has} {listed}; choose one: {written}") from None

@@ -1,0 +1,217 @@
+"""Episodes: begin an attempt at a problem, read what its environment says, and judge it.
+
+A task may be the user's own: an error in its code becomes one that names the task, the problem, the file and the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from poise._lib.errors import short
+from poise._lib.user_code import place_of
+from poise.tasks.base import Attempt, Episode, Message, Problem, Score, Task, TaskError
+from poise.tasks.rewards.base import GOLD_COLUMNS, RewardError
+
+LONGEST_GOLD = 4000  # characters: data for fine-tuning has whole solutions there
+LONGEST_FEEDBACK = 2000  # characters of what a task of a user's own may say
+LARGEST_REWARD = 1e30  # training computes in float32, which ends at 3e38: this leaves room for sums over a batch
+
+
+@dataclass
+class SingleTurn:
+    """The episode of a task that has only ``score``: the problem's prompt, one reply, and its score."""
+
+    task: Task
+    problem: Problem
+    reply: str = ""
+
+    def start(self) -> list[Message]:
+        """The prompt, as the user's message."""
+        return [{"role": "user", "content": self.problem.prompt}]
+
+    def step(self, reply: str) -> list[Message]:
+        """Any reply ends the episode."""
+        self.reply = reply
+        return []
+
+    def score(self) -> Score:
+        """The task's score of the reply."""
+        return self.task.score(self.problem, self.reply)
+
+    def feedback(self) -> str:
+        """The feedback of a task with ``feedback(problem, text)``; empty for other tasks."""
+        feedback = getattr(self.task, "feedback", None)
+        return feedback(self.problem, self.reply) if feedback else ""  # ``feedback_on`` checks it
+
+
+def begin(task: Task, problem: Problem) -> Episode:
+    """An episode of the task."""
+    with explained(task, problem, "episode()"):
+        episode: Episode = task.episode(problem) if hasattr(task, "episode") else SingleTurn(task, problem)
+    return episode
+
+
+def several_turns(task: Task) -> bool:
+    """Whether the environment may answer a reply. A task with ``episode`` that never does has ``one_turn = True``."""
+    return hasattr(task, "episode") and not getattr(task, "one_turn", False)
+
+
+@contextmanager
+def explained(task: Task, problem: Problem, what: str = "score()") -> Iterator[None]:
+    """Turn an error of the task's own code into one that names the task, the problem, and the user's file and line."""
+    try:
+        yield
+    except (RewardError, TaskError):  # these say it already
+        raise
+    except (Exception, SystemExit) as error:
+        raised = f"raised {type(error).__name__}: {error}{place_of(error)}"
+        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that one again instead
+        raise RewardError(f"{what} of task {task.name!r} {raised} (problem {problem.id})") from cause
+
+
+def heard(task: Task, problem: Problem, said: Any) -> list[Message]:
+    """What an episode says, as messages with texts that any tokenizer can read; empty if the episode ends."""
+    if not said:
+        return []
+    if not isinstance(said, list | tuple) or not all(_is_message(each) for each in said):
+        raise RewardError(
+            f"what an episode of task {task.name!r} says must be a list of messages, each a dict with the texts 'role' "
+            f"and 'content', got {short(said)} (problem {problem.id})"
+        )
+    return [{**each, "content": readable(each["content"])} for each in said]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def readable(text: str) -> str:
+    """The text with ? for each half of a surrogate pair, which file names may hold and tokenizers refuse."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def judge(task: Task, problem: Problem, episode: Episode) -> Score:
+    """``episode.score()`` in plain Python numbers. An error names the problem."""
+    with explained(task, problem):
+        score = episode.score()
+    return _checked(task, problem, score)
+
+
+def judge_all(task: Any, attempts: Sequence[Attempt]) -> list[Score]:
+    """``task.score_all`` with the checks of ``judge``."""
+    with explained(task, attempts[0].problem, "score_all()"):
+        scores = list(task.score_all(attempts))
+    if len(scores) != len(attempts):
+        raise RewardError(f"task {task.name!r} gave {len(scores)} scores for {len(attempts)} attempts")
+    return [_checked(task, attempt.problem, score) for attempt, score in zip(attempts, scores, strict=True)]
+
+
+def _checked(task: Task, problem: Problem, result: Any) -> Score:
+    try:
+        score = _plain(result)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(f"the score of task {task.name!r} (problem {problem.id}): {error}") from error
+    if not abs(score.reward) <= LARGEST_REWARD:
+        raise RewardError(
+            f"the reward of task {task.name!r} is {score.reward} (problem {problem.id}): "
+            f"rewards must be finite, and between {-LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
+        )
+    return score
+
+
+def _plain(score: Any) -> Score:
+    """The score with Python's numbers: verifiers may return numpy's and torch's, which JSON cannot hold."""
+    if not isinstance(score, Score):
+        score = _score_of_truth(score)
+    if _number_or_none(score.correct) not in (0.0, 1.0):
+        raise TypeError(f"correct must be True or False, got {short(score.correct)}")
+    if not isinstance(score.parts, Mapping):
+        raise TypeError(f"parts must be a dict of numbers, got {short(score.parts)}")
+    if not _hashable(score.answer):
+        raise TypeError(f"answer must be text or None, got {short(score.answer)}")
+    if score.failed is not None and not isinstance(score.failed, str):
+        raise TypeError(f"failed must say why in words, or be None, got {short(score.failed)}")
+    parts = {str(name): _number(f"parts[{name!r}]", value) for name, value in score.parts.items()}
+    correct = bool(score.correct) and score.failed is None
+    return Score(_number("reward", score.reward), correct, parts, score.answer, score.failed)
+
+
+def _hashable(value: Any) -> bool:
+    """Whether equal values can be counted. A tuple may hold a list, so only trying tells."""
+    try:
+        hash(value)
+    except Exception:  # a user's own class may raise anything
+        return False
+    return True
+
+
+def _score_of_truth(value: Any) -> Score:
+    """True or False, of Python, numpy or torch, as a score. A number would not say which answers are correct."""
+    truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
+    number = _number_or_none(value) if truth else None
+    if number is None:
+        raise TypeError(f"must be a poise.tasks.Score(reward, correct), True or False, got {short(value)}")
+    return Score(number, bool(number))
+
+
+def _number(name: str, value: Any) -> float:
+    number = _number_or_none(value)
+    if number is None:
+        raise TypeError(f"{name} must be a number, got {short(value)}")
+    return number
+
+
+def _number_or_none(value: Any) -> float | None:
+    """A number of Python's, numpy's or torch's as a float."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def gold_answer(task: Task, problem: Problem) -> str | None:
+    """The right answer in words, for people to read, not the model; None if none is known.
+
+    A task may have ``gold(problem)``. Otherwise it is the first text or number called answer, solution or
+    ground_truth in the problem's data, or in the row of a file that the data hold.
+    """
+    if callable(own := getattr(task, "gold", None)):  # it may be a setting of the task, such as a column's name
+        with explained(task, problem, "the gold answer"):
+            answer = own(problem)
+    else:
+        data: Any = problem.data
+        tables = [data, data.get("row")] if isinstance(data, Mapping) else []
+        values = [table.get(key) for table in tables if isinstance(table, Mapping) for key in GOLD_COLUMNS]
+        answer = next(filter(_is_plain, values), None)
+    return readable(str(answer).strip())[:LONGEST_GOLD] or None if _is_plain(answer) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, int):
+        return bool(abs(value) < 10**LONGEST_GOLD)  # Python refuses to print longer ones
+    return isinstance(value, str | float)
+
+
+def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, turns: int) -> str:
+    """The episode's own feedback, or a plain sentence if it gives none. ``turns`` is the number of replies.
+
+    ``episode.feedback`` is optional, and called after the episode has been scored.
+    """
+    feedback = ""
+    if hasattr(episode, "feedback"):
+        with explained(task, problem, "the feedback"):
+            feedback = episode.feedback()
+        if not isinstance(feedback, str):
+            raise RewardError(
+                f"the feedback of task {task.name!r} must be text, got {short(feedback)} (problem {problem.id})"
+            )
+    return readable(feedback.strip()[:LONGEST_FEEDBACK]) or plain(score, turns)
+
+
+def plain(score: Score, turns: int) -> str:
+    """A sentence that fits any attempt."""
+    how = "succeeded" if score.correct else "failed"
+    return f"The attempt {how}: reward {score.reward:.2f} after {turns} turn{'' if turns == 1 else 's'}."

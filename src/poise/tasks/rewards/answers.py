@@ -1,0 +1,124 @@
+r"""Finds the answer in a reply; no other module decides this. Everything here is linear in the length of the reply.
+
+The order: ``<answer>…</answer>``; else the last ``\boxed{…}``; else the last line that begins with ``####``, as in
+GSM8K; else what follows the last "the answer is" or "answer:". Only the last statement counts: a reply cannot hedge.
+Text before ``</think>`` is ignored, and a reply with an unclosed ``<think>`` has no answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+
+_PHRASE = re.compile(r"\banswer[\s*_]{0,6}(?:is|was|=|:)\s{0,4}:?", re.IGNORECASE)
+_HASHES = re.compile(r"^[ \t]{0,8}####", re.MULTILINE)
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+", re.ASCII)
+_END = re.compile(r"[.!?;](?=\s)(?!\s+[a-z?\\+*/=^<>-])")  # of a sentence; not in "60. or more" and "60. + 2"
+_EDGES = " \t\r\n*_`"
+_QUOTES = _EDGES + "\"'"
+
+
+def final_answer(text: str) -> str | None:
+    """The answer that the reply states, as written; None if it states none."""
+    text = conclusion(text)
+    inside = tag_content(text, "answer")
+    if inside is not None:
+        box = last_box(inside)
+        return tidy(inside if box is None else box)
+    box = last_box(text)
+    if box is not None:
+        return tidy(box)
+    for pattern in (_HASHES, _PHRASE):
+        if last := _last(pattern, text):
+            return tidy(_sentence(text, last.end())) or None
+    return None
+
+
+def gold(text: str) -> str:
+    r"""The answer in a gold column: after ``####`` (GSM8K), in the last box (MATH), or the whole text."""
+    after = text.rpartition("####")[2].strip()
+    if "####" in text and after and "\n" not in after:
+        return tidy(after)
+    box = last_box(text)
+    return tidy(text if box is None else box)
+
+
+def conclusion(text: str) -> str:
+    """The text after the reasoning; empty if a ``<think>`` is not closed. Rewards and tasks share this rule."""
+    after = text.rpartition("</think>")[2]
+    return "" if "<think>" in after else after
+
+
+def last_answer(text: str) -> str | None:
+    """The content of the last ``<answer>…</answer>`` after the reasoning; None if there is none."""
+    inside = tag_content(conclusion(text), "answer")
+    return None if inside is None else inside.strip()
+
+
+def tag_content(text: str, tag: str) -> str | None:
+    """The text between the last closed ``<tag>`` and its ``</tag>``."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
+    return text[start + len(tag) + 2 : end] if start >= 0 else None
+
+
+def tag_fault(text: str, tags: Iterable[str]) -> str | None:
+    """A sentence on the first tag that is missing or repeated; None if each occurs exactly once."""
+    for tag in tags:
+        if (times := text.count(tag)) != 1:
+            return f"The tag {tag} must occur once, not {times} times." if times else f"The tag {tag} is missing."
+    return None
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last ``\boxed{…}``, ``\fbox{…}`` or ``\boxed 5``; None if there is none, or it is open."""
+    last = _last(_BOX, text)
+    if last is None:
+        return None
+    rest = text[last.end() :].lstrip()
+    if not rest.startswith("{"):
+        word = re.match(r"[^\s${}\\]+", rest)
+        return word[0] if word else None
+    depth = 0
+    for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0 and brace[0] == "}":
+            return rest[1 : brace.start()]
+    return None
+
+
+def last_number(text: str) -> str | None:
+    """The last number in the text, as written."""
+    last = _last(_NUMBER, text)
+    return last[0] if last else None
+
+
+def numbers(text: str) -> list[str]:
+    """All numbers in the text, as written."""
+    return _NUMBER.findall(text)
+
+
+def tidy(text: str) -> str:
+    """Strip blanks, quotes, stars and the full stop around an answer. f' keeps its prime."""
+    text = text.strip(_EDGES)
+    ends = _QUOTES if text.startswith("'") else _EDGES + '"'
+    text = text.lstrip(_QUOTES).rstrip(ends)
+    if text.endswith(".") and not text.endswith(".."):
+        text = text[:-1].rstrip(ends)
+    return text
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = deque(pattern.finditer(text), maxlen=1)
+    return last[0] if last else None
+
+
+def _sentence(text: str, start: int) -> str:
+    """From ``start`` to the end of the line or sentence; only the formula if it is in dollars."""
+    line = text[start : start + 2000].lstrip(_EDGES).split("\n", 1)[0]
+    formula = re.match(r"\$\$(.+?)\$\$|\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", line)
+    if formula:
+        return next(inside for inside in formula.groups() if inside)
+    return _END.split(line, maxsplit=1)[0]

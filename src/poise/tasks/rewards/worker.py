@@ -1,0 +1,361 @@
+"""Calls a reward. Run as a script, this is the worker process in which a reward runs, so that it can be killed.
+
+The script needs only the standard library: it imports neither poise nor torch, unless the reward does. Requests and
+replies are JSON, and nothing is unpickled. A reply carries the number of its request.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import mmap
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+NO_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments")  # the other arguments of a reward
+
+
+class WrongError(Exception):
+    """A reward raised, or its values or arguments are wrong. ``row`` is the row at fault, if known."""
+
+    def __init__(self, text: str, row: int | None = None, raised: bool = False):
+        super().__init__(text)
+        self.text, self.row, self.raised = text, row, raised
+
+
+def call(reward: Callable[..., Any], arguments: Mapping[str, Any], count: int) -> list[float | None]:
+    """The reward's values for ``count`` completions, as Python floats."""
+    _check_arguments(reward, arguments)
+    try:
+        values = result_of(reward(**arguments))
+    except (Exception, SystemExit) as error:
+        raise WrongError(f"raised {type(error).__name__}: {error}{_place(error)}", raised=True) from error
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
+        raise WrongError(
+            f"returned {type(values).__name__}; a list with one number (or None) per completion is expected"
+        )
+    values = list(values)
+    if len(values) != count:
+        raise WrongError(f"returned {_for(values, count)}; one per completion is expected")
+    return [_number(row, value) for row, value in enumerate(values)]
+
+
+def _for(values: list[Any], count: int) -> str:
+    """For example "3 values for 4 completions"."""
+    numbers = {"value": len(values), "completion": count}
+    return " for ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in numbers.items())
+
+
+def _number(row: int, value: Any) -> float | None:
+    if value is None:
+        return None
+    number = None
+    if not isinstance(value, str | bytes):
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            number = float(value)
+    if number is None or not math.isfinite(number):
+        text = repr(value)[:100] if number is None else str(number)
+        raise WrongError(f"returned {text}; a finite number, or None where it does not apply, is expected", row)
+    return number
+
+
+def _check_arguments(reward: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise if the reward does not accept the arguments, and say what to do."""
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):  # functions written in C may have no signature
+        return
+    columns = [name for name in arguments if name not in NO_COLUMNS]
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    missing = [name for name in needed if name not in arguments]
+    if missing:
+        raise WrongError(
+            f"needs {', '.join(missing)}, but is called with {', '.join(columns)}: name its arguments after the "
+            "columns of your data, or rename the columns"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    accepts = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if surplus := [name for name in arguments if name not in accepts]:
+        raise WrongError(
+            f"takes no argument {', '.join(surplus)}: add **kwargs to its arguments, since every reward is called with "
+            f"all columns of the data (here {', '.join(columns)}) and {', '.join(NO_COLUMNS[:3])}"
+        )
+
+
+def result_of(value: Any) -> Any:
+    """The value, or the result of a coroutine. It runs in another thread: in a notebook, this one runs a loop."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def outcome() -> Any:
+        return await value
+
+    import asyncio  # slower to import than everything else here
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, outcome()).result()
+
+
+def _place(error: BaseException) -> str:
+    """The user's file and line: the last entry of the traceback outside this file."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[:1] != "<"]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def resolve(module: str, name: str) -> Any:
+    """The object of that name in a module, or in the file if ``module`` ends in ``.py``."""
+    if module.endswith(".py"):
+        target: Any = _from_file(Path(module))
+    else:
+        target = importlib.import_module(module)
+    for part in name.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def _from_file(file: Path) -> Any:
+    sys.path += [str(file.parent)] * (str(file.parent) not in sys.path)  # it may import its neighbours
+    name = f"{file.stem}_reward"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(target: Any, args: list[Any] | None, settings: dict[str, Any]) -> Callable[..., Any]:
+    """The reward: ``target`` itself, or the result of calling it if it is a class or has settings (``args``)."""
+    reward = target(*(args or []), **settings) if args is not None or inspect.isclass(target) else target
+    if not callable(reward):
+        raise TypeError(f"{reward!r} is not callable")
+    return reward  # type: ignore[no-any-return]
+
+
+class Log:
+    """Collects what a reward reports with ``log_extra`` and ``log_metric``."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.extra: dict[str, list[Any]] = {}
+        self.metrics: list[tuple[str, float]] = []
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        """Record a column with one value per completion."""
+        values = list(values)
+        if len(values) != self.count:
+            raise ValueError(f"log_extra({column!r}) got {_for(values, self.count)}")
+        self.extra[str(column)] = values
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Record a number about the whole batch."""
+        self.metrics.append((str(name), float(value)))
+
+
+def receive(connection: Connection) -> dict[str, Any]:
+    """The next request. Ends the process if there are no more."""
+    try:
+        return json.loads(connection.recv_bytes())  # type: ignore[no-any-return]
+    except (EOFError, OSError):
+        sys.exit()
+
+
+def reply(connection: Connection, request: Mapping[str, Any], **answer: Any) -> None:
+    """Answer a request."""
+    with suppress(BrokenPipeError):  # nobody is waiting for it
+        connection.send_bytes(json.dumps({"number": request["number"], **answer}, default=str).encode())
+
+
+def serve_reward(connection: Connection) -> NoReturn:
+    """Load one reward, and call it for each request."""
+    owner, request = os.getpid(), receive(connection)
+    sys.path[:] = request["path"]
+    try:
+        reward = build(resolve(request["module"], request["name"]), request["args"], request["settings"])
+    except (Exception, SystemExit) as error:
+        reply(connection, request, wrong=f"{type(error).__name__}: {error}{_place(error)}")
+        sys.exit()
+    reply(connection, request)
+    while True:
+        request = receive(connection)
+        answer = _outcome(reward, request["count"], request["arguments"], request["state"])
+        if os.getpid() != owner:  # the reward forked, and this is the fork
+            os._exit(0)
+        reply(connection, request, **answer)
+
+
+def _outcome(
+    reward: Callable[..., Any], count: int, arguments: dict[str, Any], state: dict[str, Any]
+) -> dict[str, Any]:
+    log = Log(count)
+    extras = {"trainer_state": SimpleNamespace(**state), "log_extra": log.log_extra, "log_metric": log.log_metric}
+    try:
+        values = call(reward, {**arguments, **extras}, count)
+    except WrongError as error:
+        return {"wrong": error.text, "row": error.row, "raised": error.raised}
+    return {"values": values, "extra": log.extra, "metrics": log.metrics}
+
+
+def serve_math(connection: Connection) -> NoReturn:
+    """Compare formulas with math-verify, which is loaded once; the checks run in a fork.
+
+    If a check exceeds its processor time, the system kills the fork, and a new fork is ready in a few milliseconds.
+    Other processes on a busy machine do not use up this time.
+    """
+    request = receive(connection)
+    sys.path[:] = request["path"]
+    try:
+        check = _math_check()
+    except Exception as error:
+        reply(connection, request, wrong=f"{type(error).__name__}: {error}")
+        sys.exit()
+    reply(connection, request)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # parsers complain there about models' texts
+    current = mmap.mmap(-1, 8)  # the number of the fork's current request
+    while True:
+        if (fork := os.fork()) == 0:
+            _check_all(connection, check, current)
+        code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+        if code in (0, -signal.SIGKILL, -signal.SIGTERM):  # no more requests, or killed by somebody else
+            sys.exit(abs(code))
+        reply(connection, {"number": int.from_bytes(current[:], "big")}, equal=None)
+
+
+def _check_all(connection: Connection, check: Callable[[str, str, bool], bool], current: mmap.mmap) -> NoReturn:
+    limit_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    while True:
+        request = receive(connection)
+        current[:] = request["number"].to_bytes(8, "big")
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        try:
+            equal = check(*request["pair"])
+        except MemoryError:
+            os._exit(1)
+        except Exception:
+            equal = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        reply(connection, request, equal=equal)
+
+
+def limit_memory(size: int = 4 << 30) -> None:
+    """Limit this process to ``size`` bytes of memory."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    if most == resource.RLIM_INFINITY or most > size:
+        resource.setrlimit(resource.RLIMIT_AS, (size, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _math_check() -> Callable[[str, str, bool], bool]:
+    """A function that compares two formulas. It is warmed up: the first use of each part of sympy is slow."""
+    import logging
+    from dataclasses import replace
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.disable(logging.CRITICAL)
+    # Only LaTeX: math-verify evaluates plain expressions as Python. Units are already removed, and math-verify may take
+    # a product for a unit: 3\sqrt{2}ab.
+    own = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+    ours = replace(own, normalization_config=replace(own.normalization_config, units=False))
+
+    def check(gold: str, answer: str, lenient: bool = False) -> bool:
+        formulas = [
+            parse(
+                f"\\boxed{{{formula}}}",
+                extraction_config=[own if lenient else ours],
+                fallback_mode="no_fallback",
+                parsing_timeout=None,
+            )
+            for formula in (gold, answer)
+        ]
+        return bool(verify(*formulas, timeout_seconds=None, raise_on_error=True))
+
+    for gold, answer in WARM_UP:
+        check(gold, answer)
+    return check
+
+
+WARM_UP = (
+    (r"x^2+2x+1", r"(x+1)^2"),
+    (r"\sqrt{12}", r"3\sqrt{2}"),
+    (r"y=2x+1", r"y-2x=2"),
+    (r"\sin^2{x}+\cos^2{x}", r"1"),
+    (r"(1,2)\cup(3,x)", r"[1,2]"),
+    (r"\frac{\pi}{2}", r"1.5"),
+    (r"\{1,\sqrt{2}\}", r"\{\sqrt{2},2\}"),
+    (r"x>2", r"x<2"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
+    (r"\log_2{3}", r"e^{2i}"),
+)
+
+
+def supervise(worker: int, connection: Connection) -> NoReturn:
+    """Wait until the worker ends, or the trainer ends or hangs up; then kill every process that the worker started.
+
+    No user code runs here, so nothing can prevent this. On Linux orphans become children of this process, even those
+    in another session.
+    """
+    threading.Thread(target=_kill_at_hang_up, args=(worker, connection), daemon=True).start()
+    while True:
+        ended, status = os.wait()
+        if ended == worker:
+            break
+    if sys.platform != "linux":
+        os.killpg(0, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            for children in Path("/proc/self/task").glob("*/children"):
+                for child in children.read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+            os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _kill_at_hang_up(worker: int, connection: Connection) -> None:
+    poll = select.poll()
+    poll.register(connection, 0)  # reports only that the other end is closed
+    poll.poll()
+    os.kill(worker, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Call prctl, which only Linux has."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def main() -> None:
+    """Run the service that the command line names; its first argument is the connection's file descriptor."""
+    connection, service = Connection(int(sys.argv[1])), sys.argv[2]
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    if worker := os.fork():
+        supervise(worker, connection)
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the supervisor
+    {"reward": serve_reward, "math": serve_math}[service](connection)
+
+
+if __name__ == "__main__":
+    main()

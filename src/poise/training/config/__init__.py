@@ -1,0 +1,6 @@
+"""The settings of a run: recipes, overrides, checks, and errors in plain words."""
+
+from poise.training.config.documents import ConfigError, recipes
+from poise.training.config.schema import Config, dump, load, restore
+
+__all__ = ["Config", "ConfigError", "dump", "load", "recipes", "restore"]

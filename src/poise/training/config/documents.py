@@ -1,0 +1,309 @@
+"""Recipes as plain documents: YAML files, inheritance, overrides. ``schema`` gives the keys their meaning."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, ComposerError
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import Node, ScalarNode
+
+from poise._lib.errors import LONGEST, short, unknown
+from poise._lib.files import loads
+from poise._lib.user_code import METHODS
+from poise.runs.listing import is_comparison
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+LARGEST = 100_000  # characters of a recipe or an override
+DEEPEST = 20  # levels of a document, and recipes that inherit from each other
+# Short forms of task settings. ``data`` is a name or a group: ``data=NAME`` is ``data.name=NAME``.
+SHORT_FORMS = {
+    "environment": "factory",
+    "data": "file",
+    **{f"data.{key}": key for key in ("config", "split", "test_split", "streaming", "buffer")},
+    "reward": "reward",
+    "reward_weights": "reward_weights",
+    "reward_timeout": "reward_timeout",
+}
+SHORT_NAMES = {"environment": "environment", "data": "data"}  # the task they imply; the first wins, as it may take data
+DATA_TASKS = ("data", "math")
+
+Document = dict[str, Any]
+
+
+class ConfigError(ValueError):
+    """An invalid configuration: ``problems`` holds a line for each mistake."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+def recipes() -> list[str]:
+    """The names of the recipes that ship with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read(recipe: str | Path) -> Document:
+    """The document of a recipe, with what it inherits filled in."""
+    return _read(_find(recipe), ())
+
+
+def merge(below: Document, above: Document) -> Document:
+    """``above`` on top of ``below``: groups are merged, anything else is replaced."""
+    task, other = below.get("task"), above.get("task")
+    if isinstance(task, dict) and isinstance(other, dict) and "name" in other and other["name"] != task.get("name"):
+        below = below | {"task": {}}  # another task has other settings
+    return _merge(below, above)
+
+
+def _merge(below: Document, above: Document) -> Document:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
+PLACEHOLDER = re.compile(r"\s*\{\w+\}")  # of a template; a group would have a colon
+
+
+def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | None = None) -> Document:
+    """The document of ``key=value`` texts.
+
+    ``short_keys`` has the dotted key for each key that may be written without its group. The order of the texts does
+    not matter, unless a key is given twice.
+    """
+    document: Document = {}
+    problems = []
+    for text in overrides:
+        key, equals, typed = text.partition("=")
+        path = [part.strip() for part in (short_keys or {}).get(key.strip(), key).split(".")]
+        if not equals or not all(path):
+            problems.append(f"override {short(text)}: write key=value, such as optim.lr=1e-6")
+            continue
+        if len(path) > DEEPEST:
+            problems.append(f"override {short(text)}: the key has {len(path)} levels, more than {DEEPEST}")
+            continue
+        if path[0] in METHODS and len(path) > 1:
+            call = f"{path[0]}='NAME({path[1][:LONGEST]}={typed.strip()[:LONGEST]})'"
+            problems.append(f"override {short(text)}: settings of the {path[0]} go in brackets, {call}")
+            continue
+        try:
+            value = read_typed(text)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        document = _merge(document, nested(path, value))
+    if problems:
+        raise ConfigError(problems)
+    return expand_short_forms(document)
+
+
+def join_settings(settings: Mapping[str, Any]) -> Document:
+    """The document of settings by their dotted keys, ``{"optim.lr": 1e-6, "task": {"name": "kk"}}``."""
+    document: Document = {}
+    for key, value in settings.items():
+        document = _merge(document, nested(key.split("."), value))
+    return expand_short_forms(document)
+
+
+def nested(path: Sequence[str], value: Any) -> Document:
+    """A document with one setting."""
+    if list(path) == ["data"] and not isinstance(value, dict):
+        path = ["data", "name"]  # beside data.config
+    for part in reversed(path[1:]):
+        value = {part: value}
+    return {path[0]: value}
+
+
+def expand_short_forms(document: Document) -> Document:
+    """``data``, ``reward``, ``environment`` and so on as the settings of a task that they stand for."""
+    document = _flat_data(document)
+    given = [key for key in SHORT_FORMS if key in document]
+    task = document.get("task", {})
+    if not given or not isinstance(task, dict):  # a task that is no group is refused by the schema
+        return document
+    problems = [
+        f"{key} is short for task.{SHORT_FORMS[key]}, and both are given: leave one of them out"
+        for key in given
+        if SHORT_FORMS[key] in task
+    ]
+    key, name = next(((key, name) for key, name in SHORT_NAMES.items() if key in given), ("", task.get("name")))
+    if key == "data" and task.get("name") in DATA_TASKS:
+        name = task["name"]
+    if task.get("name", name) != name:
+        problems.append(
+            f"{key}={document[key]} means task.name={name}, but task.name={short(task['name'])[1:-1]} is given too: "
+            "leave one of them out"
+        )
+    if problems:
+        raise ConfigError(problems)
+    task = ({"name": name} if name else {}) | task | {SHORT_FORMS[key]: document[key] for key in given}
+    return {key: value for key, value in document.items() if key not in given} | {"task": task}
+
+
+def _flat_data(document: Document) -> Document:
+    """The document with the group ``data`` written as ``data`` and ``data.config``, ``data.split``, …"""
+    data = document.get("data")
+    if not isinstance(data, dict):
+        return document
+    flat = {"data" if key == "name" else f"data.{key}": value for key, value in data.items()}
+    if wrong := [key for key in flat if key not in SHORT_FORMS]:
+        allowed = ["name", *(key.removeprefix("data.") for key in SHORT_FORMS if key.startswith("data."))]
+        raise ConfigError([unknown("key of data", key.removeprefix("data."), allowed) for key in wrong])
+    return {key: value for key, value in document.items() if key != "data"} | flat
+
+
+class YamlError(ValueError):
+    """A text that cannot be read as YAML. ``line`` counts from 1; 0 if the line is not known."""
+
+    def __init__(self, reason: str, line: int = 0) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+def parse(text: str) -> Any:
+    """The value of a YAML 1.2 text: 1e-6 is a number, off and dates are text, a key given twice is an error.
+
+    Whatever is wrong with the text is a ``YamlError``.
+    """
+    if len(text) > LARGEST:
+        raise YamlError(f"it has more than {LARGEST:,} characters")
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer, yaml.Constructor = _Composer, _Constructor
+    try:
+        return yaml.load(text)
+    except RecursionError:
+        raise YamlError(f"it has more than {DEEPEST} levels") from None
+    except YAMLError as error:
+        reason, mark = getattr(error, "problem", None) or str(error), getattr(error, "problem_mark", None)
+        if "<stream end>" in reason or "unexpected end of stream" in reason:
+            reason = "it ends too early: a bracket or a quote is not closed"
+        raise YamlError(_first_line(reason), mark.line + 1 if mark else 0) from None
+    except (ValueError, TypeError, LookupError) as error:  # ruamel trips over !!int x
+        raise YamlError(f"cannot read a value: {_first_line(str(error))}") from None
+
+
+class _Composer(Composer):
+    """Refuses aliases of lists and groups: with these, a few lines can mean billions of values."""
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        alias = self.parser.peek_event() if self.parser.check_event(AliasEvent) else None
+        node: Node | None = super().compose_node(parent, index)
+        if alias is not None and not isinstance(node, ScalarNode):
+            reason = f"the alias *{alias.anchor} stands for a list or a group: write it out, or inherit it with base:"
+            raise ComposerError(None, None, reason, alias.start_mark)
+        return node
+
+
+class _Constructor(SafeConstructor):
+    """Reads dates as text."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0][:300]
+
+
+def read_typed(override: str) -> Any:
+    """The value of a text ``key=value``."""
+    try:
+        return parse_typed(override.partition("=")[2])
+    except YamlError as error:
+        raise ConfigError([f"override {short(override)}: cannot read the value: {error}"]) from None
+
+
+def parse_typed(written: str) -> Any:
+    """The value of a text typed after ``key=``: YAML, except that sentences stay as they are typed.
+
+    YAML would cut ``End with #### 42`` at the sign, make a group of ``Be brief: answer`` and refuse ``{question} Go``.
+    """
+    begin = written.strip()[:1]
+    if PLACEHOLDER.match(written):
+        return written
+    if begin and begin in "[{\"'":
+        return parse(written)
+    try:
+        value = parse(written)
+    except YamlError:
+        if ": " in written:
+            return written
+        raise
+    sentence = isinstance(value, dict | list) or (isinstance(value, str) and " #" in written)
+    return written if sentence else value
+
+
+def too_deep(value: Any, levels: int = DEEPEST) -> bool:
+    """Whether groups and lists are nested deeper than any setting needs."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    return parts is not None and (levels == 0 or any(too_deep(part, levels - 1) for part in parts))
+
+
+def to_yaml(document: Document) -> str:
+    """YAML that reads back as the same document."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style, yaml.width = False, 120
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    text = io.StringIO()
+    yaml.dump(document, text)
+    return text.getvalue()
+
+
+def _read(path: Path, below: tuple[Path, ...]) -> Document:
+    if path in below:
+        circle = " -> ".join(p.name for p in (*below[below.index(path) :], path))
+        raise ConfigError([f"recipe {path.name!r} inherits from itself: {circle}"])
+    if len(below) == DEEPEST:
+        raise ConfigError([f"recipe {below[0].name!r}: more than {DEEPEST} recipes inherit from each other"])
+    try:
+        with path.open(encoding="utf-8") as file:
+            document = (loads if path.suffix == ".json" else parse)(file.read(LARGEST + 1))
+    except (ValueError, OSError) as error:
+        line = getattr(error, "line", 0)
+        where = f", line {line}" if line else ": cannot be read as YAML"
+        raise ConfigError([f"{path}{where}: {error}"]) from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError([f"{path}: a recipe is made of lines key: value, got {type(document).__name__}"])
+    base = document.pop("base", None)
+    document = expand_short_forms(document)
+    if base is None:
+        return document
+    if not isinstance(base, str):
+        raise ConfigError([f"{path}: base = {short(base)}: must be the name or the path of a recipe"])
+    return merge(_read(_find(base, path.parent), (*below, path)), document)
+
+
+def _find(recipe: str | Path, beside: Path | None = None) -> Path:
+    """The file of a recipe: one that ships by that name, or one at that path, seen from the folder ``beside``."""
+    name, shipped = str(recipe), recipes()
+    if name in shipped:
+        return FOLDER / f"{name}.yaml"
+    path = (beside or Path()) / Path(recipe).expanduser()
+    if path.is_file():
+        return path.resolve()
+    if path.is_dir():
+        quoted = shlex.quote(name)
+        way = f"to go on with a run, poise train --resume {quoted}; to start from its model, model={quoted}; "
+        way += f"to use its settings, poise train {quoted}/config.json"
+        if is_comparison(path):
+            way = "this one is a comparison's; the command that began it goes on with it"
+        raise ConfigError([f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}"])
+    if "/" in name or "\\" in name or path.suffix:
+        raise ConfigError([f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})"])
+    raise ConfigError([unknown("recipe", name, shipped) + "; for one of your own give its path"])

@@ -1,0 +1,204 @@
+"""The settings of a run folder or a model, for commands that resume a run, measure it or show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from poise import regulators
+from poise._lib import live, user_code
+from poise._lib.errors import short
+from poise.models.location import EMBEDDED, locate, with_revision
+from poise.runs.checkpoint_files import dotted
+from poise.runs.folder import RunFolder
+from poise.runs.listing import is_run
+from poise.training.config.documents import SHORT_FORMS, ConfigError, Document, merge, parse, read, split_overrides
+from poise.training.config.groups import EvaluationConfig, RolloutConfig
+from poise.training.config.messages import unknown_key
+from poise.training.config.schema import GRPO, Config, keys, restore
+
+# How ``poise eval`` measures a model that no run made.
+_MEASUREMENT: Document = {"rollout": {"max_tokens": 512, "batch": 256}, "evaluation": {"samples": 8}}
+# The keys of poise eval that need no group: those of evaluation and of rollout.
+SHORT_KEYS = {
+    **{name: f"rollout.{name}" for name in RolloutConfig.model_fields},
+    **{name: f"evaluation.{name}" for name in EvaluationConfig.model_fields if name != "every"},
+}
+_EVALUATED = (  # what changes an evaluation
+    "task", "rollout", "evaluation", "device", "dtype", "remote_code", "revision", "template",
+)  # fmt: skip
+_SHOWN = ("task", "model", "revision", "template", "remote_code")  # what changes what the model reads
+
+
+def run_of(model: str) -> str | None:
+    """The run folder that a model belongs to, if it is a run, a checkpoint of one, or the model in a checkpoint."""
+    place = Path(model)
+    above = [folder.parent for folder in place.absolute().parents if folder.name == "checkpoints" and place.is_dir()]
+    return next((str(folder) for folder in (place, *above) if is_run(folder)), None)
+
+
+def starting_model(model: str) -> str:
+    """The model with which the run of ``model`` started; ``model`` itself if no run made it."""
+    run = run_of(model)
+    settings: Document = {} if run is None else RunFolder.open(run, resume=False).config
+    named, revision = settings.get("model"), settings.get("revision")
+    return with_revision(named, revision if isinstance(revision, str) else None) if isinstance(named, str) else model
+
+
+def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool = True) -> Config:
+    """The settings of the run in a folder, changed. Code that the run names is loaded only with ``trust``.
+
+    Without ``regulator`` the run's regulator stays a text: a command that only samples does not need its code.
+    """
+    document = RunFolder.open(path, resume=False).config
+    return _restored(document, changes, f"the run in {path}", trust=trust, regulator=regulator)
+
+
+def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
+    """What ``poise eval`` measures a model with: the settings of its run or its folder, changed by ``overrides``."""
+    changes = split_overrides(overrides, SHORT_KEYS)
+    evaluation = changes.get("evaluation")
+    if isinstance(evaluation, dict) and evaluation.get("temperature") == 0:
+        evaluation.setdefault("samples", 1)  # greedy samples are all the same
+    if (run := run_of(model)) is None:
+        locate(model)  # a missing folder is reported before a missing task
+        document = merge(_MEASUREMENT, _folder_task(model))
+    else:
+        document = RunFolder.open(run, resume=False).config
+    if wrong := [key for key in changes if not _evaluated(key)]:
+        task = merge(document, changes).get("task")
+        raise ConfigError([unknown_key(key, evaluation_keys(task)) for key in wrong])
+    if isinstance(evaluation, dict) and evaluation.get("problems") == 0:
+        raise ConfigError(["problems = 0: must be at least 1"])
+    measured = document.get("evaluation")
+    if isinstance(measured, dict) and measured.get("problems") == 0:  # the run measured nothing
+        own = measured != EvaluationConfig(problems=0).model_dump(mode="json")  # samples and temperature are the user's
+        more = {} if own else _MEASUREMENT["evaluation"]
+        document = merge(document, {"evaluation": {"problems": EvaluationConfig().problems, **more}})
+    source = f"the model in {model}" if run is None else f"the run in {run}"
+    return _restored(document, {**changes, "model": model}, source, trust=trust, regulator=False)
+
+
+def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
+    """What ``poise diagnose`` measures a model with: the settings of its run, or a recipe's with small batches."""
+    changes = split_overrides(overrides)
+    if "regulator" in changes:
+        raise ConfigError(["regulator: name the methods to measure with --regulator, once for each"])
+    changes["model"] = model
+    if (run := run_of(model)) is not None:
+        RunFolder.open(run, resume=False).newest()  # raises where there is none
+        return of_run(run, changes, trust=trust, regulator=False)
+    locate(model)
+    if model == "embedded":  # within a minute on a laptop
+        document = merge(read("demo"), {"prompts": 6})
+    else:
+        document = merge(read("grpo"), {"prompts": 8, "rollout": {"max_tokens": 512}})
+        document = {key: value for key, value in document.items() if key != "task"} | _folder_task(model)
+    return _restored(document, changes, f"the model in {model}", trust=trust)
+
+
+def task_to_show(words: Sequence[str]) -> tuple[Config, str]:
+    """The settings and the split that ``poise tasks show`` is given: a task's name, and overrides."""
+    names = [word for word in words if "=" not in word]
+    if len(names) > 1:
+        raise ConfigError([f"one task at a time, got {' and '.join(names)}; settings are written key=value"])
+    overrides = [*(f"task.name={name}" for name in names), *(word for word in words if "=" in word)]
+    changes = split_overrides(overrides)
+    seed, split = changes.pop("seed", 0), str(changes.pop("split", "train"))
+    if wrong := [key for key in changes if key not in _SHOWN]:
+        tasks_own = (key for key in keys(changes) if key.startswith("task."))
+        known = ["seed", "split", *_SHOWN[1:], *SHORT_FORMS, *tasks_own]
+        raise ConfigError([unknown_key(key, known) for key in wrong])
+    return restore({**changes, "seed": seed}, trust=True), split
+
+
+def _restored(document: Document, changes: Document, source: str, *, trust: bool, regulator: bool = True) -> Config:
+    """``document``, which may be anybody's, with changes that the user typed or passed from Python."""
+    document = merge(document, changes)
+    if "model" in changes:  # the revision of the run is of the model that it began with
+        document["revision"] = changes.get("revision")
+    kept: Document = {}
+    if not regulator:
+        kept["regulator"] = str(document.get("regulator", GRPO))
+        document["regulator"] = GRPO
+    if changes.get("remote_code") is True:  # the user's own word, not the run's
+        kept["remote_code"], document["remote_code"] = True, False
+    if needed := live.missing(document):
+        way = f"pass the same objects to {live.resume_call(document, document.get('run', 'DIR'))}"
+        way = way if regulator else "name others, data=FILE reward=NAME or task.name=NAME"
+        raise ConfigError([f"{source} uses Python objects that its folder cannot hold: {needed}; {way}"])
+    return restore(document, source=source, trust=trust, typed=changes).model_copy(update=kept)
+
+
+def _folder_task(model: str) -> Document:
+    """The task that a model was made for: ``warmstart.yaml`` beside its weights says; nothing for others."""
+    path = (EMBEDDED if model == "embedded" else Path(model)) / "warmstart.yaml"
+    try:
+        settings = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    match settings:
+        case {"task": str(name), "task_settings": dict(chosen)}:
+            return {"task": {**chosen, "name": name}}
+    return {}
+
+
+def evaluation_keys(task: Any = None) -> list[str]:
+    """The keys that ``poise eval`` takes; ``task`` is the group of a task's settings."""
+    return [*SHORT_KEYS, *SHORT_FORMS, *(key for key in keys({"task": task}) if _evaluated(key))]
+
+
+def _evaluated(key: str) -> bool:
+    return key.partition(".")[0] in _EVALUATED
+
+
+def describe_task(config: Config) -> str:
+    """The task with its settings; long ones, such as texts of instructions, only where they were changed."""
+    given, task = config.task.settings, config.task.build()
+    shown = {name: short(value) for name, value in given.items()}
+    if is_dataclass(task):
+        values = {field.name: getattr(task, field.name) for field in fields(task) if field.init}
+        shown = {name: short(value) for name, value in values.items() if name in given or len(repr(value)) < 40}
+    return config.task.name + (f" ({', '.join(f'{name}={value}' for name, value in shown.items())})" if shown else "")
+
+
+def describe_sampling(config: Config, temperature: float) -> str:
+    """How responses are sampled."""
+    rollout = config.rollout
+    limits = f"top_p {rollout.top_p:g}, top_k {rollout.top_k}, up to {rollout.max_tokens} tokens"
+    return f"temperature {temperature:g}, {limits}"
+
+
+class Difference(NamedTuple):
+    """One setting that differs: its dotted key and both values."""
+
+    key: str
+    saved: Any
+    now: Any
+
+
+def differences(saved: Document, now: Document) -> Iterator[Difference]:
+    """The settings that differ.
+
+    A setting that an older version lacked counts as equal, and so does the same regulator spelled differently. ``now``
+    is the user's own; ``saved`` may be anybody's, and code that only ``saved`` names is not loaded.
+    """
+    before, after = dict(dotted(merge(now, saved))), dict(dotted(now))
+    for key in before | after:
+        old, new = before.get(key), after.get(key)
+        if old != new and not (key == "regulator" and _same_regulator(old, new)):
+            yield Difference(key, old, new)
+    saved_template, template = saved.get("template"), now.get("template")
+    if isinstance(saved_template, dict) and isinstance(template, dict) and saved_template.keys() < template.keys():
+        yield Difference("template", saved_template, template)  # every argument counts
+
+
+def _same_regulator(saved: Any, now: Any) -> bool:
+    """Whether two texts mean the same: ``ar`` and ``ar(alpha=0.2)``."""
+    try:
+        with user_code.untrusted("the run", [now]):
+            return regulators.text(regulators.parse(saved)) == regulators.text(regulators.parse(now))
+    except (ValueError, TypeError):
+        return False

@@ -1,0 +1,398 @@
+"""The settings of a run: defaults that work, read from a recipe and changed by overrides.
+
+>>> config = load("grpo", ["regulator=ar(alpha=0.3)", "task.people=3-5", "optim.lr=2e-6"])
+>>> print(dump(config))
+
+A recipe is a YAML file with the keys of ``Config``, or the name of one that ships with the package; ``base: name`` (or
+a path) inherits from another. ``load`` reports all problems at once, in one ``ConfigError`` with a line for each.
+
+torch takes seconds to import, so it is imported only once something must be built that needs it: most mistakes are
+answered before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from poise import tasks
+from poise._lib import live
+from poise._lib import user_code as _user_code
+from poise._lib.calls import split_bars
+from poise._lib.errors import short, unknown
+from poise._lib.files import expand
+from poise._lib.user_code import METHODS
+from poise.objective_settings import ADVANTAGE, Settings
+from poise.runs.trackers import TRACKERS
+from poise.sampling import GROUP
+from poise.training.config.documents import (
+    DEEPEST,
+    ConfigError,
+    Document,
+    merge,
+    read,
+    recipes,
+    split_overrides,
+    to_yaml,
+    too_deep,
+)
+from poise.training.config.groups import (
+    Count,
+    CountOrZero,
+    EvaluationConfig,
+    Group,
+    LoraConfig,
+    OptimConfig,
+    Real,
+    RolloutConfig,
+    TaskConfig,
+    Text,
+    TokenCount,
+)
+from poise.training.config.messages import explain
+
+if TYPE_CHECKING:
+    from poise.advantages import Estimate
+    from poise.regulators import Regulator
+    from poise.sampling.algorithms import Algorithm
+
+__all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "restore"]
+
+MOST_PROBLEMS = 20  # explained at once
+GRPO = "grpo"  # the default regulator and algorithm, known without building them
+
+
+class Config(Group):
+    """One training run."""
+
+    model: Text = "embedded"
+    """Hub id, folder, or the tiny model that ships with the package."""
+    revision: Text | None = None
+    """Branch, tag or commit of a model on the hub; null: the newest."""
+    template: dict[str, Any] | None = None
+    """Arguments of the model's chat template, such as ``{enable_thinking: false}``."""
+    run: Text = "runs/train"
+    """The folder that the run writes to."""
+    steps: Count = 100
+    """Number of steps; budget or stop_at may end the run earlier."""
+    budget: TokenCount | None = None
+    """Stop after this many sampled tokens (all models)."""
+    seed: CountOrZero = 0
+    """Of problems, samples and mini-batches; the same seed repeats a run."""
+    prompts: Count = 16
+    """Problems per step."""
+    group: Count = GROUP
+    """Responses per prompt."""
+    regulator: Text = GRPO
+    """Token weights: a name, or a text such as "ar(alpha=0.3) | lopti"."""
+    algorithm: Text = GRPO
+    """What is sampled and compared: a name, or a text such as "rltr(transfer=0.5)"."""
+    advantage: Text = ADVANTAGE
+    """group-zscore or group-centered: compared with its group; leave-one-out: with the others of its group.
+    reinforce-pp normalises over the batch by response, reinforce-pp-tokens by token; reinforce-pp-baseline and
+    reinforce-pp-baseline-tokens first subtract group means. Or a function of your own: file.py:name."""
+    drop_equal_groups: bool = False
+    """Leave groups of equal rewards out of the update: no KL term, no place in the denominator or in mini-batches."""
+    task: TaskConfig
+    rollout: RolloutConfig = RolloutConfig()
+    optim: OptimConfig = OptimConfig()
+    objective: Settings = Settings()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    lora: LoraConfig | None = None
+    checkpoint_every: CountOrZero = 50
+    """Steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: Count = 2
+    """How many of the newest checkpoints stay on disk."""
+    rollouts_every: CountOrZero = 10
+    """Steps between recordings of responses, token by token; 0: never."""
+    stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None
+    """Stop once accuracy reaches this, on other held-out problems than those before and after."""
+    device: str = "auto"
+    """auto (CUDA if there is one), cpu, cuda or cuda:1."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of computation; the optimizer keeps float32 weights."""
+    compile: bool | None = None
+    """torch.compile for the update; null: on CUDA, if it saves time in the remaining steps."""
+    tracking: tuple[str, ...] = ()
+    """Where metrics are sent: tensorboard, wandb, trackio."""
+    remote_code: bool = False
+    """Let the model's repository run its own Python."""
+    _code: _user_code.Code = PrivateAttr(default_factory=dict)
+
+    @property
+    def code(self) -> _user_code.Code:
+        """What the user's own code was made of when these settings were read: the hashes of its files."""
+        return self._code
+
+    @field_validator("model", "run")
+    @classmethod
+    def _path(cls, value: str) -> str:
+        try:
+            return str(expand(value)) if value.startswith("~") else value
+        except OSError as error:
+            raise ValueError(str(error)) from None
+
+    @property
+    def model_name(self) -> str:
+        """What to load the model by: its name, with its revision."""
+        from poise.models.location import with_revision
+
+        return with_revision(self.model, self.revision)
+
+    def tokens_left(self, steps: int = 0, tokens: int = 0) -> int:
+        """The most response tokens that a run may still sample, after ``steps`` steps and ``tokens`` tokens."""
+        longest = max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
+        most = (self.steps - steps) * self.prompts * self.group * longest
+        return most if self.budget is None else min(most, self.budget - tokens)
+
+    @property
+    def test_temperature(self) -> float:
+        """The sampling temperature for held-out problems."""
+        asked = self.evaluation.temperature
+        return self.rollout.temperature if asked is None else asked
+
+    def build_regulator(self) -> Regulator:
+        """The regulator itself."""
+        from poise import regulators
+
+        return regulators.parse(self.regulator)
+
+    def build_algorithm(self) -> Algorithm:
+        """The algorithm itself."""
+        from poise.sampling import algorithms
+
+        return algorithms.get(self.algorithm, self.group)
+
+    def build_advantage(self) -> Estimate:
+        """The estimate of advantages itself."""
+        from poise import advantages
+
+        return advantages.get(self.advantage)
+
+    @field_validator("template")
+    @classmethod
+    def _arguments_of_the_template(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in (value or ()):
+                raise ValueError(f"{name} is not yours to set: poise passes it to the chat template itself")
+        return value or None
+
+    @field_validator(*METHODS)
+    @classmethod
+    def _method_can_be_read(cls, value: str, info: ValidationInfo) -> str:
+        if value == (ADVANTAGE if info.field_name == "advantage" else GRPO):
+            return value
+        from poise import advantages, regulators
+        from poise.sampling import algorithms
+
+        try:
+            if info.field_name == "regulator":
+                regulators.parse(value)
+            elif info.field_name == "algorithm":
+                algorithms.get(value, 2)
+            else:
+                advantages.get(value)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @field_validator("objective", mode="wrap")
+    @classmethod
+    def _objective_can_be_read(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Settings:
+        for name, given in value.items() if isinstance(value, dict) else ():
+            if isinstance(given, bool):  # pydantic would take true for 1
+                raise ValueError(f"{name} must not be true or false")
+        try:
+            settings: Settings = validate(value)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        if not isinstance(settings.surrogate, str):
+            raise ValueError(f"surrogate must be text, got {short(settings.surrogate)}")
+        return settings
+
+    @field_validator("remote_code")
+    @classmethod
+    def _code_is_trusted(cls, value: bool) -> bool:
+        if value:
+            _user_code.check_trusted("it lets the model's own Python run")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _device_exists_in_torch(cls, value: str) -> str:
+        if value in ("auto", "cpu"):
+            return value
+        import torch
+
+        try:
+            torch.device(value)
+        except RuntimeError:
+            raise ValueError("must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
+        return value
+
+    @field_validator("evaluation", mode="before")
+    @classmethod
+    def _evaluation_may_be_off(cls, value: Any) -> Any:
+        if value is False or value == "off":
+            return {"problems": 0}
+        if value is True or isinstance(value, str):
+            raise ValueError("must be off, or a group: evaluation.problems=200 evaluation.every=10")
+        return value
+
+    @field_validator("tracking", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("tracking")
+    @classmethod
+    def _trackers_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in TRACKERS:
+                raise ValueError(unknown("tracker", name, TRACKERS))
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        named = {name: getattr(self, name) for name in METHODS}
+        groups = {"task": dict(self.task), "objective": vars(self.objective)}
+        self._code = _user_code.code_of({**named, **groups, "model": self.model})
+        here = self.model == "embedded" or live.is_name(self.model) or expand(self.model).exists()
+        if self.revision is not None and here:
+            raise ValueError(
+                f"revision = {self.revision!r}: only models on the hub have revisions, and model={self.model} is here; "
+                "leave it out"
+            )
+        group = getattr(self.build_algorithm(), "group", self.group)  # it may have one of its own
+        if isinstance(group, int) and group < 2 and self.build_advantage().needs_groups:
+            raise ValueError(
+                f"group = {group}: advantage {self.advantage!r} compares the responses to a prompt with each "
+                "other, so there must be at least 2; with one, use advantage reinforce-pp"
+            )
+        if self.stop_at is not None and not self.evaluation.problems:
+            raise ValueError(f"stop_at = {self.stop_at}: accuracy is not measured with evaluation=off; leave one out")
+        if self.stop_at is not None and self.evaluation.every == 0:
+            raise ValueError(
+                f"stop_at = {self.stop_at}: accuracy is measured only before and after training; set evaluation.every"
+            )
+        return self
+
+
+def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a recipe, by name or path, with ``key=value`` overrides on top.
+
+    Without a recipe it is the demo; with another model than the embedded one, the defaults of ``Config``, which are for
+    pretrained models. Keys are dotted, values YAML.
+    """
+    return complete(recipe, split_overrides(overrides))
+
+
+def complete(recipe: str | Path | None, changes: Document) -> Config:
+    """The configuration of a recipe with ``changes`` on top: see ``load``."""
+    embedded = Config.model_fields["model"].default
+    if recipe is None and changes.get("model", embedded) == embedded:
+        recipe = "demo"
+    return _validated(merge({} if recipe is None else read(recipe), changes))
+
+
+def restore(
+    document: Document, *, source: str = "this run", trust: bool = False, typed: Document | None = None
+) -> Config:
+    """The configuration of a whole document, such as the config.json of a run, which may be anybody's.
+
+    Unless ``trust`` is given, no code is run that it names (docs/security.md), except what is named in ``typed``: the
+    part of it that the user typed. ``source`` names the document in messages.
+    """
+    if trust:
+        return _validated(document)
+    with _user_code.untrusted(source, (typed or {}).values()):
+        return _validated(document)
+
+
+def dump(config: Config) -> str:
+    """The whole configuration as YAML, a recipe in itself."""
+    return to_yaml(config.model_dump(mode="json"))
+
+
+def _validated(document: Document) -> Config:
+    if too_deep(document):
+        raise ConfigError([f"the settings have more than {DEEPEST} levels"])
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        known = keys(document)
+        lines = [
+            _no_task() if _lacks_task(problem) else explain(problem, known) for problem in problems[:MOST_PROBLEMS]
+        ]
+        more = [f"… and {len(problems) - MOST_PROBLEMS} more problems"] if len(problems) > MOST_PROBLEMS else []
+        raise ConfigError([*lines, *more]) from None
+
+
+def _lacks_task(problem: ErrorDetails) -> bool:
+    return problem["type"] == "missing" and problem["loc"] in (("task",), ("task", "name"))
+
+
+def _no_task() -> str:
+    names = ", ".join(tasks.names())
+    return (
+        f"no task is named: write task.name=NAME ({names}, or one of your own, task.name=file.py:Class), "
+        "data=FILE reward=NAME, or environment=file.py:Class"
+    )
+
+
+# The keys that exist, for messages about one that does not
+
+
+def keys(document: Document) -> list[str]:
+    """The dotted keys that a document may have, those of its task included.
+
+    The settings of its regulator and its algorithm come as they are written: ``regulator=ar(alpha=…)``.
+    """
+    return [*_schema_keys(Config, ""), *_task_keys(document), *_method_keys(document)]
+
+
+def _schema_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Group):
+                yield from _schema_keys(kind, f"{prefix}{name}.")
+            elif is_dataclass(kind):
+                yield from (f"{prefix}{name}.{setting.name}" for setting in fields(kind))
+
+
+def _task_keys(document: Document) -> list[str]:
+    task = document.get("task")
+    name = task.get("name") if isinstance(task, dict) else None
+    known = isinstance(name, str) and name in tasks.TASKS
+    return [f"task.{setting}" for setting in tasks.settings_of(str(name))] if known else []
+
+
+def _method_keys(document: Document) -> Iterator[str]:
+    for kind in ("regulator", "algorithm"):
+        text = str(document.get(kind, GRPO))
+        if text == GRPO:
+            continue  # without importing torch
+        from poise import regulators
+        from poise.sampling import algorithms
+
+        table: Mapping[str, Callable[..., Any]] = regulators.TABLE if kind == "regulator" else algorithms.TABLE
+        for name in (part.partition("(")[0].strip() for part in split_bars(text)):
+            if name in table:
+                yield from (f"{kind}={name}({setting}=…)" for setting in signature(table[name]).parameters)

@@ -1,0 +1,213 @@
+"""Python objects as settings: a name for each object among the arguments of ``poise.train``.
+
+Instances of poise's own classes are stored as text: ``AdvantageReweighting(0.3)`` as ``ar(alpha=0.3)``. Any other
+object gets a name such as ``python:softer`` (``_lib.live``).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from inspect import isclass
+from typing import Any
+
+from poise import tasks
+from poise._lib import live
+from poise._lib.errors import short
+from poise.tasks import rewards
+from poise.tasks.data import Data
+from poise.tasks.environment import Environment
+from poise.tasks.reasoning_gym import ReasoningGym
+from poise.training.config.documents import SHORT_FORMS, ConfigError, Document, join_settings
+
+GROUP_OF_DATA = {"name", "weight", *(key.removeprefix("data.") for key in SHORT_FORMS if key.startswith("data."))}
+
+
+def name_objects(settings: Mapping[str, Any], tokenizer: Any = None) -> tuple[Document, live.Objects]:
+    """The settings as a document of text and numbers, and the objects that it names. Keys may be dotted."""
+    namer = _Namer(tokenizer)
+    plain = {key: namer.plain(key, value) for key, value in settings.items()}
+    if tokenizer is not None and not namer.objects.by_name.keys() & {plain.get("model")}:
+        raise ConfigError(["tokenizer: it goes with a loaded model, model=…; a hub id or a folder has its own"])
+    return join_settings(plain), namer.objects
+
+
+class _Namer:
+    """Puts names in place of objects."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.objects, self._tokenizer = live.Objects(), tokenizer
+        data, reward, environment = self._data, self._rewards, self._environment
+        self._by_key: dict[str, Callable[[Any], Any]] = {
+            "model": self._model,
+            "data": data, "data.name": data, "task.file": data, "task.test_file": partial(data, name="test_data"),
+            "reward": reward, "task.reward": reward,
+            "environment": environment, "task.factory": environment,
+            "task": self._task, "task.name": self._task_name,
+            "regulator": self._regulator, "algorithm": self._algorithm,
+            "advantage": self._advantage, "objective.surrogate": self._surrogate,
+        }  # fmt: skip
+
+    def plain(self, key: str, value: Any) -> Any:
+        """The value of a setting, without objects."""
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if key in self._by_key and value is not None:
+            return self._by_key[key](value)
+        if type(value) is dict:
+            return {inner: self.plain(f"{key}.{inner}", each) for inner, each in value.items()}
+        return value
+
+    def _model(self, model: Any) -> str:
+        if isinstance(model, str):
+            return model
+        from poise.models.loading import LoadedModel
+
+        return self.objects.add(LoadedModel.of(model, self._tokenizer), live.MODEL.removeprefix(live.PREFIX))
+
+    def _data(self, data: Any, name: str = "data") -> Any:
+        if isinstance(data, str | os.PathLike):
+            return os.fspath(data)
+        if type(data) is dict and "name" in data and data.keys() <= GROUP_OF_DATA:
+            return data | {"name": self._data(data["name"], name)}
+        if isinstance(data, list | tuple) and data and all(_names_data(each) for each in data):  # a mixture
+            return [self._data(each, name) for each in data]
+        return self.objects.add(data, name)
+
+    def _rewards(self, reward: Any) -> Any:
+        if not isinstance(reward, list | tuple):
+            return self._reward(reward)
+        named = [self._reward(each) for each in reward]
+        return named[0] if len(named) == 1 and named[0] in self.objects.by_name else named
+
+    def _reward(self, reward: Any) -> Any:
+        if isinstance(reward, str | os.PathLike):
+            return os.fspath(reward)
+        if not callable(reward):
+            raise TypeError(f"a reward is a name, a callable, or a list of these, got {short(reward)}")
+        return _text(reward, rewards.TABLE, rewards.get) or self.objects.add(reward, _title(reward))
+
+    def _environment(self, environment: Any) -> str:
+        if isinstance(environment, str):
+            return environment
+        if not callable(environment) and callable(getattr(environment, "reset", None)):
+            factory = partial(copy.deepcopy, environment)  # each episode plays in an environment of its own
+            return self.objects.add(factory, type(environment).__name__)
+        if not callable(environment):
+            raise TypeError(f"an environment is a class, a function or an object with reset, got {short(environment)}")
+        return self.objects.add(environment, _title(environment))
+
+    def _task(self, task: Any) -> Any:
+        if isinstance(task, str):
+            return {"name": task}
+        if type(task) is dict:
+            return {key: self.plain(f"task.{key}", value) for key, value in task.items()}
+        settings = None if isclass(task) else _task_settings(task)
+        if settings is None:
+            return {"name": self._task_name(task)}
+        return {key: self.plain(f"task.{key}", value) for key, value in settings.items()}
+
+    def _task_name(self, task: Any) -> str:
+        if isinstance(task, str):
+            return task
+        if not (hasattr(task, "problems") or callable(task)):
+            raise TypeError(f"a task has problems(split, seed) and score(problem, text), got {short(task)}")
+        return self.objects.add(task, _title(task))
+
+    def _regulator(self, regulator: Any) -> str:
+        from poise import regulators
+        from poise.regulators.base import Function, parts_of
+
+        def name(part: regulators.Regulator) -> str:
+            title = _title(part.function if isinstance(part, Function) else part)
+            return _text(part, regulators.TABLE, regulators.parse) or self.objects.add(part, title)
+
+        if isinstance(regulator, str):
+            return regulator
+        if isclass(regulator):
+            regulator = regulator()
+        return " | ".join(name(part) for part in parts_of(regulators.parse(regulator)))
+
+    def _algorithm(self, algorithm: Any) -> str:
+        from poise.sampling import algorithms
+
+        if isinstance(algorithm, str):
+            return algorithm
+        if isclass(algorithm) or not callable(getattr(algorithm, "collect", None)):
+            raise TypeError(f"an algorithm is an object with collect(…), got {short(algorithm)}")
+        text = _text(algorithm, algorithms.TABLE, partial(algorithms.get, group=1), always=("group",))
+        return text or self.objects.add(algorithm, _title(algorithm))
+
+    def _advantage(self, advantage: Any) -> str:
+        from poise import advantages
+
+        if isinstance(advantage, str):
+            return advantage
+        if not callable(advantage):
+            raise TypeError(f"an advantage is a name or a function of rewards, got {short(advantage)}")
+        names = {function: name for name, function in advantages.TABLE.items()}
+        return names.get(advantage) or self.objects.add(advantage, _title(advantage))
+
+    def _surrogate(self, surrogate: Any) -> Any:
+        from poise import surrogates
+
+        if not isinstance(surrogate, surrogates.Surrogate):
+            return surrogate
+        return _text(surrogate, surrogates.TABLE, surrogates.parse) or self.objects.add(surrogate, _title(surrogate))
+
+
+def _names_data(value: Any) -> bool:
+    """Whether this is a data set of a mixture, and not a row."""
+    return isinstance(value, str) or (type(value) is dict and "name" in value and value.keys() <= GROUP_OF_DATA)
+
+
+def _title(thing: Any) -> str:
+    """What a person calls a function, a class or an object."""
+    while hasattr(thing, "func") and not hasattr(thing, "__name__"):  # functools.partial
+        thing = thing.func
+    return str(getattr(thing, "__name__", type(thing).__name__))
+
+
+def _values(thing: Any, always: Sequence[str] = ()) -> Document:
+    """The settings of a dataclass that differ from their defaults."""
+    values = {each.name: getattr(thing, each.name) for each in fields(thing) if each.init}
+    defaults = {each.name: each.default for each in fields(thing)}
+    return {name: value for name, value in values.items() if name in always or not _same(value, defaults[name])}
+
+
+def _text(thing: Any, table: Mapping[str, Any], build: Callable[[str], Any], always: Sequence[str] = ()) -> str | None:
+    """``name(setting=value)`` for an instance of a class in the table; None if no text gives an equal one."""
+    name = next((name for name, kind in table.items() if kind is type(thing)), None)
+    if name is None or not is_dataclass(thing):
+        return None
+    values = ", ".join(f"{key}={value!r}" for key, value in _values(thing, always).items())
+    text = f"{name}({values})" if values else name
+    try:
+        return text if _same(build(text), thing) else None
+    except (ValueError, TypeError):  # a value that is no literal
+        return None
+
+
+def _task_settings(task: Any) -> Document | None:
+    """The settings of an instance of one of poise's own tasks; None if they do not give an equal one."""
+    if isinstance(task, ReasoningGym):
+        own = {key: value for key, value in _values(task).items() if key not in ("dataset", "settings")}
+        return {"name": task.name, **task.settings, **own}
+    name = next((name for name, kind in tasks.TASKS.items() if kind is type(task)), None)
+    if name is None:
+        return None
+    settings = _values(task)
+    if not isinstance(task, Data | Environment) and not _same(tasks.get(name, **settings), task):
+        return None
+    return {"name": name, **settings}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; False if they cannot be compared, as tables cannot."""
+    try:
+        return bool(one == other)
+    except Exception:  # a user's class may raise anything
+        return False
