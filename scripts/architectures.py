@@ -318,6 +318,10 @@ difference was {worst:.1g}.
   window fails within a few tokens.
 - A model folder that lacks weights, or has NaN or infinite ones, is refused; the message names
   them.
+- **Memory**: weights, gradients and Adam's state take 16 bytes per parameter in float32 and 18 in
+  bfloat16, a KL term 4 or 2 more; with LoRA the base model takes 4 or 2 and the adapter the rest.
+  `poise train --dry-run` prints these bytes. A model that exceeds the device is refused before it
+  is downloaded or loaded. Activations and the KV cache come on top, as far as there is room.
 """
 
 

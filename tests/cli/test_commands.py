@@ -55,6 +55,11 @@ def test_dry_run_prints_the_resolved_config(tmp_path):
     assert parse(poise("train", own, "--dry-run").output)["regulator"].startswith("lopti")
 
 
+def test_dry_run_tells_the_memory_of_a_model_that_is_here():
+    assert "# memory: at least 23.4 MB (weights 5.84 MB" in poise("train", "--dry-run", "device=cpu").output
+    assert "# memory: known once the model is here" in poise("train", "ar", "--dry-run").output
+
+
 def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(trained, tmp_path):
     run = trained
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")

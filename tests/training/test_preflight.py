@@ -99,7 +99,7 @@ def test_probabilities_that_are_not_finite(tmp_path, monkeypatch):
 
 def test_a_disk_without_room_for_the_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40_000_000))
-    message = r"3 checkpoints of 0.0234 GB need 0.0701 GB, but the disk has 0.04 GB free \(keep_checkpoints=2"
+    message = r"3 checkpoints of 23.4 MB need 70.1 MB, but the disk has 40 MB free \(keep_checkpoints=2"
     refused(make(tmp_path), CheckpointError, message)
     monkeypatch.setattr(trainer.Trainer, "run", lambda *_: {})
     assert trainer.train(make(tmp_path, "checkpoint_every=0"), quiet=True) == {}  # one is all it writes

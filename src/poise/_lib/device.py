@@ -46,6 +46,17 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """The memory that this process may use on the device; None if the system does not tell."""
+    if device.type == "cuda":
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        return int(share * torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None
+
+
 def keep_freed_memory() -> bool:
     """Let the host's heap keep freed memory for the next allocation. False if the C library does not support this.
 

@@ -49,6 +49,11 @@ def counted(count: int, one: str, several: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
+def bytes_text(size: float) -> str:
+    """A size as people write it: 23.4 MB, 137 GB."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
 def how_to_install(extra: str) -> str:
     """The command that installs an extra. On the package index, poise is another package."""
     return f"in your clone of poise run: pip install -e '.[{extra}]' -c constraints.txt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,6 +56,7 @@ def train(
         if dry_run:
             settings = configs.dump(config)
             print(visible(settings) if resume else settings)  # anybody may have written a run folder's settings
+            print(visible(f"# memory: {_memory(config)}"))
             return
         if not resume:
             with owned(expand(config.run), make=False):  # raises if it is in use
@@ -72,6 +74,20 @@ def train(
         )
         if quiet:
             show(config, result.summary, Console(0))
+
+
+def _memory(config: Config) -> str:
+    """The memory that training takes, for a dry run, which fetches nothing from the hub."""
+    with quick_imports():
+        from poise.models.location import ModelError, locate
+        from poise.training.building import footprint
+
+    try:
+        here = Path(locate(config.model)).is_dir()
+        least = footprint(config, config.model_name) if here else None
+    except ModelError as error:
+        return str(error)
+    return f"at least {least}; activations and the KV cache come on top" if least else "known once the model is here"
 
 
 def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:

@@ -74,8 +74,7 @@ def load_model(
     if (folder / "adapter_config.json").exists():
         return _load_adapted(folder, device=device, dtype=dtype, remote_code=remote_code, template=template)
     torch_device = resolve_device(device)
-    default = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
-    torch_dtype = default if dtype == "auto" else getattr(torch, dtype)
+    torch_dtype = resolve_dtype(dtype, torch_device)
     if live.is_name(name):
         model, tokenizer = live.get(name).copy(name, torch_dtype, template)
     else:
@@ -162,6 +161,14 @@ def resolve_device(device: str = "auto") -> torch.device:
     if resolved.type not in ("cpu", "cuda"):
         _check_device(resolved)
     return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The torch dtype of a setting; ``auto`` is bfloat16 on CUDA, float32 elsewhere."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind
 
 
 def _check_device(device: torch.device) -> None:
@@ -252,7 +259,7 @@ def _load_weights(name: str, source: str, dtype: torch.dtype, common: dict[str, 
 
     try:
         config = transformers.AutoConfig.from_pretrained(source, **common)
-        _check_attention(name, config, common["trust_remote_code"])
+        check_attention(name, config, common["trust_remote_code"])
         with progress_bars(sys.stderr.isatty()):
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, use_safetensors=True, output_loading_info=True, **common
@@ -275,7 +282,7 @@ def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
         )
 
 
-def _check_attention(name: str, config: Any, remote_code: bool) -> None:
+def check_attention(name: str, config: Any, remote_code: bool) -> None:
     """Refuse an attention implementation named by a repository: transformers would download and run it."""
     implementation = str(getattr(config, "_attn_implementation", None))
     if "/" in implementation and not remote_code:

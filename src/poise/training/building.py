@@ -17,6 +17,7 @@ import torch
 from poise._lib.device import keep_freed_memory
 from poise.advantages import Estimate
 from poise.batch import TokenBatch
+from poise.models.footprint import Footprint
 from poise.models.loading import load_policy
 from poise.models.location import locate
 from poise.models.master_weights import MasterWeights
@@ -34,7 +35,7 @@ from poise.tasks.data import Data
 from poise.training.batches import make_batch
 from poise.training.checkpoints import Checkpoints
 from poise.training.config.schema import Config
-from poise.training.frozen_models import FrozenModels, starting_weights
+from poise.training.frozen_models import START, FrozenModels, starting_weights
 from poise.training.resume import check_same_data
 from poise.training.update import UpdatePlan
 
@@ -71,7 +72,10 @@ def build(
     notes: list[str] = []
     regulator = regulator or config.build_regulator()
     algorithm, advantage = config.build_algorithm(), config.build_advantage()
-    policy = policy or load_trained(config, folder)
+    if policy is None:
+        if (least := footprint(config, starting_weights(config, folder))) is not None:
+            least.check(config.model, config.device)
+        policy = load_trained(config, folder)
     policy.check_settings(config.rollout.max_prompt, config.rollout.max_tokens)
     recompute = recomputed(config, policy, notes.append)
     kl = bool(config.objective.kl_coef)
@@ -117,6 +121,20 @@ def load_trained(config: Config, folder: RunFolder) -> Policy:
         tokens=config.tokens_left(*folder.progress()),
         longest=config.rollout.longest,
         template=config.template,
+    )
+
+
+def footprint(config: Config, name: str) -> Footprint | None:
+    """The memory that training the model of that name takes at least."""
+    frozen = set(getattr(config.build_algorithm(), "models", {}).values())
+    copies = bool(config.objective.kl_coef) or START in frozen
+    return Footprint.of(
+        name,
+        device=config.device,
+        dtype=config.dtype,
+        lora=config.lora,
+        copies=copies,
+        remote_code=config.remote_code,
     )
 
 

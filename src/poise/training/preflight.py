@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from poise._lib.device import same_random_numbers
+from poise._lib.errors import bytes_text
 from poise._lib.user_code import blamed
 from poise.batch import Prompt
 from poise.models.policy import Policy
@@ -60,8 +61,8 @@ def check_disk(config: Config, checkpoints: Checkpoints) -> None:
     number = max(1, min(number, config.keep_checkpoints + 1) - len(folder.checkpoints()))
     if number * size > free:
         raise CheckpointError(
-            f"run folder {folder.path}: {number} checkpoints of {_gigabytes(size)} need {_gigabytes(number * size)}, "
-            f"but the disk has {_gigabytes(free)} free (keep_checkpoints={config.keep_checkpoints}, and one more while "
+            f"run folder {folder.path}: {number} checkpoints of {bytes_text(size)} need {bytes_text(number * size)}, "
+            f"but the disk has {bytes_text(free)} free (keep_checkpoints={config.keep_checkpoints}, and one more while "
             "it is written): free some space, lower keep_checkpoints, or choose a run=DIR on another disk"
         )
 
@@ -98,7 +99,3 @@ def _short(sample: Trajectory, number: int) -> Trajectory:
     prompt = Prompt(sample.prompt.tokens[-CONTEXT:], sample.prompt.key)
     unscored = replace(sample, logp=None, entropy=None, sampler_logp=None, score=score, group=number // ATTEMPTS)
     return replace(unscored, prompt=prompt, tokens=sample.tokens[:CONTEXT], own=sample.own[:CONTEXT])
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
