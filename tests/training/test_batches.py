@@ -29,13 +29,16 @@ def sample(reward=1.0, failed=None, **given):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_importance_weights_are_of_what_the_sampler_reported_and_1_where_it_reported_nothing(recompute):
+def test_importance_weights_are_of_what_the_sampler_reported(recompute):
+    """Where it reported nothing they are 1, unless the weights have changed since: then the policy scores all rows."""
     policy, mine, other = tiny("llama"), torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -2.5])
     rows = [sample(logp=mine, sampler_logp=other), sample(sampler_logp=other), sample(logp=mine), sample()]
     batch = make_batch(rows, policy, temperature=0.7, recompute=recompute)
     scored = score_all(policy, batch, 0.7)[0][1]
-    torch.testing.assert_close(batch.old_logp, torch.stack([mine, scored, mine, scored]), rtol=1e-4, atol=1e-4)
-    expected = torch.stack([mine - other, scored - other, 0 * mine, 0 * mine]).exp()
+    old = [scored] * 4 if recompute else [mine, scored, mine, scored]
+    torch.testing.assert_close(batch.old_logp, torch.stack(old), rtol=1e-4, atol=1e-4)
+    sampler = [other, other, mine, scored]
+    expected = (torch.stack(old) - torch.stack(sampler)).exp()
     torch.testing.assert_close(importance_weights(batch, Settings(importance_cap=1e9)), expected, rtol=1e-3, atol=1e-4)
 
 

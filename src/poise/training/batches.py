@@ -86,15 +86,17 @@ def make_batch(
 ) -> TokenBatch:
     """The ``TokenBatch`` of these trajectories, on the policy's device.
 
-    ``recompute`` takes old log-probabilities from a forward pass of the policy instead of the sampler. ``reference`` is
-    the model of the KL term. ``hidden`` adds the head, and a function that computes the hidden states (n, T, d) of some
-    rows by a forward pass, for regulators that need them. ``min_p`` adds log-probabilities under the min-p-filtered
-    policy (one more pass), for the surrogate lp-reg.
+    ``recompute`` takes old log-probabilities from a forward pass of the policy, for trajectories that other weights or
+    other arithmetic sampled; the sampler's become ``sampler_logp``. ``reference`` is the model of the KL term.
+    ``hidden`` adds the head, and a function that computes the hidden states (n, T, d) of some rows by a forward pass,
+    for regulators that need them. ``min_p`` adds log-probabilities under the min-p-filtered policy (one more pass), for
+    the surrogate lp-reg.
     """
     sampled = _sampled(_scored(trajectories, policy, temperature, micro_tokens), policy.device)
-    if recompute and sampled.sampler_logp is None:  # otherwise the policy has scored the rows while it sampled
+    if recompute:
+        before = sampled.old_logp if sampled.sampler_logp is None else sampled.sampler_logp
         old_logp, entropy = score_all(policy, sampled, temperature, micro_tokens)
-        sampled = replace(sampled, old_logp=old_logp, entropy=entropy, sampler_logp=sampled.old_logp)
+        sampled = replace(sampled, old_logp=old_logp, entropy=entropy, sampler_logp=before)
     return replace(
         sampled,
         advantages=_advantages(trajectories, sampled, advantages.get(advantage)).float(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -90,17 +90,21 @@ def build(
     master_weights.serve(optimizer)
     if policy.device.type == "cpu":
         keep_freed_memory()
-    batch = partial(
-        make_batch,
-        policy=policy,
-        advantage=advantage,
-        temperature=config.rollout.temperature,
-        recompute=recompute,
-        reference=frozen.reference if kl else None,
-        hidden="hidden" in regulator.needs,
-        min_p=config.objective.min_p,
-        micro_tokens=optim.micro_tokens,
-    )
+
+    def batch(trajectories: Sequence[Trajectory]) -> TokenBatch:
+        scored = any(each.sampler_logp is not None for each in trajectories)  # by the policy, in this very step
+        return make_batch(
+            trajectories,
+            policy,
+            advantage=advantage,
+            temperature=config.rollout.temperature,
+            recompute=recompute and not scored,
+            reference=frozen.reference if kl else None,
+            hidden="hidden" in regulator.needs,
+            min_p=config.objective.min_p,
+            micro_tokens=optim.micro_tokens,
+        )
+
     plan = UpdatePlan.of(config)
     checkpoints = Checkpoints(folder, policy, master_weights, optimizer, config.checkpoint_every)
     return Components(
