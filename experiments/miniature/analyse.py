@@ -1,16 +1,18 @@
-"""Tables and figure of the miniature, from raw.json: python experiments/miniature/analyse.py.
+"""Tables and figure of the miniature, from raw.json: python experiments/miniature/analyse.py writes them.
 
 The speed factor of an arm with a seed: the batch at which GRPO with the same seed reaches the accuracy that the arm has
-at the cut, divided by the cut. Both curves are made monotone first; between evaluations they are straight lines.
+at the cut, divided by the cut. Both curves are made monotone first; between evaluations they are straight lines. Until
+all planned seeds are there, the tables are interim: intervals as description, no test.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
-from math import exp, inf, log
+from math import exp, log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,6 +22,8 @@ from poise.referee.compare.speed import Curve, rising, speed_factor
 
 HERE = Path(__file__).parent
 CUT = 64
+PLANNED = 10  # seeds
+LAST = slice(CUT - 8, CUT)  # the batches whose sampled answers the tables describe
 BASELINE = "grpo"
 ARMS = {  # the name of an arm by its regulator and rate
     ("grpo", 1.5e-6): BASELINE,
@@ -33,6 +37,42 @@ ARMS = {  # the name of an arm by its regulator and rate
     ("ar(alpha=0.3) | lopti(threshold=0.5)", 1.5e-6): "ar + lopti",
 }
 PAIRS = (("lopti", "random split like lopti"), ("ar", "constant like ar"), ("ar + lopti", "grpo, 2 × rate"))
+LABELS = {  # where the figure writes an arm's name: batch, accuracy; and its line
+    BASELINE: (88, 60, "black", "-"),
+    "grpo, 1.5 × rate": (71, 75, "tab:orange", "--"),
+    "grpo, 2 × rate": (71, 91, "tab:red", "--"),
+    "two passes": (71, 95, "tab:brown", "--"),
+    "lopti": (71, 83, "tab:blue", "-"),
+    "random split like lopti": (71, 79, "tab:cyan", "--"),
+    "ar": (71, 43, "tab:green", "-"),
+    "constant like ar": (71, 39, "yellowgreen", "--"),
+    "ar + lopti": (71, 87, "tab:purple", "-"),
+}
+Runs = dict[str, dict[int, dict[str, Any]]]  # by arm and seed
+
+
+class Factors(NamedTuple):
+    """Speed factors, or ratios of them, over seeds."""
+
+    values: list[float]
+    bound: str = ""  # "≥" or "≤" if some are only bounds: GRPO never reaches the accuracy of an arm
+
+    @property
+    def logs(self) -> list[float]:
+        """Their logarithms, which are averaged and tested."""
+        return [log(value) for value in self.values]
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean."""
+        return exp(float(np.mean(self.logs)))
+
+    @property
+    def text(self) -> str:
+        """Mean and 95 % interval; an end that is only a bound is open."""
+        low, high = (f"{exp(end):.2f}" for end in interval(self.logs))
+        ends = {"": f"[{low}, {high}]", "≥": f"[{low}, –]", "≤": f"[–, {high}]"}[self.bound]
+        return f"{self.bound} {self.mean:.2f} {ends}".strip()
 
 
 def curve(run: dict[str, Any]) -> Curve:
@@ -40,78 +80,115 @@ def curve(run: dict[str, Any]) -> Curve:
     return rising((int(step), value) for step, value in run["greedy"].items())
 
 
-def runs() -> dict[str, dict[int, dict[str, Any]]]:
-    """The runs of each arm, by seed."""
-    found: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+def runs() -> Runs:
+    """The runs of each arm with the seeds that GRPO and at least one other arm have."""
+    found: Runs = defaultdict(dict)
     for run in json.loads((HERE / "raw.json").read_text()).values():
         if name := ARMS.get((run["regulator"], run["lr"])):
             found[name][run["seed"]] = run
-    return {name: dict(sorted(found[name].items())) for name in ARMS.values() if name in found}
+    seeds = found[BASELINE].keys() & {seed for name, each in found.items() if name != BASELINE for seed in each}
+    return {name: {seed: found[name][seed] for seed in sorted(seeds & found[name].keys())} for name in ARMS.values()}
 
 
-def speeds(arms: dict[str, dict[int, dict[str, Any]]]) -> dict[str, dict[int, float]]:
-    """The speed factors of each arm, by seed. An accuracy that GRPO never reaches counts as twice as fast."""
+def speeds(arms: Runs) -> dict[str, dict[int, tuple[float, bool]]]:
+    """The speed factors of each arm, by seed, each with whether it is a lower bound."""
     base = {seed: curve(run) for seed, run in arms[BASELINE].items()}
-    return {
-        name: {seed: speed_factor(curve(run).at(CUT), CUT, base[seed]) for seed, run in seeds.items() if seed in base}
-        for name, seeds in arms.items()
-        if name != BASELINE
-    }
+    found: dict[str, dict[int, tuple[float, bool]]] = defaultdict(dict)
+    for name, seeds in arms.items():
+        for seed, run in seeds.items() if name != BASELINE else ():
+            reached = curve(run).at(CUT)
+            found[name][seed] = speed_factor(reached, CUT, base[seed]), reached > base[seed].scores[-1]
+    return found
 
 
-def shown(values: list[float]) -> str:
-    """The geometric mean of speed factors and its interval; "≥" where a seed was cut at the end of GRPO's curve."""
-    logs = [log(value) for value in values]
-    low, high = interval(logs) if len(values) >= 6 else (-inf, inf)
-    bounds = f" [{exp(low):.2f}, {exp(high):.2f}]" if high < inf else ""
-    return f"{'≥ ' if max(values) >= 1.99 else ''}{exp(float(np.mean(logs))):.2f}{bounds}"
+def factors(of: dict[int, tuple[float, bool]]) -> Factors:
+    """An arm's speed factors."""
+    return Factors([value for value, _ in of.values()], "≥" if any(beyond for _, beyond in of.values()) else "")
+
+
+def ratios(one: dict[int, tuple[float, bool]], other: dict[int, tuple[float, bool]]) -> Factors:
+    """The speed of one arm in units of another one's, by seed."""
+    both = sorted(one.keys() & other.keys())
+    assert not any(one[seed][1] for seed in both)  # a ratio of two bounds says nothing
+    return Factors([one[seed][0] / other[seed][0] for seed in both], "≤" if any(other[s][1] for s in both) else "")
+
+
+def complete(arms: Runs) -> bool:
+    """Whether all planned seeds are there: only then is the registered verdict drawn."""
+    return all(len(seeds) == PLANNED for seeds in arms.values())
 
 
 def tables() -> str:
-    """The two tables of the page, in Markdown."""
+    """The tables of the page, in Markdown."""
     arms = runs()
-    fast = speeds(arms)
-    tested = {name: p_value([log(v) for v in by_seed.values()]) for name, by_seed in fast.items() if len(by_seed) >= 6}
-    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
+    fast, verdict = speeds(arms), complete(arms)
+    tested = dict(zip(fast, holm([p_value(factors(each).logs) for each in fast.values()]), strict=True))
+    last = " p (Holm) |" if verdict else ""
     lines = [
-        "| arm | seeds | greedy at batch 64 | speed factor | p (Holm) | cut off at the end | length at the end |",
-        "|---|---|---|---|---|---|---|",
+        f"| arm | seeds | greedy at batch {CUT} | speed factor |{last} sampled answers cut off | their length |",
+        "|---|---|---|---|---|---|" + ("---|" if verdict else ""),
     ]
     for name, seeds in arms.items():
-        at_cut = [100 * curve(run).at(CUT) for run in seeds.values()]
-        cut_off = [100 * run["cut_off"][1] / run["problems"] for run in seeds.values()]
-        length = [run["steps"]["rollout/length"][CUT - 1] for run in seeds.values()]
-        factor = shown(list(fast[name].values())) if fast.get(name) else "1" if name == BASELINE else "–"
-        p = f"{adjusted[name]:.3f}" if name in adjusted else "–"
-        lines.append(
-            f"| {name} | {len(seeds)} | {np.mean(at_cut):.1f} | {factor} | {p} | {np.mean(cut_off):.1f} % "
-            f"| {np.mean(length):.0f} |"
-        )
-    lines += ["", "| pair | seeds | ratio of speeds | p |", "|---|---|---|---|"]
+        at_cut = np.mean([100 * curve(run).at(CUT) for run in seeds.values()])
+        cut_off = 100 - np.mean([100 * np.mean(run["steps"]["rollout/finished"][LAST]) for run in seeds.values()])
+        length = np.mean([np.mean(run["steps"]["rollout/length"][LAST]) for run in seeds.values()])
+        factor = "1" if name == BASELINE else factors(fast[name]).text
+        p = f" {tested[name]:.3f} |" if verdict and name in tested else " |" if verdict else ""
+        lines.append(f"| {name} | {len(seeds)} | {at_cut:.1f} % | {factor} |{p} {cut_off:.1f} % | {length:.0f} |")
+    lines += ["", f"| pair | seeds | ratio of speeds |{' p |' if verdict else ''}"]
+    lines.append("|---|---|---|" + ("---|" if verdict else ""))
     for one, other in PAIRS:
-        both = sorted(fast.get(one, {}).keys() & fast.get(other, {}).keys())
-        ratios = [fast[one][seed] / fast[other][seed] for seed in both]
-        p = f"{p_value([log(ratio) for ratio in ratios]):.3f}" if len(both) >= 6 else "–"
-        lines.append(f"| {one} / {other} | {len(both)} | {shown(ratios) if both else '–'} | {p} |")
+        pair = ratios(fast[one], fast[other])
+        p = f" {p_value(pair.logs):.3f} |" if verdict else ""
+        lines.append(f"| {one} / {other} | {len(pair.values)} | {pair.text} |{p}")
     return "\n".join(lines)
 
 
-def picture() -> None:
-    """The mean curve of every arm."""
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+def written(page: str) -> str:
+    """The page with these tables."""
+    between = r"(?s)(<!-- tables[^\n]*\n).*?(<!-- end -->)"
+    return re.sub(between, lambda found: f"{found[1]}{tables()}\n{found[2]}", page)
+
+
+def picture(path: Path) -> None:
+    """The mean curve of every arm, with its accuracy and speed at the cut."""
+    arms = runs()
+    fast = speeds(arms)
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name, seeds in runs().items():
-        curves = [curve(run) for run in seeds.values()]
-        steps = curves[0][0]
-        axes.plot(steps, 100 * np.mean([values for _, values in curves], 0), marker=".", label=f"{name} ({len(seeds)})")
-    axes.axvline(CUT, color="0.7", linestyle=":")
-    axes.set_xlabel("batches")
+    for name, each in arms.items():
+        x, y, colour, line = LABELS[name]
+        curves = [curve(run) for run in each.values()]
+        steps, scores = curves[0].steps, 100 * np.mean([one.scores for one in curves], 0)
+        axes.plot(steps, scores, line, color=colour, linewidth=2.2 if line == "-" else 1.5)
+        at_cut = scores[steps == CUT][0]
+        speed = " at the cut"
+        if name in fast:
+            speed = f", {factors(fast[name]).bound} {factors(fast[name]).mean:.2f} × as fast".replace(",  ", ", ")
+        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkB": 1, "relpos": (0, 0.5)}
+        axes.annotate(
+            f"{name}: {at_cut:.0f} %{speed}",
+            (CUT, at_cut),
+            (x, y),
+            color=colour,
+            va="center",
+            arrowprops=arrow if name in fast else None,
+        )
+    axes.axvline(CUT, color="0.4", linestyle=":", linewidth=1)
+    axes.text(CUT - 1, 97, f"cut: batch {CUT}", color="0.3", ha="right", va="center")
+    axes.text(1, 91, "solid: GRPO and methods\ndashed: controls", color="0.3", va="top")
+    axes.set_xlim(0, 130)
+    axes.set_ylim(15, 99)
+    axes.set_xlabel("batches of 32 × 8 answers; only GRPO runs beyond the cut")
     axes.set_ylabel("greedy accuracy on 1,000 held-out sums, %")
-    axes.legend(frameon=False, fontsize="small", title="arm (seeds)")
+    seeds = f"{len(arms[BASELINE])} of {PLANNED} seeds" + ("" if complete(arms) else ": interim")
+    axes.set_title(f"SmolLM2-135M-Instruct, one rate that nobody tuned, means over {seeds}", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(HERE / "miniature.png", dpi=150)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
+    readme = HERE / "README.md"
+    readme.write_text(written(readme.read_text()))
     print(tables())
-    picture()
+    picture(HERE / "miniature.png")

@@ -1,0 +1,127 @@
+"""The miniature's page: its tables are up to date, and ten of their figures follow from raw.json without analyse.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+README = (HERE / "README.md").read_text()
+SEEDS = range(8)
+REGULATORS = {
+    "grpo": "grpo",
+    "two passes": "grpo(passes=2)",
+    "lopti": "lopti(threshold=0.4)",
+    "random": "random-split(like='lopti(threshold=0.4)')",
+    "ar": "ar(alpha=0.2)",
+    "constant": "constant(like='ar(alpha=0.2)')",
+    "both": "ar(alpha=0.3) | lopti(threshold=0.5)",
+}
+
+pytestmark = pytest.mark.studies
+
+
+@pytest.fixture
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("miniature_analyse", HERE / "analyse.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rising(values: list[float]) -> np.ndarray:
+    """Isotonic regression by its min-max formula."""
+    y = np.array(values)
+    means = np.array([[y[i : j + 1].mean() if i <= j else np.nan for j in range(len(y))] for i in range(len(y))])
+    return np.array([np.max([np.min(means[i, k:]) for i in range(k + 1)]) for k in range(len(y))])
+
+
+def curves(arm: str, rate: float = 1.5e-6) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Steps and monotone greedy accuracies, by seed."""
+    found = {}
+    for run in json.loads((HERE / "raw.json").read_text()).values():
+        if (run["regulator"], run["lr"]) == (REGULATORS[arm], rate) and run["seed"] in SEEDS:
+            points = sorted((int(step), value) for step, value in run["greedy"].items())
+            found[run["seed"]] = np.array([step for step, _ in points]), rising([value for _, value in points])
+    return found
+
+
+def speeds(arm: str, rate: float = 1.5e-6) -> np.ndarray:
+    """The first batch, in hundredths, at which GRPO has the arm's accuracy after 64, over 64; 2 if never."""
+    base, factors = curves("grpo"), []
+    for seed, (steps, scores) in sorted(curves(arm, rate).items()):
+        fine = np.arange(0, 128.005, 0.01)
+        above = np.interp(fine, *base[seed]) >= scores[steps == 64][0] - 1e-12
+        factors.append(fine[above.argmax()] / 64 if above.any() else 2.0)
+    return np.array(factors)
+
+
+def interval(logs: np.ndarray) -> tuple[float, float]:
+    """Every mean that the sign-flip test does not reject at 5 %, on a fine grid."""
+    signs = np.array(list(itertools.product([1, -1], repeat=len(logs))))
+    grid = np.arange(logs.mean() - 0.3, logs.mean() + 0.3, 0.0005)
+    rests = logs[None] - grid[:, None]
+    p = (np.abs(rests @ signs.T) >= np.abs(rests.sum(1))[:, None] - 1e-12).mean(1)
+    kept = grid[p > 0.05]
+    return float(np.exp(kept[0])), float(np.exp(kept[-1]))
+
+
+def row(name: str) -> list[str]:
+    """The cells of a row, by its first cell."""
+    (line,) = re.findall(rf"(?m)^\| {re.escape(name)} \|(.*)\|$", README)
+    return [cell.strip() for cell in line.split("|")]
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d+", cell)]
+
+
+def test_the_page_has_the_tables_of_its_data(script: Any, tmp_path: Path) -> None:
+    assert script.written(README) == README, "run python experiments/miniature/analyse.py"
+    script.picture(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_ten_figures_are_recomputed() -> None:
+    at_cut = [scores[steps == 64][0] for steps, scores in curves("grpo").values()]
+    assert numbers(row("grpo")[1]) == [pytest.approx(100 * np.mean(at_cut), abs=0.051)]  # 1
+    for name, arm in (("lopti", "lopti"), ("ar", "ar"), ("ar + lopti", "both"), ("random split like lopti", "random")):
+        logs = np.log(speeds(arm))
+        assert len(logs) == int(row(name)[0])
+        assert numbers(row(name)[2]) == pytest.approx([np.exp(logs.mean()), *interval(logs)], abs=0.008), name  # 2 to 5
+    for name, logs in (("grpo, 2 × rate", np.log(speeds("grpo", 3e-6))), ("two passes", np.log(speeds("two passes")))):
+        assert row(name)[2][0] == "≥"
+        assert numbers(row(name)[2]) == pytest.approx([np.exp(logs.mean()), interval(logs)[0]], abs=0.008)  # 6 and 7
+    pairs = {
+        "lopti / random split like lopti": speeds("lopti") / speeds("random"),
+        "ar / constant like ar": speeds("ar") / speeds("constant"),
+    }
+    for name, ratios in pairs.items():  # 8 and 9
+        found = [np.exp(np.log(ratios).mean()), *interval(np.log(ratios))]
+        assert numbers(row(name)[1]) == pytest.approx(found, abs=0.008), name
+    slower = np.log(speeds("both") / speeds("grpo", 3e-6))
+    cell = row("ar + lopti / grpo, 2 × rate")[1]
+    assert cell[0] == "≤"
+    assert numbers(cell) == pytest.approx([np.exp(slower.mean()), interval(slower)[1]], abs=0.008)  # 10
+
+
+def test_p_is_shown_once_all_planned_seeds_are_there(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "p (Holm)" not in script.tables()
+    assert "p (Holm)" not in README
+    arms = script.runs()
+    whole = {name: {seed: seeds[seed % 7] for seed in range(10)} for name, seeds in arms.items()}
+    monkeypatch.setattr(script, "runs", lambda: whole)
+    table = script.tables()
+    assert "| p (Holm) |" in table
+    assert re.search(r"\| lopti \| 10 \| .* \| 0\.016 \|", table)  # 8 arms × 2 / 2^10
+    widths = {line.count("|") for line in table.split("\n\n")[0].splitlines()}
+    assert widths == {8}
