@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from poise import Phase, TokenBatch, regulators, surrogates
 from poise.diagnostics import ForwardLoop
-from poise.objective import Settings, active, aggregation_of, normalizer, policy_loss, survey
+from poise.objective import Settings, active, normalizer, policy_loss, survey
 from support.batches import fields_of, random_batch
 
 NAMES = tuple(surrogates.TABLE)
@@ -198,7 +198,7 @@ def test_at_ratio_one_all_but_lp_reg_are_the_plain_gradient(name, text):
     settings = Settings(surrogate=name)
     for phase in regulators.parse(text)(batch):
         found = loss_and_gradient(batch, phase, settings, batch.old_logp)[1]
-        plain = loss_and_gradient(batch, phase, Settings(aggregation=aggregation_of(settings)), batch.old_logp)[1]
+        plain = loss_and_gradient(batch, phase, Settings(aggregation=settings.averages_by), batch.old_logp)[1]
         torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-15)  # lp-reg chooses none of so few tokens
     if name == "lp-reg":
         busy = Settings(surrogate=BUSY["lp-reg"])
@@ -242,7 +242,7 @@ def test_kl_and_entropy_terms_are_unchanged(name):
     batch, logp = batch_of(), current(batch_of())
     entropy = batch.entropy.clone().requires_grad_()
     silent = Phase.of(batch, 0.0)
-    average = aggregation_of(Settings(surrogate=name))
+    average = Settings(surrogate=name).averages_by
     full = {"kl_coef": 0.3, "entropy_coef": 0.2}
     found, _ = loss_of(batch, silent, Settings(surrogate=name, **full), logp, entropy=entropy)
     expected, _ = loss_of(batch, silent, Settings(aggregation=average, **full), logp, entropy=entropy)

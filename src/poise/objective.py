@@ -79,10 +79,10 @@ def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
 
     Responses without tokens do not count.
     """
-    if aggregation_of(settings) == TOKEN_MEAN:
+    if settings.averages_by == TOKEN_MEAN:
         return batch.mask.sum().clamp(min=1)
     responses = (batch.lengths > 0).sum().clamp(min=1)
-    if aggregation_of(settings) == FIXED_LENGTH and settings.max_length:
+    if settings.averages_by == FIXED_LENGTH and settings.max_length:
         return responses * settings.max_length
     return responses
 
@@ -114,7 +114,7 @@ def terms(
     _check_phase(batch, phase)
     _check_survey(batch, settings, survey)
     share = batch.mask.to(dtype) / normalizer
-    if aggregation_of(settings) == SEQUENCE_MEAN:
+    if settings.averages_by == SEQUENCE_MEAN:
         share = share / batch.lengths.clamp(min=1)[:, None]
     policy = phase.policy.to(dtype) * share
     if (correction := importance_weights(batch, settings)) is not None:
@@ -229,8 +229,3 @@ def _check_inputs(logp: Tensor, batch: TokenBatch, settings: Settings, entropy: 
         raise ValueError("policy_loss: kl_coef is not 0, so the batch needs ref_logp")
     if settings.entropy_coef and entropy is None:
         raise ValueError("policy_loss: entropy_coef is not 0, so pass entropy=, the current policy's, with gradients")
-
-
-def aggregation_of(settings: Settings) -> str:
-    """The aggregation in effect: the surrogate's own, or the setting."""
-    return settings.rule.aggregation or settings.aggregation

@@ -76,6 +76,11 @@ class Settings:
         return self.surrogate if isinstance(self.surrogate, Surrogate) else parse(str(self.surrogate))
 
     @property
+    def averages_by(self) -> str:
+        """The aggregation in effect: the surrogate's own, or the setting."""
+        return self.rule.aggregation or self.aggregation
+
+    @property
     def min_p(self) -> float | None:
         """The filter of ``TokenBatch.min_p_logp``, if the surrogate reads that; else None."""
         from poise.surrogates import LpReg

@@ -57,7 +57,9 @@ def test_every_recipe_says_what_to_expect_and_what_is_ours(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_the_settings_of_the_papers(name):
     config = load(name)
-    assert (config.model, config.steps) == ("Qwen/Qwen2.5-3B-Instruct", 5 * 4500 // 64)
+    assert (config.model, config.steps) == ("Qwen/Qwen2.5-3B-Instruct", 5 * (5000 // 64))
+    assert config.task.prefill == "<think>"
+    assert (config.optim.same_order, config.optim.average_over) == (True, 8)
     assert (config.prompts, config.group, config.advantage) == (64, 8, "group-zscore")
     assert config.task.build() == tasks.get("kk", people="3-7")
     assert (config.rollout.max_prompt, config.rollout.max_tokens) == (400, 4096)

@@ -1,6 +1,7 @@
 """The update: what is run through the model, in how many passes, and what happens when memory runs out."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from poise.models.scoring import score_all, score_min_p
 from poise.objective import Settings, normalizer
 from poise.training import config as configs
 from poise.training.building import recomputed
-from poise.training.update import UpdatePlan, backward, mini_batches, update
+from poise.training.update import UpdatePlan, averaged_in_parts, backward, mini_batches, update
 from support.heads import SURROGATES
 from support.small_runs import run
 from support.tiny_models import exact, prompts, responses, tiny
@@ -256,6 +257,42 @@ class TestOutOfMemory:
         made[1].step = full
         with pytest.raises(OutOfMemoryError, match=r"in the optimizer's step.*lora"):
             after(made)
+
+
+def test_a_token_mean_in_two_stages():
+    """Parts of four responses: the mean over parts of each part's own token mean, for the KL term too."""
+    made = make()
+    policy, _, batch = made
+    batch = replace(batch, ref_logp=batch.old_logp - 0.3)
+    settings, phase = Settings(kl_coef=0.5), Phase.of(batch)
+    whole, parts = (torch.zeros(sum(p.numel() for p in policy.parameters()), dtype=torch.float64) for _ in range(2))
+    backward(policy, batch, averaged_in_parts(batch, phase, 4), UpdatePlan(settings))
+    whole += torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+    cuts = [slice(start, start + 4) for start in range(0, len(batch.mask), 4)]
+    assert len({int(batch.mask[rows].sum()) for rows in cuts}) > 1
+    for rows in cuts:
+        backward(policy, batch.rows(rows), phase.rows(rows), UpdatePlan(settings))
+        parts += torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]) / len(cuts)
+    assert (whole - parts).norm() < 1e-5 * parts.norm()
+    backward(policy, batch, phase, UpdatePlan(settings))
+    plain = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+    assert (whole - plain).norm() > 0.01 * plain.norm()
+    assert averaged_in_parts(batch, phase, 0) is phase
+    alike = averaged_in_parts(batch, phase, len(batch.mask))
+    torch.testing.assert_close((alike.policy, alike.kl), (phase.policy, phase.kl))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_phases_may_have_the_same_mini_batches(monkeypatch, same):
+    policy, optimizer, batch = make()
+    seen = []
+    monkeypatch.setattr("poise.training.update.backward", lambda _, mini, *_rest: seen.append(mini.advantages.tolist()))
+    update(policy, optimizer, batch, [Phase.of(batch)] * 2, UpdatePlan(mini_batch=4, same_order=same), seed=1)
+    half = len(seen) // 2
+    assert half > 1
+    assert (seen[:half] == seen[half:]) is same
+    for rows in (seen[:half], seen[half:]):
+        assert sorted(chain.from_iterable(rows)) == sorted(batch.advantages.tolist())
 
 
 def test_a_single_mini_batch_is_not_copied(monkeypatch):

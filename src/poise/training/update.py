@@ -6,7 +6,7 @@ Shapes: B responses, T response tokens (padded), N active tokens of one pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -39,12 +39,15 @@ class UpdatePlan:
     mini_batch: int = 0  # responses per optimizer step; 0: all
     micro_tokens: int | None = None  # tokens per pass; None: enough to keep the device busy
     grad_clip: float = OptimConfig().grad_clip
+    same_order: bool = False  # every phase has the same mini-batches
+    average_over: int = 0  # responses whose tokens are averaged first; 0: all of a mini-batch
 
     @classmethod
     def of(cls, config: Config) -> UpdatePlan:
         """The plan of a run."""
-        optim = config.optim
-        return cls(config.objective, config.rollout.temperature, optim.mini_batch, optim.micro_tokens, optim.grad_clip)
+        shared = {field.name for field in fields(cls)} & {*type(config.optim).model_fields}
+        optim = {name: getattr(config.optim, name) for name in shared}
+        return cls(objective=config.objective, temperature=config.rollout.temperature, **optim)
 
 
 def update(
@@ -65,8 +68,10 @@ def update(
     steps = 0
     for number, phase in enumerate(phases):
         active_BT = active(batch, phase, plan.objective).cpu()
-        for rows in mini_batches(len(batch.mask), plan.mini_batch, seed + number):
-            metrics = backward(policy, batch.rows(rows), phase.rows(rows), plan, active_BT[rows])
+        for rows in mini_batches(len(batch.mask), plan.mini_batch, seed if plan.same_order else seed + number):
+            mini = batch.rows(rows)
+            mini_phase = averaged_in_parts(mini, phase.rows(rows), plan.average_over)
+            metrics = backward(policy, mini, mini_phase, plan, active_BT[rows])
             if metrics is None:
                 continue
             unmoved = unmoved or {"optim/held_unmoved": metrics["optim/clip_low"] + metrics["optim/clip_high"]}
@@ -169,6 +174,16 @@ def within_memory(
         largest = largest_pass(batch, bins)
         if largest >= BUSY_TOKENS or not policy.save_memory():
             take_less(policy, largest)
+
+
+def averaged_in_parts(batch: TokenBatch, phase: Phase, size: int) -> Phase:
+    """The phase with weights that turn the mean over all tokens into the mean over parts of their token means."""
+    if not size:
+        return phase
+    parts = batch.mask.split(size)
+    counts = torch.cat([part.sum().clamp(min=1).expand(len(part)) for part in parts])  # of each response's part
+    factor = (batch.mask.sum() / (len(parts) * counts))[:, None]
+    return replace(phase, policy=phase.policy * factor, kl=phase.kl * factor)
 
 
 def _clear(policy: Policy) -> None:

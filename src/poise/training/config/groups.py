@@ -176,6 +176,11 @@ class OptimConfig(Group):
     """Steps over which the learning rate rises to lr."""
     mini_batch: CountOrZero = 0
     """Most responses per optimizer step; a batch is split evenly. 0: one step per batch."""
+    same_order: bool = False
+    """Every phase has the same mini-batches in the same order; false: shuffled for each phase."""
+    average_over: CountOrZero = 0
+    """token-mean in two stages: over the tokens of this many responses, then over these parts of a mini-batch; 0: over
+    all tokens of the mini-batch."""
     micro_tokens: Count | None = None
     """Tokens per pass: memory and speed, not the result; null: chosen by device and model size."""
 

@@ -37,7 +37,7 @@ from poise._lib.calls import split_bars
 from poise._lib.errors import short, unknown
 from poise._lib.files import expand
 from poise._lib.user_code import METHODS
-from poise.objective_settings import ADVANTAGE, Settings
+from poise.objective_settings import ADVANTAGE, TOKEN_MEAN, Settings
 from poise.runs.trackers import TRACKERS
 from poise.sampling import GROUP
 from poise.training.config.documents import (
@@ -283,6 +283,11 @@ class Config(Group):
             raise ValueError(
                 f"group = {group}: advantage {self.advantage!r} compares the responses to a prompt with each "
                 "other, so there must be at least 2; with one, use advantage reinforce-pp"
+            )
+        if self.optim.average_over and self.objective.averages_by != TOKEN_MEAN:
+            raise ValueError(
+                f"optim.average_over = {self.optim.average_over}: it averages tokens, but the objective averages by "
+                f"{self.objective.averages_by}; leave one of them out"
             )
         if self.stop_at is not None and not self.evaluation.problems:
             raise ValueError(f"stop_at = {self.stop_at}: accuracy is not measured with evaluation=off; leave one out")
