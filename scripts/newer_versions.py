@@ -21,7 +21,7 @@ from sysconfig import get_paths
 from packaging.version import Version
 
 PACKAGES = ("torch", "transformers", "trl")
-FOLDERS = ("models", "engines", "integrations", "tasks", "algorithms", "training")
+FOLDERS = ("models", "sampling", "integrations", "tasks", "training")
 ROOT = Path(__file__).parents[1]
 
 

@@ -346,30 +346,43 @@ def test_an_auxiliary_loss_moves_the_model_where_no_token_does(auxiliary, still,
 
 
 class Corrected(RegulatedGRPOTrainer):
-    """After the first generation batch the correction of importance sampling sets every response to 0."""
+    """After the first generation batch TRL sets every response or token to 0, by one of its own corrections."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        ratio = torch.full((len(output["advantages"]), 1), float(self.state.global_step == 0))
-        return output | {"importance_sampling_ratio": ratio}
+        later, mask = self.state.global_step > 0, output["completion_mask"]
+        if self.off_policy_mask_threshold is not None:  # drops responses with a negative advantage
+            return output | {"advantages": torch.full((len(mask),), -1.0)} if later else output
+        if self.top_entropy_quantile < 1:  # drops tokens without a high entropy
+            _, entropy, _ = self._old_policy(output)
+            low = (entropy < entropy[mask.bool()].median()).float()
+            return output | {"advantages": low} if later else output
+        return output | {"importance_sampling_ratio": torch.full((len(mask), 1), float(not later))}
 
     def _compute_loss(self, model, inputs):
-        self.use_vllm = self.vllm_importance_sampling_correction = True
+        self.use_vllm = self.vllm_importance_sampling_correction = "importance_sampling_ratio" in inputs
         try:
             return super()._compute_loss(model, inputs)
         finally:
             self.use_vllm = False
 
 
-def test_a_step_whose_responses_are_all_corrected_to_nothing_is_idle(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "correction"),
+    [
+        ("grpo(passes=2)", {}), ("lopti", {}), ("grpo(passes=2)", {"off_policy_mask_threshold": -1.0}),
+        ("entropy(quantile=1.0) | grpo(passes=2)", {"top_entropy_quantile": 0.1}),
+    ],
+)  # fmt: skip # the method entropy: TRL then computes entropies
+def test_a_step_whose_tokens_are_all_corrected_to_nothing_is_idle(method, correction, tmp_path):
     """Their advantages are not 0, but there is no gradient: momentum alone would move the model."""
-    trainer = build(tmp_path, "grpo(passes=2)", kind=Corrected, num_iterations=2, max_steps=2)
-    trainer.train()
-    first = weights(trainer)
-    trainer = build(tmp_path, "grpo(passes=2)", kind=Corrected, num_iterations=2, max_steps=4)
-    trainer.train()
+    ends = []
+    for steps in (2, 4):
+        trainer = build(tmp_path, method, kind=Corrected, num_iterations=2, max_steps=steps, **correction)
+        trainer.train()
+        ends.append(weights(trainer))
     assert [row["reg/idle_steps"] for row in trainer.state.log_history[:-1]] == [0.0, 0.0, 1.0, 1.0]
-    assert torch.equal(weights(trainer), first)
+    assert torch.equal(*ends)
 
 
 def test_a_batch_counts_its_uses_itself(tmp_path):
