@@ -1,6 +1,7 @@
 """Which package may import which: nobody imports from a room above their own."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,12 @@ def test_everything_that_touches_transformers_is_in_models_and_sampling():
 
 
 TESTS = Path(__file__).parent
+
+
+def test_the_script_for_newer_versions_runs_tests_that_exist():
+    root = ROOT.parents[1]
+    named = runpy.run_path(str(root / "scripts" / "newer_versions.py"))["FOLDERS"]
+    assert not [folder for folder in named if not (root / "tests" / folder).is_dir()]
 
 
 def test_no_test_imports_another():
