@@ -6,8 +6,10 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +23,11 @@ from accelerate.commands.launch import launch_command_parser
 
 from poise import regulators
 from poise.integrations.demands import CannotRegulateError, probe
-from poise.integrations.trl_checks import check_config, period
+from poise.integrations.trl_checks import check_config, check_needs, check_trainer, period
 from poise.models.policy import EMBEDDED
 from poise.tasks.knights_knaves import KnightsKnaves
+from support.pages import method_table
+from support.trl_runs import config
 
 SCALE = Path(__file__).parents[2] / "examples/scale"
 sys.path.insert(0, str(SCALE))
@@ -75,6 +79,31 @@ def test_every_method_can_be_had(method, tmp_path):
     scores = [task.score(problem, text) for text in texts]
     correct = trainer._is_correct(torch.tensor([[score.reward] for score in scores]))
     assert correct.tolist() == [score.correct for score in scores] == [True, False]
+
+
+ENGINES = {
+    "TRL, DDP": {}, "TRL, FSDP2": {"is_fsdp_enabled": True, "fsdp2": True}, "TRL, ZeRO": {"is_deepspeed_enabled": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_table_of_methods_says_what_poise_does(engine, tmp_path):
+    """With a KL term, and whole groups on each process."""
+    table = method_table()
+    assert table.keys() == regulators.TABLE.keys()
+    given = {"is_fsdp_enabled": False, "is_deepspeed_enabled": False, "fsdp2": False} | ENGINES[engine]
+    for method, works in table.items():
+        regulator = regulators.parse(method)
+        wants = probe(regulator)
+        args = config(tmp_path, beta=0.05, num_iterations=len(wants.phases))
+        trainer = SimpleNamespace(
+            args=args, num_generations=4, aux_loss_enabled=False, use_vllm=False, rollout_func=None,
+            accelerator=SimpleNamespace(num_processes=2, is_fsdp2=given["fsdp2"]), **given,
+        )  # fmt: skip
+        with nullcontext() if works[engine] else pytest.raises(CannotRegulateError, match="DeepSpeed"):
+            check_config(args, wants, method)
+            check_needs(args, regulator, method)
+            check_trainer(trainer, regulator, wants, method)
 
 
 def launches():

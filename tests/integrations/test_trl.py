@@ -11,9 +11,8 @@ peft = pytest.importorskip("peft")
 
 from poise import TokenBatch, objective, regulators  # noqa: E402
 from poise.head import Head  # noqa: E402
-from poise.integrations import trl_checks  # noqa: E402
 from poise.integrations.demands import CannotRegulateError, probe  # noqa: E402
-from poise.integrations.trl import TERM_MASKS, USES, WEIGHTS, RegulatedGRPOTrainer, RegulatorMixin  # noqa: E402
+from poise.integrations.trl import KL_WEIGHTS, USES, WEIGHTS, RegulatedGRPOTrainer, RegulatorMixin  # noqa: E402
 from support import processes, trl_runs  # noqa: E402
 from support.processes import close  # noqa: E402
 from support.trl_runs import DATA, build, rollouts, weights  # noqa: E402
@@ -91,13 +90,13 @@ def test_inputs_are_not_mutated(tmp_path):
 # --- the update is the regulator's
 
 
-def by_hand(trainer, inputs):
+def by_hand(trainer, inputs, hot=HOT):
     """The same batch from plain transformers calls: log-probabilities with gradients, entropies, hidden states."""
     length = inputs["completion_ids"].shape[1]
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     out = trainer.model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-    logp = (out.logits[:, -length - 1 : -1] / HOT).log_softmax(-1)
+    logp = (out.logits[:, -length - 1 : -1] / hot).log_softmax(-1)
     chosen = logp.gather(-1, inputs["completion_ids"][..., None])[..., 0]
     return chosen, -(logp.exp() * logp).sum(-1), out.hidden_states[-1][:, -length - 1 : -1]
 
@@ -125,7 +124,7 @@ def test_the_gradient_is_that_of_poise(method, tmp_path):
     settings = objective.Settings(clip_low=0.1, clip_high=0.2, dual_clip=None)
     phases = regulators.parse(method)(batch)
     if method in PLAIN:
-        assert not {WEIGHTS, TERM_MASKS} & inputs.keys()  # the batch is as TRL made it
+        assert not {WEIGHTS, KL_WEIGHTS} & inputs.keys()  # the batch is as TRL made it
     else:
         assert len(phases) == inputs[WEIGHTS].shape[1]
         assert not (inputs[WEIGHTS] == inputs["completion_mask"][:, None]).all()
@@ -137,6 +136,33 @@ def test_the_gradient_is_that_of_poise(method, tmp_path):
         ours = trainer._compute_loss(trainer.model, inputs)
         assert torch.isclose(ours, loss, rtol=1e-5, atol=1e-6)
         assert close(gradient(trainer, ours), expected)
+
+
+@pytest.mark.parametrize("method", ["tr-grpo", "tr-grpo | lopti(threshold=0.5)"])
+@pytest.mark.parametrize("settings", [{}, {"top_entropy_quantile": 0.5}, {"loss_type": "grpo"}], ids=str)
+def test_kl_terms_have_weights(method, settings, tmp_path):
+    """The gradient with KL is that without, and the KL terms' own: with weights, computed by hand."""
+    trainer = build(
+        tmp_path, method, num_iterations=max(phases_of(method), 2) if "lopti" in method else 1, beta=0.3,
+        more={"rollout_func": trl_runs.ragged}, **{"loss_type": "dapo"} | settings,
+    )  # fmt: skip
+    inputs = rollouts(trainer, count=2)
+    mask = inputs["completion_mask"]
+    share = 1 / mask.sum() if not settings.get("loss_type") else 1 / mask.sum(1, keepdim=True) / len(mask)
+    found = set()
+    for phase in range(inputs[KL_WEIGHTS].shape[1]):
+        weights = inputs[KL_WEIGHTS][:, phase]
+        found |= set(weights[mask == 1].tolist())
+        both = gradient(trainer, trainer._compute_loss(trainer.model, inputs))
+        trainer.beta = 0.0
+        inputs[USES] -= 1 if "lopti" in method else 0
+        alone = gradient(trainer, trainer._compute_loss(trainer.model, inputs))
+        trainer.beta = 0.3
+        logp = by_hand(trainer, inputs, hot=trainer.temperature)[0]
+        gap = inputs["ref_per_token_logps"] - logp
+        kl = 0.3 * (weights * (gap.exp() - gap - 1) * mask * share).sum()
+        assert close(both - alone, gradient(trainer, kl), 1e-4)
+    assert len(found) > 5
 
 
 def test_old_log_probabilities_are_computed_where_trl_has_none(tmp_path):
@@ -175,16 +201,13 @@ def test_the_samplers_and_the_references_log_probabilities_reach_the_regulator(t
     assert torch.allclose(batch.ref_logp[batch.mask], batch.old_logp[batch.mask], atol=1e-4)  # it has not moved yet
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "beta"),
-    [(loss_type, 0.0) for loss_type in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo")]
-    + [(loss_type, 0.3) for loss_type in trl_checks.MASKABLE],
-)
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo"])
 def test_the_phases_of_lopti_add_up_to_trl(loss_type, beta, tmp_path):
     trainer = build(tmp_path, "lopti", num_iterations=2, loss_type=loss_type, beta=beta, **HOLED)
     inputs = rollouts(trainer)
     assert 0 < inputs["tool_mask"].float().mean() < 1
-    assert (TERM_MASKS in inputs) == (beta != 0)
+    assert (KL_WEIGHTS in inputs) == (beta != 0)
     full = STOCK._compute_loss(trainer, trainer.model, inputs)
     expected = gradient(trainer, full)
     if beta:
@@ -383,6 +406,18 @@ def test_a_step_whose_tokens_are_all_corrected_to_nothing_is_idle(method, correc
         ends.append(weights(trainer))
     assert [row["reg/idle_steps"] for row in trainer.state.log_history[:-1]] == [0.0, 0.0, 1.0, 1.0]
     assert torch.equal(*ends)
+
+
+def test_the_share_of_tokens_that_trl_corrects_to_nothing_is_logged(tmp_path):
+    """As TRL's modes for sequences and for tokens do it, with a ratio of 0."""
+    trainer = build(tmp_path, "ar")
+    output = STOCK._generate_and_score_completions(trainer, [DATA[0]] * 4 + [DATA[1]] * 4)
+    mask = output["completion_mask"]
+    of_rows, of_tokens = torch.ones(8, 1), torch.ones(mask.shape)
+    of_rows[:2], of_tokens[:, :3] = 0, 0
+    for ratio, expected in ((of_rows, mask[:2].sum() / mask.sum()), (of_tokens, mask[:, :3].sum() / mask.sum())):
+        trainer._weights(output | {"importance_sampling_ratio": ratio})
+        assert trainer._metrics["train"]["reg/dropped_share"][-1] == pytest.approx(float(expected))
 
 
 def test_a_batch_counts_its_uses_itself(tmp_path):

@@ -12,7 +12,7 @@ from trl.experimental.gmpo import GMPOTrainer  # noqa: E402
 
 from poise.integrations import trl_checks  # noqa: E402
 from poise.integrations.demands import CannotRegulateError  # noqa: E402
-from poise.integrations.trl import TERM_MASKS, WEIGHTS, RegulatorMixin  # noqa: E402
+from poise.integrations.trl import KL_WEIGHTS, WEIGHTS, RegulatorMixin  # noqa: E402
 from poise.integrations.trl_loss import check_loss  # noqa: E402
 from support import trl_runs  # noqa: E402
 from support.trl_runs import build, rollouts, weights  # noqa: E402
@@ -31,16 +31,14 @@ def made(tmp_path_factory):
     """A trainer and a micro-batch with a reference, old log-probabilities and holes."""
     more = {"more": {"rollout_func": trl_runs.holed}}
     trainer = build(tmp_path_factory.mktemp("trl"), "ar", num_iterations=2, beta=0.1, epsilon_high=0.3, **VARIED | more)
-    inputs = {name: value for name, value in rollouts(trainer).items() if name not in (WEIGHTS, TERM_MASKS)}
+    inputs = {name: value for name, value in rollouts(trainer).items() if name not in (WEIGHTS, KL_WEIGHTS)}
     assert {"tool_mask", "ref_per_token_logps", "old_per_token_logps"} <= inputs.keys()
     return trainer, inputs
 
 
-def check(made, loss, inputs=None, *, masks=False):
+def check(made, loss, inputs=None, *, kl=False):
     trainer, own = made
-    return check_loss(
-        trainer, loss.__get__(trainer), trainer.model, own if inputs is None else inputs, "ar", masks=masks
-    )
+    return check_loss(trainer, loss.__get__(trainer), trainer.model, own if inputs is None else inputs, "ar", kl=kl)
 
 
 # --- losses of one's own
@@ -153,14 +151,26 @@ def test_stock_at_the_level_of_sequences_is_refused(made, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_stock_losses_pass_and_masks_only_where_they_can_serve(kind, made, monkeypatch):
+def test_stock_losses_pass_and_weight_kl_terms(kind, made, monkeypatch):
     monkeypatch.setattr(made[0], "loss_type", kind)
     assert check(made, STOCK._compute_loss)
-    if kind in trl_checks.MASKABLE:
-        assert check(made, STOCK._compute_loss, masks=True)
-    else:
-        with pytest.raises(CannotRegulateError, match="not in proportion"):
-            check(made, STOCK._compute_loss, masks=True)
+    assert check(made, STOCK._compute_loss, kl=True)
+
+
+def test_a_loss_with_a_kl_term_of_its_own_is_refused_if_that_term_has_weights(made):
+    def own(self, model, inputs):
+        return STOCK._compute_loss(self, model, inputs) + 0.0 * self.beta
+
+    def other(self, model, inputs):
+        beta, self.beta = self.beta, float(self.beta)  # not the one with weights
+        loss = STOCK._compute_loss(self, model, inputs)
+        self.beta = beta
+        return loss
+
+    assert check(made, own, kl=True)
+    assert check(made, other)
+    with pytest.raises(CannotRegulateError, match="not in proportion to its own advantage and, in its KL term, to"):
+        check(made, other, kl=True)
 
 
 def test_a_term_of_ones_own_beside_the_loss_passes(made):

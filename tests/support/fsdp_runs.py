@@ -20,6 +20,7 @@ RUNS = {
     "stock": (None, SGD),
     "grpo": ("grpo", SGD),
     "lopti": ("entropy(quantile=0.5) | lopti(threshold=0.05)", SGD),
+    "nthr": ("nthr | lopti(threshold=0.05)", SGD | {"per_device_train_batch_size": 16, "learning_rate": 0.05}),
     "idle": ("lopti(threshold=0)", {}),  # no token is low; Adam has momentum and weight decay
 }
 
@@ -41,10 +42,11 @@ def train(folder, name, processes=1):
     """Two generation batches of injected rollouts."""
     method, settings = RUNS[name]
     walk = Walk()
-    own = {"kind": GRPOTrainer} if method is None else {}
+    own = {"kind": GRPOTrainer} if method is None else {"correct": lambda rewards: rewards[:, 0] > 1}
+    rows = settings.get("per_device_train_batch_size", 12)  # of all processes; 12: a group is split between two
     trainer = build(
         folder, method, reward=parity, more={"rollout_func": injected, "callbacks": [walk]}, num_iterations=2,
-        max_steps=4, per_device_train_batch_size=12 // processes, **own, **settings,
+        max_steps=4, **own, **settings | {"per_device_train_batch_size": rows // processes},
     )  # fmt: skip
     trainer.train()
     assert trainer.accelerator.num_processes == processes

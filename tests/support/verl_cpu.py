@@ -233,9 +233,9 @@ def step(built, batch):
 
 
 @contextlib.contextmanager
-def queue():
+def queue(cpus=2):
     """Ray and verl's queue, for as long as it takes."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     try:
         yield

@@ -136,12 +136,18 @@ def test_settings_that_would_have_no_effect():
         run(plain)
 
 
-def test_another_version_of_verl_is_refused(monkeypatch):
+def test_another_version_of_verl_is_refused_unless_the_user_wants_it(monkeypatch):
     monkeypatch.setattr(verl, "__version__", "0.10.0")
     with pytest.raises(CannotRegulateError, match=r"tested with verl 0.9.1, this is 0.10.0.*verl==0.9.1"):
         RegulatedPolicyLoss(regulator="ar")
     with pytest.raises(CannotRegulateError, match="tested with verl"):
         RegulatedTrainer(composed("ar", {}))
+    said = []
+    assert not doctor.verl(said.append)
+    assert "set POISE_UNTESTED_VERL=1 on every node" in said[-1]
+    monkeypatch.setenv("POISE_UNTESTED_VERL", "1")
+    with pytest.warns(UserWarning, match=r"tested with verl 0.9.1, this is 0.10.0.*\(POISE_UNTESTED_VERL=1\)"):
+        assert RegulatedTrainer(composed("ar", {})).regulator == regulators.parse("ar")
 
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"

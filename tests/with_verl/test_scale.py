@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,16 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from poise import regulators
-from poise.integrations.demands import probe
+from poise.integrations import doctor
+from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.verl import RegulatedPolicyLoss
-from poise.integrations.verl_checks import check_config, correct_at
+from poise.integrations.verl_checks import check_config, check_policy_loss, correct_at
 from poise.integrations.verl_trainer import RegulatedTrainer
 from support import verl_cpu
+from support.pages import method_table
 
 SCALE = Path(__file__).parents[2] / "examples/scale"
+LOSS = "actor_rollout_ref.actor.policy_loss"
 sys.path.insert(0, str(SCALE))
 
 import verl_kk  # noqa: E402
@@ -59,6 +63,25 @@ def test_every_method_can_be_had(method):
     problem = next(verl_kk.TASK.problems("train", seed=0))
     right = verl_kk.TASK.score(problem, f"<think>…</think><answer>{verl_kk.TASK.gold(problem)}</answer>")
     assert right.reward == correct_at(config) == 3
+
+
+@pytest.mark.parametrize("method", sorted(regulators.TABLE))
+def test_the_table_of_methods_says_what_poise_does(method):
+    """On verl's own settings: there is no KL and no entropy term in the loss."""
+    works, regulator = method_table()[method], regulators.parse(method)
+    with nullcontext() if works["verl, trainer"] else pytest.raises(CannotRegulateError):
+        check_config(verl_cpu.config(method), regulator, probe(regulator), method)
+    with (
+        nullcontext() if works["verl, loss"] else pytest.raises(CannotRegulateError, match=r"poise's trainer|kl_weight")
+    ):
+        check_policy_loss(method, "vanilla")
+    for mode in ("separate_async", "colocate_async"):
+        said = []
+        settings = [f"trainer.v1.trainer_mode={mode}", f"{LOSS}.regulator={method}"]
+        assert doctor._check_settings(said.append, settings, SCALE, "verl-ar-loss") is works["verl, async"], said
+        settings = [f"trainer.v1.trainer_mode={mode}", f"+trainer.v1.{mode}.regulator={method}"]
+        assert not doctor._check_settings(said.append, settings, SCALE, "verl-8gpu")  # verl's own knows no regulator
+        assert "these settings train without a regulator" in said[-1]
 
 
 def test_the_loss_can_be_had():

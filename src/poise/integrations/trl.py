@@ -5,7 +5,8 @@
 TRL's loop, loss, checkpoints and logging stay as they are. Groups are whole only right after TRL has generated and
 scored them (``_generate_and_score_completions``). The regulator runs there and adds its weights to the batch as tensors
 that TRL shuffles and splits. ``_compute_loss`` takes advantages of shape (B, T); weights are not negative, so weighting
-the advantage weights the clipped policy term, which ``trl_loss`` tests. If every weight is 1, the batch is unchanged.
+the advantage weights the clipped policy term, and weighting ``beta`` the KL term, which ``trl_loss`` tests. If every
+weight is 1, the batch is unchanged.
 
 The phases of a regulator are iterations of TRL (``num_iterations``): the step counter and the learning-rate schedule
 tick in each phase. ``trl_checks`` refuses what TRL cannot express. Evaluation is TRL's own, without weights.
@@ -16,12 +17,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 try:
     from accelerate.utils import gather_object
@@ -31,15 +33,15 @@ except ImportError as error:
     raise ImportError(f"poise.integrations.trl needs TRL: install poise with its extra 'trl' ({error})") from error
 
 from poise.batch import Phase, TokenBatch
-from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, demands, probe
+from poise.integrations.demands import ALL, CannotRegulateError, Demands, demands, probe
 from poise.integrations.token_export import TokenExport, lines
 from poise.integrations.trl_checks import check_config, check_needs, check_start, check_trainer, check_trl
-from poise.integrations.trl_loss import check_loss
+from poise.integrations.trl_loss import check_loss, kl_weights
 from poise.integrations.trl_metadata import check_resume, describe, tell_trackers, write_card, write_state
 from poise.lm_head import Head
 from poise.regulators import Regulator, parse, summary
 
-WEIGHTS, TERM_MASKS = "poise_weights", "poise_term_masks"  # (B, phases, T) in TRL's batch
+WEIGHTS, KL_WEIGHTS = "poise_weights", "poise_kl_weights"  # (B, phases, T) in TRL's batch
 USES = "poise_uses"  # (B,): how often the loss has used a row, which is the number of its next phase
 _FIELDS = {  # fields of TokenBatch, and TRL's names for them
     "targets": "completion_ids",
@@ -139,16 +141,15 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             return super()._compute_loss(model, inputs)
         if WEIGHTS not in inputs:
             raise RuntimeError(f"the batch carries no weights of {self._regulator_name}: its generation bypassed poise")
-        weighted = {name: value for name, value in inputs.items() if name not in (WEIGHTS, TERM_MASKS, USES)}
+        weighted = {name: value for name, value in inputs.items() if name not in (WEIGHTS, KL_WEIGHTS, USES)}
         if not self._poise.loss_checked:
             self._poise.loss_checked = check_loss(
-                self, super()._compute_loss, model, weighted, self._regulator_name, masks=TERM_MASKS in inputs
+                self, super()._compute_loss, model, weighted, self._regulator_name, kl=KL_WEIGHTS in inputs
             )
         phase = self._next_phase(inputs)
         weighted["advantages"] = _per_token(inputs["advantages"]) * inputs[WEIGHTS][:, phase]
-        if TERM_MASKS in inputs:  # not completion_mask, which is also the attention mask
-            weighted["tool_mask"] = inputs[TERM_MASKS][:, phase]
-        return super()._compute_loss(model, weighted)
+        with kl_weights(self, inputs[KL_WEIGHTS][:, phase] if KL_WEIGHTS in inputs else None):
+            return super()._compute_loss(model, weighted)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's model card, with a section on the regulator."""
@@ -179,6 +180,11 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         self._poise.plain = self._check_phases(phases, batch)
         for name, value in self._summary(phases, batch).items():
             self._metrics["train"][name].append(value)
+        if (ratio := output.get("importance_sampling_ratio")) is not None:
+            mask = output["completion_mask"] * output.get("tool_mask", 1)
+            dropped = torch.stack([((ratio == 0) * mask).sum(), mask.sum()])
+            dropped, every = self.accelerator.reduce(dropped, "sum").tolist()
+            self._metrics["train"]["reg/dropped_share"].append(dropped / max(1, every))
         if self._token_export is not None and self._token_export.wants_next():
             self._write_tokens(self._token_export, output, batch.rows(rows), [phase.rows(rows) for phase in phases])
         if self._poise.plain:
@@ -191,9 +197,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         count, length = output["completion_mask"].shape
         tensors = {WEIGHTS: torch.stack([phase.policy[rows, :length] for phase in phases], 1)}
         tensors[USES] = torch.zeros(count, dtype=torch.long, device=tensors[WEIGHTS].device)
-        if wants.kl == PART and self.beta != 0:
-            masks = torch.stack([phase.kl[rows, :length] != 0 for phase in phases], 1)  # includes tool_mask
-            tensors[TERM_MASKS] = masks.to(output["completion_mask"].dtype)
+        if wants.kl != ALL and self.beta != 0:
+            tensors[KL_WEIGHTS] = torch.stack([phase.kl[rows, :length] for phase in phases], 1)
         return tensors
 
     def _write_tokens(
@@ -222,9 +227,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             )
         if (wants.plain and not now.plain) or now.kl not in (ALL, wants.kl):
             check_config(self.args, now, self._regulator_name)
-        if self.beta != 0 and now.kl == PART != wants.kl:
+        if self.beta != 0 and now.kl != ALL == wants.kl:
             raise CannotRegulateError(
-                f"{self._regulator_name} masks KL terms, but did not in the trial before training"
+                f"{self._regulator_name} weights KL terms, but did not in the trial before training"
             )
         return wants.plain and now.plain
 
@@ -422,9 +427,11 @@ def causal_model(trainer: Any) -> Any:
 
 
 def head_of(trainer: Any) -> Head:
-    """The model's head at the trainer's temperature."""
+    """The model's head at the trainer's temperature. What FSDP2 has sharded is gathered, on all processes at once."""
     model = causal_model(trainer)
-    return Head.of(model.get_output_embeddings(), model.config.get_text_config(), trainer.temperature)
+    head = Head.of(model.get_output_embeddings(), model.config.get_text_config(), trainer.temperature)
+    parts = {"weight": head.weight, "bias": head.bias}
+    return replace(head, **{name: part.full_tensor() for name, part in parts.items() if isinstance(part, DTensor)})
 
 
 @contextmanager

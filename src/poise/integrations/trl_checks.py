@@ -7,7 +7,7 @@ from typing import Any
 
 import trl
 
-from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, part_beyond
+from poise.integrations.demands import ALL, CannotRegulateError, Demands, part_beyond
 from poise.regulators import Regulator
 
 MINORS = range(10, 17)  # tested versions 1.x
@@ -28,8 +28,6 @@ OTHERS = {
     "AsyncGRPOTrainer": "it packs responses from a queue for a loss of its own, for which poise has no adapter",
     "OnlineDPOTrainer": "its loss compares pairs of whole responses and has no advantages",
 }
-# Loss types whose denominator does not depend on ``tool_mask``, so a phase can remove terms with it.
-MASKABLE = ("dapo", "dr_grpo", "cispo", "luspo")
 
 
 def check_trl(trainer: type) -> None:
@@ -78,7 +76,7 @@ def _other(trainer: type) -> str:
 def check_config(args: Any, wants: Demands, name: str) -> None:
     """All checks that need only the GRPOConfig. ``name`` is the regulator as the user wrote it."""
     _check_ratio(args, wants, name)
-    _check_kl(args, wants, name)
+    _check_bonus(args, wants, name)
     count = len(wants.phases)
     if count == 1:
         return
@@ -156,8 +154,11 @@ def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str)
         )
     if "hidden" not in regulator.needs:
         return
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise CannotRegulateError(f"{name} needs the whole output weight, which FSDP and DeepSpeed shard; use DDP")
+    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
+        raise CannotRegulateError(
+            f"{name} needs the whole output weight, which poise can gather under FSDP2 alone: use FSDP2 "
+            "(fsdp_version: 2) or DDP, not DeepSpeed or the older FSDP"
+        )
     if trainer.accelerator.num_processes == 1:
         return
     if (part := part_beyond(regulator, "group")) is not None:
@@ -181,36 +182,11 @@ def _check_ratio(args: Any, wants: Demands, name: str) -> None:
         )
 
 
-def _check_kl(args: Any, wants: Demands, name: str) -> None:
-    bonus = args.entropy_coef != 0 or args.use_adaptive_entropy
-    if wants.kl == ALL:
-        return
-    if bonus:
+def _check_bonus(args: Any, wants: Demands, name: str) -> None:
+    if wants.kl != ALL and (args.entropy_coef != 0 or args.use_adaptive_entropy):
         raise CannotRegulateError(
             f"{name} weights the entropy bonus, and TRL cannot weight it token by token; set entropy_coef=0 and "
             "use_adaptive_entropy=False" + ("" if wants.split else ", or kl_weighted=False if the method has it")
-        )
-    if args.beta == 0:
-        return
-    if wants.kl != PART:
-        raise CannotRegulateError(
-            f"{name} weights the KL term token by token, which TRL cannot express; set beta=0, or kl_weighted=False if "
-            "the method has it, as in 'tr-grpo(kl_weighted=False)'"
-        )
-    if args.loss_type not in MASKABLE:
-        raise CannotRegulateError(
-            f"{name} masks the KL term, but with loss_type={args.loss_type!r} a mask would change the loss of the "
-            f"other tokens too; set beta=0, or loss_type to one of {', '.join(MASKABLE)}"
-        )
-    if args.top_entropy_quantile < 1:
-        raise CannotRegulateError(
-            f"{name} masks the KL term, and TRL would take the quantile of top_entropy_quantile inside that mask; set "
-            f"it to 1 and use poise's own, 'entropy(quantile={args.top_entropy_quantile}) | ...', or set beta=0"
-        )
-    if args.off_policy_mask_threshold is not None:
-        raise CannotRegulateError(
-            f"{name} masks the KL term, and TRL would measure off_policy_mask_threshold inside that mask; set it to "
-            "None, or set beta=0"
         )
 
 

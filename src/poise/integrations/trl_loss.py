@@ -7,9 +7,9 @@ the loss must satisfy
     g(w·A) − g(0) = w · (g(A) − g(0))        each token in proportion to its own weight,
     g(A as (B, T)) = g(A as the batch has them)
 
-and, if a mask m removes tokens from a phase, g(w·A, m) = m · (w·(g(A) − g(0)) + g(0)). A ratio or a mean over whole
-responses breaks the first rule, a loss written for advantages (B,) the second, a denominator that counts the mask the
-third. Random w and m make an accidental pass nearly impossible.
+and, if KL terms have weights v, g(w·A, v) = w · (g(A) − g(0)) + v · g(0). A ratio or a mean over whole responses breaks
+the first rule, a loss written for advantages (B,) the second, one that does not multiply each token's KL term by
+``self.beta`` the third. Random w and v make an accidental pass nearly impossible.
 
 The test runs no forward pass: the trainer gets its log-probabilities from ``_get_per_token_logps_and_entropies``, and
 during the test that method returns random ones. So PEFT, DDP, FSDP and DeepSpeed are not involved. Each process runs
@@ -37,10 +37,10 @@ TOLERANCE = 0.01  # of a response's largest gradient: above bfloat16 rounding, f
 Loss = Callable[[Any, dict[str, Any]], Any]
 
 
-def check_loss(trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any], name: str, *, masks: bool) -> bool:
-    """Raise if the loss does not weight tokens; False if this batch is too small to tell. ``masks``: test m too."""
+def check_loss(trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any], name: str, *, kl: bool) -> bool:
+    """Raise if the loss does not weight tokens; False if this batch is too small to tell. ``kl``: test v too."""
     with _restored(trainer):
-        fault = _fault(_Bench(trainer, loss, model, inputs), masks=masks)
+        fault = _fault(_Bench(trainer, loss, model, inputs), kl=kl)
     faults = [fault] if trainer.accelerator.num_processes == 1 else gather_object([fault])
     known = [fault for fault in faults if fault is not None]
     if message := next(filter(None, known), None):
@@ -50,6 +50,30 @@ def check_loss(trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any], nam
             "does; regulator='grpo' works with every loss"
         )
     return bool(known)
+
+
+class _Beta(float):
+    """TRL's ``beta``, with a weight for each token: for ``self.beta * per_token_kl``."""
+
+    weights: Tensor
+
+    def __mul__(self, per_token_kl: Any) -> Any:
+        return float(self) * (self.weights * per_token_kl)
+
+
+@contextmanager
+def kl_weights(trainer: Any, weights: Tensor | None) -> Iterator[None]:
+    """Within, the trainer's loss multiplies the KL terms of tokens by these weights (B, T)."""
+    if weights is None:
+        yield
+        return
+    beta = trainer.beta
+    trainer.beta = _Beta(beta)
+    trainer.beta.weights = weights
+    try:
+        yield
+    finally:
+        trainer.beta = beta
 
 
 class _Bench:
@@ -74,16 +98,16 @@ class _Bench:
         numbers = torch.rand(self.mask.shape, generator=self.generator) * (high - low) + low
         return numbers.to(self.mask.device)
 
-    def gradient(self, advantages: Tensor, mask: Tensor | None = None) -> Tensor:
+    def gradient(self, advantages: Tensor, weights: Tensor | None = None) -> Tensor:
         """Gradients (2, B, T) with respect to log-probabilities and entropies; 0 outside the mask."""
-        changes = {"advantages": advantages} if mask is None else {"advantages": advantages, "tool_mask": mask}
         leaves = self.tokens.renew()
         with (
             _restored(self.trainer),
             torch.enable_grad(),
+            kl_weights(self.trainer, weights),
         ):  # a loss may change the trainer's state, such as entropy_coef
             torch.manual_seed(0)  # the same random numbers each time, if the loss uses any
-            value = self.loss(self.model, self.inputs | changes)
+            value = self.loss(self.model, self.inputs | {"advantages": advantages})
         if not value.requires_grad:
             return torch.zeros((2, *self.mask.shape), device=self.mask.device)
         grads = torch.autograd.grad(value, leaves, allow_unused=True)
@@ -117,7 +141,7 @@ class _FakePass:
         return self.logp, self.entropy, self.logp.new_zeros(())
 
 
-def _fault(bench: _Bench, *, masks: bool) -> str | None:
+def _fault(bench: _Bench, *, kl: bool) -> str | None:
     """What is wrong with the loss; "" if nothing is, None if this batch cannot tell."""
     mask, inputs = bench.mask, bench.inputs
     scale = inputs["advantages"].abs().max().clamp(min=2) / 2  # weighted advantages as large as the batch's own
@@ -131,10 +155,10 @@ def _fault(bench: _Bench, *, masks: bool) -> str | None:
     if not bench.tokens.called:
         return f"it does not take its log-probabilities from self.{SOURCE}, so poise cannot test it"
     weights = bench.random(0.2, 2.0) * (bench.random(0, 1) > 0.2)  # some are 0
-    phase_mask = (bench.random(0, 1) > 0.4) & mask if masks else mask
+    of_kl = bench.random(0.2, 2.0) * (bench.random(0, 1) > 0.4) if kl else None
     try:
         plain, rest = bench.gradient(ones), bench.gradient(torch.zeros_like(ones))
-        weighted = bench.gradient(ones * weights, phase_mask.to(inputs["completion_mask"].dtype) if masks else None)
+        weighted = bench.gradient(ones * weights, of_kl)
     except Exception as error:
         return f"it fails on advantages of shape (B, T), with {type(error).__name__}: {error}"
     if not mask.any():
@@ -143,9 +167,10 @@ def _fault(bench: _Bench, *, masks: bool) -> str | None:
         return "its gradient does not depend on the advantages"
     if _differ(plain, own):
         return "its gradient changes when the same advantages come as (B, T) instead of (B,)"
-    expected = torch.where(phase_mask, weights * (plain - rest) + rest, 0.0)
+    expected = weights * (plain - rest) + (rest if of_kl is None else of_kl * rest)
     if _differ(weighted, expected, largest=plain.abs() + rest.abs()):
-        return "the gradient of a token is not in proportion to its own advantage, or depends on those of others"
+        also = " and, in its KL term, to self.beta" if kl else ""
+        return f"the gradient of a token is not in proportion to its own advantage{also}, or depends on those of others"
     several = ((plain - rest)[0] != 0).sum(1) > 1  # a response of one token has no other tokens
     return "" if several.any() else None
 

@@ -5,6 +5,8 @@ The functions import verl themselves: importing verl imports its plugins, and th
 
 from __future__ import annotations
 
+import os
+import warnings
 from difflib import get_close_matches
 from functools import cache
 from math import isfinite
@@ -18,6 +20,7 @@ from poise.regulators import Regulator, parse
 from poise.regulators.base import STATES, scorers, with_scores
 
 TESTED = "0.9.1"
+UNTESTED = "POISE_UNTESTED_VERL"  # environment variable: 1 lets other versions train
 LOSS, TRAINER = "poise", "poise_sync"  # our names in verl's registries
 # verl's losses in which weights on advantages do not weight tokens, or have another effect too.
 UNFIT = {
@@ -36,14 +39,20 @@ AVAILABLE = frozenset({"groups", "rewards", "correct", "targets", "entropy", "re
 
 
 def check_verl() -> None:
-    """Raise unless this is the tested version of verl."""
+    """Raise unless this is the tested version of verl; only warn if the user wants to try another one."""
     import verl
 
-    if verl.__version__ != TESTED:
+    if verl.__version__ == TESTED:
+        return
+    found = (
+        f"poise.integrations.verl is tested with verl {TESTED}, this is {verl.__version__}: its internals may differ"
+    )
+    if os.environ.get(UNTESTED) != "1":
         raise CannotRegulateError(
-            f"poise.integrations.verl is tested with verl {TESTED}, this is {verl.__version__}: its internals may "
-            f"have changed. Install 'verl=={TESTED}'"
+            f"{found}. Install 'verl=={TESTED}'; to try yours, set {UNTESTED}=1 on every node, and compare a run with "
+            "the regulator grpo with stock verl first: both must give the same metrics"
         )
+    warnings.warn(f"{found} ({UNTESTED}=1)", stacklevel=3)
 
 
 def correct_at(config: Any) -> float | None:

@@ -65,6 +65,20 @@ def encode(
     return ids
 
 
+def as_text(tokenizer: Any, messages: str | Sequence[Message]) -> str:
+    """The dialogue up to the start of the model's turn as text, for a server that encodes it with its tokenizer.
+
+    Without the token that this tokenizer sets before every text: the server's sets it again.
+    """
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    messages = known_roles(tokenizer, messages)
+    if not tokenizer.chat_template:
+        return "\n".join(message["content"] for message in messages)
+    text = str(_render(tokenizer, messages, template_arguments(tokenizer, ()), tokenize=False))
+    start = tokenizer.bos_token
+    return text.removeprefix(start) if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else text
+
+
 def encode_next(
     tokenizer: Any,
     before: Sequence[Message],

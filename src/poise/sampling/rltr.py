@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import isclose
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from poise.models.prompts import plain
 from poise.sampling import GROUP
 from poise.sampling.draws import streams, uniform
 from poise.sampling.grpo import Grpo
+from poise.sampling.remote import PATIENCE, TIMEOUT, Server, Vocabulary, is_address, whole_text
 from poise.sampling.trajectories import Memory, Trajectory
 from poise.tasks import Problem, Score, TaskError, several_turns
 from poise.tasks.rewards.answers import final_answer
@@ -37,8 +38,7 @@ QUARTERS = (0.25, 0.5, 0.75, 1.0)
 MARKS = ("<answer>", "\\boxed", "####")  # each begins an answer
 EDGES = r"\s*_`\"'${"  # what may stand between a mark and its answer
 COMPARED = 200  # characters of an answer that are compared
-INCOMPLETE = "\ufffd"  # stands for bytes that are no whole character
-MOST_BYTES = 4  # of a character in UTF-8
+REMOTE = ("tokenizer", "timeout", "patience")  # settings of a receiver behind an address
 ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, and means 29
 
 
@@ -47,7 +47,9 @@ class Rltr:
     """GRPO's ``group`` attempts, each rewarded for what the ``receiver`` makes of its reasoning too.
 
     ``transfer`` is the weight of that part, ``answer`` that of the task's part of this name. ``receiver`` is "start",
-    the weights that the run starts with, or a model as ``model=`` takes it. It continues each prefix ``continuations``
+    the weights that the run starts with, a model as ``model=`` takes it, or the address of an OpenAI-compatible server:
+    "http://HOST:PORT/v1", whose chat template is that of the ``tokenizer`` (default: the policy's), and whose requests
+    may take ``timeout`` seconds and are repeated for ``patience`` seconds. It continues each prefix ``continuations``
     times. A prefix is cut between the shares ``low`` and ``high`` of the reasoning. ``marks`` begin an answer.
     """
 
@@ -59,6 +61,9 @@ class Rltr:
     low: float = 0.0
     high: float = 1.0
     marks: tuple[str, ...] = MARKS
+    tokenizer: str | None = None
+    timeout: float = TIMEOUT
+    patience: float = PATIENCE
 
     def __post_init__(self) -> None:
         check_range("rltr", "transfer", self.transfer, 0.0, MOST)
@@ -77,11 +82,25 @@ class Rltr:
         if not isinstance(marks, list | tuple) or not all(isinstance(mark, str) and mark for mark in marks):
             raise TypeError(f"rltr: marks must be a list of texts, such as ['<answer>'], got {short(self.marks)}")
         object.__setattr__(self, "marks", tuple(marks))
+        if self.servers:
+            return
+        unused = [
+            each.name for each in fields(self) if each.name in REMOTE and getattr(self, each.name) != each.default
+        ]
+        if unused:
+            raise ValueError(f"rltr: {' and '.join(unused)} is for a receiver with an address, receiver='http://…'")
 
     @property
     def models(self) -> Mapping[str, str]:
         """The frozen models that it needs."""
-        return {"receiver": self.receiver}
+        return {} if is_address(self.receiver) else {"receiver": self.receiver}
+
+    @property
+    def servers(self) -> Mapping[str, tuple[Server, str | None]]:
+        """The servers that it needs, and the name of their tokenizer."""
+        if not is_address(self.receiver):
+            return {}
+        return {"receiver": (Server(self.receiver, self.timeout, self.patience), self.tokenizer)}
 
     def check(self, sampler: Sampler, note: Callable[[str], None]) -> None:
         """Before a run: refuse tasks of several turns; say how prefixes reach a receiver with another vocabulary."""
@@ -207,7 +226,7 @@ def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Po
     The receiver gets tokens, or text if it has another vocabulary. The prefix never holds a token that would end the
     receiver's reply, or that the receiver does not have, and leaves room for at least one token.
     """
-    prefix_tokens = list(tokens[: int(share * reasoning_tokens(policy, tokens, marks) + ROUNDING)])
+    prefix_tokens = first_tokens(policy, tokens, share, marks)
     if prefix_tokens and not same_tokens(policy, receiver.policy):
         prefix_tokens = plain(receiver.policy.tokenizer, whole_text(policy, prefix_tokens))
     ends, size = set(receiver.policy.end_tokens), receiver.policy.head().vocabulary
@@ -215,12 +234,17 @@ def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Po
     return prefix_tokens[: min(readable, receiver.max_tokens - 1)]
 
 
+def first_tokens(policy: Vocabulary, tokens: Sequence[int], share: float, marks: Sequence[str]) -> list[int]:
+    """The first ``share`` of the tokens of the reasoning, rounded down."""
+    return list(tokens[: int(share * reasoning_tokens(policy, tokens, marks) + ROUNDING)])
+
+
 def same_tokens(policy: Policy, receiver: Policy) -> bool:
     """Whether the same numbers stand for the same tokens."""
     return policy.vocabulary_hash == receiver.vocabulary_hash
 
 
-def reasoning_tokens(policy: Policy, tokens: Sequence[int], marks: Sequence[str] = MARKS) -> int:
+def reasoning_tokens(policy: Vocabulary, tokens: Sequence[int], marks: Sequence[str] = MARKS) -> int:
     """How many tokens of a response come before its answer; without an answer all but the end token."""
     count = len(tokens) - (len(tokens) > 0 and tokens[-1] in policy.end_tokens)
     text = policy.decode(tokens)
@@ -244,13 +268,3 @@ def answer_place(text: str, marks: Sequence[str]) -> int | None:
             return mark.start()
         last = mark.start()
     return last
-
-
-def whole_text(policy: Policy, tokens: Sequence[int]) -> str:
-    """The text of some tokens; a character whose bytes are not all there is left out."""
-    text = policy.decode(tokens)
-    for fewer in range(1, min(MOST_BYTES, len(tokens) + 1)):
-        if not text.endswith(INCOMPLETE):
-            return text
-        text = policy.decode(tokens[: len(tokens) - fewer])
-    return text.rstrip(INCOMPLETE)

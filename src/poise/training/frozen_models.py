@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poise._lib.errors import quote
 from poise._lib.files import expand
 from poise.batch import TokenBatch
-from poise.models.loading import load_policy
+from poise.models.loading import load_policy, load_tokenizer
 from poise.models.location import locate
 from poise.models.policy import ModelError, Policy
 from poise.models.scoring import score_all
@@ -27,6 +28,7 @@ from poise.runs.folder import RunFolder
 from poise.sampling.algorithms import Algorithm
 from poise.sampling.choose import choose
 from poise.sampling.draws import Sampling
+from poise.sampling.remote import RemoteSampler
 from poise.sampling.requests import Completion, Done, Engine, Request
 from poise.sampling.sampler import Sampler
 from poise.training.config.schema import Config
@@ -135,6 +137,10 @@ class FrozenModels:
         If the algorithm cannot work with these models or this task, its ``check`` says so here, before training.
         """
         others = {name: self._sampler(name, self.by_source[source], sampler) for name, source in self.models.items()}
+        for name, (server, own) in getattr(self.algorithm, "servers", {}).items():
+            tokenizer = load_tokenizer(own, remote_code=self.config.remote_code)[0] if own else None
+            others[name] = RemoteSampler.of(sampler, server, tokenizer)
+            self.note(f"{name}: the model {quote(server.check())} of {server.address}")
         sampler = replace(sampler, others=others) if others else sampler
         if check := getattr(self.algorithm, "check", None):
             check(sampler, self.note)

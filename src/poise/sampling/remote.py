@@ -1,0 +1,346 @@
+"""A frozen model behind an OpenAI-compatible completions endpoint: ``vllm serve``, ``transformers serve`` and others.
+
+``Server`` asks it for continuations of texts; ``RemoteSampler`` plays a task with it. What a server sends is untrusted.
+A request that fails is repeated for ``patience`` seconds. Then the run stops: a reward must not depend on luck.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+
+from poise._lib.errors import check_range, check_whole, complain, counted, quote
+from poise.models.location import ModelError
+from poise.models.policy import Policy
+from poise.models.prompts import as_text, plain
+from poise.sampling.draws import Sampling, streams
+from poise.sampling.requests import Completion, Engine, Request, Session
+from poise.sampling.sampler import Sampler, _Game
+from poise.tasks import explained, heard
+
+TIMEOUT = 300.0  # seconds that one request may take
+PATIENCE = 300.0  # seconds for which a failing request is repeated: time to start a server again
+LONGEST_PAUSE = 10.0  # seconds between two tries
+BYTES = 1 << 20  # most bytes of a reply, and …
+TOKEN_BYTES = 1 << 10  # … of each token that was asked for
+REPEATED = (408, 425, 429)  # the statuses below 500 that may be different next time
+INCOMPLETE = "\ufffd"  # stands for bytes that are no whole character
+MOST_BYTES = 4  # of a character in UTF-8
+KEY = "POISE_RECEIVER_KEY"  # environment variable with the server's API key
+
+
+class ReceiverError(ModelError):
+    """A server did not do what it was asked for. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A continuation. ``finished``: the model ended it, not the limit."""
+
+    text: str
+    finished: bool = True
+
+
+class Receiver(Protocol):
+    """A model that continues texts."""
+
+    def complete(
+        self, prompts: Sequence[str], limits: Sequence[int], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Reply]:
+        """A continuation of each prompt, of at most ``limits`` tokens."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A loaded model as a receiver."""
+
+    policy: Policy
+    engine: Engine
+
+    def complete(
+        self, prompts: Sequence[str], limits: Sequence[int], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Reply]:
+        """See ``Receiver``."""
+        encoded = self.policy.tokenizer(list(prompts))["input_ids"]
+        ends = self.policy.end_tokens
+        rows = zip(encoded, limits, seeds, strict=True)
+        asked = [Request(tokens, limit, ends, number) for tokens, limit, number in rows]
+        sampled = self.engine.sample(asked, sampling, 0)
+        return [Reply(self.policy.decode(each.tokens.tolist()), each.finished) for each in sampled]
+
+
+def is_address(name: str) -> bool:
+    """Whether a model's name is the address of a server."""
+    return name.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class Server:
+    """An OpenAI-compatible server: ``address`` is like ``http://host:8000/v1``, and ``#NAME`` names one of its models.
+
+    A request may take ``timeout`` seconds; one that fails is repeated for ``patience`` seconds. At most ``concurrent``
+    requests are under way.
+    """
+
+    address: str
+    timeout: float = TIMEOUT
+    patience: float = PATIENCE
+    concurrent: int = 64
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.address)
+        if not is_address(self.address) or not parts.hostname or parts.query or parts.username:
+            raise ValueError(
+                f"{quote(self.address)} is not the address of a server: write http://HOST:PORT/v1, and #NAME behind it "
+                "if the server has several models"
+            )
+        check_range("receiver", "timeout", self.timeout, 0.01)
+        check_range("receiver", "patience", self.patience, 0.0)
+        check_whole("receiver", "concurrent", self.concurrent, 1)
+
+    def check(self) -> str:
+        """Ask for one token; return the model's name. Before a run: a server that is down shows at once."""
+        name = self._name()
+        self.complete(["."], [1], [0], Sampling())
+        return name
+
+    def complete(
+        self, prompts: Sequence[str], limits: Sequence[int], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Reply]:
+        """See ``Receiver``."""
+        if not prompts:
+            return []
+        name = self._name()
+        with _Calls(self) as calls, ThreadPoolExecutor(min(self.concurrent, len(prompts))) as pool:
+            rows = zip(prompts, limits, seeds, strict=True)
+            bodies = [_body(name, prompt, limit, seed, sampling) for prompt, limit, seed in rows]
+            try:
+                return list(pool.map(lambda body: calls.patient("/completions", body, _reply), bodies))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                calls.stop()
+                raise
+
+    def _name(self) -> str:
+        """The model's name: of the address, or the first that the server lists."""
+        if named := urlsplit(self.address).fragment:
+            return named
+        with _Calls(self) as calls:
+            return str(calls.patient("/models", None, _first_model))
+
+
+def _body(name: str, prompt: str, limit: int, seed: int, sampling: Sampling) -> dict[str, Any]:
+    """A request. What is not in OpenAI's interface is left out unless it is needed: some servers refuse it."""
+    chosen = {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
+    chosen |= {"top_k": sampling.top_k} if sampling.top_k else {}
+    drawn = {"temperature": sampling.temperature, "seed": abs(seed) >> 32, **chosen}  # 31 bits, as servers take them
+    return {"model": name, "prompt": prompt, "max_tokens": limit, **drawn}
+
+
+def _first_model(found: Any, _: Any) -> str:
+    return str(found["data"][0]["id"])
+
+
+def _reply(found: Any, body: Any) -> Reply:
+    """The one continuation. Anything else raises ``_LieError``, or one of ``_MALFORMED``."""
+    if len(found["choices"]) != 1:
+        raise _LieError(f"its answer has {len(found['choices'])} continuations, and one was asked for")
+    choice, used = found["choices"][0], (found.get("usage") or {}).get("completion_tokens")
+    if not isinstance(choice["text"], str):
+        raise _LieError("the text of its reply is no text")
+    if used is not None and not 0 <= int(used) <= body["max_tokens"]:
+        raise _LieError(f"its reply has {int(used)} tokens where at most {body['max_tokens']} were asked for")
+    return Reply(choice["text"], choice.get("finish_reason") != "length")
+
+
+_MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+
+
+class _LieError(Exception):
+    """The answer cannot be true. The message says why."""
+
+
+class _RefusedError(Exception):
+    """The server understood the request and refuses it: asking again changes nothing."""
+
+
+@dataclass(eq=False)
+class _Calls:
+    """Calls to a server that end together."""
+
+    server: Server
+    sockets: set[socket.socket] = field(default_factory=set)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    said: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> _Calls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Wake up all calls: their connections end."""
+        self.stopped.set()
+        for each in [*self.sockets]:
+            _shut(each)
+
+    def patient(self, path: str, body: dict[str, Any] | None, read: Any) -> Any:
+        """What ``read`` makes of the answer, repeated for ``patience`` seconds."""
+        start, pause = time.monotonic(), 0.25
+        where = self.server.address.partition("#")[0]
+        while True:
+            try:
+                return read(self._once(path, body), body)
+            except _RefusedError as error:
+                raise ReceiverError(f"the receiver at {where} {error}") from None
+            except _MALFORMED:
+                why = "its answer is no completion"
+            except (_LieError, OSError, HTTPException) as error:
+                why = str(error) or type(error).__name__
+            tried = time.monotonic() - start
+            if self.stopped.is_set() or tried + pause > self.server.patience:
+                raise ReceiverError(
+                    f"the receiver at {where} gives no answer that can be used ({why}), for {tried:.0f} seconds: look "
+                    "at the server's log, start it again, and resume; patience=SECONDS waits longer, timeout=SECONDS "
+                    "allows slower answers"
+                )
+            if not self.said.is_set():
+                self.said.set()
+                complain(f"the receiver at {where}: {why}; trying again for {self.server.patience:g} seconds")
+            self.stopped.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _once(self, path: str, body: dict[str, Any] | None) -> Any:
+        """The JSON of one answer. The time limit is that of the whole exchange, not of each part that arrives."""
+        parts, limit = urlsplit(self.server.address), self.server.timeout
+        connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = connect(parts.hostname or "", parts.port, timeout=limit)
+        late = threading.Event()
+        try:
+            connection.connect()
+            self.sockets.add(connection.sock)
+            timer = threading.Timer(limit, _shut, (connection.sock, late))
+            timer.daemon = True
+            timer.start()
+            try:
+                headers = {"Content-Type": "application/json", "Accept": "application/json"}
+                headers |= {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY)) else {}
+                data = None if body is None else json.dumps(body).encode()
+                connection.request("POST" if data else "GET", f"{parts.path.rstrip('/')}{path}", data, headers)
+                answer = connection.getresponse()
+                most = BYTES + TOKEN_BYTES * (body["max_tokens"] if body else 0)
+                content = answer.read(most + 1)
+            finally:
+                timer.cancel()
+                self.sockets.discard(connection.sock)
+        except (OSError, HTTPException, ValueError) as error:
+            if late.is_set() or isinstance(error, TimeoutError):
+                raise TimeoutError(f"it took longer than {limit:g} seconds") from None
+            raise
+        finally:
+            connection.close()
+        if late.is_set():
+            raise TimeoutError(f"it took longer than {limit:g} seconds")
+        if len(content) > most:
+            raise _LieError(f"its answer has more than {counted(most, 'byte')}")
+        shown = f"status {answer.status}: {quote(content[:1000].decode(errors='replace'))}"
+        if 400 <= answer.status < 500 and answer.status not in REPEATED:
+            raise _RefusedError(f"refuses the request ({shown})")
+        if answer.status != 200:
+            raise ConnectionError(shown)
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            raise _LieError(f"its answer is not JSON ({shown})") from None
+
+
+def _shut(connected: socket.socket, late: threading.Event | None = None) -> None:
+    if late is not None:
+        late.set()
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+class Vocabulary(Protocol):
+    """What tokens stand for: a ``Policy`` knows it."""
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a response."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a response, without the token that ended it."""
+        ...
+
+
+def whole_text(policy: Vocabulary, tokens: Sequence[int]) -> str:
+    """The text of some tokens; a character whose bytes are not all there is left out."""
+    text = policy.decode(tokens)
+    for fewer in range(1, min(MOST_BYTES, len(tokens) + 1)):
+        if not text.endswith(INCOMPLETE):
+            return text
+        text = policy.decode(tokens[: len(tokens) - fewer])
+    return text.rstrip(INCOMPLETE)
+
+
+def before_control(tokenizer: Any, text: str) -> str:
+    """The text up to the first control token that it spells out: a server would read it as that token."""
+    controls = "|".join(re.escape(token) for token in tokenizer.all_special_tokens if token)
+    return re.split(controls, text, maxsplit=1)[0] if controls else text
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteSampler(Sampler):
+    """Plays a task of one turn with the model of a ``server``, which reads text.
+
+    ``tokenizer`` has the server's chat template; it is the policy's unless given.
+    """
+
+    server: Server = None  # type: ignore[assignment]
+    tokenizer: Any = None
+
+    @classmethod
+    def of(cls, sampler: Sampler, server: Server, tokenizer: Any = None) -> RemoteSampler:
+        """For the task and the settings of ``sampler``."""
+        shared = {each.name: getattr(sampler, each.name) for each in fields(Sampler)}
+        return cls(
+            **shared | {"others": {}, "max_prompt": None},
+            server=server,
+            tokenizer=tokenizer or sampler.policy.tokenizer,
+        )
+
+    def _play(self, games: Sequence[_Game], engine: Engine | Session, seed: int) -> None:  # noqa: ARG002
+        begun = [before_control(self.tokenizer, whole_text(self.policy, game.tokens)) for game in games]
+        prompts = [
+            as_text(self.tokenizer, game.messages) + game.prefill.text + text
+            for game, text in zip(games, begun, strict=True)
+        ]
+        limits = [min(self.max_tokens - game.prefix, game.room) for game in games]
+        seeds = streams(seed, torch.arange(len(games))).tolist()
+        with self.counts.timed("rollout"):
+            replies = self.server.complete(prompts, limits, seeds, self.sampling)
+        for game, text, limit, reply in zip(games, begun, limits, replies, strict=True):
+            tokens = torch.tensor(plain(self.tokenizer, reply.text)[:limit], dtype=torch.long)
+            zeros = torch.zeros(len(tokens))
+            whole = game.prefill.opening + game.prefill.text + text + reply.text
+            with explained(game.task, game.problem, "step()"):
+                heard(game.task, game.problem, game.episode.step(whole))
+            game.answered(Completion(tokens, zeros, zeros, reply.finished), whole, [], None)
+        with self.counts.timed("score"):
+            self._score(games)
