@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from poise.runs.folder import RunFolder
-from poise.runs.trackers import PROJECT, open_trackers
+from poise.runs.trackers import PROJECT, tracking
 
 SERVERS = {  # how each shows what it has, given its data folder and a port
     "tensorboard": ["-m", "tensorboard.main", "--logdir", "{folder}", "--port", "{port}", "--load_fast=false"],
@@ -49,10 +49,9 @@ def main() -> None:
 
 def _send(run: Path, tracker: str, place: Path) -> None:
     folder = RunFolder.open(run, resume=False)
-    (opened,) = open_trackers([tracker], place, folder.config)
-    for line in folder.metrics():
-        opened.log(line.pop("step"), {name: line[name] for name in SHOWN})
-    opened.close()
+    with tracking([tracker], place, folder.config) as (opened,):
+        for line in folder.metrics():
+            opened.log(line.pop("step"), {name: line[name] for name in SHOWN})
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from poise.runs.trackers import open_trackers
+from poise.runs.trackers import tracking
 
 
 def scalars(folder, name):
@@ -19,21 +19,18 @@ def scalars(folder, name):
 
 
 def test_tensorboard(tmp_path):
-    (tracker,) = open_trackers(["tensorboard"], tmp_path, {"seed": 1})
-    for step in (1, 2, 3):
-        tracker.log(step, {"reward/mean": step / 2, "optim/loss": float("nan")})
-    tracker.close()
+    with tracking(["tensorboard"], tmp_path, {"seed": 1}) as (tracker,):
+        for step in (1, 2, 3):
+            tracker.log(step, {"reward/mean": step / 2, "optim/loss": float("nan")})
     assert scalars(tmp_path / "tensorboard", "reward/mean") == [(1, 0.5), (2, 1.0), (3, 1.5)]
 
 
 def test_a_resumed_run_hides_the_steps_it_repeats(tmp_path):
-    (killed,) = open_trackers(["tensorboard"], tmp_path, {})
-    for step in (1, 2, 3):
-        killed.log(step, {"a": step})
-    killed.close()
-    (resumed,) = open_trackers(["tensorboard"], tmp_path, {}, start_step=1)
-    resumed.log(2, {"a": 20})
-    resumed.close()
+    with tracking(["tensorboard"], tmp_path, {}) as (killed,):
+        for step in (1, 2, 3):
+            killed.log(step, {"a": step})
+    with tracking(["tensorboard"], tmp_path, {}, start_step=1) as (resumed,):
+        resumed.log(2, {"a": 20})
     assert scalars(tmp_path / "tensorboard", "a") == [(1, 1), (2, 20)]
 
 
@@ -65,26 +62,25 @@ def calls(monkeypatch):
 
 
 def test_wandb_and_trackio(tmp_path, calls):
-    trackers = open_trackers(["wandb", "trackio", "wandb"], tmp_path, {"seed": 1})
-    for tracker in trackers:
-        tracker.log(4, {"reward/mean": 0.5})
-    for tracker in trackers:
-        tracker.close()
+    with tracking(["wandb", "trackio", "wandb"], tmp_path, {"seed": 1}) as trackers:
+        for tracker in trackers:
+            tracker.log(4, {"reward/mean": 0.5})
     assert calls == [
         ("wandb.init", "poise", {"seed": 1}, str(tmp_path)),
         ("trackio.init", "poise", {"seed": 1}),
         ("run.log", {"reward/mean": 0.5}, 4),
         ("trackio.log", {"reward/mean": 0.5}, 4),
-        ("run.finish",),
         ("trackio.finish",),
+        ("run.finish",),
     ]
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")])
 def test_a_missing_package_says_what_to_install_and_closes_the_others(tmp_path, calls, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"run: pip install -e '\.\[{name}\]'"):
-        open_trackers(["wandb", name], tmp_path, {})
+    needed = rf"run: pip install -e '\.\[{name}\]'"
+    with pytest.raises(ImportError, match=needed), tracking(["wandb", name], tmp_path, {}):
+        pytest.fail("a tracker is missing")
     assert calls[-1] == ("run.finish",)
 
 
@@ -94,8 +90,9 @@ def test_a_folder_called_wandb_is_not_wandb(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     if getattr(__import__("wandb"), "__file__", None):
         pytest.skip("wandb is installed, and comes first")
-    with pytest.raises(ImportError, match="'wandb' is not installed; in your clone of poise run: pip install"):
-        open_trackers(["wandb"], tmp_path, {})
+    needed = "'wandb' is not installed; in your clone of poise run: pip install"
+    with pytest.raises(ImportError, match=needed), tracking(["wandb"], tmp_path, {}):
+        pytest.fail("there is no tracker")
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -104,10 +101,9 @@ def test_the_package_itself_without_its_service(tmp_path, name):
     if not any(distributions(name=name)):
         pytest.skip(f"{name} is not installed")
     code = (
-        "import sys; from pathlib import Path; from poise.runs.trackers import open_trackers\n"
-        f"(tracker,) = open_trackers(['{name}'], Path('run'), {{'seed': 1}})\n"
-        "for step in (1, 2): tracker.log(step, {'reward/mean': step / 2})\n"
-        "tracker.close()\n"
+        "import sys; from pathlib import Path; from poise.runs.trackers import tracking\n"
+        f"with tracking(['{name}'], Path('run'), {{'seed': 1}}) as (tracker,):\n"
+        "    for step in (1, 2): tracker.log(step, {'reward/mean': step / 2})\n"
     )
     (tmp_path / "run").mkdir()
     env = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}

@@ -82,14 +82,7 @@ def _evaluate(config: Config, show: int) -> dict[str, Any]:
         from poise.training.steps import State
 
     evaluation, rollout = config.evaluation, config.rollout
-    policy = load_policy(
-        config.model_name,
-        device=config.device,
-        dtype=config.dtype,
-        remote_code=config.remote_code,
-        longest=rollout.longest,
-        template=config.template,
-    )
+    policy = load_policy(config.model_name, **config.loading)
     note = partial(print, file=sys.stderr)
     sampler = build_sampler(config, policy, note)
     sampler = sampler.at(State(steps_taken(config.model)).progress(config, sampler.task))

@@ -5,7 +5,7 @@ serves all; it takes about fifteen seconds. Any other call of a layer runs the u
 
 Checkpointed, to save memory in the update: layers keep their input and recompute the rest.
 
-Joined: the cost of a small model's decoding step is the number of its kernels. Linear layers that read the same input
+Joined: a small model's decoding step takes as long as launching its kernels. Linear layers that read the same input
 (queries, keys, values; gate and up) get their weights side by side in memory, so that one matrix product covers them
 all. The fused decoding step (``sampling/native/fused_step.py``) uses that; all other code runs unchanged.
 """
@@ -26,8 +26,8 @@ from poise.models.location import ModelError
 from poise.models.packing import Packed
 
 FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
-# Tokens × layers × width of the updates from which on compiling saves more time than it takes. On an H200 it takes 15 s
-# and saves 1.1e-10 s for each.
+# Compiling pays if the run's updates have more tokens × layers × width than this: on an H200 it takes 15 s and saves
+# 1.1e-10 s for each.
 WORTH = 1.36e11
 
 

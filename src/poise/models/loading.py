@@ -218,8 +218,8 @@ def load_tokenizer(
         config = transformers.AutoConfig.from_pretrained(source, **common)
         generation = transformers.GenerationConfig.from_model_config(config)
     ends = generation.eos_token_id
-    found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-    return tokenizer, sorted(found)
+    end_tokens = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    return tokenizer, sorted(end_tokens)
 
 
 def _load_tokenizer(name: str, source: str, common: dict[str, Any], template: Mapping[str, Any] | None) -> Any:

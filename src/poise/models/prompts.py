@@ -292,7 +292,7 @@ def _schema(function: Any) -> dict[str, Any]:
 
 
 def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
-    """The chat template's arguments besides the messages. If the template prints the date, it is held here."""
+    """The chat template's arguments besides the messages. If the template prints the date, it is fixed here."""
     arguments = {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
     if "strftime_now" in str(tokenizer.chat_template):
         _hold_date(tokenizer.get_chat_template(tools=arguments.get("tools")))
@@ -300,14 +300,14 @@ def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
 
 
 def _hold_date(template: str) -> None:
-    """Let the template print the date of ``_DATE``. Arguments cannot: transformers turns functions into strings."""
+    """Let the template print ``_DATE``. An argument could not do that: transformers turns functions into strings."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     _compile_jinja_template(template).globals["strftime_now"] = _DATE[0].strftime  # compiled templates are cached
 
 
 def fix_date(date: datetime) -> None:
-    """Let chat templates show this date from now on: that of a run's beginning, so that its prompts stay the same."""
+    """Let chat templates show this date from now on: a run keeps the date it began, and so its prompts."""
     _DATE[0] = date
 
 

@@ -88,14 +88,7 @@ def diagnose(
     intervals = intervals or Intervals()
     by_name = {name: regulators.parse(name) for name in methods}
     rollout = config.rollout
-    policy = load_policy(
-        config.model_name,
-        device=config.device,
-        dtype=config.dtype,
-        remote_code=config.remote_code,
-        longest=rollout.longest,
-        template=config.template,
-    )
+    policy = load_policy(config.model_name, **config.loading)
     policy.master_weights = MasterWeights(policy.model)
     policy.check_settings(rollout.max_prompt, rollout.max_tokens)
     frozen = FrozenModels(config, policy, config.build_algorithm(), say, start=starting_model(config.model))

@@ -33,16 +33,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from poise._lib.errors import check_range, complain
-from poise._lib.files import (
-    check_own,
-    dumps,
-    expand,
-    loads,
-    read_json,
-    remove,
-    remove_leftovers,
-    replacing,
-)
+from poise._lib.files import check_own, dumps, expand, loads, read_json, remove, remove_leftovers, replacing
 from poise._lib.user_code import Code
 from poise.runs.listing import is_comparison
 from poise.runs.lock import check_free, resume_command

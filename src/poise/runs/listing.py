@@ -12,7 +12,7 @@ from poise.runs.lock import is_owned
 
 PLAN = "plan.json"  # of a comparison, in its folder
 DEEPEST = 6  # levels of folders below the one that is searched; a comparison's runs are three below it
-_WRITTEN = ("metrics.jsonl", "before.json")  # by runs alone
+_WRITTEN = ("metrics.jsonl", "before.json")  # only runs write these
 _TAIL = 1 << 20  # bytes: more than a line of metrics has
 
 

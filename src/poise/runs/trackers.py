@@ -46,26 +46,16 @@ def check_trackers(names: Sequence[str]) -> None:
 def tracking(
     names: Sequence[str], folder: Path, config: dict[str, Any], *, start_step: int = 0
 ) -> Iterator[list[Tracker]]:
-    """The trackers of these names (``open_trackers``), closed at the end."""
-    with ExitStack() as stack:
-        trackers = open_trackers(names, folder, config, start_step=start_step)
-        for tracker in trackers:
-            stack.callback(tracker.close)
-        yield trackers
-
-
-def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], *, start_step: int = 0) -> list[Tracker]:
-    """Open the trackers of these names for the run in ``folder``; a name given twice is opened once.
+    """The trackers of these names for the run in ``folder``, closed at the end; a name given twice is opened once.
 
     ``start_step`` is the step that a resumed run continues from. W&B and trackio show a resumed run as a new one.
     """
-    with ExitStack() as undo:  # closes what was opened if a later one fails
-        opened = []
+    with ExitStack() as stack:  # closes the open ones if a later one fails
+        trackers = []
         for name in dict.fromkeys(names):
-            opened.append(_open(name, _import(name), folder, config, start_step))
-            undo.callback(opened[-1].close)
-        undo.pop_all()
-    return opened
+            trackers.append(_open(name, _import(name), folder, config, start_step))
+            stack.callback(trackers[-1].close)
+        yield trackers
 
 
 def _open(name: str, package: Any, folder: Path, config: dict[str, Any], start_step: int) -> Tracker:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from poise._lib import user_code as _user_code
 from poise._lib.calls import read_call
-from poise._lib.errors import check_settings, short, unknown
+from poise._lib.errors import check_settings, short
 from poise.sampling.erl import Erl
 from poise.sampling.grpo import Grpo
 from poise.sampling.rltr import Rltr
@@ -27,9 +27,7 @@ def get(text: str, group: int) -> Algorithm:
     User code is named by its dotted path and marked with ``@poise.algorithm``.
     """
     name, args, settings = read_call(text)
-    if name not in TABLE and not any(sign in name for sign in ".:"):
-        raise ValueError(unknown("algorithm", name, TABLE))
-    factory: Any = TABLE.get(name) or _user_code.load("algorithm", name)
+    factory: Any = _user_code.find("algorithm", name, TABLE)
     if hasattr(factory, "collect") and not isclass(factory):  # an instance, passed from Python
         return cast(Algorithm, factory)
     allowed = list(signature(factory).parameters)

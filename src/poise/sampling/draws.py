@@ -91,7 +91,8 @@ def derived_seed(seed: int, name: object) -> int:
 
 def streams(seed: int, number: Tensor) -> Tensor:
     """A seed (int64) for each sequence number. Those of different numbers, or different seeds, are unrelated."""
-    return mix(number + mix(torch.full_like(number, _signed(seed))))
+    signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    return mix(number + mix(torch.full_like(number, signed)))
 
 
 def mix(x: Tensor) -> Tensor:
@@ -105,7 +106,3 @@ def mix(x: Tensor) -> Tensor:
 def _shift(x: Tensor, by: int) -> Tensor:
     """Shift right and fill with zeros; torch's own shift fills with the sign."""
     return x >> by & ((1 << (64 - by)) - 1)
-
-
-def _signed(seed: int) -> int:
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -135,7 +135,8 @@ class Erl:
         reflections = asking.play([*questions.values()], derived_seed(seed, "reflection"), begun=begun)
         if asking.sampling.temperature != sampler.sampling.temperature:  # then the policy scores them, at the run's
             reflections = [replace(sample, logp=None, entropy=None, sampler_logp=None) for sample in reflections]
-        advice = [read_advice(sample.text + self._closing(sample)) for sample in reflections]
+        # A tag that a reflection was begun with is closed by the end of the reply, unless that was cut off.
+        advice = [read_advice(s.text + "</prompt>" * bool(self.begin and s.finished)) for s in reflections]
         retried = [first[row] for row in questions]
         shown: dict[int, list[Message]] = {}  # openings with advice, where it can be read and fits
 
@@ -163,10 +164,6 @@ class Erl:
                 "raise it, or shorten begin"
             )
         return tokens
-
-    def _closing(self, reflection: Trajectory) -> str:
-        """What closes the tag that a reflection was begun with, unless it was cut off."""
-        return "</prompt>" if self.begin and reflection.finished else ""
 
     def _asking(self, sampler: Sampler) -> Sampler:
         """A sampler for reflections."""

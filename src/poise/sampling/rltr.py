@@ -39,6 +39,7 @@ MARKS = ("<answer>", "\\boxed", "####")  # each begins an answer
 EDGES = r"\s*_`\"'${"  # what may stand between a mark and its answer
 COMPARED = 200  # characters of an answer that are compared
 REMOTE = ("tokenizer", "timeout", "patience")  # settings of a receiver behind an address
+NO_SEQUENCE = -1  # the receiver's seed comes from this stream, which no sequence uses
 ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, and means 29
 
 
@@ -118,7 +119,7 @@ class Rltr:
         """GRPO's attempts, with the transfer of each in its reward and in its notes."""
         samples, memory = Grpo(self.group).collect(problems, sampler, seed, memory)
         with sampler.counts.timed("transfer"):
-            receiver, own_seed = sampler.others["receiver"], _receivers_seed(seed)
+            receiver, own_seed = sampler.others["receiver"], int(streams(seed, torch.tensor(NO_SEQUENCE)))
             cuts = self._cuts(own_seed, len(samples))
             prefixes = [
                 prefix(sample.tokens.tolist(), cut, self.marks, sampler.policy, receiver)
@@ -213,11 +214,6 @@ class Rltr:
         failed = {"transfer/failed": float(len(tried) - len(noted))} if len(noted) < len(tried) else {}
         uncut = {"transfer/uncut": (len(noted) - len(cut)) / len(tried)} if tried else {}
         return {**means, **uncut, **failed}
-
-
-def _receivers_seed(seed: int) -> int:
-    """The receiver's seed: stream −1, which no sequence uses."""
-    return int(streams(seed, torch.tensor(-1)))
 
 
 def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Policy, receiver: Sampler) -> list[int]:

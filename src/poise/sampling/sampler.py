@@ -140,9 +140,10 @@ class Sampler:
                 )
                 for number, game in zip(live, playing, strict=True)
             ]
+            own_seed = seed + turn * 0x9E3779B97F4A7C15 % (1 << 62)  # the first turn's is the step's own
             with _Replies(self.policy, self.task, playing) as replies:
                 with self.counts.timed("rollout"):
-                    completions = engine.sample(requests, self.sampling, _turn_seed(seed, turn), replies.take)
+                    completions = engine.sample(requests, self.sampling, own_seed, replies.take)
                 with self.counts.timed("score"):
                     replies.finish(completions)
             turn += 1
@@ -200,7 +201,7 @@ class Sampler:
     def fits(self, problem: Problem) -> bool:
         """Whether the prompt of a problem has at most ``max_prompt`` tokens.
 
-        True if only the user's own episode could tell: user code is not run for that.
+        True if only an episode of the user's own could tell: this runs no user code.
         """
         own = getattr(self.task, "pure_start", False)
         plain = not hasattr(self.task, "episode")  # then the prompt is a user's message
@@ -295,7 +296,7 @@ class _Game:
         self._follow(tokens)
 
     def _follow(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
-        """These tokens come next: the model's own, with their completion, or given to it."""
+        """Append tokens: the model's own, with their completion, or others that it only reads."""
         self.tokens += tokens
         self.own += [completion is not None] * len(tokens)
         self.logp.append(torch.zeros(len(tokens)) if completion is None else completion.logp)
@@ -350,11 +351,6 @@ class _Game:
             sampler_logp=torch.cat(of_sampler)[: self.end] if reported else None,
             version=version,
         )
-
-
-def _turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn; the first one's is the step's own."""
-    return seed + turn * 0x9E3779B97F4A7C15 % (1 << 62)
 
 
 class _Replies:

@@ -136,7 +136,7 @@ class VllmEngine:
         """Start vLLM with the policy's configuration, push the weights, and compare log-probabilities."""
         name, device = type(self.policy.model).__name__, self.policy.device
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
-        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # where this one process meets itself; no network is needed
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # one process talks to itself: no network is needed
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
@@ -152,7 +152,7 @@ class VllmEngine:
             other = f"set device={built_for}, or " if built_for else ""
             raise ModelError(f"rollout.engine=vllm: {where}; {other}{INSTALL}")
         base = self.policy.base
-        # For a model that it has no code for, vLLM wraps transformers' own class, and then asks every instance this.
+        # If vLLM has no code of its own for a model, it wraps transformers' class, and reads this from each instance.
         base.base_model.do_not_compile = True
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]

@@ -32,9 +32,8 @@ from poise.training.update import NotFiniteError
 
 MOST_FAILED = 0.05  # share of a step's attempts that may end without a score
 LARGE = 1e3  # larger rewards are kept in float64: in float32 their differences may be rounded away
-COARSE = 1e-3  # share of a group's spread from which a rounding error of float32 is too much
-NO_SPREAD = 1e-6  # differences that vanish in the normalisation's eps, such as that of 0.1 + 0.2 and 0.3
-ALL = slice(None)
+COARSE = 1e-3  # float32 is too coarse if its rounding error is more than this share of a group's spread
+NO_SPREAD = 1e-6  # smaller differences vanish in the normalisation's eps, such as 0.1 + 0.2 − 0.3
 
 
 def drop_failed(
@@ -184,7 +183,7 @@ def without_consolidated(
 def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, estimate: Estimate) -> Tensor:
     """(B,) advantages: a trajectory's own one, or else normalised within its group; (B, T) if any is per token.
 
-    An estimate that looks beyond groups gets the rows of one role at a time: rows of other roles play another game.
+    An estimate that looks beyond groups gets each role by itself: reflections and attempts have different rewards.
     """
     rewards, groups = batch.rewards, batch.groups
     assert rewards is not None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -116,15 +115,11 @@ def load_trained(config: Config, folder: RunFolder) -> Policy:
     """The policy to train: the config's model, with the adapter of its LoRA settings."""
     return load_policy(
         starting_weights(config, folder),
-        device=config.device,
-        dtype=config.dtype,
         lora=config.lora,
         seed=derived_seed(config.seed, 0),
-        remote_code=config.remote_code,
         compiled=config.compile,
         tokens=config.tokens_left(*folder.progress()),
-        longest=config.rollout.longest,
-        template=config.template,
+        **config.loading,
     )
 
 
@@ -142,14 +137,7 @@ def footprint(config: Config, name: str) -> Footprint | None:
     )
 
 
-def build_sampler(
-    config: Config,
-    policy: Policy,
-    note: Callable[[str], None],
-    *,
-    task: Task | None = None,
-    **more: Any,
-) -> Sampler:
+def build_sampler(config: Config, policy: Policy, note: Callable[[str], None], *, task: Task | None = None) -> Sampler:
     """A sampler for the config's task, or for ``task``. ``note`` shows messages to the user."""
     rollout = config.rollout
     engine = choose(
@@ -163,17 +151,8 @@ def build_sampler(
     check_beginning(task, policy, prefill, note)
     check_data(task, policy, rollout.max_prompt - len(policy.encode_prefill(prefill)), note)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
-    return Sampler(
-        policy,
-        engine,
-        task,
-        sampling,
-        rollout.max_tokens,
-        rollout.max_prompt,
-        rollout.max_episode_tokens,
-        prefill=prefill,
-        **more,
-    )
+    limits = rollout.max_tokens, rollout.max_prompt, rollout.max_episode_tokens
+    return Sampler(policy, engine, task, sampling, *limits, prefill=prefill)
 
 
 def check_beginning(task: Task, policy: Policy, prefill: str, note: Callable[[str], None]) -> None:

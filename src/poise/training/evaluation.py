@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from poise._lib.files import dumps
 from poise.sampling.algorithms import Trajectory
 from poise.sampling.sampler import Sampler
@@ -83,11 +81,6 @@ def summary_metrics(task: str, summary: dict[str, Any]) -> dict[str, float]:
     return {f"eval/{task}/{name}": value for name, value in {**named, **lost_shares(summary)}.items()}
 
 
-def _chunk(samples: int, device: torch.device) -> int:
-    """Problems per call: fixed per device type and sample count, because the random numbers depend on it."""
-    return CHUNK if device.type == "cpu" else max(CHUNK, GPU_RESPONSES // samples)
-
-
 def evaluate(
     sampler: Sampler,
     *,
@@ -109,7 +102,8 @@ def evaluate(
     problems = len(test_problems)  # a finite task may have fewer
     sampled: list[Trajectory] = []
     greedy: list[Trajectory] = []
-    size = _chunk(samples, sampler.policy.device)
+    # Random numbers depend on the size of a call: it is fixed by the type of the device and the number of samples.
+    size = CHUNK if sampler.policy.device.type == "cpu" else max(CHUNK, GPU_RESPONSES // samples)
     for start in range(0, problems, size):
         chunk = test_problems[start : start + size]
         chunk_seed = seed * 1_000_003 + start

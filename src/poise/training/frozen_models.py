@@ -86,9 +86,9 @@ class FrozenEngine:
 
 
 class FrozenModels:
-    """The frozen models of a run: those of the algorithm and, with ``reference``, that of the KL term.
+    """The frozen models of a run: the algorithm's and, with ``reference``, the KL term's.
 
-    ``start`` is the model with which the run starts, if that is not the config's.
+    ``start`` is the model that the run started with, if it is not the config's.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class FrozenModels:
         return {"parameters": Frozen(self.policy).parameters, "parameters_of": others}
 
     def beside(self, sampler: Sampler) -> Sampler:
-        """The sampler, with a sampler of each of the algorithm's models in ``others``, for the same task and settings.
+        """The sampler with another one in ``others`` for each of the algorithm's models: same task, same settings.
 
         If the algorithm cannot work with these models or this task, its ``check`` says so here, before training.
         """
@@ -163,15 +163,8 @@ class FrozenModels:
         if source == START and hasattr(self.policy.model, "peft_config"):
             return Frozen(self.policy, adapter=True)
         try:
-            policy = load_policy(
-                self._name(source),
-                device=config.device,
-                dtype=config.dtype,
-                remote_code=config.remote_code,
-                longest=config.rollout.longest,
-                template=config.template,
-                compiled=bool(config.compile) and source in self.models.values(),
-            )
+            compiled = bool(config.compile) and source in self.models.values()
+            policy = load_policy(self._name(source), compiled=compiled, **config.loading)
             policy.check_settings(config.rollout.max_prompt, config.rollout.max_tokens)
         except ModelError as error:
             if source == START:
@@ -201,9 +194,9 @@ class FrozenModels:
 
 
 def starting_weights(config: Config, folder: RunFolder) -> str:
-    """The name by which to load the policy: ``model`` or, with LoRA and a run folder, its checkpoint of that time.
+    """What to load the policy from: ``model`` or, if that is a run and LoRA is on, the checkpoint it had back then.
 
-    A run with LoRA needs the same weights again when it is resumed, since its own checkpoints hold the adapter alone.
+    A resumed run with LoRA needs the same base weights again, since its own checkpoints hold only the adapter.
     """
     return _checkpoints(config.model, [START] if config.lora else [], folder).get(START, config.model_name)
 

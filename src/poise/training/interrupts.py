@@ -39,7 +39,7 @@ class Stopper:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises KeyboardInterrupt, also one that came before: for work that can be repeated."""
+        """Inside, a signal raises KeyboardInterrupt, even one that came earlier: for work that can be repeated."""
         self._at_once = True
         try:
             self.check()

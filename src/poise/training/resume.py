@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
 
 from poise._lib import live
 from poise._lib.errors import complain, short
@@ -16,7 +15,7 @@ from poise.runs.folder import RunFolder
 from poise.runs.lock import owned
 from poise.tasks import Task, TaskError, data_fingerprint
 from poise.tasks.data import Data
-from poise.training.config.documents import Document, merge
+from poise.training.config.documents import merge, nested
 from poise.training.config.run_settings import differences
 from poise.training.config.schema import Config
 
@@ -83,18 +82,13 @@ def keep_changes(config: Config, folder: RunFolder, step: int) -> None:
     saved = folder.config
     changes = list(differences(saved, config.model_dump(mode="json")))
     for key, _, now in changes:
-        saved = merge(saved, _nested(key.split("."), now))
+        saved = merge(saved, nested(key.split("."), now))
     if changes:
         folder.write_config(saved)
     versions = folder.code_versions()
     if config.code and config.code not in versions[-1:]:
         earlier = folder.read_json("code.json") if versions else []
         folder.write_json("code.json", [*earlier, {"after_step": step, "code": config.code}])
-
-
-def _nested(keys: list[str], value: Any) -> Document:
-    """A document with one setting."""
-    return {keys[0]: _nested(keys[1:], value) if keys[1:] else value}
 
 
 def in_free_folder(config: Config, note: Callable[[str], None]) -> Config:

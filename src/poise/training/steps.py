@@ -84,7 +84,7 @@ def sampling_metrics(
     Without a batch no reward applied, and there are no responses to report on.
     """
     responses = {} if batch is None else response_metrics(algorithm, trajectories, batch, settings)
-    return {**responses, **reported_metrics(counts), **turn_metrics(counts), **token_metrics(counts)}
+    return {**responses, **counted_metrics(counts)}
 
 
 def response_metrics(
@@ -101,19 +101,17 @@ def response_metrics(
     return {**reward_metrics(trajectories, batch), **rollout_metrics(trajectories, batch, settings), **own}
 
 
-def reported_metrics(counts: Counts) -> dict[str, float]:
-    """``reward/…``: the mean of each number that reward functions reported themselves, with ``log_metric``."""
-    return {f"reward/{name}": sum(values) / len(values) for name, values in counts.reported.items()}
+def counted_metrics(counts: Counts) -> dict[str, float]:
+    """The mean of each number that reward functions reported (``log_metric``), turns and problems, sampled tokens.
 
-
-def turn_metrics(counts: Counts) -> dict[str, float]:
-    """``rollout/continued`` and ``rollout/reread`` of a task with several turns, ``rollout/too_long`` of any task.
-
-    These count later turns that continued from keys that the engine had kept, later turns that had to read their
-    dialogue again, and problems that were too long, if there were any.
+    ``rollout/continued`` counts later turns that continued from kept keys, ``rollout/reread`` those that read their
+    dialogue again, ``rollout/too_long`` problems that were left out: each only where there are any. ``tokens/…`` are
+    those of all models together, and of each model other than the policy.
     """
-    names = [name for name in ("continued", "reread", "too_long") if name in counts.turns]
-    return {f"rollout/{name}": float(counts.turns[name]) for name in names}
+    reported = {f"reward/{name}": sum(values) / len(values) for name, values in counts.reported.items()}
+    turns = {f"rollout/{n}": float(counts.turns[n]) for n in ("continued", "reread", "too_long") if n in counts.turns}
+    others = {f"tokens/{name}": count for name, count in counts.tokens.items() if name != POLICY}
+    return {**reported, **turns, "tokens/sampled": counts.tokens.total(), **others}
 
 
 def reward_metrics(samples: Sequence[Trajectory], batch: TokenBatch) -> dict[str, float]:
@@ -144,12 +142,6 @@ def rollout_metrics(samples: Sequence[Trajectory], batch: TokenBatch, settings: 
         "rollout/entropy": float(batch.entropy[batch.mask].mean()),
         "rollout/finished": float(torch.tensor([sample.finished for sample in samples]).float().mean()),
     }
-
-
-def token_metrics(counts: Counts) -> dict[str, int]:
-    """``tokens/…``: sampled in a step, by all models together and by each model other than the policy."""
-    others = {f"tokens/{name}": count for name, count in counts.tokens.items() if name != POLICY}
-    return {"tokens/sampled": counts.tokens.total(), **others}
 
 
 def mismatch_metrics(batch: TokenBatch, settings: Settings) -> dict[str, float]:

@@ -64,7 +64,7 @@ def update(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
-    unmoved: Metrics = {}  # of the first mini-batch, when weights have not moved: what is held back there is rounding
+    unmoved: Metrics = {}  # of the first mini-batch: weights have not moved yet, so what is held back is rounding
     steps = 0
     for number, phase in enumerate(phases):
         active_BT = active(batch, phase, plan.objective).cpu()

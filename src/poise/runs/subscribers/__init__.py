@@ -7,6 +7,6 @@
 5. The user's ``callbacks``, in their order.
 
 Then the trainer saves a checkpoint if one is due or the run ends here. A subscriber has any of ``on_start(state)``,
-``on_step(result)`` and ``on_end(state)``. One that returns False from the first two ends the run there; the others are
-told all the same. The step is saved, the last evaluation is done, and the run can be resumed.
+``on_step(result)`` and ``on_end(state)``. If one returns False from ``on_start`` or ``on_step``, the run ends there,
+after the others have been told: the step is saved, the last evaluation is done, and the run can be resumed.
 """

@@ -151,7 +151,7 @@ class Console:
             self.note(f"{spent if ending == 'budget' else early}: {tokens} tokens were sampled in {step} steps")
 
     def begin(self, step: int, tokens: int = 0) -> None:
-        """Start predicting the remaining time at ``step``: the time before says nothing about a step."""
+        """Predict the remaining time from ``step`` on: the time before it, such as an evaluation's, is no step's."""
         self._times.clear()
         self._times.append((step, tokens, time.monotonic()))
 
@@ -258,11 +258,6 @@ class Console:
             print(self._clean(text), file=self._file, flush=True)
 
 
-def barred(text: str) -> str:
-    """What an environment said, for display between the replies: on separate lines, each behind a bar."""
-    return "".join(f"\n  │ {line}" for line in text.splitlines()) + "\n"
-
-
 def shorten(text: str, characters: int, lines: int = 16) -> str:
     """Cut the middle out of a long text, and say how much was cut."""
     parts = text.split("\n")
@@ -304,10 +299,14 @@ def _cell(value: object) -> str:
 
 
 def dialogue(sample: Trajectory) -> str:
-    """The replies, with what the environment said between them, behind bars."""
-    own = (message["role"] == "assistant" for message in sample.messages)
-    texts = (message["content"] for message in sample.messages)
-    return "".join(text if mine else barred(text) for mine, text in zip(own, texts, strict=True)) or sample.text
+    """The replies and, between them, what the environment said, each of its lines behind a bar."""
+    parts = [
+        message["content"]
+        if message["role"] == "assistant"
+        else "".join(f"\n  │ {line}" for line in message["content"].splitlines()) + "\n"
+        for message in sample.messages
+    ]
+    return "".join(parts) or sample.text
 
 
 def shown(sample: Trajectory) -> tuple[str, str, float, bool]:

@@ -121,9 +121,9 @@ def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor
 
 
 def on_all_rows(phase: Phase, rows: Rows, batch: TokenBatch) -> Phase:
-    """A phase of some rows as one of the whole batch: weight 0, and no per-token values, in the other rows.
+    """Extend a phase of some rows to the whole batch: other rows have weight 0 and no per-token values.
 
-    A slice stands for all rows.
+    A slice means all rows.
     """
     if isinstance(rows, slice):
         return phase

@@ -38,15 +38,11 @@ class Summary:
         if after is not None:
             by_problem = after.by_problem()
             contents |= {"before": shown_before(before), "after": after.summary()}
-            contents["change"] = paired_changes(before, by_problem)
+            known = before and before.get("by_problem")  # older versions wrote no results by problem
+            contents["change"] = changes(known, by_problem) if known else {}
             self.folder.write_json("problems.json", by_problem)
         self.contents = sealed(contents | {"run": str(self.folder.path)})
         self.folder.write_json("summary.json", self.contents)
-
-
-def paired_changes(before: dict[str, Any] | None, by_problem: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The paired changes since ``before.json``; empty if an older version wrote no results by problem."""
-    return changes(before["by_problem"], by_problem) if before and "by_problem" in before else {}
 
 
 def show(config: Config, summary: dict[str, Any], console: Console) -> None:
@@ -207,7 +203,7 @@ def conclusion(
 
 
 def learned(summary: dict[str, Any]) -> list[str]:
-    """Which measures rose, fell, or neither; and whether answers are only whole and readable more often."""
+    """Which measures rose, fell or did neither, and whether answers are merely cut off less often."""
     if _nothing_right(summary):
         return ["no held-out answer was right, before training or after it"]
     changes = _changes(summary)

@@ -122,7 +122,9 @@ def _all_wrong(run: Progress) -> bool:
 def _no_spread(run: Progress) -> bool:
     from_the_start = run.first("reward/accuracy", run.few)
     easy = bool(from_the_start) and min(from_the_start) >= 0.99
-    return run.no_spread and (easy or run.within("reward/accuracy", 0, 0.95))  # right only by now: learned
+    return run.no_spread and (
+        easy or run.within("reward/accuracy", 0, 0.95)
+    )  # right only since the end: the run has learned
 
 
 def _no_steps(run: Progress) -> bool:

@@ -70,7 +70,7 @@ class Decoder:
         return sequences
 
     def read(self, prompts: Sequence[UnreadPrompt]) -> None:
-        """Run prompts through the model, packed, and store their keys. Of those with saved keys, only the rest runs."""
+        """Run prompts through the model, packed, and store their keys. After saved keys, only the new tokens run."""
         for whole in (True, False):
             part = [each for each in prompts if (each.saved is None) == whole]
             costs = [len(each.prompt.tokens) - (each.saved.length if each.saved else 0) for each in part]
@@ -133,7 +133,7 @@ class Decoder:
                     self.cache.advance()
 
     def _light(self) -> AbstractContextManager[object]:
-        """On a CPU, torch's inference mode, in which an operation costs less. Tensors that stay are made outside.
+        """On a CPU, torch's inference mode, in which an operation costs less. What outlives a step is made outside.
 
         Not for model code of a repository: tables that it makes here could not be used in training.
         """

@@ -31,11 +31,11 @@ SMALL_MODEL = 10_000_000  # parameters in the layers: below this, waking a secon
 # What a model's code may raise if it does not accept the engine's arguments.
 TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
-_STEPS: WeakKeyDictionary[Policy, FusedStep] = WeakKeyDictionary()  # that have passed their trial
-_WITHOUT_STEP: WeakSet[Policy] = WeakSet()  # whose step has failed it
+_STEPS: WeakKeyDictionary[Policy, FusedStep] = WeakKeyDictionary()  # those that passed their trial
+_WITHOUT_STEP: WeakSet[Policy] = WeakSet()  # whose step failed its trial
 
 
-# Triton compiles a kernel anew for sizes that are no multiples of 16, which those of most runs are.
+# Multiples of 16, as in most runs: for other sizes Triton compiles its kernels once more.
 TRIAL_CACHE = CacheSizes(16, 2, 3, 13)
 
 
@@ -153,8 +153,8 @@ class NativeEngine:
     def _roomy(self, slots: int, length: int, device: torch.device) -> CacheSizes:
         """The sizes of a slot cache: the last call's, larger if these requests need more.
 
-        An algorithm may ask for other numbers of responses, of other lengths, from call to call, and recording the
-        graphs of another cache takes longer than decoding. A cache that is too large to stay in memory does not grow.
+        From call to call an algorithm may ask for more or fewer responses, longer or shorter ones, and recording graphs
+        for another cache takes longer than decoding. A cache that is too large to stay in memory does not grow.
         """
         if self._decoder is not None:
             had, _, _, room = self._decoder_key[:4]
@@ -253,7 +253,7 @@ def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
 
 
 def _trial_texts(policy: Policy) -> tuple[list[Prompt], list[int], list[int]]:
-    """Two prompts, which of them each of three rows has, and a token for each row."""
+    """Two prompts, the number of the prompt of each of three rows, and a token for each row."""
     size = policy.head().vocabulary
     prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size, 1 % size))]
     return prompts, [0, 0, 1], [2 % size, 4 % size, 5 % size]

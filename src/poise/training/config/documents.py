@@ -129,18 +129,18 @@ def nested(path: Sequence[str], value: Any) -> Document:
 
 
 def expand_short_forms(document: Document) -> Document:
-    """``data``, ``reward``, ``environment`` and so on as the settings of a task that they stand for."""
+    """Replace ``data``, ``reward``, ``environment`` and other short forms by the task settings they stand for."""
     document = _flat_data(document)
-    given = [key for key in SHORT_FORMS if key in document]
+    short_forms = [key for key in SHORT_FORMS if key in document]
     task = document.get("task", {})
-    if not given or not isinstance(task, dict):  # a task that is no group is refused by the schema
+    if not short_forms or not isinstance(task, dict):  # a task that is no group is refused by the schema
         return document
     problems = [
         f"{key} is short for task.{SHORT_FORMS[key]}, and both are given: leave one of them out"
-        for key in given
+        for key in short_forms
         if SHORT_FORMS[key] in task
     ]
-    key, name = next(((key, name) for key, name in SHORT_NAMES.items() if key in given), ("", task.get("name")))
+    key, name = next(((key, name) for key, name in SHORT_NAMES.items() if key in short_forms), ("", task.get("name")))
     if key == "data" and task.get("name") in DATA_TASKS:
         name = task["name"]
     if task.get("name", name) != name:
@@ -150,8 +150,8 @@ def expand_short_forms(document: Document) -> Document:
         )
     if problems:
         raise ConfigError(problems)
-    task = ({"name": name} if name else {}) | task | {SHORT_FORMS[key]: document[key] for key in given}
-    return {key: value for key, value in document.items() if key not in given} | {"task": task}
+    task = ({"name": name} if name else {}) | task | {SHORT_FORMS[key]: document[key] for key in short_forms}
+    return {key: value for key, value in document.items() if key not in short_forms} | {"task": task}
 
 
 def _flat_data(document: Document) -> Document:

@@ -21,15 +21,14 @@ from poise.training.config.schema import GRPO, Config, keys, restore
 
 # How ``poise eval`` measures a model that no run made.
 _MEASUREMENT: Document = {"rollout": {"max_tokens": 512, "batch": 256}, "evaluation": {"samples": 8}}
-# The keys of poise eval that need no group: those of evaluation and of rollout.
+# What poise eval accepts without its group: the keys of evaluation and rollout.
 SHORT_KEYS = {
     **{name: f"rollout.{name}" for name in RolloutConfig.model_fields},
     **{name: f"evaluation.{name}" for name in EvaluationConfig.model_fields if name != "every"},
 }
-_EVALUATED = (  # what changes an evaluation
-    "task", "rollout", "evaluation", "device", "dtype", "remote_code", "revision", "template",
-)  # fmt: skip
-_SHOWN = ("task", "model", "revision", "template", "remote_code")  # what changes what the model reads
+# What changes an evaluation.
+_EVALUATED = ("task", "rollout", "evaluation", "device", "dtype", "remote_code", "revision", "template")
+_SHOWN = ("task", "model", "revision", "template", "remote_code")  # what changes the prompt
 
 
 def run_of(model: str) -> str | None:
@@ -57,7 +56,7 @@ def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool
 
 
 def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
-    """What ``poise eval`` measures a model with: the settings of its run or its folder, changed by ``overrides``."""
+    """The settings for ``poise eval``: those of the model's run or folder, changed by ``overrides``."""
     changes = split_overrides(overrides, SHORT_KEYS)
     evaluation = changes.get("evaluation")
     if isinstance(evaluation, dict) and evaluation.get("temperature") == 0:
@@ -68,8 +67,9 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
     else:
         document = RunFolder.open(run, resume=False).config
     if wrong := [key for key in changes if not _evaluated(key)]:
-        task = merge(document, changes).get("task")
-        raise ConfigError([unknown_key(key, evaluation_keys(task)) for key in wrong])
+        own = (key for key in keys({"task": merge(document, changes).get("task")}) if _evaluated(key))
+        known = [*SHORT_KEYS, *SHORT_FORMS, *own]
+        raise ConfigError([unknown_key(key, known) for key in wrong])
     if isinstance(evaluation, dict) and evaluation.get("problems") == 0:
         raise ConfigError(["problems = 0: must be at least 1"])
     measured = document.get("evaluation")
@@ -82,7 +82,7 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
 
 
 def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
-    """What ``poise diagnose`` measures a model with: the settings of its run, or a recipe's with small batches."""
+    """The settings for ``poise diagnose``: those of the model's run, or a recipe's with small batches."""
     changes = split_overrides(overrides)
     if "regulator" in changes:
         raise ConfigError(["regulator: name the methods to measure with --regulator, once for each"])
@@ -100,7 +100,7 @@ def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) ->
 
 
 def task_to_show(words: Sequence[str]) -> tuple[Config, str]:
-    """The settings and the split that ``poise tasks show`` is given: a task's name, and overrides."""
+    """The settings and the split for ``poise tasks show``, from a task's name and overrides."""
     names = [word for word in words if "=" not in word]
     if len(names) > 1:
         raise ConfigError([f"one task at a time, got {' and '.join(names)}; settings are written key=value"])
@@ -115,21 +115,21 @@ def task_to_show(words: Sequence[str]) -> tuple[Config, str]:
 
 
 def _restored(document: Document, changes: Document, source: str, *, trust: bool, regulator: bool = True) -> Config:
-    """``document``, which may be anybody's, with changes that the user typed or passed from Python."""
+    """An untrusted ``document``, with changes that the user typed or passed from Python."""
     document = merge(document, changes)
     if "model" in changes:  # the revision of the run is of the model that it began with
         document["revision"] = changes.get("revision")
-    kept: Document = {}
+    own: Document = {}  # settings that are put back unchecked
     if not regulator:
-        kept["regulator"] = str(document.get("regulator", GRPO))
+        own["regulator"] = str(document.get("regulator", GRPO))
         document["regulator"] = GRPO
     if changes.get("remote_code") is True:  # the user's own word, not the run's
-        kept["remote_code"], document["remote_code"] = True, False
+        own["remote_code"], document["remote_code"] = True, False
     if needed := live.missing(document):
         way = f"pass the same objects to {live.resume_call(document, document.get('run', 'DIR'))}"
         way = way if regulator else "name others, data=FILE reward=NAME or task.name=NAME"
         raise ConfigError([f"{source} uses Python objects that its folder cannot hold: {needed}; {way}"])
-    return restore(document, source=source, trust=trust, typed=changes).model_copy(update=kept)
+    return restore(document, source=source, trust=trust, typed=changes).model_copy(update=own)
 
 
 def _folder_task(model: str) -> Document:
@@ -145,23 +145,18 @@ def _folder_task(model: str) -> Document:
     return {}
 
 
-def evaluation_keys(task: Any = None) -> list[str]:
-    """The keys that ``poise eval`` takes; ``task`` is the group of a task's settings."""
-    return [*SHORT_KEYS, *SHORT_FORMS, *(key for key in keys({"task": task}) if _evaluated(key))]
-
-
 def _evaluated(key: str) -> bool:
     return key.partition(".")[0] in _EVALUATED
 
 
 def describe_task(config: Config) -> str:
     """The task with its settings; long ones, such as texts of instructions, only where they were changed."""
-    given, task = config.task.settings, config.task.build()
-    shown = {name: short(value) for name, value in given.items()}
+    settings, task = config.task.settings, config.task.build()
+    texts = {name: short(value) for name, value in settings.items()}
     if is_dataclass(task):
         values = {field.name: getattr(task, field.name) for field in fields(task) if field.init}
-        shown = {name: short(value) for name, value in values.items() if name in given or len(repr(value)) < 40}
-    return config.task.name + (f" ({', '.join(f'{name}={value}' for name, value in shown.items())})" if shown else "")
+        texts = {name: short(value) for name, value in values.items() if name in settings or len(repr(value)) < 40}
+    return config.task.name + (f" ({', '.join(f'{name}={text}' for name, text in texts.items())})" if texts else "")
 
 
 def describe_sampling(config: Config, temperature: float) -> str:

@@ -28,7 +28,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from poise import tasks
 from poise._lib import live
@@ -74,6 +73,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "restore"]
 
 MOST_PROBLEMS = 20  # explained at once
+TASK = (("task",), ("task", "name"))  # where pydantic misses a task
 GRPO = "grpo"  # the default regulator and algorithm, known without building them
 
 
@@ -154,6 +154,12 @@ class Config(Group):
 
         return with_revision(self.model, self.revision)
 
+    @property
+    def loading(self) -> dict[str, Any]:
+        """How ``load_policy`` loads the models of a run."""
+        names = ("device", "dtype", "remote_code", "template")
+        return {"longest": self.rollout.longest, **{name: getattr(self, name) for name in names}}
+
     def tokens_left(self, steps: int = 0, tokens: int = 0) -> int:
         """The most response tokens that a run may still sample, after ``steps`` steps and ``tokens`` tokens."""
         longest = max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
@@ -163,8 +169,8 @@ class Config(Group):
     @property
     def test_temperature(self) -> float:
         """The sampling temperature for held-out problems."""
-        asked = self.evaluation.temperature
-        return self.rollout.temperature if asked is None else asked
+        own = self.evaluation.temperature
+        return self.rollout.temperature if own is None else own
 
     def build_regulator(self) -> Regulator:
         """The regulator itself."""
@@ -214,8 +220,8 @@ class Config(Group):
     @field_validator("objective", mode="wrap")
     @classmethod
     def _objective_can_be_read(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Settings:
-        for name, given in value.items() if isinstance(value, dict) else ():
-            if isinstance(given, bool):  # pydantic would take true for 1
+        for name, setting in value.items() if isinstance(value, dict) else ():
+            if isinstance(setting, bool):  # pydantic would take true for 1
                 raise ValueError(f"{name} must not be true or false")
         try:
             settings: Settings = validate(value)
@@ -318,10 +324,10 @@ def complete(recipe: str | Path | None, changes: Document) -> Config:
 def restore(
     document: Document, *, source: str = "this run", trust: bool = False, typed: Document | None = None
 ) -> Config:
-    """The configuration of a whole document, such as the config.json of a run, which may be anybody's.
+    """The configuration of a complete document, such as a run's config.json, which is untrusted.
 
-    Unless ``trust`` is given, no code is run that it names (docs/security.md), except what is named in ``typed``: the
-    part of it that the user typed. ``source`` names the document in messages.
+    Without ``trust``, no code that it names runs (docs/security.md), except what ``typed`` names: the part of the
+    document that the user typed. ``source`` names the document in messages.
     """
     if trust:
         return _validated(document)
@@ -343,14 +349,11 @@ def _validated(document: Document) -> Config:
         problems = error.errors(include_url=False)
         known = keys(document)
         lines = [
-            _no_task() if _lacks_task(problem) else explain(problem, known) for problem in problems[:MOST_PROBLEMS]
+            _no_task() if problem["type"] == "missing" and problem["loc"] in TASK else explain(problem, known)
+            for problem in problems[:MOST_PROBLEMS]
         ]
         more = [f"… and {len(problems) - MOST_PROBLEMS} more problems"] if len(problems) > MOST_PROBLEMS else []
         raise ConfigError([*lines, *more]) from None
-
-
-def _lacks_task(problem: ErrorDetails) -> bool:
-    return problem["type"] == "missing" and problem["loc"] in (("task",), ("task", "name"))
 
 
 def _no_task() -> str:
@@ -361,7 +364,7 @@ def _no_task() -> str:
     )
 
 
-# The keys that exist, for messages about one that does not
+# The known keys, for messages about unknown ones
 
 
 def keys(document: Document) -> list[str]:
