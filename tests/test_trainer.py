@@ -362,7 +362,7 @@ class TestMistakes:
         damaged = folder.newest() / "parameters.safetensors"
         damaged.write_bytes(damaged.read_bytes()[:-100])
         trainer.train(configs.restore(folder.config), resume=True, quiet=True)
-        assert "going on from the checkpoint of step 1" in capsys.readouterr().err
+        assert "continuing from the checkpoint of step 1" in capsys.readouterr().err
         for name, value in expected.items():
             assert torch.equal(value, parameters(folder)[name])
 

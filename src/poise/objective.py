@@ -16,7 +16,7 @@ One optimizer step uses one mini-batch, often in several micro-batches. Compute 
 ...         optimizer.step()
 
 Three surrogates (gspo, kl-cov, lp-reg) need the current log-probabilities of the whole mini-batch first: take
-``survey(logp, mini, settings)`` without gradients beside ``normalizer``, and pass ``survey=taken.rows(jx)``.
+``whole = survey(logp, mini, settings)`` beside ``normalizer``, without gradients, and pass ``survey=whole.rows(jx)``.
 """
 
 from __future__ import annotations

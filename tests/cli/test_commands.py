@@ -225,7 +225,7 @@ def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
         tmp_path / "file": "is a file; choose another run=DIR",
         tmp_path / "file" / "x": "Not a directory",
         tmp_path / ("x" * 300): "File name too long",
-        trained: "is not empty; choose another run=DIR, or go on with the run in it: poise train --resume run=",
+        trained: "is not empty; choose another run=DIR, or continue the run in it: poise train --resume run=",
         trained.parent: "is not empty; choose another run=DIR",
         '"a\\0b"': "must not contain the character NUL",
     }.items():
@@ -354,14 +354,14 @@ def test_folders_and_files_that_are_something_else(trained, tmp_path, monkeypatc
     (tmp_path / "cmp" / "plan.json").touch()
     for args, message in (
         (["train", "--resume", tmp_path / "cmp"], "is the folder of a comparison, which the command that began it"),
-        (["compare", tmp_path / "cmp"], "this one is a comparison's; the command that began it goes on with it"),
+        (["compare", tmp_path / "cmp"], "this one is a comparison's; the command that began it continues it"),
         (["eval", "."], ".: this folder has no config.json, so it is not a transformers model; runs in it: trained"),
         (["eval", "trained/checkpoints"], "this folder has no config.json"),
         (["eval", "trained/checkpoints/step-000009"], "there is no such folder"),
         (["eval", tmp_path / "file"], "file is a file: name the folder of a model, a run, or a hub id"),
         (["report", tmp_path / "file"], "it is a file"),
         (["train", "--resume", "."], "it has no config.json (poise runs DIR lists the runs below a folder)"),
-        (["train", "trained"], "is a folder, and a recipe is a YAML file: to go on with a run, poise train --resume"),
+        (["train", "trained"], "is a folder, and a recipe is a YAML file: to continue a run, poise train --resume"),
         (["export", "trained", tmp_path / "file" / "x"], "file is a file and cannot contain a folder"),
     ):
         assert message in " ".join(fails(*args).split()), args

@@ -16,7 +16,7 @@ def test_a_finished_run_is_shown_again_and_nothing_is_computed(copy, monkeypatch
     before = contents(copy)
     monkeypatch.setattr(trainer, "build", lambda *_, **__: pytest.fail("a model was loaded"))
     shown = poise("train", "--resume", copy).output
-    assert "already at step 2: nothing to train; to go on, raise steps=" in shown
+    assert "already at step 2: nothing to train; to continue, raise steps=" in shown
     assert "greedy" in shown
     assert "evaluating" not in shown
     changed = {str(path) for path, data in contents(copy).items() if before.get(path) != data}

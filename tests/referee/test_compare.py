@@ -164,7 +164,7 @@ def test_a_signal_ends_evaluations_at_once(tmp_path):
     assert list(folder.glob("arms/*/*/config.json"))
     assert not list(folder.glob("arms/*/*/before.json"))
     assert not (folder / "failures.json").exists()
-    assert any("stopped; go on with" in log.read_text() for log in folder.glob("logs/*"))
+    assert any("stopped; continue with" in log.read_text() for log in folder.glob("logs/*"))
 
 
 # All arms see the same problems in the same order

@@ -205,7 +205,7 @@ def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
     for arguments, said in (
         (("diagnose", "embedded", "--out", "file"), "file is a file"),
         (("diagnose", "early"), "early has no checkpoint yet"),
-        (("eval", "early"), "early has no checkpoint yet; go on with: poise train --resume"),
+        (("eval", "early"), "early has no checkpoint yet; continue with: poise train --resume"),
         (("train", "demo", *SMALL, "model=early", "run=next"), "early has no checkpoint yet"),
         (("report", "damaged", "--out", "early"), "--out early is a folder"),
         (("report", "damaged"), "a file of the run is damaged"),

@@ -149,7 +149,7 @@ def test_metrics_that_lack_a_step_or_have_one_twice_are_noticed(run):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0])
     run.rewind(3, say=said.append)
-    assert "metrics.jsonl has no line for 2 steps, the first is 2: training goes on" in said[0]
+    assert "metrics.jsonl has no line for 2 steps, the first is 2: training continues" in said[0]
     path.write_bytes(lines[0] + lines[2] + lines[1])
     run.rewind(3, say=said.append)
     assert "has steps twice, or unordered" in said[1]

@@ -80,7 +80,7 @@ def test_a_resumed_run_counts_on_and_may_get_a_larger_budget(tmp_path, whole):
     short, _ = run(tmp_path, *FEW, "steps=3", "budget=1", name="short")
     assert totals(short) == totals(whole)[:1]
     again = poise("train", "--resume", f"run={short.path}")
-    assert "already at step 1: nothing to train; to go on, raise budget=" in again.output
+    assert "already at step 1: nothing to train; to continue, raise budget=" in again.output
     metrics = short.path / "metrics.jsonl"
     metrics.write_text("")  # the checkpoint knows
     assert poise("train", "--resume", f"run={short.path}", "budget=1e9").exit_code == 0

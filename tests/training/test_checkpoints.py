@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(run, why, caps
     assert len(said) == 1
     assert "step-000020 cannot be read" in said[0]
     assert why in said[0]
-    assert "going on from the checkpoint of step 10" in said[0]
+    assert "continuing from the checkpoint of step 10" in said[0]
     assert load(run, read) == (10, 10)
     assert capsys.readouterr().err.strip() == said[0]
     DAMAGE[why](run.path / "checkpoints" / "step-000010")

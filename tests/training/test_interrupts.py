@@ -135,7 +135,7 @@ def test_a_signal_ends_an_evaluation_at_once_and_the_resumed_run_does_it_again(
         interrupt(patch, number)
         with pytest.raises(KeyboardInterrupt):
             trainer.train(config)
-    assert f"stopped; go on with: poise train --resume run={config.run}" in capsys.readouterr().out
+    assert f"stopped; continue with: poise train --resume run={config.run}" in capsys.readouterr().out
     folder = RunFolder.open(config.run)
     assert [line["step"] for line in folder.metrics()] == [1, 2, 3, 4][:steps]
     assert folder.checkpoints() == [steps][: bool(steps)]

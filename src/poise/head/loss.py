@@ -172,7 +172,7 @@ class _Gradients:
         inputs = (states, _learns(head), head.bias)
         self.inputs = [x if is_required else None for x, is_required in zip(inputs, required, strict=True)]
         self.gradients: list[Tensor | None] = [torch.empty_like(self.states) if required[0] else None, None, None]
-        self.taken = False
+        self.used_up = False
 
     def add(self, part: slice, gradient: Tensor) -> None:
         """Add the gradient of ``W h`` for a chunk of rows."""
@@ -192,9 +192,9 @@ class _Gradients:
 
     def take(self) -> list[Tensor | None]:
         """The gradients, each in the dtype of its input. They can be taken once."""
-        if self.taken:
+        if self.used_up:
             raise RuntimeError("the gradients of this loss were used: backward() can only be called once on it")
-        self.taken, gradients, self.gradients = True, self.gradients, [None, None, None]
+        self.used_up, gradients, self.gradients = True, self.gradients, [None, None, None]
         del self.states, self.weight
         for i, x in enumerate(self.inputs):
             gradient = gradients[i]

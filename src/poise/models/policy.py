@@ -328,7 +328,7 @@ class Policy:
             self.base.set_attn_implementation("sdpa")
         if not self.packed and not load_checks.passes_agree(self):
             raise ModelError(
-                f"{name}: responses to the same prompt, read together, do not get what each gets by itself, "
+                f"{name}: a response's log-probabilities depend on the other responses in its pass, "
                 "as with recurrent layers; poise cannot train it yet"
             )
 

@@ -111,14 +111,14 @@ class CheckpointFiles:
                 if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
                     raise CheckpointError(
                         f"out of memory while reading {folder}, which is intact: is another process using the device? "
-                        f"Then go on with: {self.run.resume_command}"
+                        f"Then continue with: {self.run.resume_command}"
                     ) from error
                 failures.append(f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}")
                 others += [error] if isinstance(error, OtherSettingsError) else []
                 cause = error
                 continue
             if failures:
-                say("\n".join([*failures, f"going on from the checkpoint of step {step}"]))
+                say("\n".join([*failures, f"continuing from the checkpoint of step {step}"]))
             return step, contents
         if failures and len(others) == len(failures):
             raise CheckpointError(

@@ -94,7 +94,7 @@ class RunFolder:
             if run.path.is_dir():
                 why = "has no config.json (poise runs DIR lists the runs below a folder)"
             if is_comparison(run.path):
-                why = "is the folder of a comparison, which the command that began it goes on with"
+                why = "is the folder of a comparison, which the command that began it continues"
             way = "; begin one without --resume" if resume else ""
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
         if resume and (run.path / "diagnose.json").exists():
@@ -227,7 +227,7 @@ class RunFolder:
         if not steps:
             if (self.path / "summary.json").exists():
                 raise CheckpointError(f"{self.path} is a finished run whose checkpoints were removed")
-            raise CheckpointError(f"{self.path} has no checkpoint yet; go on with: {self.resume_command}")
+            raise CheckpointError(f"{self.path} has no checkpoint yet; continue with: {self.resume_command}")
         return self.checkpoint(steps[-1])
 
     def checkpoints(self) -> list[int]:
@@ -252,7 +252,7 @@ class RunFolder:
             first = next((s for s in range(1, step + 1) if s not in present), None)
             gap = step - sum(1 <= s <= step for s in present)
             what = f"has no line for {gap} steps, the first is {first}" if gap else "has steps twice, or unordered"
-            remedy = f"training goes on, and curves stay like that; to repair the file, stop and {COPY}"
+            remedy = f"training continues, and the curves stay as they are; to repair the file, stop and {COPY}"
             say(f"{self.metrics_file.path} {what}: {remedy}")
         for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
             remove(self.rollouts_path(later))

@@ -129,7 +129,7 @@ def check_free(path: Path) -> None:
         raise FileExistsError(f"run folder {path} is a file; choose another run=DIR")
     entries = path.iterdir() if path.exists() else []
     if any(not entry.name.startswith(TEMPORARY) and entry.name != OWNER for entry in entries):
-        way = f", or go on with the run in it: {resume_command(path)}" if (path / "config.json").exists() else ""
+        way = f", or continue the run in it: {resume_command(path)}" if (path / "config.json").exists() else ""
         raise FileExistsError(f"run folder {path} is not empty; choose another run=DIR{way}")
 
 

@@ -151,12 +151,8 @@ class GridEpisode(ABC):
     """
 
     def __init__(self, problem: Problem, task: GridTask) -> None:
-        self.problem, self.turns, self.actions, self.rules_told = (
-            problem,
-            task.turns,
-            task.actions,
-            task.rules == "told",
-        )
+        self.problem, self.turns, self.actions = problem, task.turns, task.actions
+        self.rules_told = task.rules == "told"
         self.replies: list[str] = []
         self.moves: list[str] = []
         self.idle = 0  # moves that changed nothing

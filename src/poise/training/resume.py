@@ -64,12 +64,12 @@ def open_to_resume(config: Config) -> RunFolder:
     if config.steps < done:
         raise TrainError(
             f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
-            "raise steps to go on, or begin a shorter run in another run=DIR"
+            "raise steps to continue, or begin a shorter run in another run=DIR"
         )
     if config.budget is not None and config.budget != saved.get("budget") and config.budget < tokens:
         raise TrainError(
             f"budget={config.budget}: the run in {folder.path} has sampled {tokens} tokens already, and nothing was "
-            "changed; raise budget to go on, or begin a shorter run in another run=DIR"
+            "changed; raise budget to continue, or begin a shorter run in another run=DIR"
         )
     for key, before, now in changes:
         if CHANGEABLE[key]:

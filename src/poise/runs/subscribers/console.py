@@ -133,7 +133,7 @@ class Console:
     def on_start(self, state: State) -> None:
         """Begin to predict the remaining time, after the first evaluation."""
         if setting := state.ending(self.total_steps, self.budget):
-            self.note(f"already at step {state.step}: nothing to train; to go on, raise {setting}=")
+            self.note(f"already at step {state.step}: nothing to train; to continue, raise {setting}=")
         self.begin(state.step, state.tokens)
 
     def on_step(self, result: StepResult) -> None:
@@ -177,7 +177,7 @@ class Console:
     def stopped(self, resume_command: str) -> None:
         """Close, and say how to continue a run that ends early."""
         self.close()
-        self.note(f"stopped; go on with: {resume_command}")
+        self.note(f"stopped; continue with: {resume_command}")
 
     def picture(self, path: Path) -> None:
         """Show a picture of the run's curve, where pictures can be shown."""

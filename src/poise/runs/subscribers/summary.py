@@ -96,7 +96,7 @@ def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[
     summary |= {"before": shown_before(before), "run": str(folder.path)}
     ending = "budget" if spent else "steps"
     with Console(0, quiet=quiet) as console:
-        console.note(f"already at step {done}: nothing to train; to go on, raise {ending}=")
+        console.note(f"already at step {done}: nothing to train; to continue, raise {ending}=")
         if not quiet:
             show(config, summary, console)
     return summary

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from poise._lib.errors import unknown
+from poise._lib.errors import short, unknown
 from poise.tasks import streams
 from poise.tasks.base import Split
 
@@ -121,29 +121,24 @@ def mentioned(statement: Statement) -> Iterator[int]:
 def check(statements: Sequence[Any]) -> tuple[Statement, ...]:
     """The statements as nested tuples (lists, as JSON has them, are accepted); raises on anything malformed."""
     if not isinstance(statements, list | tuple) or not 1 <= len(statements) <= MAX_PEOPLE:
-        raise ValueError(f"statements: one per person, for 1 to {MAX_PEOPLE} people, got {_short(statements)}")
+        raise ValueError(f"statements: one per person, for 1 to {MAX_PEOPLE} people, got {short(statements)}")
     return tuple(_checked(statement, len(statements)) for statement in statements)
 
 
 def _checked(statement: Any, people: int) -> Statement:
     if not isinstance(statement, list | tuple) or not statement:
-        raise ValueError(f"statement: expected a tuple such as ('lying', 0), got {_short(statement)}")
+        raise ValueError(f"statement: expected a tuple such as ('lying', 0), got {short(statement)}")
     form, *rest = statement
     if form not in FORMS:
         raise ValueError("statement: " + unknown("form", str(form), FORMS))
     arguments = 2 if form in CONNECTIVES else 1
     if len(rest) != arguments:
-        raise ValueError(f"statement: {form!r} takes {arguments} argument(s), got {len(rest)} in {_short(statement)}")
+        raise ValueError(f"statement: {form!r} takes {arguments} argument(s), got {len(rest)} in {short(statement)}")
     if form not in LEAVES:
         return (form, *(_checked(part, people) for part in rest))
     if type(rest[0]) is not int or not 0 <= rest[0] < people:
-        raise ValueError(f"statement: person must be 0 to {people - 1}, got {_short(rest[0])} in {_short(statement)}")
+        raise ValueError(f"statement: person must be 0 to {people - 1}, got {short(rest[0])} in {short(statement)}")
     return (form, rest[0])
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def canonical(statements: Sequence[Statement]) -> str:

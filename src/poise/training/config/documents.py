@@ -299,10 +299,10 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
         return path.resolve()
     if path.is_dir():
         quoted = shlex.quote(name)
-        way = f"to go on with a run, poise train --resume {quoted}; to start from its model, model={quoted}; "
+        way = f"to continue a run, poise train --resume {quoted}; to start from its model, model={quoted}; "
         way += f"to use its settings, poise train {quoted}/config.json"
         if is_comparison(path):
-            way = "this one is a comparison's; the command that began it goes on with it"
+            way = "this one is a comparison's; the command that began it continues it"
         raise ConfigError([f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}"])
     if "/" in name or "\\" in name or path.suffix:
         raise ConfigError([f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})"])
