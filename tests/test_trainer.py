@@ -445,7 +445,7 @@ def test_from_python_the_result_is_shown_and_drawn_as_by_the_command(tmp_path, c
     assert capsys.readouterr().out == ""
     assert json.loads((tmp_path / "run-2/config.json").read_text())["run"] == again[0]
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == first
-    with pytest.raises(FileExistsError, match="choose another run=DIR, or go on"):
+    with pytest.raises(FileExistsError, match="choose another run=DIR, or continue"):
         trainer.train(config, renumber=False)
     trainer.train(config, resume=True)
     assert "already at step 1" in capsys.readouterr().out
