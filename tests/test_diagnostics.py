@@ -12,6 +12,7 @@ from poise.diagnostics import (
     dominance,
     gradient_of,
     gradient_sizes,
+    logit_rounding,
     step,
     token_gradient_sizes,
     unchanged,
@@ -254,6 +255,26 @@ def test_a_forward_pass_returns_entropies_for_an_entropy_bonus():
 
 
 # Words
+
+
+def test_the_rounding_of_logits_by_hand():
+    """A logit of 8.01 becomes 8 in bfloat16, whose steps are 1/16 there; one of 8 stays."""
+    head = torch.tensor([[8.01], [8.0]])
+    moved = logit_rounding(torch.ones(2, 1), torch.tensor([0, 1]), head)
+    p = torch.tensor([8.01, 8.0]).softmax(0)
+    torch.testing.assert_close(moved, (p - 0.5).abs())
+    assert not logit_rounding(torch.ones(1, 1), torch.tensor([0]), torch.tensor([[8.0], [0.5]])).any()
+
+
+def test_the_verdict_compares_the_update_with_the_noise_floor():
+    mean, sentences = said()
+    assert not any("noise floor" in sentence for sentence in sentences)
+    moved = mean["regulators"]["grpo"]["influence"][-1]["moved"]
+    for factor, rounding in ((0.5, False), (2.0, True)):
+        mean["noise"] = {"again": [0.0] * 4, "bfloat16": [value and factor * value for value in moved]}
+        last = verdict(mean, mean, Intervals().names, batches=2)[-1]
+        assert last.startswith("noise floor of |Δp|: the same weights in smaller passes 0 in 0–0.25 and 0 in 0.75–1")
+        assert ("part of what one sees is rounding" in last) is rounding
 
 
 def test_means_and_errors_over_batches():

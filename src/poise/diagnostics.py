@@ -94,23 +94,48 @@ def gradient_sizes(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: in
     ``‖e_y − π‖² = (1 − π(y))² + Σ_{v≠y} π(v)²``. It lies between ``1 − p`` and ``√2·(1 − p)``, nearer to the
     upper end the fewer rivals the token has. In the loss, a token's weight, advantage and ratio multiply it.
     """
+
+    def norms(logits: Tensor, targets: Tensor) -> Tensor:
+        others = logits.softmax(-1)
+        others.scatter_(1, targets[:, None], 0.0)  # 1 − p is their sum: nothing cancels
+        return (others.sum(1).square() + others.square().sum(1)).sqrt()
+
+    return _over_logits(norms, hidden, targets, head, block)
+
+
+@torch.no_grad()
+def logit_rounding(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: int = BLOCK) -> Tensor:
+    """(N,) how far p of N tokens moves if their logits are rounded to bfloat16: noise that no update makes."""
+
+    def moved(logits: Tensor, targets: Tensor) -> Tensor:
+        rounded = logits.bfloat16().to(logits.dtype)
+        exact, other = (each.softmax(-1).gather(1, targets[:, None])[:, 0] for each in (logits, rounded))
+        return (other - exact).abs()
+
+    return _over_logits(moved, hidden, targets, head, block)
+
+
+def _over_logits(
+    measure: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, head: HeadLike, block: int
+) -> Tensor:
+    """(N,) what ``measure`` makes of the logits (n, V) and targets (n,) of n tokens at a time."""
     head = as_head(head)
-    norms = []
+    values = []
     size = 1
     start = 0
     while start < len(hidden):
         logits = head(hidden[start : start + size])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        others = logits.softmax(-1)
-        others.scatter_(1, targets[start : start + size, None], 0.0)  # 1 − p is their sum: nothing cancels
-        norms.append((others.sum(1).square() + others.square().sum(1)).sqrt())
+        values.append(measure(logits, targets[start : start + size]))
         start += size
         size = max(1, block // logits.shape[-1])  # the first row gives the vocabulary size
-    return torch.cat(norms) if norms else hidden.new_zeros(0)
+    return torch.cat(values) if values else hidden.new_zeros(0)
 
 
-def token_gradient_sizes(batch: TokenBatch) -> Tensor | None:
-    """(B, T) ``gradient_sizes`` of the response tokens, 0 elsewhere; None if the batch has no hidden states."""
+def token_gradient_sizes(
+    batch: TokenBatch, measure: Callable[[Tensor, Tensor, HeadLike], Tensor] = gradient_sizes
+) -> Tensor | None:
+    """(B, T) ``gradient_sizes``, or another measure, of response tokens, 0 elsewhere; None without hidden states."""
     if batch.hidden is None or batch.head is None or batch.targets is None:
         return None
     sizes = torch.zeros_like(batch.mask, dtype=batch.dtype)
@@ -118,8 +143,7 @@ def token_gradient_sizes(batch: TokenBatch) -> Tensor | None:
     for rows in batch.group_members() if batch.groups is not None else alone:
         ix = torch.tensor(rows, device=batch.mask.device)
         mask, part = batch.mask[ix], sizes[ix]
-        norms = gradient_sizes(batch.hidden_of(ix)[mask], batch.targets[ix][mask], batch.head)
-        part[mask] = norms.to(batch.dtype)
+        part[mask] = measure(batch.hidden_of(ix)[mask], batch.targets[ix][mask], batch.head).to(batch.dtype)
         sizes[ix] = part
     return sizes
 
@@ -160,7 +184,7 @@ def dominance(
                 result = _interval_figures(loop, whole, masks, optimizer, before, clip)
             after = _updated(loop, phases, optimizer, clip)
             result["influence"] = [*result["influence"], _effect(before, after, masks, batch)]
-            result["weight"] = _means(whole.policy, masks)
+            result["weight"] = interval_means(whole.policy, masks)
             result["metrics"] = {key: value for phase in phases for key, value in phase.metrics.items()}
             result["displacement"] = _displacement(batch, before, after)
             measured.append((whole, result))
@@ -182,12 +206,12 @@ def _token_figures(batch: TokenBatch, masks: Tensor, sizes: Tensor | None) -> di
         "token_share": (count / batch.mask.sum()).tolist(),
         "density": (density / density.sum() * BINS).tolist(),
         "advantage": {
-            "mean": _means(advantages, masks),
-            "size": _means(advantages.abs(), masks),
-            "positive": _means((advantages > 0).double(), masks),
-            "negative": _means((advantages < 0).double(), masks),
+            "mean": interval_means(advantages, masks),
+            "size": interval_means(advantages.abs(), masks),
+            "positive": interval_means((advantages > 0).double(), masks),
+            "negative": interval_means((advantages < 0).double(), masks),
         },
-        "size": None if sizes is None else _means(sizes, masks),
+        "size": None if sizes is None else interval_means(sizes, masks),
         "accuracy": None if correct is None else float(correct.double().mean()),
         "with_gradient": float((advantages != 0)[batch.mask].double().mean()),
         "groups": None if groups is None else len(groups.unique()),
@@ -237,10 +261,10 @@ def _updated(loop: Loop, phases: Sequence[Phase], optimizer: torch.optim.Optimiz
 def _effect(before: Tensor, after: Tensor, masks: Tensor, batch: TokenBatch) -> dict[str, list[float | None]]:
     change, advantages = after.double().exp() - before.double().exp(), batch.token_advantages
     return {
-        "moved": _means(change.abs(), masks),
-        "moved_log": _means((after - before).abs(), masks),
-        "rewarded": _means(change, masks & (advantages > 0)),
-        "punished": _means(change, masks & (advantages < 0)),
+        "moved": interval_means(change.abs(), masks),
+        "moved_log": interval_means((after - before).abs(), masks),
+        "rewarded": interval_means(change, masks & (advantages > 0)),
+        "punished": interval_means(change, masks & (advantages < 0)),
     }
 
 
@@ -273,7 +297,8 @@ def _cosine(gram: Tensor, cut: int) -> float | None:
     return float(between / (low * high).sqrt()) if low > 0 and high > 0 else None
 
 
-def _means(values: Tensor, masks: Tensor) -> list[float | None]:
+def interval_means(values: Tensor, masks: Tensor) -> list[float | None]:
+    """The mean over each interval's tokens; None if it has none."""
     return _numbers(torch.where(masks, values.double(), 0.0).sum((1, 2)) / masks.sum((1, 2)))
 
 

@@ -114,6 +114,10 @@ def test_diagnose_says_what_it_found_and_leaves_the_model_alone(tmp_path, monkey
             assert sum(pulls["share"]) == pytest.approx(1, abs=1e-4)
             assert pulls["residual"] < 1e-4
             assert len(pulls["influence"]) == 4
+        assert (
+            max(filter(None, each["noise"]["again"]), default=0) < 1e-5 < max(filter(None, each["noise"]["bfloat16"]))
+        )
+    assert "noise floor of |Δp|" in done.output
     arrays, _ = folder.tokens(1)
     assert {"size", "nthr", "change"} <= arrays.keys()
     p = arrays["logp"].exp()

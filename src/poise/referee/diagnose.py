@@ -14,7 +14,7 @@ from torch import Tensor
 from poise import regulators
 from poise._lib.user_code import blamed
 from poise.batch import Phase, TokenBatch
-from poise.diagnostics import Intervals, dominance
+from poise.diagnostics import Intervals, dominance, interval_means, logit_rounding, token_gradient_sizes
 from poise.models.loading import load_policy
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
@@ -63,6 +63,14 @@ class PolicyLoop:
         """The log-probabilities of the current weights, without gradients."""
         return score_all(self.policy, self.batch, self.plan.temperature, self.plan.micro_tokens)[0]
 
+    def noise(self, masks: Tensor) -> dict[str, list[float | None]]:
+        """The mean |Δp| of each interval without an update: in passes of half the size, and with bfloat16 logits."""
+        smaller = min(self.policy.budget(self.plan.micro_tokens), int(self.batch.mask.sum())) // 2
+        again = score_all(self.policy, self.batch, self.plan.temperature, max(1, smaller))[0]
+        rounded = token_gradient_sizes(self.batch, logit_rounding)
+        moved = {"again": (again.double().exp() - self.logp().double().exp()).abs(), "bfloat16": rounded}
+        return {name: interval_means(value, masks) for name, value in moved.items() if value is not None}
+
     def changed(self) -> None:
         """Round the changed master weights into the half-precision model."""
         assert self.policy.master_weights is not None
@@ -106,7 +114,7 @@ def diagnose(
         )
         loop = PolicyLoop(policy, config, sampled.batch)
         figures, tokens = dominance(loop, reporting, optimizer, intervals=intervals, clip=config.optim.grad_clip)
-        results.append(figures)
+        results.append(figures | {"noise": loop.noise(intervals.masks(sampled.batch))})
         cut_off += sum(not sample.finished for sample in sampled.samples if sample.role == FIRST)
         suspects += _suspects(number, sampled, policy, tokens)
         _record(folder, number, sampled, sampler, tokens)
@@ -254,7 +262,7 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], b
         f"{_percent(base['share'][i], _times(wide, off['share'][i]))} of the gradient of {method}{over}"
         for name, i in ((low, 0), (high, -1))
     ]
-    return [*parts, *_influence(base, off, low, high, wide)]
+    return [*parts, *_influence(base, off, low, high, wide), *_noise(mean, base, low, high)]
 
 
 def _student(batches: int) -> float:
@@ -307,6 +315,22 @@ def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str,
     return [
         f"compared with their own step, {low} alone moves {high} {onto_high:.2g} times as far, "
         f"{high} alone moves {low} {onto_low:.2g} times as far: {conclusion}"
+    ]
+
+
+def _noise(mean: dict[str, Any], base: dict[str, Any], low: str, high: str) -> list[str]:
+    """How far rounding moves probabilities, beside the update."""
+    noise = mean.get("noise", {})
+    if "bfloat16" not in noise:
+        return []
+    moved = {"again": noise["again"], "bfloat16": noise["bfloat16"], "update": base["influence"][-1]["moved"]}
+    ends = {name: f"{values[0]:.2g} in {low} and {values[-1]:.2g} in {high}" for name, values in moved.items()}
+    pairs = zip(moved["update"], moved["bfloat16"], strict=True)
+    below = any(update < rounding for update, rounding in pairs if update is not None)
+    conclusion = "; so where logits are bfloat16, part of what one sees is rounding" if below else ""
+    return [
+        f"noise floor of |Δp|: the same weights in smaller passes {ends['again']}, logits rounded to bfloat16 "
+        f"{ends['bfloat16']}; the update itself {ends['update']}{conclusion}"
     ]
 
 
