@@ -291,6 +291,7 @@ def test_tasks():
         (["train", "--resume", "demo", "run=x"], "leave demo out"),
         (["train", "--resume", "run=x", "seed=2"], "cannot be changed"),
         (["eval", "/nonexistent/model"], "there is no such folder"),
+        (["eval", "embeded"], "embeded: there is no such folder; did you mean 'embedded'?"),
         (["eval", "nobody/nothing", "task.name=kk"], "neither a folder here nor a model that could be fetched"),
         (["train", "tracking=wandbb"], "did you mean 'wandb'"),
         (["train", "device=cuda", "run=/proc/nowhere/x"], "nowhere"),

@@ -1,5 +1,6 @@
 """``poise export`` and ``poise push``, the latter against a stand-in for the hub."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,13 @@ def test_an_exported_model_loads_without_poise(adapted, tmp_path):
     assert not torch.allclose(model(input_ids=ids).logits, before.model(input_ids=ids).logits)
     assert tokenizer.chat_template == before.tokenizer.chat_template
     assert "is not empty: choose another folder" in fails("export", adapted, out)
+
+
+@pytest.mark.parametrize("name", ["before.json", "summary.json"])
+def test_a_damaged_file_of_the_run_is_named(adapted, tmp_path, name):
+    run = shutil.copytree(adapted, tmp_path / "run")
+    (run / name).write_text('{"accuracy')
+    assert f"{name} cannot be read as JSON: put the file back from a copy" in fails("export", run, tmp_path / "out")
 
 
 def test_the_folder_needs_a_name(adapted, tmp_path, monkeypatch):

@@ -252,6 +252,12 @@ class TestFiles:
         with pytest.raises(ModelError, match=r"no weights for model\.layers\.4\S+, .* and 42 more"):
             load_policy(str(folder), device="cpu")
 
+    def test_a_number_of_layers_that_no_model_has(self, folder):
+        config = folder / "config.json"
+        config.write_text(re.sub(r'"num_hidden_layers": \d+', '"num_hidden_layers": 10000000', config.read_text()))
+        with pytest.raises(ModelError, match="asks for 10,000,000 layers, more than 10,000; correct it"):
+            load_policy(str(folder), device="cpu")
+
     def test_weights_of_another_shape(self, folder):
         self.change(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
         with pytest.raises(ModelError, match="cannot be loaded"):

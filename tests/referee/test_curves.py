@@ -55,6 +55,11 @@ def test_smoothing_draws_a_moving_average_over_the_faint_line(page, curves):
     assert page.locator("svg[aria-label='mean'] path").count() == 1
 
 
+def test_a_divergence_that_is_only_rounding_is_drawn_flat(page, curves):
+    curves([0.0, 1.0], **{"optim/drift": 2e-13})
+    assert page.inner_text(".card:has(h3:text('Drift in the update')) .legend") == "drift 0"
+
+
 def test_a_logarithmic_axis_puts_powers_of_ten_at_equal_distances(page, curves):
     curves([1.0, 10.0, 100.0, 0.0, 1000.0])
     page.check("#log-y")

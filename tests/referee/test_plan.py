@@ -369,6 +369,11 @@ def test_a_plan_keeps_the_looks_at_its_results(tmp_path):
 # Measures
 
 
+def test_the_embedded_model_has_the_demo_as_its_task():
+    plans = [read_plan(None, ["regulator=grpo; ar", *model]) for model in ([], ["model=embedded"])]
+    assert plans[0].arms == plans[1].arms
+
+
 @pytest.mark.parametrize(("steps", "every"), [(64, 8), (100, 10), (390, 39), (97, 12), (8, 1), (3, 1)])
 def test_runs_are_evaluated_at_least_eight_times(tmp_path, steps, every):
     (found,) = {arm.variants[0].config.evaluation.every for arm in make(tmp_path, f"steps={steps}").arms}

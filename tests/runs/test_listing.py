@@ -69,13 +69,13 @@ def test_a_torn_last_line_is_not_a_step(tmp_path):
 def test_the_list_begins_with_the_newest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, time in (("old", 1_000_000), ("new", 2_000_000)):
-        folder = make_run(tmp_path / "runs" / name, config=SETTINGS)
+        folder = make_run(tmp_path / "runs" / name, config={**SETTINGS, "algorithm": "erl"})
         finish(folder, 2)
         for path in folder.path.iterdir():
             os.utime(path, (time, time))
     lines = poise("runs").output.splitlines()
-    assert lines[0].split() == ["run", "state", "steps", "held-out", "model", "task", "regulator", "when"]
-    assert lines[1].split()[:9] == ["runs/new", "finished", "2/4", "0.250", "→", "0.500", "tiny", "kk", "grpo"]
+    assert lines[0].split() == ["run", "state", "steps", "held-out", "model", "task", "regulator", "algorithm", "when"]
+    assert lines[1].split()[:10] == ["runs/new", "finished", "2/4", "0.250", "→", "0.500", "tiny", "kk", "grpo", "erl"]
     assert lines[2].startswith("runs/old")
 
 

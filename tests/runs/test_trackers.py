@@ -40,6 +40,8 @@ def calls(monkeypatch):
     made = []
 
     class Run:
+        id = "abc"
+
         def log(self, metrics, *, step):
             made.append(("run.log", metrics, step))
 
@@ -48,12 +50,12 @@ def calls(monkeypatch):
 
     wandb, trackio = ModuleType("wandb"), ModuleType("trackio")
 
-    def init(*, project, config, dir):  # noqa: A002 - their name
-        made.append(("wandb.init", project, config, dir))
+    def init(*, project, name, id, resume, config, dir):  # noqa: A002 - their names
+        made.append(("wandb.init", project, name, id, resume, config, dir))
         return Run()
 
     wandb.init = init
-    trackio.init = lambda *, project, config: made.append(("trackio.init", project, config))
+    trackio.init = lambda **settings: made.append(("trackio.init", *settings.values()))
     trackio.log = lambda metrics, *, step: made.append(("trackio.log", metrics, step))
     trackio.finish = lambda: made.append(("trackio.finish",))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -66,13 +68,24 @@ def test_wandb_and_trackio(tmp_path, calls):
         for tracker in trackers:
             tracker.log(4, {"reward/mean": 0.5})
     assert calls == [
-        ("wandb.init", "poise", {"seed": 1}, str(tmp_path)),
-        ("trackio.init", "poise", {"seed": 1}),
+        ("wandb.init", "poise", tmp_path.name, None, "allow", {"seed": 1}, str(tmp_path)),
+        ("trackio.init", "poise", tmp_path.name, "never", {"seed": 1}),
         ("run.log", {"reward/mean": 0.5}, 4),
         ("trackio.log", {"reward/mean": 0.5}, 4),
         ("trackio.finish",),
         ("run.finish",),
     ]
+
+
+def test_a_resumed_run_continues_its_run_there(tmp_path, calls, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    for start_step in (0, 2):
+        for tracker in open_trackers(["wandb", "trackio"], tmp_path, {}, start_step=start_step):
+            tracker.close()
+    begun, resumed = (call for call in calls if call[0] == "wandb.init")
+    assert begun == ("wandb.init", "mine", tmp_path.name, None, "allow", {}, str(tmp_path))
+    assert resumed == ("wandb.init", "mine", tmp_path.name, "abc", "allow", {}, str(tmp_path))
+    assert [call[3] for call in calls if call[0] == "trackio.init"] == ["never", "allow"]
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")])

@@ -1,9 +1,13 @@
 """Which values a task's setting takes, by its annotation."""
 
+from random import Random
+
 import numpy as np
 import pytest
 
 from poise import tasks
+from poise.tasks.base import TaskError
+from poise.tasks.streams import draw_of_split, split_of
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,9 @@ def test_an_environment_takes_functions_as_rewards():
 
     for reward in (fair, [fair]):
         assert tasks.get("environment", factory=Env, reward=reward)._rewards is not None
+
+
+def test_settings_that_allow_too_few_problems_are_the_users_to_change():
+    meaning = next(text for text in "abcdef" if split_of(text) == "train")
+    with pytest.raises(TaskError, match="small: no test problem among 20000 draws: these settings allow too few"):
+        draw_of_split("small", "test", Random(0), lambda _: (meaning, None))

@@ -48,6 +48,7 @@ def moody(completions, **kwargs):
         if "segfault" in text: os.kill(os.getpid(), 11)
         if "raise" in text: raise ValueError("no idea")
         if "exit" in text: sys.exit("bye")
+        if "cancel" in text: raise asyncio.CancelledError("enough")
         if "child" in text:
             import subprocess
             subprocess.Popen(["sleep", "1000"])
@@ -240,6 +241,7 @@ def test_a_slow_batch_is_called_row_by_row_and_said():
     [
         ("moody", ["a", "raise"], r"'moody' raised ValueError: no idea \(.*moody_rewards.py, line \d+\) \(row q1\)"),
         ("moody", ["a", "exit"], r"'moody' raised SystemExit: bye.*\(row q1\)"),
+        ("moody", ["a", "cancel"], r"'moody' raised CancelledError: enough.*\(row q1\)"),
         ("nan", ["a", "bad"], r"'nan' returned nan; a finite number.*\(row q1\)"),
         ("talks", ["a"], r"'talks' needs level, but is called with prompts"),
     ],

@@ -57,6 +57,7 @@ def _row(run: Listed) -> dict[str, Any]:
         "model": run.model,
         "task": run.task,
         "regulator": run.regulator,
+        "algorithm": run.algorithm,
         "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)),
     }
 

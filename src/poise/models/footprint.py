@@ -11,7 +11,7 @@ import torch
 from poise._lib import live
 from poise._lib.device import total_bytes
 from poise._lib.errors import bytes_text
-from poise.models.loading import adapted_model, add_adapter, check_attention, resolve_device, resolve_dtype
+from poise.models.loading import adapted_model, add_adapter, check_config, resolve_device, resolve_dtype
 from poise.models.location import ModelError, check_hub, locate, split_revision
 
 FLOAT32 = 4  # bytes: the optimizer's weights, gradients and two moments
@@ -94,7 +94,7 @@ def _without_weights(name: str, dtype: torch.dtype, remote_code: bool) -> Any:
         if not Path(source).is_dir():
             check_hub(source, common["revision"])
         config = transformers.AutoConfig.from_pretrained(source, **common)
-        check_attention(name, config, remote_code)
+        check_config(name, config, remote_code)
     if getattr(config, "quantization_config", None):
         return None
     with torch.device("meta"):

@@ -32,6 +32,8 @@ from poise.models.location import EMBEDDED, ModelError, check_hub, first_line, l
 from poise.models.policy import Policy, progress_bars
 from poise.runs.checkpoint_files import verify_model
 
+MOST_LAYERS = 10_000
+
 
 def load_policy(
     name: str,
@@ -259,7 +261,7 @@ def _load_weights(name: str, source: str, dtype: torch.dtype, common: dict[str, 
 
     try:
         config = transformers.AutoConfig.from_pretrained(source, **common)
-        check_attention(name, config, common["trust_remote_code"])
+        check_config(name, config, common["trust_remote_code"])
         with progress_bars(sys.stderr.isatty()):
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, use_safetensors=True, output_loading_info=True, **common
@@ -282,8 +284,10 @@ def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
         )
 
 
-def check_attention(name: str, config: Any, remote_code: bool) -> None:
-    """Refuse an attention implementation named by a repository: transformers would download and run it."""
+def check_config(name: str, config: Any, remote_code: bool) -> None:
+    """Refuse what transformers would do without asking: run third-party attention, build millions of layers."""
+    if (layers := getattr(config.get_text_config(), "num_hidden_layers", 0)) > MOST_LAYERS:
+        raise ModelError(f"{name}: its config.json asks for {layers:,} layers, more than {MOST_LAYERS:,}; correct it")
     implementation = str(getattr(config, "_attn_implementation", None))
     if "/" in implementation and not remote_code:
         raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def locate(name: str) -> str:
 def _check_exists(name: str, folder: Path) -> None:
     """Refuse a path that leads nowhere. Beside other runs, ``name`` is a mistyped run and not a hub id."""
     runs = []
+    if not folder.exists() and get_close_matches(name.lower(), ["embedded"], cutoff=0.8):
+        raise ModelError(f"{name}: there is no such folder; did you mean 'embedded'?")
     if not folder.exists() and folder.parent != Path():
         runs = sorted(metrics.parent.name for metrics in folder.parent.glob("*/metrics.jsonl"))
     if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or runs):

@@ -38,6 +38,7 @@ class Listed:
     model: str
     task: str
     regulator: str
+    algorithm: str
     steps: int
     planned: int | None
     before: float | None
@@ -72,6 +73,7 @@ def read(folder: Path) -> Listed:
         model=_text(settings.get("model")),
         task=_text(task.get("name") if isinstance(task, dict) else None),
         regulator=_text(settings.get("regulator")),
+        algorithm=_text(settings.get("algorithm")),
         steps=steps or 0,
         planned=planned if type(planned) is int else None,
         before=_accuracy(_read(folder, "before.json")),

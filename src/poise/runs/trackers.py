@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def tracking(
 ) -> Iterator[list[Tracker]]:
     """The trackers of these names for the run in ``folder``, closed at the end; a name given twice is opened once.
 
-    ``start_step`` is the step that a resumed run continues from. W&B and trackio show a resumed run as a new one.
+    ``start_step`` is the step that a resumed run continues from. W&B and trackio continue the run that they have.
     """
     with ExitStack() as stack:  # closes the open ones if a later one fails
         trackers = []
@@ -61,10 +62,17 @@ def tracking(
 def _open(name: str, package: Any, folder: Path, config: dict[str, Any], start_step: int) -> Tracker:
     try:
         if name == "wandb":
-            run = package.init(project=PROJECT, config=config, dir=str(folder))
+            own = folder / "wandb" / "run-id"
+            known = own.read_text().strip() if start_step and own.is_file() else None
+            project = os.environ.get("WANDB_PROJECT", PROJECT)
+            run = package.init(
+                project=project, name=folder.name, id=known, resume="allow", config=config, dir=str(folder)
+            )
+            own.parent.mkdir(exist_ok=True)
+            own.write_text(run.id)
             return Tracker(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
         if name == "trackio":
-            package.init(project=PROJECT, config=config)
+            package.init(project=PROJECT, name=folder.name, resume="allow" if start_step else "never", config=config)
             return Tracker(lambda step, metrics: package.log(dict(metrics), step=step), package.finish)
         # A resumed run repeats some steps: purge_step hides their earlier values.
         hidden = start_step + 1 if start_step else None

@@ -26,7 +26,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, how_to_install, unknown
-from poise.tasks.base import Problem, Score, Split
+from poise.tasks.base import Problem, Score, Split, TaskError
 from poise.tasks.rewards import formulas
 from poise.tasks.rewards.answers import last_answer
 from poise.tasks.rewards.arithmetic import ExpressionError, evaluate
@@ -133,8 +133,9 @@ class ReasoningGym:
                 yield Problem(f"{self.name}/{number}", prompt, "all", {"number": number, "question": question})
                 misses = 0
             elif (misses := misses + 1) > PATIENCE:
-                raise RuntimeError(
-                    f"{self.name}: no {split} question in {PATIENCE} draws: the generator has too few questions"
+                raise TaskError(
+                    f"{self.name}: no {split} question in {PATIENCE} draws: the generator has too few questions; "
+                    "widen its settings, or choose another"
                 )
 
     def _create(self, block: int) -> Any:

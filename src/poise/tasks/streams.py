@@ -154,7 +154,7 @@ def draw_of_split(
         meaning, candidate = draw(rng)
         if split_of(meaning, share) == split and suits(candidate):
             return candidate
-    raise RuntimeError(
+    raise TaskError(
         f"{owner}: no {split} problem among {PATIENCE} draws: these settings allow too few different problems; "
         "widen them"
     )

@@ -145,7 +145,8 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
             own[key.strip()] = read_typed(override)
         else:
             settings.append(override)
-    if recipe is None and not any(override.startswith("model=") for override in settings):
+    models = [value for key, _, value in (override.partition("=") for override in settings) if key.strip() == "model"]
+    if recipe is None and {*models} <= {"embedded"}:
         document = read("demo")
     folder = _folder(document, settings)
     own_evaluation = _own_evaluation(recipe)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from poise.runs.folder import RunFolder
+from poise.runs.folder import DamagedError, RunFolder
 from poise.sampling.trajectories import FIRST
 
 LAST_STEP = 10**12 - 1
@@ -108,8 +108,10 @@ def read_json(folder: RunFolder, name: str) -> Any:
     try:
         check_file(path)
         return folder.read_json(name)
+    except DamagedError:
+        raise
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise DamagedError(f"{path} cannot be read: {error}") from None
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
@@ -119,9 +121,9 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
         check_file(path)
         lines = folder.metrics()
     except RecursionError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise DamagedError(f"{path} cannot be read: {error}") from None
     if not all(isinstance(line.get("step"), int) and 0 <= line["step"] <= LAST_STEP for line in lines):
-        raise ValueError(f"{path}: a line has no step number")
+        raise DamagedError(f"{path}: a line has no step number")
     return [{key: _plain_number(value) for key, value in line.items()} for line in lines]
 
 

@@ -43,7 +43,9 @@ def call(reward: Callable[..., Any], arguments: Mapping[str, Any], count: int) -
     _check_arguments(reward, arguments)
     try:
         values = result_of(reward(**arguments))
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:  # Ctrl-C
+        raise
+    except BaseException as error:  # not only Exception: asyncio.CancelledError, SystemExit
         raise WrongError(f"raised {type(error).__name__}: {error}{_place(error)}", raised=True) from error
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise WrongError(

@@ -32,6 +32,7 @@ SHORT_FORMS = {
     "reward": "reward",
     "reward_weights": "reward_weights",
     "reward_timeout": "reward_timeout",
+    "reward_quick": "reward_quick",
 }
 SHORT_NAMES = {"environment": "environment", "data": "data"}  # the task they imply; the first wins, as it may take data
 DATA_TASKS = ("data", "math")

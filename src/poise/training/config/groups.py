@@ -127,7 +127,7 @@ class RolloutConfig(Group):
     max_episode_tokens: Count | None = None
     """Longest episode, replies and what the environment says, without the prompt; null: as the model's positions allow.
     An episode that reaches it is scored as it stands, and counts as cut off."""
-    temperature: Annotated[Real, Field(gt=0)] = 1.0
+    temperature: Annotated[Real, Field(ge=1e-6)] = 1.0
     """Divides the logits, in the loss too."""
     batch: CountOrZero = 0
     """Sequences decoded together; 0: all of a step."""

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from poise._lib.errors import LONGEST, short
+from poise.training.config.documents import SHORT_FORMS
 
 _PHRASES = {
     "missing": "is missing",
@@ -138,9 +139,11 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
 
 def unknown_key(path: str, known: Sequence[str]) -> str:
     """The message for a key that does not exist. The user may have meant a key of another group."""
-    if (ours := _ELSEWHERE.get(path.lower())) in known:
+    group, dot, name = path.rpartition(".")
+    if group == "task" and name in SHORT_FORMS:  # task.environment for environment
+        return f"unknown key {path!r}; did you mean {name!r}?"
+    if (ours := _ELSEWHERE.get(name.lower())) in known:
         return f"unknown key {path!r}; did you mean {ours!r}?"
-    group, dot, _ = path.rpartition(".")
     near = {key: _likeness(path, key) for key in known}
     best = max(near.values())
     if best >= 0.6:

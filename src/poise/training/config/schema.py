@@ -74,6 +74,7 @@ __all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "restore"
 
 MOST_PROBLEMS = 20  # explained at once
 TASK = (("task",), ("task", "name"))  # where pydantic misses a task
+MOST_RESPONSES = 1_000_000  # in a step: more is a typing error
 GRPO = "grpo"  # the default regulator and algorithm, known without building them
 
 
@@ -294,6 +295,11 @@ class Config(Group):
             raise ValueError(
                 f"optim.average_over = {self.optim.average_over}: it averages tokens, but the objective averages by "
                 f"{self.objective.averages_by}; leave one of them out"
+            )
+        if isinstance(group, int) and (responses := self.prompts * group) > MOST_RESPONSES:
+            raise ValueError(
+                f"prompts × group = {self.prompts:,} × {group:,}: a step samples {responses:,} responses, more than "
+                f"{MOST_RESPONSES:,}; lower one of them"
             )
         if self.stop_at is not None and not self.evaluation.problems:
             raise ValueError(f"stop_at = {self.stop_at}: accuracy is not measured with evaluation=off; leave one out")

@@ -95,6 +95,7 @@ const curves = Object.assign(new Group(), {
   },
 });
 
-// The places of a metric on an axis.
-const points = (run, key, axis) => (run.x[axis] || []).map((x, i) => [x, (run.metrics[key] || [])[i]]).filter((point) => point.every(Number.isFinite));
+// The places of a metric on an axis. A divergence that is only rounding, such as 2e-13, is drawn as 0.
+const plain = (key, value) => (/^optim\/(drift|kl)$/.test(key) && Math.abs(value) < 1e-9 ? 0 : value);
+const points = (run, key, axis) => (run.x[axis] || []).map((x, i) => [x, plain(key, (run.metrics[key] || [])[i])]).filter((point) => point.every(Number.isFinite));
 

@@ -4,7 +4,7 @@ const HEIGHT = 46; // pixels of a list row, as in page.css
 
 const total = (b, i) => (b.weights.length ? b.weights.reduce((sum, name) => sum + b[name][i], 0) : 1);
 const SHADES = {
-  probability: { of: (b, i) => Math.exp(b.logp[i]), at: (v) => [1 - v, "warm"], ends: ["p = 1", "p = 0"], note: "darker: less likely" },
+  probability: { of: (b, i) => Math.exp(b.logp[i]), at: (v) => [1 - v, "warm"], ends: ["p = 1", "p = 0"], note: "more colour: less likely" },
   weight: { of: total, middle: 1, low: 0, note: "summed over phases; warm: above 1, cool: below 1" },
   advantage: { of: (b, i) => b.advantage[i], middle: 0, note: "warm: positive, cool: negative" },
   gradient: {
