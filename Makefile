@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all test-verl test-vllm test-gpu lint types unit format benchmark clean
+.PHONY: demo test test-all test-package test-verl test-vllm test-gpu docs lint types unit format benchmark clean
 .DELETE_ON_ERROR:
 
 demo: .venv/train
@@ -72,6 +72,17 @@ test-verl: .venv-verl/installed
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest tests/with_vllm -n 0 -p no:warnings -o filterwarnings=
 
+# The package as a user gets it: sdist and wheel are built, and the wheel is used in an environment without this clone. A
+# plain line in a .pth file lends it the packages of .venv, but not the link to this clone that `pip install -e` left there.
+test-package: .venv/installed
+	rm -rf .venv-package && $(PYTHON) -m venv .venv-package
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	  > $$(.venv-package/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth
+	.venv-package/bin/python -m pip install --quiet --disable-pip-version-check build
+	.venv-package/bin/python -m build --outdir .venv-package/dist . > .venv-package/build.log || { cat .venv-package/build.log; exit 1; }
+	.venv-package/bin/python -m pip install --quiet --disable-pip-version-check --no-deps .venv-package/dist/*.whl
+	.venv-package/bin/python -m pytest tests/with_package -n 0
+
 # On a machine with a CUDA device. With a python that has all it needs already: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/installed)
@@ -86,4 +97,4 @@ benchmark: .venv/installed
 	$(BIN)/python benchmarks/regulators.py
 
 clean:
-	rm -rf .venv .venv-verl .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info
+	rm -rf .venv .venv-docs .venv-package .venv-verl .venv-vllm site .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -1,6 +1,7 @@
 """Imports without garbage collection."""
 
 import gc
+import subprocess
 import sys
 
 import pytest
@@ -48,3 +49,14 @@ def test_a_failed_import_leaves_the_collector_as_it_was():
     with quick_imports():
         pass
     assert not gc.isenabled()
+
+
+def test_the_library_needs_no_module_that_windows_lacks():
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['fcntl', 'resource']))\n"
+        "import poise\n"
+        "for name in ('regulators', 'objective', 'rewards', 'tasks', 'head'):\n"
+        "    getattr(poise, name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -259,3 +259,24 @@ def test_nothing_says_to_install_poise_from_the_package_index():
     told = [f"{place.name}: {line}" for place in places for line in place.read_text().splitlines()
             if re.search(r"pip install[^`]* '?poise\b|'poise\[", line)]  # fmt: skip
     assert not told, "\n".join(told)
+
+
+def test_the_table_of_versions_is_that_of_the_project():
+    rows = re.findall(r"(?m)^\| ([\w-]+) \| `([^`]+)` \| ([\d.]+) \|", (ROOT / "docs/install.md").read_text())
+    assert len(rows) == 8
+    pinned = (ROOT / "constraints.txt").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    for name, allowed, tested in rows:
+        assert f'"{name}{allowed}"' in project, name
+        assert f"\n{name}=={tested}\n" in pinned, name
+
+
+def test_the_address_of_the_repository_is_in_one_place():
+    """A placeholder until the release: whoever replaces it must not search."""
+    folders = ("docs", "src", ".github")
+    places = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".yml")
+    ]
+    places += [path for path in ROOT.iterdir() if path.is_file()]
+    named = [path.name for path in places if "OWNER" + "/poise" in path.read_text(errors="replace")]
+    assert named == ["pyproject.toml"]

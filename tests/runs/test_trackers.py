@@ -1,6 +1,7 @@
 """Trackers: TensorBoard for real, W&B and trackio against stand-ins with the part of their API that is used."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from poise._lib.errors import how_to_install
 from poise.runs.trackers import tracking
 
 
@@ -91,8 +93,7 @@ def test_a_resumed_run_continues_its_run_there(tmp_path, calls, monkeypatch):
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")])
 def test_a_missing_package_says_what_to_install_and_closes_the_others(tmp_path, calls, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
-    needed = rf"run: pip install -e '\.\[{name}\]'"
-    with pytest.raises(ImportError, match=needed), tracking(["wandb", name], tmp_path, {}):
+    with pytest.raises(ImportError, match=re.escape(how_to_install(name))), tracking(["wandb", name], tmp_path, {}):
         pytest.fail("a tracker is missing")
     assert calls[-1] == ("run.finish",)
 
@@ -103,7 +104,7 @@ def test_a_folder_called_wandb_is_not_wandb(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     if getattr(__import__("wandb"), "__file__", None):
         pytest.skip("wandb is installed, and comes first")
-    needed = "'wandb' is not installed; in your clone of poise run: pip install"
+    needed = re.escape(f"'wandb' is not installed; {how_to_install('wandb')}")
     with pytest.raises(ImportError, match=needed), tracking(["wandb"], tmp_path, {}):
         pytest.fail("there is no tracker")
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from poise import rewards
+from poise._lib.errors import how_to_install
 from poise.tasks.rewards import equality, maths
 from support.process_table import session, wait_until
 
@@ -390,7 +392,7 @@ def test_no_process_is_left(busy):
 
 def test_without_math_verify(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[math\]'"):
+    with pytest.raises(ValueError, match=re.escape(how_to_install("math"))):
         rewards.get("math")
 
 

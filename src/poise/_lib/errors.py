@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
 
+# Every message about an extra; CONTRIBUTING.md, "Release", has the form for the package index.
+INSTALL = "in your clone of poise run: pip install -e '.[{extra}]' -c constraints.txt"
 LONGEST = 100  # characters of a value shown in a message
 LONGEST_QUOTE = 60  # characters of a text that a model wrote
 MOST_LISTED = 50  # with more allowed names, a message shows only the likely one
@@ -55,8 +57,8 @@ def bytes_text(size: float) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra. On the package index, poise is another package."""
-    return f"in your clone of poise run: pip install -e '.[{extra}]' -c constraints.txt"
+    """The command that installs an extra."""
+    return INSTALL.format(extra=extra)
 
 
 def check_range(

@@ -8,12 +8,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from poise._lib.errors import how_to_install
 from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.verl_checks import LOSS, TESTED, TRAINER, check_config, check_verl
 from poise.regulators import parse
 
 PLUGINS = ("poise", "poise_trainer")  # our entry points in the group verl.plugins
-PACKAGES = ("poise", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
+PACKAGES = ("poise-rl", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
 Say = Callable[[str], None]
 
 
@@ -65,7 +66,7 @@ def _is_live(plugin: str, entry: Callable[[], tuple[str, Any]], say: Say) -> boo
     known = [point for point in metadata.entry_points(group="verl.plugins") if point.name == plugin]
     policy = os.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto")
     if not known:
-        say("  poise's entry points are not installed: in your clone of poise run: pip install -e '.[verl]'")
+        say(f"  poise's entry points are not installed: {how_to_install('verl')}")
     elif policy.strip().lower() != "auto" and plugin not in policy.lower().split(","):
         say(f"  VERL_USE_EXTERNAL_PLUGINS={policy} leaves it out: unset it, or add {plugin}")
     else:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from poise._lib.device import same_random_numbers
+from poise._lib.errors import how_to_install
 from poise.batch import Prompt, padded_batch
 from poise.models.location import first_line
 from poise.models.policy import ModelError, Policy
@@ -27,7 +28,7 @@ from poise.sampling.draws import Sampling, streams
 from poise.sampling.requests import Completion, Done, Request, check_requests, numbers
 
 INSTALL = (
-    "in your clone of poise run: pip install -e '.[vllm]', or for a CPU, in an environment of its own: "
+    f"{how_to_install('vllm')}; or for a CPU, in an environment of its own and from a clone: "
     "make .venv-vllm/installed, then .venv-vllm/bin/poise"
 )
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures: vLLM takes 0.01 for a lower one, and refuses a higher one than 2

@@ -13,7 +13,6 @@ import json
 import math
 import mmap
 import os
-import resource
 import select
 import signal
 import sys
@@ -261,6 +260,8 @@ def _check_all(connection: Connection, check: Callable[[str, str, bool], bool], 
 
 def limit_memory(size: int = 4 << 30) -> None:
     """Limit this process to ``size`` bytes of memory."""
+    import resource  # Windows has none
+
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY or most > size:
         resource.setrlimit(resource.RLIMIT_AS, (size, most))
