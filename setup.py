@@ -1,4 +1,4 @@
-"""The description on the package index: README.md with links that lead to the repository. All else is in pyproject.toml."""
+"""README.md for the package index, with links that lead to the repository. All else is in pyproject.toml."""
 
 import re
 import tomllib

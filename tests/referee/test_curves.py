@@ -176,7 +176,7 @@ def outside(page):
 
 
 def test_labels_stay_inside_their_cards(page, curves):
-    curves([1.5e-14, 2.5e-14, 1.0e-14], **METRICS)
+    curves([1.5e-14, 2.5e-14, 1.0e-14], **METRICS, **{"optim/grad_norm": 1.5e-14})
     assert outside(page) == []
     assert "1.50e-14" in page.locator("svg text").all_text_contents()
 

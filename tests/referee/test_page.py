@@ -280,6 +280,26 @@ def test_leaving_while_a_response_is_being_read(page, tmp_path):
     assert page.locator("#unzoom").count() == 1
 
 
+def test_on_a_phone_tables_scroll_and_words_stay_whole(browser, tmp_path):
+    runs = [make_run(tmp_path / name).path for name in ("short", "a-name-that-is-rather-long")]
+    path = write_report(runs, tmp_path / "report.html")
+    phone = browser.new_page(viewport={"width": 390, "height": 800})
+    phone.goto(path.as_uri() + "#result")
+    phone.wait_for_selector("td")
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    heights = phone.evaluate(
+        """() => [...document.querySelectorAll("th, td")].filter((cell) =>
+          /^[\\w-]+$/.test(cell.textContent)).map((cell) => {
+          const inside = document.createRange();
+          inside.selectNodeContents(cell);
+          return inside.getBoundingClientRect().height;
+        })"""
+    )
+    assert heights
+    assert max(heights) < 30  # of one line: 20
+    phone.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_themes_and_phones(browser, tmp_path, scheme):
     path = write_report([make_run(tmp_path / "run").path], tmp_path / "report.html")

@@ -147,7 +147,7 @@ document.title = visible(`poise: comparison with ${baseline.name}`);
 document.getElementById("main").replaceChildren(
   el("h2", {}, "Verdict"), el("ul", { class: "verdict" }, comparison.verdict.map((sentence) => el("li", {}, sentence))),
   el("h2", {}, "Differences"),
-  card(`Held-out accuracy against ${baseline.name}`, caption(), forest()),
+  card(`Held-out accuracy against ${baseline.name}`, caption(), el("div", { class: "scroll" }, forest())),
   el("h2", {}, "Curves"),
   el("div", { class: "grid" }, ["steps", "tokens", "seconds"].map((by) => card(`Held-out accuracy over ${by}`, "in points; the band is the interval of the mean over seeds", bands(by)))),
   ...tables(), ...conditions());
