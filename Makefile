@@ -83,6 +83,15 @@ test-package: .venv/installed
 	.venv-package/bin/python -m pip install --quiet --disable-pip-version-check --no-deps .venv-package/dist/*.whl
 	.venv-package/bin/python -m pytest tests/with_package -n 0
 
+# The site, in site/. A dead link, a link to no heading and a public name without a docstring are errors.
+.venv-docs/installed: .venv/installed
+	$(call layer,.venv-docs)
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@touch $@
+
+docs: .venv-docs/installed
+	.venv-docs/bin/python -m mkdocs --quiet build
+
 # On a machine with a CUDA device. With a python that has all it needs already: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/installed)
