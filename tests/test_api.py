@@ -1,5 +1,6 @@
 """``poise.train`` with Python objects: what is stored, what a resumed run needs, what it refuses, what it returns."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import poise
@@ -124,8 +126,9 @@ def test_the_folder_keeps_names_and_fingerprints(whole):
 def test_other_objects_are_refused_by_name(whole, objects, name, other, kind, message):
     others = objects | {name: other(objects[name])}
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED) if name == "model" else None
-    with pytest.raises(kind, match=message):
-        poise.train(resume=whole.run, **others, tokenizer=tokenizer, steps=4, quiet=True)
+    for steps in [4] if kind is TaskError else [4, 3]:  # also of a run that has nothing left to train
+        with pytest.raises(kind, match=message):
+            poise.train(resume=whole.run, **others, tokenizer=tokenizer, steps=steps, quiet=True)
     assert len(metrics(whole.run)) == 3
 
 
@@ -296,6 +299,13 @@ def raising(**_):
     raise KeyError("gold")
 
 
+class NoTask:
+    """It cannot score a reply."""
+
+    def problems(self, split, seed):
+        """None."""
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
@@ -323,6 +333,25 @@ def raising(**_):
         ({"data": "python:data", "reward": "exact"}, ConfigError, "python:data stands for a Python object"),
         ({"regulator": lambda batch: batch.nothing}, UserCodeError, r"regulator 'python:lambda' failed: AttributeErr"),
         ({"data": ROWS, "reward": raising}, poise.tasks.RewardError, "raising.*raised KeyError: 'gold'"),
+        ({"optim": {"lr": 1e-5}, "optim.lr": 1e-4}, ConfigError, "optim.lr has two values"),
+        ({"evaluation.problems": 4}, ConfigError, "evaluation has two values"),
+        ({"lora": LoraConfig(r=4)}, ConfigError, r"lora = LoraConfig.*must be a group of settings, \{key: value\}"),
+        (
+            {"task": NoTask()},
+            ConfigError,
+            r"NoTask is not a task: give NoTask problems\(split, seed\) and one of score",
+        ),
+        ({"task": NoTask}, ConfigError, "NoTask is not a task"),
+        (
+            {"data": {"question": ["a", "b"]}, "reward": "exact"},
+            ConfigError,
+            r"pass datasets.Dataset.from_dict\(data\)",
+        ),
+        (
+            {"data": ROWS, "task.test_file": ROWS, "reward": "exact"},
+            poise.tasks.TaskError,
+            "no problem of split train; 20 of 20 questions in python:data are also among the held-out ones",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -368,6 +397,22 @@ def test_a_frozen_model_and_one_without_a_tokenizer_are_refused(model, tmp_path)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model.config.to_dict() | {"_name_or_path": ""}))
     with pytest.raises(ModelError, match="pass its tokenizer too"):
         poise.train(**SMALL, model=made, steps=1, run=tmp_path / "run")
+    with pytest.raises(TypeError, match="tokenizer: expected a tokenizer of transformers, or its name, got 3"):
+        poise.train(**SMALL, model=made, tokenizer=3, steps=1, run=tmp_path / "run")
+    settings = SMALL | {"device": torch.device("cpu"), "dtype": torch.float32}
+    result = poise.train(**settings, model=made, tokenizer="embedded", steps=1, run=tmp_path / "run")
+    assert (result.config.device, result.config.dtype) == ("cpu", "float32")
+
+
+def test_a_model_with_an_adapter(model, tmp_path, capsys):
+    """peft's models are merged and trained as a whole, with a note; those that cannot be merged are refused."""
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(r=2, task_type="CAUSAL_LM"))
+    result = poise.train(**SMALL | {"quiet": False, "optim.lr": 1e-2}, model=adapted, steps=1, run=tmp_path / "run")
+    assert "model: its adapter is merged, and all weights are trained; lora.rank=16" in capsys.readouterr().out
+    assert not torch.equal(result.model.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match="only peft can merge: pass the adapter's folder"):
+        poise.train(**SMALL, model=AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"), tokenizer="embedded")
 
 
 SCRIPT = """

@@ -60,10 +60,10 @@ def train(
     if renumber and not resume:
         config = in_free_folder(config, Console(0, quiet=quiet).note)
     with run_folder(config, resume=resume) as folder:
+        edits = check_same_code(config, folder, accept=trust_changed)
         if resume and (summary := finished(config, folder, quiet=quiet)):
             return summary
         check_trackers(config.tracking)
-        edits = check_same_code(config, folder, accept=trust_changed)
         components = build(config, folder)
         components.notes += [f"{', '.join(edits)}: edited since the run began, as code.json says"] if edits else []
         preflight(config, components)

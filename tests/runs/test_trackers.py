@@ -82,8 +82,8 @@ def test_wandb_and_trackio(tmp_path, calls):
 def test_a_resumed_run_continues_its_run_there(tmp_path, calls, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     for start_step in (0, 2):
-        for tracker in open_trackers(["wandb", "trackio"], tmp_path, {}, start_step=start_step):
-            tracker.close()
+        with tracking(["wandb", "trackio"], tmp_path, {}, start_step=start_step):
+            pass
     begun, resumed = (call for call in calls if call[0] == "wandb.init")
     assert begun == ("wandb.init", "mine", tmp_path.name, None, "allow", {}, str(tmp_path))
     assert resumed == ("wandb.init", "mine", tmp_path.name, "abc", "allow", {}, str(tmp_path))

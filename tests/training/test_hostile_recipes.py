@@ -70,7 +70,7 @@ def test_inheritance_has_an_end(write):
         ({"task": {"name": ["kk"]}}, "task.name = ['kk']: must be text: the name of a task"),
         ({"task": {"name": "kk", 1: 2}}, "unknown key 'task.1'"),
         ({"task": {"name": "kk"}, True: 2}, "unknown key 'True' (allowed: advantage"),
-        ({"task": None}, "task = None: must be a group of settings, key: value"),
+        ({"task": None}, "task = None: must be a group of settings, {key: value}"),
         ({f"k{i}": 1 for i in range(3000)}, "… and 2981 more problems"),
     ],
 )

@@ -100,14 +100,21 @@ class LoadedModel:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any = None) -> LoadedModel:
-        """``model`` with its tokenizer; without one, that of the folder or hub id that it was loaded from."""
+        """``model`` with its tokenizer, or its name; without one, that of where the model was loaded from."""
         if not all(hasattr(model, name) for name in ("get_input_embeddings", "generate", "config")):
             raise TypeError(f"model: expected a hub id, a folder or a loaded transformers model, got {short(model)}")
-        if tokenizer is None:
-            name = str(getattr(model, "name_or_path", ""))
+        if hasattr(model, "peft_config") and not hasattr(model, "merge_and_unload"):
+            raise ModelError(
+                "model: transformers loaded it with an adapter, which only peft can merge: pass the adapter's folder, "
+                "model=FOLDER, or load it with peft.AutoPeftModelForCausalLM"
+            )
+        if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
+            name = str(tokenizer or getattr(model, "name_or_path", ""))
             if not name:
-                raise ModelError("model: nobody knows where it was loaded from: pass its tokenizer too, tokenizer=…")
+                raise ModelError("model: it does not say where it was loaded from: pass its tokenizer too, tokenizer=…")
             tokenizer, _ = load_tokenizer(name)
+        if not hasattr(tokenizer, "get_vocab"):
+            raise TypeError(f"tokenizer: expected a tokenizer of transformers, or its name, got {short(tokenizer)}")
         return cls(model, tokenizer)
 
     def copy(self, name: str, dtype: torch.dtype, template: Mapping[str, Any] | None) -> tuple[Any, Any]:
@@ -327,6 +334,13 @@ def _load_adapted(
     merged = adapted.merge_and_unload()
     merged.requires_grad_(True)  # peft froze the base model
     return merged.eval(), tokenizer
+
+
+def has_adapter(name: str) -> bool:
+    """Whether a model has a LoRA adapter, which ``load_model`` merges."""
+    if live.is_name(name):
+        return hasattr(live.get(name).model, "peft_config")
+    return adapted_model(Path(locate(split_revision(name)[0]))) is not None
 
 
 def adapted_model(folder: Path) -> str | None:

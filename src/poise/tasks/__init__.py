@@ -180,6 +180,8 @@ def _maker(name: str) -> Callable[..., Any]:
         raise ValueError(unknown("task", name, names()) + "; for one of your own write file.py:Class")
     maker: Callable[..., Any] = _user_code.load("task", name, accepts=_is_task, expected=f"give a class {_EXPECTED}")
     kind: Any = maker if isclass(maker) else type(maker)
+    if not _is_task(maker) and (isclass(maker) or not callable(maker)):
+        raise TypeError(f"{name} is not a task: give {kind.__name__} {_EXPECTED}")
     if _is_task(maker) and not hasattr(maker, "name"):
         kind.name = kind.__name__  # its name in metrics
     return maker if isclass(maker) or not _is_task(maker) else lambda: maker  # an instance takes no settings

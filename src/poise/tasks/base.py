@@ -160,7 +160,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (_switch, "true or false"),
     "None": (lambda value: value is None, "null"),
     "Sequence[str]": (_texts, "a list of texts"),
-    "Mapping[str, Any]": (lambda value: isinstance(value, Mapping), "a group of settings, key: value"),
+    "Mapping[str, Any]": (lambda value: isinstance(value, Mapping), "a group of settings, {key: value}"),
 }
 
 

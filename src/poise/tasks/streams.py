@@ -33,7 +33,8 @@ def draw(
         with _blamed(task, "epoch()"):
             problems = list(task.epoch(split, seed, 0)[:count])
         if not problems:
-            why = _why_none_held_out(task, seed) if split == "test" else ""
+            notes = "".join(f"; {note}" for note in getattr(task, "notes", []))  # such as: all are held out too
+            why = _why_none_held_out(task, seed) if split == "test" else notes
             raise TaskError(f"task {task.name!r} has no problem of split {split}{why}")
         return _fitting(task, problems, fits)
     fitting: list[Problem] = []

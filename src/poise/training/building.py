@@ -17,7 +17,7 @@ from poise._lib.device import keep_freed_memory
 from poise.advantages import Estimate
 from poise.batch import TokenBatch
 from poise.models.footprint import Footprint
-from poise.models.loading import load_policy
+from poise.models.loading import has_adapter, load_policy
 from poise.models.location import locate
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
@@ -76,6 +76,8 @@ def build(
             least.check(config.model, config.device)
         policy = load_trained(config, folder)
     policy.check_settings(config.rollout.max_prompt, config.rollout.max_tokens)
+    if config.lora is None and has_adapter(config.model):
+        notes.append("model: its adapter is merged, and all weights are trained; lora.rank=16 trains a new adapter")
     recompute = recomputed(config, policy, notes.append)
     kl = bool(config.objective.kl_coef)
     frozen = FrozenModels(config, policy, algorithm, notes.append, folder, reference=kl)  # before memory is measured

@@ -14,6 +14,8 @@ from functools import partial
 from inspect import isclass
 from typing import Any
 
+import torch
+
 from poise import tasks
 from poise._lib import live
 from poise._lib.errors import short
@@ -55,6 +57,8 @@ class _Namer:
         """The value of a setting, without objects."""
         if isinstance(value, os.PathLike):
             return os.fspath(value)
+        if isinstance(value, torch.device | torch.dtype):
+            return str(value).removeprefix("torch.")
         if key in self._by_key and value is not None:
             return self._by_key[key](value)
         if type(value) is dict:

@@ -142,7 +142,7 @@ class Console:
 
         step, tokens, ending = result.state.step, result.state.tokens, result.ending
         if not result.trajectories:
-            self.note(f"step {step}: no reward applies to its attempts, or to one alone of a group; nothing is learned")
+            self.note(f"step {step}: no group has two attempts with a reward; nothing is learned")
         elif step == 1 or ending:
             self.samples_table([shown(each) for each in result.trajectories if each.role == FIRST])
         self.step(step, result.metrics)

@@ -131,7 +131,10 @@ class Tables:
         if re.search(r"[\[+]", split) and _on_hub(self.source) and not self.streamed:
             return _load(self.source, split)  # "train[:1000]", as datasets writes it
         names = ", ".join(self.splits)
-        raise DataError(f"data {self.source} has no split {split!r}, but {names}; choose one: task.{setting}=NAME")
+        columns = "; if these are columns, pass datasets.Dataset.from_dict(data)" if type(self.splits) is dict else ""
+        raise DataError(
+            f"data {self.source} has no split {split!r}, but {names}; choose one: task.{setting}=NAME{columns}"
+        )
 
     def rows(self, split: str, setting: str = "split", most: int | None = None) -> Rows:
         """The rows of a split, at most ``most``."""

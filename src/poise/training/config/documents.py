@@ -116,8 +116,19 @@ def join_settings(settings: Mapping[str, Any]) -> Document:
     """The document of settings by their dotted keys, ``{"optim.lr": 1e-6, "task": {"name": "kk"}}``."""
     document: Document = {}
     for key, value in settings.items():
-        document = _merge(document, nested(key.split("."), value))
+        setting = nested(key.split("."), value)
+        if twice := _in_both(document, setting):
+            raise ConfigError([f"{each} has two values: leave one of them out" for each in twice])
+        document = _merge(document, setting)
     return expand_short_forms(document)
+
+
+def _in_both(one: Any, other: Any, path: str = "") -> list[str]:
+    """The dotted keys for which both documents have a value."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return [path]
+    names = [name for name in other if name in one]
+    return [key for name in names for key in _in_both(one[name], other[name], f"{path}.{name}" if path else name)]
 
 
 def nested(path: Sequence[str], value: Any) -> Document:

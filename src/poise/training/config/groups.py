@@ -92,7 +92,9 @@ class TaskConfig(Group):
     @classmethod
     def _readable(cls, value: Any) -> Any:
         if isinstance(value, str):
-            raise ValueError(f"must be a group of settings, key: value; for the task of that name: task.name={value}")
+            raise ValueError(
+                f"must be a group of settings, {{key: value}}; for the task of that name: task.name={value}"
+            )
         for key, setting in value.items() if isinstance(value, dict) else ():
             if not _is_plain(setting):
                 argument = live.ARGUMENTS.get(f"task.{key}", "task")

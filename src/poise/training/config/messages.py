@@ -23,8 +23,8 @@ _PHRASES = {
     "float_type": "must be a number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
-    "model_type": "must be a group of settings, key: value",
-    "dataclass_type": "must be a group of settings, key: value",
+    "model_type": "must be a group of settings, {key: value}",
+    "dataclass_type": "must be a group of settings, {key: value}",
     "tuple_type": "must be a list",
 }
 # What a text setting must hold, for the message about another value.
