@@ -15,7 +15,7 @@ from support.pages import ROOT
 from support.small_runs import run
 from support.tiny_models import tiny
 
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "examples/own-loop"
 sys.path.insert(0, str(EXAMPLES))
 
 import critic  # noqa: E402

@@ -40,7 +40,7 @@ def test_the_regulator_of_contributing_learns():
     mine = run_snippets(ROOT / "CONTRIBUTING.md")["SquareRoot"]()
     batch = TokenBatch(torch.tensor([[-1.0, -4.0]]), torch.ones(1, 2), torch.ones(1))
     torch.testing.assert_close(mine(batch)[0].policy, torch.tensor([[-0.5, -2.0]]).exp())
-    sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str(ROOT / "examples/own-loop"))
     from minimal_loop import train
 
     history = train(mine, steps=40)
@@ -216,7 +216,7 @@ def test_import_adds_nothing_heavy_to_torch():
 
 @pytest.mark.parametrize("method", ["grpo", "ar(alpha=0.3) | lopti(threshold=0.5)", "nthr"])
 def test_the_minimal_loop_learns(method, capsys):
-    sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str(ROOT / "examples/own-loop"))
     from minimal_loop import train
 
     history = train(method, steps=40)
@@ -228,21 +228,21 @@ def test_the_minimal_loop_learns(method, capsys):
 @pytest.mark.parametrize("same", ["lopti(threshold=0)", "lopti(threshold=2)", "ar(alpha=0)"])
 def test_settings_that_are_grpo_train_exactly_as_grpo(same):
     """A phase without tokens takes no optimizer step: with Adam's momentum it would show at once."""
-    sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str(ROOT / "examples/own-loop"))
     from minimal_loop import train
 
     assert train(same, steps=8) == train("grpo", steps=8)
 
 
 def test_the_minimal_loop_is_minimal():
-    assert len((ROOT / "examples/minimal_loop.py").read_text().splitlines()) < 100
+    assert len((ROOT / "examples/own-loop/minimal_loop.py").read_text().splitlines()) < 100
 
 
 @pytest.mark.docs
 def test_the_minimal_loop_runs_as_a_script(monkeypatch):
     """With the command that it shows itself, in a process of its own; and with a mistake."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    (shown,) = re.findall(r"(?m)^python (examples/.*)$", (ROOT / "examples/minimal_loop.py").read_text())
+    (shown,) = re.findall(r"(?m)^python (examples/.*)$", (ROOT / "examples/own-loop/minimal_loop.py").read_text())
     command = [sys.executable, *shlex.split(shown)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=True, cwd=ROOT)
     rewards = [float(number) for number in re.findall(r"reward (\S+)", done.stdout)]
@@ -250,7 +250,7 @@ def test_the_minimal_loop_runs_as_a_script(monkeypatch):
     assert rewards[-1] > 0.9  # chance: 0.13
     monkeypatch.setattr(sys, "argv", ["minimal_loop.py", "lopty"])
     with pytest.raises(ValueError, match="did you mean 'lopti'"):
-        runpy.run_path(str(ROOT / "examples/minimal_loop.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "examples/own-loop/minimal_loop.py"), run_name="__main__")
 
 
 def test_nothing_says_to_install_poise_from_the_package_index():

@@ -10,7 +10,7 @@ pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 
 from poise import tasks
 
-EXAMPLE = Path(__file__).parents[2] / "examples/gymnasium_game.py"
+EXAMPLE = Path(__file__).parents[2] / "examples/environment/gymnasium_game.py"
 
 
 def call(action):

@@ -1,6 +1,6 @@
 """GRPO with a token regulator, in one file: a tiny random model learns to count upwards from its prompt.
 
-python examples/minimal_loop.py "ar(alpha=0.3) | lopti(threshold=0.5)"
+python examples/own-loop/minimal_loop.py "ar(alpha=0.3) | lopti(threshold=0.5)"
 """
 
 from __future__ import annotations

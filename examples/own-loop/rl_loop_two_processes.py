@@ -1,6 +1,6 @@
 """``rl_loop.py`` on several processes, each with the whole model and a share of the problems:
 
-    torchrun --nproc-per-node 2 examples/rl_loop_two_processes.py
+    torchrun --nproc-per-node 2 examples/own-loop/rl_loop_two_processes.py
 
 A group stays within a process. The processes sum the loss's denominator and then the gradients, so each optimizer step
 is that of all responses together, and the models stay equal. Most lines that ``rl_loop.py`` lacks end with ``# *``.

@@ -1,6 +1,6 @@
 """A critic as an algorithm: one advantage per token, from a linear value of the model's hidden states.
 
-    poise train demo algorithm="examples/critic.py:Critic(group=4)" run=runs/critic
+    poise train demo algorithm="examples/own-loop/critic.py:Critic(group=4)" run=runs/critic
 
 PPO's estimate (GAE, arXiv 1506.02438): ``A_t = Σ_k λ^k (V_{t+k+1} − V_{t+k})``, where the value after the last token is
 the reward. ``V = w·h``, h the hidden state that predicts the token. w is the algorithm's memory, so checkpoints hold

@@ -1,6 +1,6 @@
 """One-step-off training: while the model learns from one batch, a copy of it, one update behind, samples the next.
 
-    python examples/one_step_off.py
+    python examples/own-loop/one_step_off.py
 
 Here a thread samples; on two GPUs both would work at full speed. A batch is from weights that are one update old:
 ``Trajectory.version`` says which. ``recompute=True`` takes the old log-probabilities from the current weights, and the

@@ -1,6 +1,6 @@
 """A whole training loop in one file: a language model learns Knights & Knaves by GRPO with a token regulator.
 
-    python examples/rl_loop.py "ar(alpha=0.3) | lopti(threshold=0.5)"
+    python examples/own-loop/rl_loop.py "ar(alpha=0.3) | lopti(threshold=0.5)"
 
 No settings file, no run folder, no console. ``poise.trainer.Trainer.step`` is made of the same functions; around them
 the trainer has metrics, evaluation, checkpoints and records. Copy this file to build a trainer of your own.

@@ -1,6 +1,6 @@
 """A game of gymnasium in the shape of TRL's environments (``pip install gymnasium``).
 
-poise train environment=examples/gymnasium_game.py:Taxi task.turns=32 model=Qwen/Qwen2.5-0.5B-Instruct
+poise train environment=examples/environment/gymnasium_game.py:Taxi task.turns=32 model=Qwen/Qwen2.5-0.5B-Instruct
 
 Any game that renders itself as text and has numbered actions runs the same way: change ``NAME`` and ``ACTIONS``.
 """

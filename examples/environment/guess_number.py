@@ -1,6 +1,6 @@
 """A game in the shape of TRL's environments: it runs unchanged in poise and in TRL.
 
-poise train environment=examples/guess_number.py:GuessNumber model=Qwen/Qwen2.5-0.5B-Instruct
+poise train environment=examples/environment/guess_number.py:GuessNumber model=Qwen/Qwen2.5-0.5B-Instruct
 """
 
 
