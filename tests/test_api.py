@@ -407,7 +407,8 @@ def test_a_frozen_model_and_one_without_a_tokenizer_are_refused(model, tmp_path)
 def test_a_model_with_an_adapter(model, tmp_path, capsys):
     """peft's models are merged and trained as a whole, with a note; those that cannot be merged are refused."""
     adapted = get_peft_model(copy.deepcopy(model), LoraConfig(r=2, task_type="CAUSAL_LM"))
-    result = poise.train(**SMALL | {"quiet": False, "optim.lr": 1e-2}, model=adapted, steps=1, run=tmp_path / "run")
+    given = {"model": adapted, "data": ROWS, "reward": letters(0.1), "optim.lr": 1e-2}
+    result = poise.train(**SMALL | {"quiet": False}, **given, steps=1, run=tmp_path / "run")
     assert "model: its adapter is merged, and all weights are trained; lora.rank=16" in capsys.readouterr().out
     assert not torch.equal(result.model.get_input_embeddings().weight, model.get_input_embeddings().weight)
     adapted.save_pretrained(tmp_path / "adapter")

@@ -5,6 +5,7 @@ import re
 import runpy
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ SIZES = {  # put at the end of a command, where it wins
     ],
 }
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
+EXAMPLES = sorted((ROOT / "examples").glob("*/README.md"))
 RECORDED = ("tokens.jsonl", "token_exports")  # of other trainers
 OTHER_TASKS = ("task.name=", "environment=", "data=")
 MINE = """
@@ -82,7 +84,9 @@ def commands(page):
     blocks = re.findall(r"(?ms)^```bash\n(.*?)^```", page.read_text())
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [
-        shlex.split(line, comments=True) for line in lines if re.match(r"(PYTHONPATH=\. )?poise |python \w+\.py", line)
+        shlex.split(line, comments=True)
+        for line in lines
+        if re.match(r"(PYTHONPATH=\. )?poise |python [\w/-]+\.py", line)
     ]
 
 
@@ -100,22 +104,25 @@ def weights(model):
 
 def run_small(words, page):
     """A command of a page, in its smallest size; what it trains must have moved."""
-    verb = words[0]
+    verb, own_model = words[0], not any("Qwen/" in word for word in words)
+    words = [re.sub(r"^(model=)?Qwen/.*", r"\1embedded", word) for word in words]
     if verb == "python":
-        runpy.run_path(words[1], run_name="__main__")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", words[1:])
+            runpy.run_path(words[1], run_name="__main__")
         return
     if "--watch" in words:  # serves until it is stopped: test_report.py
         return
     if any(Path(word).name in RECORDED for word in words):  # nothing to make smaller
-        run(*("embedded" if word.startswith("Qwen/") else word for word in words))
+        run(*words)
         return
     if "--resume" in words:
         assert "already at step 1" in run(*words)
         run(*words, "steps=2")
-    elif verb == "train" and page in TUTORIALS:
+    elif verb == "train" and page in TUTORIALS and own_model:
         run(*words, *SIZES["tutorial"])
-    elif verb == "eval" and page in TUTORIALS:
-        run(*words, "samples=2", "problems=2")
+    elif verb == "eval" and page in [*TUTORIALS, *EXAMPLES]:
+        run(*words, "samples=2", "problems=2", "max_tokens=64")
     elif verb == "train" and any(word.startswith(OTHER_TASKS) for word in words):
         run(*words, *SIZES["other task"])
         if not any("brief" in word for word in words):  # a reward that any reply gets some of
@@ -133,7 +140,8 @@ def run_small(words, page):
 
 def own_commands():
     """Pages with commands of this repository alone: those for verl, vLLM and several GPUs are tested with these."""
-    found = {page: commands(page) for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *EXAMPLES]
+    found = {page: commands(page) for page in pages}
     return {page: lines for page, lines in found.items() if lines and page.name not in ("scale.md", "verl.md")}
 
 

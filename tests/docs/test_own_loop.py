@@ -43,6 +43,21 @@ def whole():
     return TokenBatch(old, mask, torch.tensor(ADVANTAGES))
 
 
+def check_nthr(batch, phase):
+    """Against the paper's sum, token by token: three right answers, the last one wrong, so that eta = 2·|0.5 − 0.75|."""
+    with torch.no_grad():
+        error = torch.nn.functional.one_hot(batch.targets, 100) - batch.head(batch.hidden.flatten(0, 1)).softmax(
+            -1
+        ).view(4, 5, 100)
+    error, hidden = error.double(), batch.hidden.double()
+    influence = torch.einsum("atv,bsv->atbs", error, error) * torch.einsum("atd,bsd->atbs", hidden, hidden)
+    others = [[row for row in range(3) if row != one] for one in range(3)]
+    threshold = min(influence[others[one], :, one].sum((0, 1)).mean() for one in range(3))
+    flagged = influence[:3, :, 3].sum((0, 1)) > threshold
+    torch.testing.assert_close(phase.policy, torch.cat([torch.ones(3, 5), torch.where(flagged, 0.5, 1.0)[None]]))
+    assert phase.metrics["flagged_share"] == pytest.approx(float(flagged.float().mean()))
+
+
 @pytest.mark.docs  # the page trains a model
 def test_the_pieces_regulate_and_train(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -54,6 +69,7 @@ def test_the_pieces_regulate_and_train(tmp_path, monkeypatch, capsys):
         assert moved.grad.isfinite().all()
         assert moved.grad.any()
     assert not left["hidden"].grad[1, 2].any()  # outside the mask
+    check_nthr(left["sampled"], left["phase"])
     assert "reg/low/weight_mean" in capsys.readouterr().out
     trained, embedded = (
         torch.cat([weight.detach().flatten() for weight in load_policy(model, device="cpu").model.parameters()])

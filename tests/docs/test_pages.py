@@ -119,7 +119,12 @@ def test_the_surrogate_and_the_advantage_of_ones_own_of_the_surrogates_page():
 
 
 def test_links_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/**/*.md")]:
+    for page in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("experiments/**/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+    ]:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
@@ -129,6 +134,12 @@ def test_the_index_names_every_page():
     pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} - {"index.md"}
     assert pages <= linked
     assert "../experiments/README.md" in linked
+
+
+def test_the_examples_name_every_folder():
+    linked = set(re.findall(r"\]\((\w[\w-]*)/README.md\)", (ROOT / "examples/README.md").read_text()))
+    assert linked == {page.parent.name for page in ROOT.glob("examples/*/README.md")}
+    assert all(len(page.read_text().splitlines()) <= 40 for page in ROOT.glob("examples/*/README.md"))
 
 
 def test_the_laboratory_names_every_study():
