@@ -1,7 +1,7 @@
 """The docs site's own pages, and its links: a hook of mkdocs (``make docs``).
 
-The site has the pages of docs/ and some of the repository's other Markdown files. It also has a page for each method and
-one for the Python API, both made from the code. A link to another file of the repository leads to its address there.
+The site has the pages of docs/ and some of the repository's other Markdown files. It also has a page for each method
+and one for the Python API, both made from the code. A link to another file of the repository leads to its address there.
 """
 
 from __future__ import annotations
@@ -127,5 +127,6 @@ def _api_page() -> str:
             continue
         if not inspect.getdoc(value):
             raise PluginError(f"poise.{name} has no docstring")
-        parts.append(f"::: {value.__name__ if inspect.ismodule(value) else f'{value.__module__}.{value.__qualname__}'}\n")
+        path = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__qualname__}"
+        parts.append(f"::: {path}\n")
     return "\n".join(parts)

@@ -44,7 +44,7 @@ def whole():
 
 
 def check_nthr(batch, phase):
-    """Against the paper's sum, token by token: three right answers, the last one wrong, so that eta = 2·|0.5 − 0.75|."""
+    """Against the paper's sum, token by token: three right answers, the last one wrong, so eta = 2·|0.5 − 0.75|."""
     with torch.no_grad():
         error = torch.nn.functional.one_hot(batch.targets, 100) - batch.head(batch.hidden.flatten(0, 1)).softmax(
             -1
