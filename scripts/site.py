@@ -1,7 +1,7 @@
 """The docs site's own pages, and its links: a hook of mkdocs (``make docs``).
 
 The site has the pages of docs/ and some of the repository's other Markdown files. It also has a page for each method
-and one for the Python API, both made from the code. A link to another file of the repository leads to its address there.
+and one for the Python API, both made from the code. A link to another file of the repository leads to its address.
 """
 
 from __future__ import annotations

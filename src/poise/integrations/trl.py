@@ -431,7 +431,8 @@ def head_of(trainer: Any) -> Head:
     model = causal_model(trainer)
     head = Head.of(model.get_output_embeddings(), model.config.get_text_config(), trainer.temperature)
     parts = {"weight": head.weight, "bias": head.bias}
-    return replace(head, **{name: part.full_tensor() for name, part in parts.items() if isinstance(part, DTensor)})
+    whole: dict[str, Any] = {name: part.full_tensor() for name, part in parts.items() if isinstance(part, DTensor)}
+    return replace(head, **whole)
 
 
 @contextmanager

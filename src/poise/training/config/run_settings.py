@@ -67,8 +67,8 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
     else:
         document = RunFolder.open(run, resume=False).config
     if wrong := [key for key in changes if not _evaluated(key)]:
-        own = (key for key in keys({"task": merge(document, changes).get("task")}) if _evaluated(key))
-        known = [*SHORT_KEYS, *SHORT_FORMS, *own]
+        task_keys = (key for key in keys({"task": merge(document, changes).get("task")}) if _evaluated(key))
+        known = [*SHORT_KEYS, *SHORT_FORMS, *task_keys]
         raise ConfigError([unknown_key(key, known) for key in wrong])
     if isinstance(evaluation, dict) and evaluation.get("problems") == 0:
         raise ConfigError(["problems = 0: must be at least 1"])
