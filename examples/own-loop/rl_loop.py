@@ -2,8 +2,9 @@
 
     python examples/own-loop/rl_loop.py "ar(alpha=0.3) | lopti(threshold=0.5)"
 
-No settings file, no run folder, no console. ``poise.trainer.Trainer.step`` is made of the same functions; around them
-the trainer has metrics, evaluation, checkpoints and records. Copy this file to build a trainer of your own.
+No settings file, no run folder, no console. ``poise.trainer.Trainer.step`` is made of the same functions, some of them
+inside ``poise.training.update.update``; around them the trainer has metrics, evaluation, checkpoints and records. Copy
+this file to build a trainer of your own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ PROMPTS, GROUP, MINI_BATCH, LEARNING_RATE = 8, 8, 32, 1e-4
 
 def train(method: str = METHOD, steps: int = 40) -> list[float]:
     """Train, and return the mean reward of every step."""
-    policy = poise.load_policy("embedded", dtype="float32")  # or a hub id, or a folder
+    # Or a hub id, or a folder. In half precision the optimizer needs float32 weights: docs/own-loop.md.
+    policy = poise.load_policy("embedded", dtype="float32")
     task = poise.tasks.get("kk", people=2)
     sampler = poise.Sampler(policy, poise.engines.choose(policy), task, max_tokens=96)
     algorithm = poise.Grpo(GROUP)

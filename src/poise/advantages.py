@@ -69,7 +69,7 @@ def reinforce_pp(
 class Estimate:
     """What the setting ``advantage`` names: a function from rewards to advantages, with its settings.
 
-    The function asks for what it needs by name: ``rewards`` (B,), ``groups`` (B,), ``mask`` (B, T). One that asks for
+    poise passes the arguments that the function names: ``rewards`` (B,), ``groups`` (B,), ``mask`` (B, T). One with
     ``groups`` compares the responses to a prompt, so there must be two of them. Its other parameters are settings.
     """
 

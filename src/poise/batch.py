@@ -167,7 +167,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """One complete pass of optimizer steps over the batch, with two weights per token.
+    """Optimizer steps that go once over the whole batch, with two weights per token.
 
     Weights are finite, not negative, and 0 outside the mask. A weight of 0 removes the term from the loss.
     """

@@ -9,7 +9,7 @@ import torch
 from poise import advantages
 from poise._lib.user_code import UserCodeError
 from poise.batch import Prompt
-from poise.sampling.algorithms import Sample, Trajectory
+from poise.sampling.algorithms import Trajectory
 from poise.sampling.trajectories import collect, metrics_of
 from poise.tasks import Problem, Score, TaskError
 
@@ -101,10 +101,6 @@ def test_the_trainer_checks_them(tmp_path, monkeypatch):
     Path("mine.py").write_text(text)
     said = fails("train", "demo", *SMALL, "algorithm=mine.py:Mine", "run=run")
     assert "algorithm 'mine.py:Mine' failed: ValueError: collect returned no sample" in said
-
-
-def test_the_former_name_of_a_trajectory_still_works():
-    assert Sample is Trajectory
 
 
 def test_an_advantage_per_token_has_the_length_of_the_tokens():

@@ -123,7 +123,7 @@ def passes_agree(policy: Policy) -> bool:
 
 
 def states_of(policy: Policy, ids: Tensor) -> Tensor:
-    """(2, L, W) the hidden states of one sequence (1, L), ``twice``."""
+    """(2, L, W) hidden states of one sequence (1, L), and those with embeddings moved by a rounding error."""
     return twice(policy, lambda: policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0])
 
 

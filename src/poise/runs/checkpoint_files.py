@@ -97,8 +97,8 @@ class CheckpointFiles:
     def load(self, read: Callable[[Path], T], *, say: Callable[[str], None] = complain) -> tuple[int, T] | None:
         """Read the newest intact checkpoint: its step and the result of ``read``; None if there is no checkpoint yet.
 
-        An unreadable checkpoint is reported to ``say``, and the one before it is tried. If only the memory is too small
-        for an intact one, CheckpointError is raised.
+        An unreadable checkpoint is reported to ``say``, and the one before it is tried. If an intact one does not
+        fit into memory, CheckpointError is raised instead.
         """
         failures: list[str] = []
         others: list[OtherSettingsError] = []

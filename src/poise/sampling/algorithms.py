@@ -14,9 +14,8 @@ from poise.sampling.grpo import Grpo
 from poise.sampling.rltr import Rltr
 from poise.sampling.trajectories import Algorithm, Memory, Trajectory, algorithm
 
-__all__ = ["TABLE", "Algorithm", "Grpo", "Memory", "Rltr", "Sample", "Trajectory", "algorithm", "get"]
+__all__ = ["TABLE", "Algorithm", "Grpo", "Memory", "Rltr", "Trajectory", "algorithm", "get"]
 
-Sample = Trajectory  # its former name
 
 TABLE: dict[str, Callable[..., Algorithm]] = {"grpo": Grpo, "erl": Erl, "rltr": Rltr}
 

@@ -24,7 +24,7 @@ class Request:
     earlier prompt, the response to it, and new tokens. An engine that has kept the keys reads only the new ones.
     """
 
-    prompt: Prompt  # or its tokens
+    prompt: Prompt  # a sequence of tokens is converted
     max_tokens: int
     stop: Sequence[int] = ()  # tokens that end the response
     number: int | None = None

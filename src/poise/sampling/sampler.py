@@ -80,12 +80,13 @@ class Sampler:
     max_episode: int | None = None  # in all that follows, replies and what the environment says; None: no limit
     others: Mapping[str, Sampler] = field(default_factory=dict)
     progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: reward functions see it
-    prefill: str = ""  # what every reply begins with: given to the model, scored with the reply, no part of the loss
+    prefill: str = ""  # ends the prompt of every turn; it is scored with the reply, but is no part of the loss
     name: str = POLICY
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
-        counts = replace(self.counts, turns=Counter(), seconds={})  # these are of the policy alone
+        # Other models add tokens to our counts, but not turns and seconds.
+        counts = replace(self.counts, turns=Counter(), seconds={})
         others = {
             name: replace(other, name=name, counts=counts, progress=self.progress)
             for name, other in self.others.items()
@@ -109,8 +110,8 @@ class Sampler:
         An attempt depends on the seed, its index in the list and its problem, not on the other attempts.
 
         ``opening(i, messages)`` returns what attempt i is shown first, in place of the episode's own messages.
-        ``begun[i]`` are the tokens with which its first reply begins; the model continues from there. They are part of
-        the reply that is scored and count towards its limit, but are not the model's own.
+        ``begun[i]`` are the tokens with which its response starts, in the first turn; the model continues from there.
+        They are part of the reply that is scored and count towards its limit, but are not the model's own.
         """
         games = self._start(problems, opening, begun)
         if several_turns(self.task):

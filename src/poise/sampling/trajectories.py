@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Memory = dict[str, Any]  # an algorithm's state between steps: JSON, saved with every checkpoint
 FIRST = "first"  # the role of an attempt at the problem as it is: what evaluation would see
-CONSOLIDATED = "consolidated"  # the role of a row that was sampled after another prompt: it forms no group
+CONSOLIDATED = "consolidated"  # the role of a row whose tokens were sampled after another prompt: it forms no group
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Trajectory:
     role: str = FIRST  # what the row is to its algorithm; summaries of rewards and lengths are over first attempts
     notes: Mapping[str, float] = field(default_factory=dict)  # numbers that the algorithm found out about it; recorded
     episode: Episode | None = None  # the episode itself, ended: for its feedback
-    version: int = 0  # the step whose update made the weights that sampled it; 0: the first weights
+    version: int = 0  # how many training steps the weights had taken that sampled it
 
 
 def algorithm(thing: F) -> F:

@@ -41,8 +41,8 @@ def drop_failed(
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """The samples that have a score, and the number of failures as a metric. The list is empty if no reward applies.
 
-    If ``advantage`` compares within groups, a sample whose whole group is gone is left out too. A reward function that
-    sometimes hangs must not end a run; one that often hangs would bias what the run learns.
+    If ``advantage`` compares within groups, a sample that is now alone in its group is left out too. A reward function
+    that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
     """
     failures = [sample for sample in samples if sample.score.failed not in (None, NO_REWARD)]
     if len(failures) > max(1, MOST_FAILED * len(samples)):
@@ -58,7 +58,7 @@ def drop_failed(
 
 
 def _in_groups(before: Sequence[Trajectory], after: list[Trajectory]) -> list[Trajectory]:
-    """``after`` without samples whose whole group is gone: there is nothing to compare them with.
+    """``after`` without samples that are alone in their group now, and were not before: nothing to compare them with.
 
     A sample with an advantage of its own stays: it is not compared.
     """

@@ -39,7 +39,10 @@ class Stopper:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises KeyboardInterrupt, even one that came earlier: for work that can be repeated."""
+        """Inside, a signal raises KeyboardInterrupt at once, and one that came earlier raises it on entry.
+
+        Use it for work that a resumed run repeats.
+        """
         self._at_once = True
         try:
             self.check()

@@ -31,16 +31,14 @@ if TYPE_CHECKING:  # these import torch, which takes the command line seconds
     from poise.sampling.trajectories import Trajectory
     from poise.training.steps import State, StepResult
 
-Sample = tuple[str, str, float, bool]  # prompt, completion, reward, correct
+Response = tuple[str, str, float, bool]  # prompt, completion, reward, correct
 
 SHOWN = (  # metric, format
-    ("loss", "loss {:.3f}"),
     ("reward/mean", "reward {:.2f}"),
     ("reward/accuracy", "accuracy {:.2f}"),
     ("rollout/length", "length {:.0f}"),
     ("rollout/entropy", "entropy {:.2f}"),
     ("time/tokens_per_s", "{:,.0f} tok/s"),
-    ("memory", "{:.1f} GiB at most"),
 )
 WINDOW = 20  # the last steps, which predict the remaining time
 
@@ -198,7 +196,7 @@ class Console:
                 parts.append(space + part if number else part + space)
             self._print("  ".join(parts).rstrip(), wrap=False)
 
-    def samples_table(self, samples: Sequence[Sample], k: int = 3, *, whole: bool = False) -> None:
+    def samples_table(self, samples: Sequence[Response], k: int = 3, *, whole: bool = False) -> None:
         """Print ``k`` samples (prompt, completion, reward, correct), from the lowest reward to the highest.
 
         Long texts are cut in the middle, unless ``whole`` is set.
@@ -270,7 +268,7 @@ def shorten(text: str, characters: int, lines: int = 16) -> str:
     return text
 
 
-def across_rewards(samples: Sequence[Sample], k: int) -> list[Sample]:
+def across_rewards(samples: Sequence[Response], k: int) -> list[Response]:
     """``k`` samples whose rewards are spread evenly from the lowest to the highest."""
     ranked = sorted((sample for sample in samples if isfinite(sample[2])), key=lambda sample: sample[2])
     if len(ranked) <= k or k < 1:

@@ -98,7 +98,7 @@ class Config(Group):
     prompts: Count = 16
     """Problems per step."""
     group: Count = GROUP
-    """Responses per prompt."""
+    """Attempts at each problem."""
     regulator: Text = GRPO
     """Token weights: a name, or a text such as "ar(alpha=0.3) | lopti"."""
     algorithm: Text = GRPO
