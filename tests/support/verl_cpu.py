@@ -8,8 +8,6 @@ import contextlib
 import copy
 import functools
 import os
-import time
-import unittest.mock
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +16,6 @@ import torch
 import transfer_queue as tq
 from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import OmegaConf
-from ray._private import services
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.plugin.platform.platform_cuda import PlatformCUDA
@@ -235,27 +232,10 @@ def step(built, batch):
     return metrics
 
 
-def patient(ask, seconds=300):
-    """Asks again for as long: Ray gives up after 30 seconds, in which a busy machine has not started its node."""
-
-    def asked(*args):
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                return ask(*args)
-            except RuntimeError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.1)
-
-    return asked
-
-
 @contextlib.contextmanager
 def queue(cpus=2):
     """Ray and verl's queue, for as long as it takes."""
-    with unittest.mock.patch.object(services, "get_node", patient(services.get_node)):
-        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     try:
         yield
