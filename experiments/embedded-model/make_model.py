@@ -7,8 +7,9 @@
 
 Settings are ``task.name`` and those of the task (``task.…``); ``style`` (sentences, compact or values), ``noise`` and
 ``wording`` of Knights & Knaves' solutions; ``steps``, ``batch``, ``lr``, ``seed``, ``workers``, ``compile``,
-``stop_at``, ``max_tokens`` and ``device``; then ``width``, ``layers``, ``heads`` and ``vocabulary`` for a new model, or
-``model`` (a folder, a run or a hub id) to start from another. What you leave out is as for the embedded model.
+``stop_at``, ``measure_every``, ``max_tokens`` and ``device``; then ``width``, ``layers``, ``heads`` and ``vocabulary``
+for a new model, or ``model`` (a folder, a run or a hub id) to start from another. What you leave out is as for the
+embedded model.
 
 The new folder has ``warmstart.yaml``, the settings: ``poise train model=FOLDER`` takes the task from there.
 """

@@ -131,11 +131,10 @@ def test_it_trains_and_goes_on_from_its_own_model(tmp_path: Path, name: str, set
 
 
 def test_it_stops_where_the_accuracy_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_start, "MEASURE_EVERY", 2)
     monkeypatch.setattr(warm_start, "MEASURED", 8)
     said: list[tuple[int, dict[str, float]]] = []
     for goal, last in ((0.0, 2), (1.0, 5)):
-        small = Warmstart("frozenlake", LAKE, **{**SMALL, "steps": 5}, stop_at=goal, max_tokens=3)
+        small = Warmstart("frozenlake", LAKE, **{**SMALL, "steps": 5}, stop_at=goal, measure_every=2, max_tokens=3)
         train(small, tmp_path / str(goal), device="cpu", say=lambda *told: said.append(told))
         assert said[-1][0] == last
     assert [step for step, found in said if "reward/accuracy" in found] == [2, 2, 4]

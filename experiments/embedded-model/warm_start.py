@@ -47,7 +47,7 @@ TEMPLATE = (
 )
 
 
-MEASURE_EVERY, MEASURED = 50, 256  # steps between two looks at the accuracy for stop_at, and problems each time
+MEASURED = 256  # problems at each look at the accuracy for stop_at
 NEW_MODEL = ("width", "layers", "heads", "vocabulary")  # settings of a model that is made here
 SOLUTIONS = ("style", "noise", "wording")  # settings of Knights & Knaves' solutions
 
@@ -76,10 +76,11 @@ class Warmstart:
     workers: int = 0
     compile: bool | None = None  # None: on CUDA
     stop_at: float | None = None  # accuracy on fresh problems, sampled, that is enough
+    measure_every: int = 50  # steps between two looks at it
     max_tokens: int = 256  # of a reply, where the accuracy is measured
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "vocabulary", "steps", "batch", "seed", "workers", "max_tokens"):
+        for name in (*NEW_MODEL, "steps", "batch", "seed", "workers", "measure_every", "max_tokens"):
             value, least = getattr(self, name), {"vocabulary": 300, "seed": 0, "workers": 0}.get(name, 1)
             check_range("warmstart", name, value, least, 2**31 - 1)
             if not isinstance(value, int):
@@ -205,7 +206,7 @@ def train(
             schedule.step()
             if say and (step % 100 == 0 or step == settings.steps):
                 say(step, {"loss": loss.item(), **_memory(policy.device)})
-            if goal and step % MEASURE_EVERY == 0 and goal.reached(step, say):
+            if goal and step % settings.measure_every == 0 and goal.reached(step, say):
                 break
             if stopper.requested:
                 note(

@@ -6,7 +6,7 @@ import pytest
 
 from poise import trainer
 from poise.runs.folder import RunFolder
-from poise.runs.subscribers.summary import change_intervals, conclusion, learned
+from poise.runs.subscribers.summary import _rows, change_intervals, conclusion, learned
 from poise.runs.subscribers.warnings import RunWarning
 from poise.training import config as configs
 from support.small_runs import SHORT, make
@@ -154,3 +154,13 @@ def test_shares_of_answers_that_are_cut_off_stand_below_accuracy(tmp_path, capsy
     trainer.train(make(tmp_path, *SHORT, "steps=1"))
     out = capsys.readouterr().out
     assert out.index("greedy") < out.index("cut off at rollout.max_tokens=") < out.index("unreadable")
+
+
+def test_greedy_samples_are_told_as_greedy_accuracy_alone():
+    told = {}
+    for when, value in (("before", 0.3), ("after", 0.6)):
+        row = {"value": value, "low": value - 0.1, "high": value + 0.1}
+        table = dict.fromkeys(("avg@1", "pass@1", "maj@1", "greedy"), row)
+        told[when] = {"accuracy": value, "n": 9, "samples": 1, "temperature": 0.0, "cut_off": 0, "table": table}
+    assert learned(told) == ["rose: greedy 0.300 → 0.600"]
+    assert [row[""] for row in _rows(told, 8)] == ["greedy", "cut off at rollout.max_tokens=8"]

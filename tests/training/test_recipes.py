@@ -17,7 +17,7 @@ ALGORITHMS = ["erl", "rltr"]
 
 
 def test_the_shipped_recipes():
-    assert recipes() == sorted([*METHODS, *ALGORITHMS, "demo"])
+    assert recipes() == sorted([*METHODS, *ALGORITHMS, "demo", "first"])
     link = ROOT / "recipes"
     assert link.is_symlink()
     assert not link.readlink().is_absolute()
@@ -46,7 +46,7 @@ def test_every_recipe_is_read_and_its_regulator_runs(name):
 @pytest.mark.parametrize("name", recipes())
 def test_every_recipe_says_what_to_expect_and_what_is_ours(name):
     header = (ROOT / "recipes" / f"{name}.yaml").read_text().partition("\nmodel:")[0]
-    if name == "demo":
+    if name in ("demo", "first"):
         assert "are ours" in header
     else:
         assert re.search(r"arXiv \d{4}\.\d{5}", header)

@@ -28,7 +28,7 @@ from poise._lib.errors import short
 from poise._lib.files import TEMPORARY, read_json, remove
 from poise.models import load_checks
 from poise.models.layers import compiling_pays
-from poise.models.location import EMBEDDED, ModelError, check_hub, first_line, locate, split_revision
+from poise.models.location import SHIPPED, ModelError, check_hub, first_line, locate, split_revision
 from poise.models.policy import Policy, progress_bars
 from poise.runs.checkpoint_files import verify_model
 
@@ -48,7 +48,7 @@ def load_policy(
     longest: int | None = None,
     template: Mapping[str, Any] | None = None,
 ) -> Policy:
-    """Load a model by hub id (``NAME@REVISION``), folder, run, checkpoint or adapter, or the ``"embedded"`` one.
+    """Load a model by hub id (``NAME@REVISION``), folder, run, checkpoint or adapter, or one of ``SHIPPED``.
 
     ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha and targets; ``seed``
     initialises its adapter and leaves torch's global generator alone. ``remote_code`` lets the model's repository run
@@ -349,7 +349,7 @@ def adapted_model(folder: Path) -> str | None:
         return None
     base = _base_model(folder)
     # The adapter may have been saved on another machine, with its path there.
-    return "embedded" if Path(base).name == EMBEDDED.name else base
+    return next((name for name, shipped in SHIPPED.items() if shipped.name == Path(base).name), base)
 
 
 def _base_model(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Where a model is: the embedded one, a folder, a run, a checkpoint or the hub. Quick to import: no transformers."""
+"""Where a model is: one that ships, a folder, a run, a checkpoint or the hub. Quick to import: no transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from poise._lib.files import MANIFEST, expand
 from poise.runs.folder import RunFolder
 from poise.runs.listing import is_run
 
-EMBEDDED = Path(__file__).parents[1] / "assets" / "kk-tiny"
+_ASSETS = Path(__file__).parents[1] / "assets"
+EMBEDDED = _ASSETS / "kk-tiny"
+SHIPPED = {"embedded": EMBEDDED, "embedded-plain": _ASSETS / "kk-plain"}  # models that come with poise
 PATIENCE = 10.0  # seconds
 
 
@@ -38,8 +40,8 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 def locate(name: str) -> str:
     """The model's folder or hub id. A run stands for the model of its newest checkpoint."""
-    if name == "embedded":
-        return str(EMBEDDED)
+    if name in SHIPPED:
+        return str(SHIPPED[name])
     if live.is_name(name):  # a loaded model
         if not live.known(name):
             raise ModelError(f"{name} is a model that was passed from Python: pass it again, poise.train(model=…)")

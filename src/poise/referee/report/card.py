@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from poise import __version__
+from poise.models.location import SHIPPED
 from poise.referee.report.reader import read_json, read_metrics
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers import warnings
@@ -58,7 +59,7 @@ def _facts(folder: RunFolder, config: dict[str, Any], base: str | None, step: in
     task, lora = config.get("task"), config.get("lora")
     lines = [line for line in read_metrics(folder) if line["step"] <= step]
     facts = {
-        "started from": base or "a local model" if config.get("model") != "embedded" else "poise's embedded model",
+        "started from": base or "a local model" if config.get("model") not in SHIPPED else "poise's embedded model",
         "task": task.get("name") if isinstance(task, dict) else None,
         "regulator": config.get("regulator"),
         "algorithm": config.get("algorithm"),

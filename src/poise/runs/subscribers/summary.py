@@ -149,6 +149,8 @@ def _key(lines: Sequence[dict[str, Any]], task: str, samples: int) -> str:
 def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
     """Each measure before and after training, with its 95 % interval; then how many samples had no whole answer."""
     before, after = (without_repeats(summary[when]["table"]) for when in ("before", "after"))
+    if summary["after"].get("temperature") == 0:
+        before.pop("avg@1", None)
     within = change_intervals(summary)
     rows = [
         {
@@ -226,6 +228,7 @@ def _measures(summary: dict[str, Any]) -> list[tuple[str, dict[str, float], dict
         return []
     k = after["samples"]
     names = (f"avg@{k}", "greedy", f"pass@{k}") if k > 1 else ("avg@1", "greedy")  # pass@1 is avg@1
+    names = ("greedy",) if after.get("temperature") == 0 else names  # then avg@1 is greedy, too
     tables = before["table"], after["table"]
     return [(name, tables[0][name], tables[1][name]) for name in names if all(name in table for table in tables)]
 

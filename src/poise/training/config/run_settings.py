@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from poise import regulators
 from poise._lib import live, user_code
 from poise._lib.errors import short
-from poise.models.location import EMBEDDED, locate, with_revision
+from poise.models.location import SHIPPED, locate, with_revision
 from poise.runs.checkpoint_files import dotted
 from poise.runs.folder import RunFolder
 from poise.runs.listing import is_run
@@ -91,8 +91,8 @@ def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) ->
         RunFolder.open(run, resume=False).newest()  # raises where there is none
         return of_run(run, changes, trust=trust, regulator=False)
     locate(model)
-    if model == "embedded":  # within a minute on a laptop
-        document = merge(read("demo"), {"prompts": 6})
+    if model in SHIPPED:  # within a minute on a laptop
+        document = merge(read("demo"), {"prompts": 6}) | _folder_task(model)
     else:
         document = merge(read("grpo"), {"prompts": 8, "rollout": {"max_tokens": 512}})
         document = {key: value for key, value in document.items() if key != "task"} | _folder_task(model)
@@ -134,7 +134,7 @@ def _restored(document: Document, changes: Document, source: str, *, trust: bool
 
 def _folder_task(model: str) -> Document:
     """The task that a model was made for: ``warmstart.yaml`` beside its weights says; nothing for others."""
-    path = (EMBEDDED if model == "embedded" else Path(model)) / "warmstart.yaml"
+    path = SHIPPED.get(model, Path(model)) / "warmstart.yaml"
     try:
         settings = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -279,8 +279,7 @@ class Config(Group):
         named = {name: getattr(self, name) for name in METHODS}
         groups = {"task": dict(self.task), "objective": vars(self.objective)}
         self._code = _user_code.code_of({**named, **groups, "model": self.model})
-        here = self.model == "embedded" or live.is_name(self.model) or expand(self.model).exists()
-        if self.revision is not None and here:
+        if self.revision is not None and self._model_is_here():
             raise ValueError(
                 f"revision = {self.revision!r}: only models on the hub have revisions, and model={self.model} is here; "
                 "leave it out"
@@ -308,6 +307,11 @@ class Config(Group):
                 f"stop_at = {self.stop_at}: accuracy is measured only before and after training; set evaluation.every"
             )
         return self
+
+    def _model_is_here(self) -> bool:
+        from poise.models.location import SHIPPED  # imports torch
+
+        return self.model in SHIPPED or live.is_name(self.model) or expand(self.model).exists()
 
 
 def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
