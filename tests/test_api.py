@@ -436,6 +436,18 @@ except poise.trainer.TrainError as error:
 """
 
 
+def test_functions_without_source_in_one_process(tmp_path, monkeypatch, capsys):
+    """As typed into ``python -``: a quick stand-in for the test below."""
+    monkeypatch.chdir(tmp_path)
+    for weight, steps in (("0.1", 1), ("0.1", 2), ("0.2", 3), ("0.1", 3)):
+        text = SCRIPT.replace("WEIGHT", weight).replace("STEPS", str(steps))
+        exec(compile(text, "<stdin>", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["<poise run 'run': 1 steps>", "<poise run 'run': 2 steps>"]
+    assert printed[2].startswith("refused: python:different: not the same object")
+    assert printed[3] == "<poise run 'run': 3 steps>"
+
+
 @pytest.mark.slow
 def test_functions_without_source(tmp_path):
     """Typed into ``python -``, where no file has their source."""

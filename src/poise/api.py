@@ -49,12 +49,12 @@ def train(
     >>> rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(100)]
     >>> result = poise.train(data=rows, reward="number", steps=2, optim={"lr": 1e-4}, evaluation="off")
 
-    ``model`` is a hub id, a folder or a loaded transformers model, of which a copy is trained; ``tokenizer`` goes with
-    a loaded model. ``data`` is a table of ``datasets``, a list of dicts, a file or a hub id; ``reward`` a name, a
-    function with TRL's signature, or a list of these. ``task``, ``environment``, ``regulator`` and ``algorithm`` are
-    names or objects. ``settings`` are all other settings (docs/reference.md), nested or by their dotted names:
-    ``optim={"lr": 1e-5}``, ``**{"optim.lr": 1e-5}``. ``recipe`` is what they change: a shipped recipe, a YAML file or a
-    ``Config``.
+    ``model`` is a hub id, a folder or a loaded transformers model, of which a copy is trained; ``tokenizer``, or its
+    name, goes with a loaded model. ``data`` is a table of ``datasets``, a list of dicts, a file or a hub id; ``reward``
+    is a name, a function with TRL's signature, or a list of these. ``task``, ``environment``, ``regulator`` and
+    ``algorithm`` are names or objects. ``settings`` are all other settings (docs/reference.md), nested or by their
+    dotted names: ``optim={"lr": 1e-5}``, ``**{"optim.lr": 1e-5}``. They change a ``recipe``: a shipped one, a YAML file
+    or a ``Config``.
 
     ``run`` is the folder to write to. If it has a run already, this one goes to the next free folder, such as
     ``runs/mine-2``; with ``renumber=False`` that is an error. ``resume`` continues the run in a folder: pass again the
@@ -109,7 +109,7 @@ def _config(
 
 
 class Result:
-    """What a run has left: its folder, its figures and the trained model.
+    """The result of a run: its folder, its figures and the trained model.
 
     ``summary`` is the content of ``summary.json``, ``run`` the run's folder, ``config`` its settings.
     """

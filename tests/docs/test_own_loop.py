@@ -44,12 +44,10 @@ def whole():
 
 
 def check_nthr(batch, phase):
-    """Against the paper's sum, token by token: three right answers, the last one wrong, so eta = 2·|0.5 − 0.75|."""
+    """Against the paper's sum, token by token. Three answers are right, the last one wrong: eta = 2·|0.5 − 0.75|."""
     with torch.no_grad():
-        error = torch.nn.functional.one_hot(batch.targets, 100) - batch.head(batch.hidden.flatten(0, 1)).softmax(
-            -1
-        ).view(4, 5, 100)
-    error, hidden = error.double(), batch.hidden.double()
+        probabilities = batch.head(batch.hidden.flatten(0, 1)).softmax(-1).view(4, 5, 100)
+    error, hidden = (torch.nn.functional.one_hot(batch.targets, 100) - probabilities).double(), batch.hidden.double()
     influence = torch.einsum("atv,bsv->atbs", error, error) * torch.einsum("atd,bsd->atbs", hidden, hidden)
     others = [[row for row in range(3) if row != one] for one in range(3)]
     threshold = min(influence[others[one], :, one].sum((0, 1)).mean() for one in range(3))
