@@ -227,8 +227,9 @@ def _measures(summary: dict[str, Any]) -> list[tuple[str, dict[str, float], dict
     if not is_summary(before) or not is_summary(after):
         return []
     k = after["samples"]
-    names = (f"avg@{k}", "greedy", f"pass@{k}") if k > 1 else ("avg@1", "greedy")  # pass@1 is avg@1
-    names = ("greedy",) if after.get("temperature") == 0 else names  # then avg@1 is greedy, too
+    names = [f"avg@{k}", "greedy", f"pass@{k}"] if k > 1 else ["avg@1", "greedy"]  # pass@1 is avg@1
+    if after.get("temperature") == 0:  # then avg@1 is greedy accuracy, too
+        names = ["greedy"]
     tables = before["table"], after["table"]
     return [(name, tables[0][name], tables[1][name]) for name in names if all(name in table for table in tables)]
 
