@@ -122,7 +122,7 @@ def run_small(words, page):
     elif verb == "train" and page in TUTORIALS and own_model:
         run(*words, *SIZES["tutorial"])
     elif verb == "eval" and page in [*TUTORIALS, *EXAMPLES]:
-        run(*words, "samples=2", "problems=2", "max_tokens=64")
+        run(*words, "samples=1", "problems=2", "max_tokens=64")
     elif verb == "train" and any(word.startswith(OTHER_TASKS) for word in words):
         run(*words, *SIZES["other task"])
         if not any("brief" in word for word in words):  # a reward that any reply gets some of

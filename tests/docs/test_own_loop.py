@@ -67,7 +67,7 @@ def test_the_pieces_regulate_and_train(tmp_path, monkeypatch, capsys):
         assert moved.grad.isfinite().all()
         assert moved.grad.any()
     assert not left["hidden"].grad[1, 2].any()  # outside the mask
-    check_nthr(left["sampled"], left["phase"])
+    check_nthr(left["sampled"], left["spared"])
     assert "reg/low/weight_mean" in capsys.readouterr().out
     trained, embedded = (
         torch.cat([weight.detach().flatten() for weight in load_policy(model, device="cpu").model.parameters()])
