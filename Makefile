@@ -90,7 +90,7 @@ test-package: .venv/installed
 	@touch $@
 
 docs: .venv-docs/installed
-	.venv-docs/bin/python -m mkdocs --quiet build
+	.venv-docs/bin/python -m mkdocs build
 
 # On a machine with a CUDA device. With a python that has all it needs already: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

@@ -28,6 +28,15 @@ TYPES = {"integer": "int", "number": "float", "string": "text", "boolean": "bool
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 INNER = ("id", "dataset", "settings")  # parameters that are part of a task's name, or its generator's own
 
+WRITTEN = """\
+| you write | it means |
+|---|---|
+| `optim.lr=1e-6`, `optim.betas="[0.9, 0.99]"`, `evaluation=off` | YAML 1.2; only your shell wants text in quotes |
+| `regulator="ar(alpha=0.3)"`, `reward="regex(pattern='x')"` | a name with settings; their values are Python literals |
+| `regulator="ar \\| lopti"` | two regulators composed: their weights and phases multiply |
+| `regulator="grpo; ar"`, `optim.lr=1e-5,1e-4` | only in `poise compare`: several values, one arm for each |
+| `regulator=mine.py:Mine`, `task.name=package.module.Mine` | your own code: a file or a module, and a name in it |
+"""
 Method = Callable[..., Any]
 METHODS: dict[str, tuple[str, Mapping[str, Method]]] = {
     "Tasks": (
@@ -50,6 +59,7 @@ def page() -> str:
         "Made from the code by `scripts/reference.py`.\n",
         "## Settings of a run\n",
         "On the command line `key=value`, in a recipe YAML. `poise train --dry-run` shows all values of a run.\n",
+        WRITTEN,
         _table(["setting", "type", "default", "meaning"], settings()),
     ]
     for title, (how, table) in METHODS.items():

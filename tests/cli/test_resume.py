@@ -12,6 +12,12 @@ from poise.training.config.run_settings import to_evaluate
 from support.command_line import SMALL, contents, fails, poise
 
 
+def test_a_folder_with_an_equals_sign(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    poise("train", "demo", *SMALL, "run='lr=1e-4'")
+    assert "already at step" in poise("train", "--resume", "lr=1e-4").output
+
+
 def test_a_finished_run_is_shown_again_and_nothing_is_computed(copy, monkeypatch):
     before = contents(copy)
     monkeypatch.setattr(trainer, "build", lambda *_, **__: pytest.fail("a model was loaded"))

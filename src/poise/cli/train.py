@@ -9,6 +9,7 @@ import typer
 
 from poise._lib.imports import quick_imports
 from poise.cli.common import Trust, TrustChanged, fail, loading, user_errors
+from poise.runs.listing import is_run
 
 if TYPE_CHECKING:
     from poise.training.config.schema import Config
@@ -49,7 +50,7 @@ def train(
         from poise.runs.subscribers.console import Console
         from poise.training import config as configs
 
-    recipe, overrides = split_arguments(args or [])
+    recipe, overrides = split_arguments(args or [], resume=resume)
     with user_errors():
         with quick_imports():  # checking a setting may import torch
             config = _resumed(recipe, overrides, trust or trust_changed) if resume else configs.load(recipe, overrides)
@@ -107,12 +108,12 @@ def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
     return of_run(str(changes["run"]), changes, trust=trust)
 
 
-def split_arguments(args: list[str]) -> tuple[str | None, list[str]]:
-    """The recipe, if one is named, and the settings."""
-    recipes = [arg for arg in args if "=" not in arg]
+def split_arguments(args: list[str], *, resume: bool = False) -> tuple[str | None, list[str]]:
+    """The recipe, if one is named, and the settings. To resume, a run folder, whose name may have a ``=``."""
+    recipes = [arg for arg in args if "=" not in arg or (resume and is_run(arg))]
     if len(recipes) > 1:
         fail(f"one recipe at a time, got {' and '.join(recipes)}; settings are written key=value")
-    return (recipes[0] if recipes else None), [arg for arg in args if "=" in arg]
+    return (recipes[0] if recipes else None), [arg for arg in args if arg not in recipes]
 
 
 def compare(
