@@ -57,8 +57,11 @@ if os.environ.get(WORKER):
     verl_cpu.CPUEngine.optimizer_step = _optimizer_step
 
 
-class Worker(ActorRolloutRefWorker):
-    """verl's worker, with an actor that scores, as poise's trainer has it, and that shows what it did."""
+class ShardedWorker(ActorRolloutRefWorker):
+    """verl's worker, with an actor that scores, as poise's trainer has it, and that shows what it did.
+
+    verl takes a class of the name Worker for its own base class.
+    """
 
     actor_worker_cls = verl_scores.ScoringWorker
 
@@ -98,13 +101,22 @@ def queue():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
+@contextmanager
 def workers(config):
     """A group of two, started by Ray as verl does it, with the model of the configuration."""
-    kind = RayClassWithInitArgs(cls=ray.remote(Worker), config=config.actor_rollout_ref, role="actor")
+    kind = RayClassWithInitArgs(cls=ray.remote(ShardedWorker), config=config.actor_rollout_ref, role="actor")
     group = RayWorkerGroup(
         resource_pool=RayResourcePool([2], use_gpu=False, max_colocate_count=1),
         ray_cls_with_init=create_colocated_worker_cls(class_dict={"actor": kind}),
         device_name="cpu",
         worker_env={WORKER: "1"},
     )
-    return group.spawn(prefix_set={"actor"})["actor"]
+    try:
+        actor = group.spawn(prefix_set={"actor"})["actor"]
+        actor.init_model()
+        yield actor
+    finally:
+        for worker in group._workers:
+            ray.kill(worker)
+        for placement in group.resource_pool.pgs:
+            ray.util.remove_placement_group(placement)

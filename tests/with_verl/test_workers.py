@@ -18,12 +18,6 @@ def _queue():
         yield
 
 
-@pytest.fixture(scope="module")
-def group(_queue):
-    """Workers know no regulator, so all methods share them."""
-    return verl_two.workers(config(METHODS[0]))
-
-
 def config(method):
     """A rate so small that rounding in one step does not show in the next one's gradient."""
     given = verl_cpu.OVERRIDES | {
@@ -42,18 +36,19 @@ def rollouts():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_workers_update_as_one_process(group, method):
-    made = config(method)
+def test_two_workers_update_as_one_process(method):
+    made, metrics = config(method), {}
     built = get_trainer_cls(made.trainer.v1.trainer_mode)(made)
     built._init_resource_pool_mgr()
-    built.actor_rollout_wg = group
+    built._init_tokenizer()
     built.global_steps, built.distillation_config = 1, None
-    group.init_model()  # the starting weights
-    start, metrics = group.found()[0]["weights"], {}
-    batch = built._balance_batch(rollouts(), metrics)
-    order = list(batch.keys)
-    built._update_actor(verl_cpu.prepare(built, batch, metrics), metrics)
-    first, second = group.found()
+    with verl_two.workers(made) as group:
+        built.actor_rollout_wg = group
+        start = group.found()[0]["weights"]
+        batch = built._balance_batch(rollouts(), metrics)
+        order = list(batch.keys)
+        built._update_actor(verl_cpu.prepare(built, batch, metrics), metrics)
+        first, second = group.found()
     assert first["process"] != second["process"]
     assert max(first["own"], second["own"]) <= len(start) // 2 + 1000
     assert torch.equal(first["weights"], second["weights"])
