@@ -58,7 +58,7 @@ def test_what_the_index_shows():
     assert about["Version"] == poise.__version__
     links = re.findall(r"\]\(([^)]+)\)", about["Description"])
     assert [link for link in links if not link.startswith("https://")] == []
-    assert any("/raw/main/docs/images/" in link for link in links)
+    assert any("/raw/main/" in link and link.endswith(".png") for link in links)
     assert not any("poise[" in requirement for requirement in metadata.requires("poise-rl"))
 
 
