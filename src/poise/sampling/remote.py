@@ -1,7 +1,7 @@
 """A frozen model behind an OpenAI-compatible completions endpoint: ``vllm serve``, ``transformers serve`` and others.
 
-``Server`` asks it for continuations of texts; ``RemoteSampler`` plays a task with it. What a server sends is untrusted.
-A request that fails is repeated for ``patience`` seconds. Then the run stops: a reward must not depend on luck.
+``Server`` asks it for continuations of texts. What a server sends is untrusted. A request that fails is repeated for
+``patience`` seconds. Then the run stops: a reward must not depend on luck.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
-
-import torch
 
 from poise._lib.errors import check_range, check_whole, complain, counted, quote
 from poise.models.location import ModelError
-from poise.models.policy import Policy
-from poise.models.prompts import as_text, plain
-from poise.sampling.draws import Sampling, streams
-from poise.sampling.requests import Completion, Engine, Request, Session
-from poise.sampling.sampler import Sampler, _Game
-from poise.tasks import explained, heard
+from poise.sampling.draws import Sampling
+from poise.sampling.requests import Engine, Request
+
+if TYPE_CHECKING:
+    from poise.models.policy import Policy
 
 TIMEOUT = 300.0  # seconds that one request may take
 PATIENCE = 300.0  # seconds for which a failing request is repeated: time to start a server again
@@ -303,44 +300,3 @@ def before_control(tokenizer: Any, text: str) -> str:
     """The text up to the first control token that it spells out: a server would read it as that token."""
     controls = "|".join(re.escape(token) for token in tokenizer.all_special_tokens if token)
     return re.split(controls, text, maxsplit=1)[0] if controls else text
-
-
-@dataclass(frozen=True, eq=False)
-class RemoteSampler(Sampler):
-    """Plays a task of one turn with the model of a ``server``, which reads text.
-
-    ``tokenizer`` has the server's chat template; it is the policy's unless given.
-    """
-
-    server: Server = None  # type: ignore[assignment]
-    tokenizer: Any = None
-
-    @classmethod
-    def of(cls, sampler: Sampler, server: Server, tokenizer: Any = None) -> RemoteSampler:
-        """For the task and the settings of ``sampler``."""
-        shared = {each.name: getattr(sampler, each.name) for each in fields(Sampler)}
-        return cls(
-            **shared | {"others": {}, "max_prompt": None},
-            server=server,
-            tokenizer=tokenizer or sampler.policy.tokenizer,
-        )
-
-    def _play(self, games: Sequence[_Game], engine: Engine | Session, seed: int) -> None:  # noqa: ARG002
-        begun = [before_control(self.tokenizer, whole_text(self.policy, game.tokens)) for game in games]
-        prompts = [
-            as_text(self.tokenizer, game.messages) + game.prefill.text + text
-            for game, text in zip(games, begun, strict=True)
-        ]
-        limits = [min(self.max_tokens - game.prefix, game.room) for game in games]
-        seeds = streams(seed, torch.arange(len(games))).tolist()
-        with self.counts.timed("rollout"):
-            replies = self.server.complete(prompts, limits, seeds, self.sampling)
-        for game, text, limit, reply in zip(games, begun, limits, replies, strict=True):
-            tokens = torch.tensor(plain(self.tokenizer, reply.text)[:limit], dtype=torch.long)
-            zeros = torch.zeros(len(tokens))
-            whole = game.prefill.opening + game.prefill.text + text + reply.text
-            with explained(game.task, game.problem, "step()"):
-                heard(game.task, game.problem, game.episode.step(whole))
-            game.answered(Completion(tokens, zeros, zeros, reply.finished), whole, [], None)
-        with self.counts.timed("score"):
-            self._score(games)

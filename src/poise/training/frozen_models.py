@@ -28,7 +28,7 @@ from poise.runs.folder import RunFolder
 from poise.sampling.algorithms import Algorithm
 from poise.sampling.choose import choose
 from poise.sampling.draws import Sampling
-from poise.sampling.remote import RemoteSampler
+from poise.sampling.remote_sampler import RemoteSampler
 from poise.sampling.requests import Completion, Done, Engine, Request
 from poise.sampling.sampler import Sampler
 from poise.training.config.schema import Config
