@@ -106,7 +106,7 @@ def mine(batch):
         ("lopti", "vanilla", r"has 2 phases.*trainer_mode=poise_sync \+trainer.v1.poise_sync.regulator=\"'lopti'\""),
         ("ar | entropy", "vanilla", "has TopEntropy in it"),
         ("nthr", "vanilla", "has NTHR in it"),
-        ("blame", "vanilla", "blame needs entropy, and a policy loss sees"),
+        ("blame", "vanilla", "blame needs entropy, but a policy loss sees"),
         (f"{__name__}.mine", "vanilla", "has Function in it"),
         ("tr-grpo", "vanilla", r"tr-grpo\(kl_weighted=False\)"),
         ("ar", "geo_mean", "try 'vanilla'"),
