@@ -1,4 +1,4 @@
-"""The figures of docs/compare.md: how often each interval covers the true difference, and what can be detected.
+"""The figures of experiments/instrument/statistics.md: how often each interval covers the true difference, and what can be detected.
 
 python scripts/comparison_statistics.py   # a few minutes
 """

@@ -73,11 +73,11 @@ def test_the_comparison_of_the_compare_page(capsys):
     assert "against grpo: better" in capsys.readouterr().out
 
 
-def test_the_detectable_differences_of_the_compare_page():
+def test_the_detectable_differences_of_the_page_on_statistics():
     from poise.referee.compare.statistics import detectable
 
     rows = re.findall(r"(?m)^\| (\d+) \| ([\d.]+|none) \| ([\d.]+|none) \| ([\d.]+|none) \| ([\d.]+|none) \|$",
-                      (ROOT / "docs/compare.md").read_text())  # fmt: skip
+                      (ROOT / "experiments/instrument/statistics.md").read_text())  # fmt: skip
     assert len(rows) == 5
     for seeds, *written in rows:
         found = [detectable(int(seeds), 1.0, comparisons) for comparisons in (1, 3, 5, 10)]

@@ -139,7 +139,7 @@ def test_responses_and_tokens_are_exported(method, tmp_path):
     ],
 )
 def test_what_goes_through_the_queue_is_what_the_page_says(method, terms, read, written, writes, monkeypatch):
-    """docs/scale.md: bytes for each response token, and how many messages."""
+    """experiments/performance/scale-costs.md: bytes for each response token, and how many messages."""
     built = trainer(method, use_kl_loss=terms)
     batch = prepare(built, rollouts(rewards=[1, 0] * 4), {})
     got, put = [], []
