@@ -1,4 +1,4 @@
-"""The figures of experiments/instrument/statistics.md: how often each interval covers the true difference, and what can be detected.
+"""How often each interval covers the true difference, and what can be detected: experiments/instrument/statistics.md.
 
 python scripts/comparison_statistics.py   # a few minutes
 """

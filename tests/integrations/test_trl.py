@@ -490,7 +490,7 @@ class Second:
 
 @pytest.mark.parametrize(("method", "bytes_a_place", "gathers"), [("ar", 12, 3), ("entropy", 16, 4)])
 def test_what_is_gathered_is_what_the_page_says(method, bytes_a_place, gathers, tmp_path):
-    """experiments/performance/scale-costs.md. A place is one of the padded batch; sizes are gathered for all but the advantages."""
+    """experiments/performance/scale-costs.md. A place is one of the padded batch; sizes: all but the advantages."""
     trainer = build(tmp_path, method, **VARIED)
     output = trainer._generate_and_score_completions([DATA[0]] * 8)
     trainer._poise.rewards = trainer._poise.rewards.repeat(2, 1)
