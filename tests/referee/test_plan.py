@@ -150,6 +150,7 @@ def test_mistakes_are_answered():
     assert "must be a whole number" in problem("tune=x")
     assert "there is no such file" in problem(recipe="nowhere.yaml")
     assert "run = [1]" in problem("run=[1]")
+    assert problem("arms=[{regulator: grpo}]").startswith("arms: list them in a YAML file")
     for typed in ("seeds=[1", "run=[1", "baseline=*x"):
         assert f"override '{typed}': cannot read the value" in problem(typed)
 
@@ -386,6 +387,8 @@ def test_the_users_own_curve_stays(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("base: demo\nevaluation: {every: 3}\n")
     assert make(tmp_path, recipe=str(path)).arms[1].variants[0].config.evaluation.every == 3
+    (tmp_path / "heir.yaml").write_text("base: own.yaml\nevaluation: {problems: 70}\n")
+    assert make(tmp_path, recipe=str(tmp_path / "heir.yaml")).arms[1].variants[0].config.evaluation.every == 3
 
 
 def test_tuning_runs_need_no_curve(tmp_path):

@@ -141,6 +141,8 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
         key, equals, _ = override.partition("=")
         if key.strip() == "seed" and equals:
             raise ConfigError(["seed: a comparison has several seeds; write seeds=10 for 0 to 9, or seeds=20-29"])
+        if equals and key.strip() in ("arms", "axes"):
+            raise ConfigError([f"{key.strip()}: list them in a YAML file; here, give a setting several values"])
         if equals and key.strip() in OWN:
             own[key.strip()] = read_typed(override)
         else:
@@ -229,12 +231,16 @@ def _folder(document: Document, settings: list[str]) -> Path:
 
 
 def _own_evaluation(recipe: str | None) -> Document:
-    """The evaluation's settings in the user's own file; none in a shipped recipe."""
+    """The evaluation's settings in the user's own file and in those that it inherits from, without shipped recipes."""
     if recipe is None or recipe in recipes():
         return {}
-    contents = parse(expand(recipe).read_text(encoding="utf-8"))
-    group = contents.get("evaluation") if isinstance(contents, dict) else None
-    return group if isinstance(group, dict) else {}
+    path = expand(recipe)
+    contents = parse(path.read_text(encoding="utf-8"))
+    if not isinstance(contents, dict):
+        return {}
+    base, group = contents.get("base"), contents.get("evaluation")
+    inherited = _own_evaluation(None if base is None or base in recipes() else str(path.parent / base))
+    return inherited | (group if isinstance(group, dict) else {})
 
 
 def _held_out(own: Document, document: Document) -> int:
