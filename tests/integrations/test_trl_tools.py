@@ -8,7 +8,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed (extra 'trl')")
 from datasets import Dataset  # noqa: E402
 
 from poise import regulators  # noqa: E402
-from poise.integrations.trl import TERM_MASKS, WEIGHTS, RegulatedGRPOTrainer  # noqa: E402
+from poise.integrations.trl import KL_WEIGHTS, WEIGHTS, RegulatedGRPOTrainer  # noqa: E402
 from support import trl_runs  # noqa: E402
 from support.trl_runs import CALL, config, weights  # noqa: E402
 
@@ -87,7 +87,7 @@ def test_the_regulator_sees_only_what_the_model_wrote(more, model, tmp_path):
         assert decode(ids[batch.mask[row]]) == (CALL + answer if row % 2 == 0 else answer)
         between = decode(ids[(output["completion_mask"][row] == 1) & ~batch.mask[row]])
         assert ("the total is now 7" in between) == (row % 2 == 0)
-    for name in (WEIGHTS, TERM_MASKS):
+    for name in (WEIGHTS, KL_WEIGHTS):
         assert (output[name] != 0).any()
         assert not output[name].transpose(1, 2)[~batch.mask].any()
 

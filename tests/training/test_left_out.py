@@ -116,7 +116,7 @@ def test_a_step_in_which_no_reward_applies_is_skipped_with_a_word(tmp_path, caps
     ]  # fmt: skip
     config = configs.load(None, [*settings, f"run={tmp_path / 'run'}"])
     trainer.train(config)
-    assert "step 2: no reward applies" in " ".join(capsys.readouterr().out.split())
+    assert "step 2: no group has two attempts with a reward" in " ".join(capsys.readouterr().out.split())
     folder = RunFolder(tmp_path / "run")
     first, second, third = folder.metrics()
     assert (first["optim/steps"], second["optim/steps"], third["optim/steps"]) == (1, 0, 1)
