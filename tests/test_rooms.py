@@ -1,6 +1,7 @@
 """Which package may import which: nobody imports from a room above their own."""
 
 import ast
+import re
 import runpy
 import subprocess
 import sys
@@ -94,6 +95,15 @@ def test_the_script_for_newer_versions_runs_tests_that_exist():
     root = ROOT.parents[1]
     named = runpy.run_path(str(root / "scripts" / "newer_versions.py"))["FOLDERS"]
     assert not [folder for folder in named if not (root / "tests" / folder).is_dir()]
+
+
+def test_a_step_can_be_followed():
+    """A reader of one step of the demo, console included, opens at most 42 files."""
+    script = ROOT.parents[1] / "scripts" / "walk.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=300)
+    files, edges = map(int, re.search(r"enters (\d+) files, .*; (\d+) file-to-file edges", done.stdout).groups())
+    assert 30 < files <= 42, done.stdout
+    assert 60 < edges <= 90, done.stdout
 
 
 def test_no_test_imports_another():

@@ -58,10 +58,9 @@ class Settings:
             raise ValueError(f"objective: max_length must be a whole number above 0, got {self.max_length!r}")
         if self.importance_cap is not None:
             check_range("objective", "importance_cap", self.importance_cap, 1e-6)
-        asked = None if self.surrogate == "clip" else self.rule.aggregation  # clip asks for none, and needs no torch
-        if asked and self.aggregation not in (asked, Settings.aggregation):
+        if self.aggregation not in (self.averages_by, Settings.aggregation):
             raise ValueError(
-                f"objective: surrogate {self.surrogate!r} averages by {asked}, but aggregation is "
+                f"objective: surrogate {self.surrogate!r} averages by {self.averages_by}, but aggregation is "
                 f"{self.aggregation!r}: leave one of them out; to keep the aggregation, give the surrogate the setting "
                 "sequence_mean=False"
             )
@@ -75,9 +74,11 @@ class Settings:
             return Clip(self.clip_low, self.clip_high, self.dual_clip)
         return self.surrogate if isinstance(self.surrogate, Surrogate) else parse(str(self.surrogate))
 
-    @property
+    @cached_property
     def averages_by(self) -> str:
         """The aggregation in effect: the surrogate's own, or the setting."""
+        if self.surrogate == "clip":  # it has none of its own, and reading settings needs no torch
+            return self.aggregation
         return self.rule.aggregation or self.aggregation
 
     @property

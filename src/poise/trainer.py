@@ -21,7 +21,7 @@ from poise.runs.subscribers.summary import Summary, finished, show
 from poise.runs.subscribers.warnings import Watch
 from poise.runs.trackers import check_trackers, tracking
 from poise.sampling.draws import derived_seed
-from poise.sampling.trajectories import collect
+from poise.sampling.trajectories import collect, metrics_of
 from poise.tasks import training_problems
 from poise.training.batches import drop_failed, phases_of
 from poise.training.building import Components, build
@@ -155,11 +155,12 @@ class Trainer:
         ending = state.ending(config.steps, config.budget)
         with clock("regulate"):
             batch = self.make_batch(trajectories) if trajectories else None
-        metrics = sampling_metrics(self.algorithm, sampler.counts, trajectories, batch, config.objective)
+        metrics = sampling_metrics(sampler.counts, trajectories, batch, config.objective)
         metrics |= {**failures, "tokens/total": state.tokens}
         if batch is None:  # no reward applied, so there is nothing to learn
             self.checkpoints.weights_of = number
             return StepResult(state, metrics | {"optim/steps": 0.0}, clock, ending)
+        metrics |= metrics_of(self.algorithm, trajectories)
         with clock("regulate"):
             regulated = phases_of(
                 self.regulator, trajectories, batch, drop_equal_groups=config.drop_equal_groups, name=config.regulator

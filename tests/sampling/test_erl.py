@@ -18,6 +18,7 @@ from poise.objective import Settings
 from poise.runs.folder import RunFolder
 from poise.sampling.erl import CUT_OFF, GAP, Erl, read_advice
 from poise.sampling.sampler import Sampler
+from poise.sampling.trajectories import metrics_of
 from poise.tasks import Problem, Score
 from poise.training.batches import drop_failed, make_batch, without_consolidated
 from poise.training.steps import response_metrics
@@ -262,7 +263,8 @@ def test_a_step_without_first_attempts_has_no_metrics_of_them(policy):
     assert [sample.role for sample in judged] == ["reflection", "second", "consolidated"]
     batch = make_batch(judged, policy)
     assert batch.advantages.tolist() == [1, 1, 1]
-    metrics = response_metrics(algorithm, judged, batch, Settings())
+    assert response_metrics(judged, batch, Settings())["reward/mean"] == batch.rewards.mean()
+    metrics = metrics_of(algorithm, judged)
     assert not [name for name in metrics if name.startswith(("first/", "second/"))]
 
 

@@ -13,6 +13,7 @@ from poise.models.loading import load_policy
 from poise.objective import Settings
 from poise.runs.subscribers.recorder import response_records
 from poise.sampling.sampler import Sampler
+from poise.sampling.trajectories import metrics_of
 from poise.tasks import Problem, Score, TaskError
 from poise.training.batches import make_batch
 from poise.training.building import build_sampler
@@ -80,7 +81,7 @@ def test_summaries_are_over_first_attempts(policy):
     first, second = Sampler(policy, engine, Echo(), max_tokens=9).play(problems, seed=0)
     rows = [replace(first, advantage=1.0), replace(second, advantage=1.0, role="second", notes={"cut": 0.5})]
     batch = make_batch(rows, policy)
-    metrics = response_metrics(Said(), rows, batch, Settings())
+    metrics = response_metrics(rows, batch, Settings()) | metrics_of(Said(), rows)
     assert metrics["reward/mean"] == 2.0
     assert metrics["reward/accuracy"] == 0.0
     assert metrics["rollout/length"] == len(first.tokens)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 
@@ -92,20 +92,17 @@ def build(
     if policy.device.type == "cpu":
         keep_freed_memory()
 
-    def batch(trajectories: Sequence[Trajectory]) -> TokenBatch:
-        scored = any(each.sampler_logp is not None for each in trajectories)  # by the policy, in this very step
-        return make_batch(
-            trajectories,
-            policy,
-            advantage=advantage,
-            temperature=config.rollout.temperature,
-            recompute=recompute and not scored,
-            reference=frozen.reference if kl else None,
-            hidden="hidden" in regulator.needs,
-            min_p=config.objective.min_p,
-            micro_tokens=optim.micro_tokens,
-        )
-
+    batch = partial(
+        make_batch,
+        policy=policy,
+        advantage=advantage,
+        temperature=config.rollout.temperature,
+        recompute=recompute,
+        reference=frozen.reference if kl else None,
+        hidden="hidden" in regulator.needs,
+        min_p=config.objective.min_p,
+        micro_tokens=optim.micro_tokens,
+    )
     plan = UpdatePlan.of(config)
     checkpoints = Checkpoints(folder, policy, master_weights, optimizer, config.checkpoint_every)
     return Components(
@@ -200,7 +197,12 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
 
 
 def recomputed(config: Config, policy: Policy, note: Callable[[str], None]) -> bool:
-    """Whether old log-probabilities come from a forward pass, because the settings say so or the surrogate needs it."""
+    """Whether old log-probabilities come from a forward pass, because the settings say so or the surrogate needs it.
+
+    With vLLM they always do: its engine lets the policy score each response (``VllmEngine``), so one pass is enough.
+    """
+    if config.rollout.engine == "vllm":
+        return False
     if config.rollout.old_logp == "recomputed":
         return True
     bound = config.objective.rule.bound if policy.model.dtype.itemsize < 4 else inf

@@ -12,7 +12,7 @@ import torch
 from poise.batch import Phase, Rows, TokenBatch
 from poise.objective_settings import Settings
 from poise.sampling.sampler import POLICY, Counts
-from poise.sampling.trajectories import FIRST, Algorithm, Memory, Trajectory, metrics_of
+from poise.sampling.trajectories import FIRST, Memory, Trajectory
 from poise.tasks import Task, epochs
 from poise.tasks.rewards import TrainerState
 from poise.training.config.schema import Config
@@ -73,32 +73,25 @@ class StepResult:
 
 
 def sampling_metrics(
-    algorithm: Algorithm,
-    counts: Counts,
-    trajectories: Sequence[Trajectory],
-    batch: TokenBatch | None,
-    settings: Settings,
+    counts: Counts, trajectories: Sequence[Trajectory], batch: TokenBatch | None, settings: Settings
 ) -> dict[str, float]:
     """Everything that a step reports about what it sampled.
 
     Without a batch no reward applied, and there are no responses to report on.
     """
-    responses = {} if batch is None else response_metrics(algorithm, trajectories, batch, settings)
+    responses = {} if batch is None else response_metrics(trajectories, batch, settings)
     return {**responses, **counted_metrics(counts)}
 
 
-def response_metrics(
-    algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch, settings: Settings
-) -> dict[str, float]:
-    """``reward/…`` and ``rollout/…`` of a step, and what the algorithm reports itself.
+def response_metrics(trajectories: Sequence[Trajectory], batch: TokenBatch, settings: Settings) -> dict[str, float]:
+    """``reward/…`` and ``rollout/…`` of a step.
 
     They are over first attempts, whatever else was sampled, so that algorithms can be compared.
     """
-    own = metrics_of(algorithm, trajectories)
     first = [row for row, each in enumerate(trajectories) if each.role == FIRST]
     if first and len(first) < len(trajectories):
         trajectories, batch = [trajectories[row] for row in first], batch.rows(first)
-    return {**reward_metrics(trajectories, batch), **rollout_metrics(trajectories, batch, settings), **own}
+    return {**reward_metrics(trajectories, batch), **rollout_metrics(trajectories, batch, settings)}
 
 
 def counted_metrics(counts: Counts) -> dict[str, float]:
