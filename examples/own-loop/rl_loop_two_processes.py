@@ -25,8 +25,8 @@ def backward(policy: poise.Policy, batch: poise.TokenBatch, phase: poise.Phase) 
     divisor = summed(poise.objective.normalizer(batch, poise.objective.Settings()))  # *
     active = poise.backward(policy, batch, phase, divisor=divisor) is not None
     for parameter in policy.parameters():  # *
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # *
-        parameter.grad = summed(gradient)  # *
+        own = parameter.grad if active else None  # * otherwise it is that of an earlier mini-batch
+        parameter.grad = summed(torch.zeros_like(parameter) if own is None else own)  # *
     return bool(summed(torch.tensor(int(active), device=policy.device)))  # *
 
 

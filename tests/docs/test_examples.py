@@ -137,14 +137,19 @@ def gradient(trajectories, backward):
     return torch.cat(gradients)
 
 
-shared = gradient(mine, two.backward)
-everyones = [None, None]
-dist.all_gather_object(everyones, [replace(each, group=(rank, each.group), episode=None) for each in mine])
-alone = gradient(sum(everyones, []), poise.backward)
-assert alone.dtype == torch.float64
-error = float((shared - alone).abs().max() / alone.abs().max())
+def difference(mine):
+    shared = gradient(mine, two.backward)
+    everyones = [None, None]
+    dist.all_gather_object(everyones, [replace(each, group=(rank, each.group), episode=None) for each in mine])
+    alone = gradient(sum(everyones, []), poise.backward)
+    assert alone.dtype == torch.float64
+    return float((shared - alone).abs().max() / alone.abs().max())
+
+
+equal = [replace(each, score=replace(each.score, reward=1.0)) for each in mine]  # no advantage: no gradient
+errors = [difference(mine), difference(equal if rank else mine)]
 if rank == 0:
-    print("error", error)
+    print("error", max(errors))
 dist.destroy_process_group()
 """
 
