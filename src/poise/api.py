@@ -101,10 +101,9 @@ def _config(
     from poise.runs.folder import RunFolder
     from poise.training.config.run_settings import of_run
 
-    folder, given = RunFolder.open(Path(resume), resume=False), changes.get("task")
-    saved = folder.config.get("task")
-    if isinstance(given, dict) and isinstance(saved, dict) and {given.get("name"), saved.get("name")} <= {*DATA_TASKS}:
-        given["name"] = saved["name"]  # data=… means the run's own task
+    task, saved = changes.get("task"), RunFolder.open(Path(resume), resume=False).config.get("task")
+    if isinstance(task, dict) and isinstance(saved, dict) and {task.get("name"), saved.get("name")} <= {*DATA_TASKS}:
+        task["name"] = saved["name"]  # data=… means the run's own task
     return of_run(os.fspath(resume), {**changes, "run": os.fspath(resume)}, trust=trust)
 
 

@@ -34,7 +34,7 @@ from poise.training.update import NotFiniteError, set_learning_rate, update
 
 __all__ = ["State", "StepResult", "TrainError", "Trainer", "train"]
 
-EVENTS = ("on_start", "on_step", "on_end")  # what a subscriber may be told of
+EVENTS = ("on_start", "on_step", "on_end")  # the methods that a subscriber may have
 
 
 def train(
@@ -172,8 +172,8 @@ class Trainer:
             blamed("objective.surrogate", surrogate, raised_there=True),
         ):
             set_learning_rate(self.optimizer, config.optim, number)
-            optimized = update(self.policy, self.optimizer, regulated.batch, regulated.phases, self.plan, seed)
-        metrics |= optimized | regulated.metrics
+            metrics |= update(self.policy, self.optimizer, regulated.batch, regulated.phases, self.plan, seed)
+        metrics |= regulated.metrics
         return StepResult(state, metrics, clock, ending, trajectories, batch, regulated.phases, regulated.rows)
 
     @contextmanager
@@ -199,6 +199,6 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 def tell(subscribers: Sequence[Any], event: str, what: Any) -> bool:
-    """Tell all subscribers of an event, in their order. False if one of them asks to end the run."""
+    """Call the method ``event`` of all subscribers that have it, in order. False if one of them asks to end the run."""
     answers = [getattr(each, event)(what) for each in subscribers if hasattr(each, event)]
     return not any(answer is False for answer in answers)

@@ -22,7 +22,7 @@ def is_comparison(folder: Path) -> bool:
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether a folder is a run's, even one without a checkpoint or with a damaged config.json."""
+    """Whether a folder is a run folder, even without a checkpoint or with a damaged config.json."""
     settings = Path(folder) / "config.json"
     if settings.is_file() and any(settings.with_name(name).is_file() for name in _WRITTEN):
         return True
@@ -47,7 +47,7 @@ class Listed:
 
 
 def find_runs(folder: Path) -> list[Listed]:
-    """The runs in a folder and below it, the one that was last written to first."""
+    """The runs in a folder and below it, newest first by the time of the last write."""
     return sorted((read(path) for path in _runs(folder, DEEPEST)), key=lambda run: -run.changed)
 
 

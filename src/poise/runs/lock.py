@@ -1,6 +1,6 @@
 """One process per run folder: a lock file that names its holder. The system frees the lock when the holder dies.
 
-``check_free`` says whether a new run may begin in a folder. This file imports no torch, so that both come first.
+``check_free`` says whether a new run may begin in a folder. This file imports no torch, so both checks are quick.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def check_free(path: Path) -> None:
 
 
 def resume_command(path: Path, more: str = "") -> str:
-    """The command that resumes the run in a folder; ``more`` is a further setting. With Python objects, the call."""
+    """The command that resumes the run in a folder, or the call if it has Python objects. ``more`` is a setting."""
     settings = None
     with suppress(ValueError, OSError):
         settings = read_json(path / "config.json")

@@ -27,7 +27,7 @@ from poise.sampling.requests import (
 )
 
 ROOM = 64  # tokens that a cache grows by
-COMPACT_EVERY = 16  # steps between two looks for ended responses to drop
+COMPACT_EVERY = 16  # steps between two checks for ended responses to drop
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -75,7 +75,7 @@ class CachedEngine:
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
     ) -> list[Completion]:
-        """Sample a response to each request, in their order. ``done`` hears of responses when their batch has ended."""
+        """Sample a response to each request, in their order. ``done`` is called once a whole batch has ended."""
         check_requests(requests)
         self.policy.check_lengths((len(request.prompt.tokens), request.max_tokens) for request in requests)
         at_once, sampled, number = self.batch or len(requests), list[Completion](), numbers(requests)

@@ -25,7 +25,7 @@ def choose(
 ) -> Engine:
     """The engine that ``choice`` names. ``auto`` is the native engine, or ``CachedEngine`` if the model needs it.
 
-    ``note`` is told of such a fallback. vLLM is opt-in; ``memory`` is its share of the device's memory, and
+    ``note`` shows such a fallback. vLLM is opt-in; ``memory`` is its share of the device's memory, and
     ``micro_tokens`` bounds the passes in which the policy scores its tokens.
     """
     if choice == "vllm":

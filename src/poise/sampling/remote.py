@@ -75,9 +75,9 @@ class Loaded:
         encoded = self.policy.tokenizer(list(prompts))["input_ids"]
         ends = self.policy.end_tokens
         rows = zip(encoded, limits, seeds, strict=True)
-        asked = [Request(tokens, limit, ends, number) for tokens, limit, number in rows]
-        sampled = self.engine.sample(asked, sampling, 0)
-        return [Reply(self.policy.decode(each.tokens.tolist()), each.finished) for each in sampled]
+        requests = [Request(tokens, limit, ends, number) for tokens, limit, number in rows]
+        completions = self.engine.sample(requests, sampling, 0)
+        return [Reply(self.policy.decode(each.tokens.tolist()), each.finished) for each in completions]
 
 
 def is_address(name: str) -> bool:
@@ -142,21 +142,22 @@ class Server:
 
 def _body(name: str, prompt: str, limit: int, seed: int, sampling: Sampling) -> dict[str, Any]:
     """A request. What is not in OpenAI's interface is left out unless it is needed: some servers refuse it."""
-    chosen = {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
-    chosen |= {"top_k": sampling.top_k} if sampling.top_k else {}
-    drawn = {"temperature": sampling.temperature, "seed": abs(seed) >> 32, **chosen}  # 31 bits, as servers take them
-    return {"model": name, "prompt": prompt, "max_tokens": limit, **drawn}
+    body = {"model": name, "prompt": prompt, "max_tokens": limit, "temperature": sampling.temperature}
+    body |= {"seed": abs(seed) >> 32}  # 31 bits, as servers take them
+    body |= {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
+    body |= {"top_k": sampling.top_k} if sampling.top_k else {}
+    return body
 
 
-def _first_model(found: Any, _: Any) -> str:
-    return str(found["data"][0]["id"])
+def _first_model(answer: Any, _: Any) -> str:
+    return str(answer["data"][0]["id"])
 
 
-def _reply(found: Any, body: Any) -> Reply:
+def _reply(answer: Any, body: Any) -> Reply:
     """The one continuation. Anything else raises ``_LieError``, or one of ``_MALFORMED``."""
-    if len(found["choices"]) != 1:
-        raise _LieError(f"its answer has {len(found['choices'])} continuations, and one was asked for")
-    choice, used = found["choices"][0], (found.get("usage") or {}).get("completion_tokens")
+    if len(answer["choices"]) != 1:
+        raise _LieError(f"its answer has {len(answer['choices'])} continuations, and one was asked for")
+    choice, used = answer["choices"][0], (answer.get("usage") or {}).get("completion_tokens")
     if not isinstance(choice["text"], str):
         raise _LieError("the text of its reply is no text")
     if used is not None and not 0 <= int(used) <= body["max_tokens"]:

@@ -252,7 +252,7 @@ def reasoning_tokens(policy: Vocabulary, tokens: Sequence[int], marks: Sequence[
 
 
 def answer_place(text: str, marks: Sequence[str]) -> int | None:
-    """Where the first mark is that the answer follows; None without a mark.
+    """The position of the first mark that the answer follows; None without a mark.
 
     A reply may name a mark before it answers ("I shall write it in ``\\boxed``"), or use it for something else
     (``#### Step 1``). If the answer follows no mark, the last mark counts.

@@ -67,8 +67,8 @@ class Sampler:
     """A policy, the engine that samples from it, the task it plays, and how.
 
     ``others`` are further models by name, such as a frozen one that continues what the policy began. A model is frozen
-    if no optimizer has its parameters. Each step and each evaluation samples with a copy of its own
-    (``at``), whose ``counts`` are its own and those of its copies.
+    if no optimizer has its parameters. Each step and each evaluation has a copy of its own (``at``), which counts
+    from 0; copies of that copy share its ``counts``.
     """
 
     policy: Policy
@@ -156,7 +156,7 @@ class Sampler:
             live = [i for i in live if not games[i].over]
 
     def greedy(self) -> Sampler:
-        """The same, always taking the most likely token."""
+        """The same sampler at temperature 0: it always takes the most likely token."""
         return replace(self, sampling=Sampling(temperature=0.0))
 
     def _score(self, games: Sequence[_Game]) -> None:
@@ -180,12 +180,12 @@ class Sampler:
         most = self.policy.longest
         prefill = Prefill(self.prefill, self.policy.encode_prefill(self.prefill), opened(self.policy.tokenizer))
         games = []
-        for place, problem in enumerate(problems):
+        for index, problem in enumerate(problems):
             episode = begin(self.task, problem)
             with explained(self.task, problem, "start()"):
                 messages = episode.start()
             if opening is not None:
-                messages = opening(place, messages)
+                messages = opening(index, messages)
             if not problem.prompt:  # the environment wrote it: records show it
                 problem = replace(problem, prompt=messages[-1]["content"])
             tools = tools_of(episode)
@@ -194,15 +194,15 @@ class Sampler:
                 prompts[key] = self._encode(problem, messages, tools, prefill.tokens)
             start, room = prompts[key], self._room(most - len(prompts[key].tokens))
             game = _Game(self.policy, self.task, problem, episode, messages, len(messages), start, room, tools, prefill)
-            if begun is not None and len(begun[place]):
-                game.begin_reply(begun[place])
+            if begun is not None and len(begun[index]):
+                game.begin_reply(begun[index])
             games.append(game)
         return games
 
     def fits(self, problem: Problem) -> bool:
         """Whether the prompt of a problem has at most ``max_prompt`` tokens.
 
-        True if only an episode of the user's own could tell: this runs no user code.
+        This runs no user code: where only an episode of the user's own could tell, the answer is True.
         """
         own = getattr(self.task, "pure_start", False)
         plain = not hasattr(self.task, "episode")  # then the prompt is a user's message
@@ -218,7 +218,7 @@ class Sampler:
 
     @cached_property
     def _frame(self) -> int:
-        """The tokens that the chat template and the prefill add to a user's message; many if the template fails."""
+        """The number of tokens that chat template and prefill add to a user's message; huge if the template fails."""
         with suppress(Exception):  # ``_encode`` names the problem on which it fails
             return len(self.policy.encode(".")) + len(self.policy.encode_prefill(self.prefill))
         return NO_LIMIT
@@ -266,7 +266,7 @@ class Prefill(NamedTuple):
 
 @dataclass(eq=False)
 class _Game:
-    """One episode under way. What follows its prompt grows with every reply and every answer of the environment."""
+    """One episode in progress. Its tokens grow with every reply and every answer of the environment."""
 
     policy: Policy
     task: Task
@@ -275,16 +275,16 @@ class _Game:
     messages: list[Message]  # the dialogue so far
     opening: int  # how many of them the episode started with
     prompt: Prompt
-    room: int  # for tokens yet to come
+    room: int  # how many more tokens fit
     tools: Tools = ()
     prefill: Prefill = Prefill()  # noqa: RUF009 (immutable)
     tokens: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)  # of each token: whether the model wrote it
-    # Of these tokens, reply after reply and text after text; 0 for the environment's.
+    # One tensor for each reply and each text of the environment; the environment's are 0.
     logp: list[Tensor] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     sampler_logp: list[Tensor | None] = field(default_factory=list)
-    end: int = 0  # how many of the tokens there are up to the model's last one
+    end: int = 0  # the number of tokens up to the model's last one
     replies: list[str] = field(default_factory=list)
     score: Score | None = None
     over: bool = False
@@ -306,21 +306,21 @@ class _Game:
         self.end = self.end if completion is None else len(self.tokens)
         self.room -= len(tokens)
 
-    def answered(self, completion: Completion, reply: str, said: list[Message], score: Score | None) -> None:
-        """The model has replied, and the environment has answered with ``said``, or with a score at the end."""
+    def answered(self, completion: Completion, reply: str, answer: list[Message], score: Score | None) -> None:
+        """The model has replied, and the environment has answered with messages or, at the end, with none."""
         self._follow(completion.tokens.tolist(), completion)
         self.replies.append(reply)
         self.finished &= completion.finished
-        self.score, self.over = score, not said
+        self.score, self.over = score, not answer
         self.messages = [*self.messages, {"role": "assistant", "content": reply}]
-        if said:
-            following = self.policy.encode_next(self.messages, said, self.tokens[-1], self.tools)
+        if answer:
+            following = self.policy.encode_next(self.messages, answer, self.tokens[-1], self.tools)
             following = [*following, *self.prefill.tokens]
             if self.room - len(following) < 1:  # no token of a reply would fit behind it
                 self.cut_off()
                 return
             self._follow(following)
-            self.messages = [*self.messages, *said]
+            self.messages = [*self.messages, *answer]
 
     def cut_off(self) -> None:
         """End an unfinished episode here; it is scored as it stands."""
@@ -393,6 +393,6 @@ class _Replies:
         # Decoding leaves out what the tokenizer calls special.
         text = prefill.opening + prefill.text + text.removeprefix(prefill.text)
         with explained(game.task, game.problem, "step()"):
-            said = heard(game.task, game.problem, game.episode.step(text))
-        together = isinstance(game.task, ScoresTogether)  # then one call scores all that have ended
-        return text, said, None if said or together else judge(game.task, game.problem, game.episode)
+            answer = heard(game.task, game.problem, game.episode.step(text))
+        together = isinstance(game.task, ScoresTogether)  # then one call scores all episodes that have ended
+        return text, answer, None if answer or together else judge(game.task, game.problem, game.episode)

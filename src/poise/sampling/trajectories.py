@@ -50,10 +50,10 @@ class Trajectory:
     sampler_logp: Tensor | None = None  # (n,) float32 of an engine whose arithmetic differs from the policy's
     advantage: float | Tensor | None = None  # a number, or (n,) one per token: used instead of normalising the reward
     messages: list[Message] = field(default_factory=list)  # the replies, and what the environment said in between
-    role: str = FIRST  # what the row is to its algorithm; summaries of rewards and lengths are over first attempts
-    notes: Mapping[str, float] = field(default_factory=dict)  # numbers that the algorithm found out about it; recorded
+    role: str = FIRST  # what the row is to its algorithm; metrics of rewards and lengths are over first attempts
+    notes: Mapping[str, float] = field(default_factory=dict)  # the algorithm's numbers about this row; recorded
     episode: Episode | None = None  # the episode itself, ended: for its feedback
-    version: int = 0  # how many training steps the weights had taken that sampled it
+    version: int = 0  # the training step whose weights sampled it; 0: the starting weights
 
 
 def algorithm(thing: F) -> F:

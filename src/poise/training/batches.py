@@ -58,16 +58,19 @@ def drop_failed(
 
 
 def _in_groups(before: Sequence[Trajectory], after: list[Trajectory]) -> list[Trajectory]:
-    """``after`` without samples that are alone in their group now, and were not before: nothing to compare them with.
+    """``after`` without samples that have become the only one of their group: nothing is left to compare them with.
 
-    A sample with an advantage of its own stays: it is not compared.
+    A sample with an advantage of its own stays, because it is not compared.
     """
     compared = ([sample for sample in samples if sample.advantage is None] for samples in (before, after))
-    had, has = (Counter(sample.group for sample in samples) for samples in compared)
+    sizes_before, sizes = (Counter(sample.group for sample in samples) for samples in compared)
     return [
         sample
         for sample in after
-        if sample.group is None or sample.advantage is not None or has[sample.group] > 1 or had[sample.group] == 1
+        if sample.group is None
+        or sample.advantage is not None
+        or sizes[sample.group] > 1
+        or sizes_before[sample.group] == 1
     ]
 
 
@@ -110,12 +113,12 @@ def _scored(
     trajectories: Sequence[Trajectory], policy: Policy, temperature: float, micro_tokens: int | None
 ) -> list[Trajectory]:
     """The trajectories, with the policy's log-probabilities and entropies where they had none."""
-    without = [each for each in trajectories if each.logp is None]
-    if not without:
+    unscored = [each for each in trajectories if each.logp is None]
+    if not unscored:
         return list(trajectories)
-    prompts, tokens, own = zip(*((each.prompt, each.tokens, each.own) for each in without), strict=True)
+    prompts, tokens, own = zip(*((each.prompt, each.tokens, each.own) for each in unscored), strict=True)
     batch = padded_batch(prompts, tokens, policy.device, own)
-    values = zip(without, *(x.cpu() for x in score_all(policy, batch, temperature, micro_tokens)), strict=True)
+    values = zip(unscored, *(x.cpu() for x in score_all(policy, batch, temperature, micro_tokens)), strict=True)
     scored = iter([replace(each, logp=p[: len(each.tokens)], entropy=h[: len(each.tokens)]) for each, p, h in values])
     return [next(scored) if each.logp is None else each for each in trajectories]
 
@@ -123,14 +126,14 @@ def _scored(
 def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenBatch:
     """The batch of what was sampled, with advantages of 0."""
 
-    def known(values: Sequence[Tensor | None], other: Sequence[Tensor]) -> list[Tensor]:
-        return [y if x is None else x for x, y in zip(values, other, strict=True)]
+    def or_else(values: Sequence[Tensor | None], others: Sequence[Tensor]) -> list[Tensor]:
+        return [other if value is None else value for value, other in zip(values, others, strict=True)]
 
-    nothing = [torch.zeros(len(each.tokens)) for each in trajectories]
-    logp, own = known([each.logp for each in trajectories], nothing), [each.own for each in trajectories]
+    zeros = [torch.zeros(len(each.tokens)) for each in trajectories]
+    logp, own = or_else([each.logp for each in trajectories], zeros), [each.own for each in trajectories]
     if not torch.cat(logp)[torch.cat(own)].isfinite().all():
         raise NotFiniteError("the model's probabilities are not finite")
-    reported = [each.sampler_logp for each in trajectories]
+    sampler_logp = [each.sampler_logp for each in trajectories]
     rewards, groups = [each.score.reward for each in trajectories], group_numbers([each.group for each in trajectories])
     return padded_batch(
         [each.prompt for each in trajectories],
@@ -138,8 +141,8 @@ def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenB
         device,
         own,
         old_logp=logp,
-        entropy=known([each.entropy for each in trajectories], nothing),
-        sampler_logp=None if all(x is None for x in reported) else known(reported, logp),
+        entropy=or_else([each.entropy for each in trajectories], zeros),
+        sampler_logp=None if all(x is None for x in sampler_logp) else or_else(sampler_logp, logp),
         groups=torch.tensor(groups, device=device),
         rewards=torch.tensor(rewards, dtype=_reward_dtype(rewards, groups), device=device),
         correct=torch.tensor([each.score.correct for each in trajectories], device=device),
@@ -181,9 +184,10 @@ def without_consolidated(
 
 
 def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, estimate: Estimate) -> Tensor:
-    """(B,) advantages: a trajectory's own one, or else normalised within its group; (B, T) if any is per token.
+    """(B,) advantages: a trajectory's own, or its reward normalised within its group; (B, T) if any is per token.
 
-    An estimate that looks beyond groups gets each role by itself: reflections and attempts have different rewards.
+    An estimate that looks beyond groups is made for each role by itself, because reflections and attempts have
+    different rewards.
     """
     rewards, groups = batch.rewards, batch.groups
     assert rewards is not None

@@ -63,7 +63,7 @@ class Evaluation:
         }
 
     def by_problem(self) -> dict[str, Any]:
-        """For ``before.json`` and ``problems.json``: the right samples of each problem, and its greedy answer.
+        """For ``before.json`` and ``problems.json``: for each problem, how many samples were right, and the greedy one.
 
         Runs with the same evaluation settings have the same problems, so they can be compared problem by problem.
         """
@@ -93,7 +93,7 @@ def evaluate(
     """Sample ``samples`` responses to each of the first ``problems`` held-out problems of a seed, and one greedily.
 
     The same seed gives the same problems and random numbers, so that two policies are compared on equal terms.
-    ``held_out_problems`` are these problems, if the caller has drawn them.
+    Pass ``held_out_problems`` if you have drawn the problems already.
     """
     sampler = sampler.at()
     test_problems = held_out_problems
@@ -139,7 +139,7 @@ def held_out(
     problems: Sequence[Problem] | None = None,
     seed: int | None = None,
 ) -> Evaluation:
-    """``evaluate`` with a run's settings: for the trainer, before and after, and for ``poise eval``."""
+    """``evaluate`` with a run's settings, for the trainer and for ``poise eval``."""
     settings = config.evaluation
     sampling = replace(sampler.sampling, temperature=config.test_temperature)
     return evaluate(

@@ -114,7 +114,7 @@ class FrozenModels:
                 )
         self.checkpoints = _checkpoints(self.start, users.values(), folder)
         self.by_source: dict[str, Frozen] = {}
-        first: dict[str, str] = {}  # who asked for a source first
+        first: dict[str, str] = {}  # the first user of each source
         for name, source in users.items():
             if first.setdefault(source, name) == name:
                 self.by_source[source] = self._load(name, source)
@@ -194,9 +194,10 @@ class FrozenModels:
 
 
 def starting_weights(config: Config, folder: RunFolder) -> str:
-    """What to load the policy from: ``model`` or, if that is a run and LoRA is on, the checkpoint it had back then.
+    """The name or folder to load the policy from: ``model``, or a checkpoint of it if it is a run and LoRA is on.
 
-    A resumed run with LoRA needs the same base weights again, since its own checkpoints hold only the adapter.
+    It is the newest checkpoint when this run began. A resumed run with LoRA needs the same base weights again, since
+    its own checkpoints hold only the adapter.
     """
     return _checkpoints(config.model, [START] if config.lora else [], folder).get(START, config.model_name)
 

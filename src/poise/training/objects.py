@@ -164,12 +164,12 @@ class _Namer:
 
 
 def _names_data(value: Any) -> bool:
-    """Whether this is a data set of a mixture, and not a row."""
+    """Whether this names a data set of a mixture; otherwise it is a row."""
     return isinstance(value, str) or (type(value) is dict and "name" in value and value.keys() <= GROUP_OF_DATA)
 
 
 def _title(thing: Any) -> str:
-    """What a person calls a function, a class or an object."""
+    """A name for a function, a class or an object, as a person would say it."""
     while hasattr(thing, "func") and not hasattr(thing, "__name__"):  # functools.partial
         thing = thing.func
     return str(getattr(thing, "__name__", type(thing).__name__))

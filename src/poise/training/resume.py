@@ -50,7 +50,7 @@ def open_to_resume(config: Config) -> RunFolder:
     """Open the run's folder, and refuse a config that changes more than it may (``CHANGEABLE``)."""
     folder = RunFolder.open(config.run, keep=config.keep_checkpoints)
     saved = folder.config
-    done, tokens = folder.progress()
+    step, tokens = folder.progress()
     requested = config.model_dump(mode="json")
     changes = list(differences(saved, requested))
     for key, before, now in changes:
@@ -61,9 +61,9 @@ def open_to_resume(config: Config) -> RunFolder:
             )
         if key == "rollout.max_prompt" and now < before:
             raise TrainError(f"{key}={now}: a resumed run may only raise it; the run in {folder.path} has {before}")
-    if config.steps < done:
+    if config.steps < step:
         raise TrainError(
-            f"steps={config.steps}: the run in {folder.path} is at step {done} already, and nothing was changed; "
+            f"steps={config.steps}: the run in {folder.path} is at step {step} already, and nothing was changed; "
             "raise steps to continue, or begin a shorter run in another run=DIR"
         )
     if config.budget is not None and config.budget != saved.get("budget") and config.budget < tokens:
@@ -78,7 +78,7 @@ def open_to_resume(config: Config) -> RunFolder:
 
 
 def keep_changes(config: Config, folder: RunFolder, step: int) -> None:
-    """Write down which settings and code differ from this step on. Call it once nothing can refuse the start."""
+    """Record which settings and code differ from this step on. Call it after every check that may refuse the start."""
     saved = folder.config
     changes = list(differences(saved, config.model_dump(mode="json")))
     for key, _, now in changes:
@@ -92,7 +92,7 @@ def keep_changes(config: Config, folder: RunFolder, step: int) -> None:
 
 
 def in_free_folder(config: Config, note: Callable[[str], None]) -> Config:
-    """The config, with the next free folder (``runs/mine-2``) if its own has a run: a cell is run twice."""
+    """The config, with the next free folder (``runs/mine-2``) if its own has a run: notebook cells are run twice."""
     folder = expand(config.run)
     if not (folder / "config.json").exists():
         return config
@@ -105,19 +105,19 @@ def in_free_folder(config: Config, note: Callable[[str], None]) -> Config:
 
 
 def check_same_code(config: Config, folder: RunFolder, *, accept: bool = False) -> list[str]:
-    """Refuse to resume a run with edited code, unless the user accepts it: then the names of the edited files."""
+    """Refuse to resume a run with edited code, unless ``accept`` is set. Return the names of the edited files."""
     versions = folder.code_versions()
     files = edited(versions[-1], config.code) if versions and config.code else []
     if files and not accept:
         if objects := [name for name in files if live.is_name(name)]:
             raise TrainError(
                 f"{', '.join(objects)}: not the same object as when the run in {folder.path} began: its code, its "
-                "values or its weights differ; pass the same one, begin another run, or go on knowingly with "
+                "values or its weights differ; pass the same one, begin another run, or accept the change with "
                 "trust_changed=True"
             )
         raise TrainError(
             f"{', '.join(files)}: this code was edited since the run in {folder.path} began; put it back, begin "
-            "another run=DIR, or go on knowingly with --trust-changed (in Python: trust_changed=True)"
+            "another run=DIR, or accept the change with --trust-changed (in Python: trust_changed=True)"
         )
     return files
 

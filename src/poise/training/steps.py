@@ -23,8 +23,8 @@ class State:
     """How far a run is. A checkpoint holds this, the weights and the optimizer's moments, and nothing else."""
 
     step: int = 0  # the last finished step
-    tokens: int = 0  # sampled since the run began, by all models, without evaluations
-    memory: Memory | None = None  # the algorithm's
+    tokens: int = 0  # sampled since the run began, by all models; evaluations do not count
+    memory: Memory | None = None  # the algorithm's own state
 
     def ending(self, steps: int, budget: int | None) -> str | None:
         """Which setting ("budget" or "steps") stops the run here; None if training continues."""
@@ -60,7 +60,7 @@ class Clock:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """One step. A subscriber may add to ``metrics``; those after it see that."""
+    """The result of one step. A subscriber may add to ``metrics``, and later subscribers see the addition."""
 
     state: State  # after the step
     metrics: dict[str, float]  # without times: the recorder adds them
@@ -69,7 +69,7 @@ class StepResult:
     trajectories: Sequence[Trajectory] = ()  # what was trained on; empty if no reward applied
     batch: TokenBatch | None = None  # one row per trajectory
     phases: Sequence[Phase] = ()  # over ``rows`` of the batch
-    rows: Rows = field(default_factory=lambda: slice(None))  # those that were updated on: all
+    rows: Rows = field(default_factory=lambda: slice(None))  # the rows that were trained on; all by default
 
 
 def sampling_metrics(
@@ -95,11 +95,11 @@ def response_metrics(trajectories: Sequence[Trajectory], batch: TokenBatch, sett
 
 
 def counted_metrics(counts: Counts) -> dict[str, float]:
-    """The mean of each number that reward functions reported (``log_metric``), turns and problems, sampled tokens.
+    """What the sampler counted: numbers that reward functions reported (``log_metric``), turns, problems and tokens.
 
-    ``rollout/continued`` counts later turns that continued from kept keys, ``rollout/reread`` those that read their
-    dialogue again, ``rollout/too_long`` problems that were left out: each only where there are any. ``tokens/…`` are
-    those of all models together, and of each model other than the policy.
+    ``rollout/continued`` counts later turns that continued from kept keys, ``rollout/reread`` later turns that read
+    their dialogue again, ``rollout/too_long`` problems that were left out. Each appears only if it is above 0.
+    ``tokens/sampled`` counts the tokens of all models, ``tokens/NAME`` those of each model other than the policy.
     """
     reported = {f"reward/{name}": sum(values) / len(values) for name, values in counts.reported.items()}
     turns = {f"rollout/{n}": float(counts.turns[n]) for n in ("continued", "reread", "too_long") if n in counts.turns}
@@ -127,7 +127,7 @@ def reward_metrics(samples: Sequence[Trajectory], batch: TokenBatch) -> dict[str
 
 
 def rollout_metrics(samples: Sequence[Trajectory], batch: TokenBatch, settings: Settings) -> dict[str, float]:
-    """``rollout/…``: length, entropy and share finished; with log-probabilities of the sampler, the mismatch too."""
+    """``rollout/…``: length, entropy, share finished; also the mismatch, if the sampler reported log-probabilities."""
     assert batch.entropy is not None
     return {
         **(mismatch_metrics(batch, settings) if batch.sampler_logp is not None else {}),

@@ -129,13 +129,13 @@ class Console:
         self._live.start()
 
     def on_start(self, state: State) -> None:
-        """Begin to predict the remaining time, after the first evaluation."""
+        """Start predicting the remaining time, after the first evaluation."""
         if setting := state.ending(self.total_steps, self.budget):
             self.note(f"already at step {state.step}: nothing to train; to continue, raise {setting}=")
         self.begin(state.step, state.tokens)
 
     def on_step(self, result: StepResult) -> None:
-        """Show a step; of the first and the last step also a few first attempts, across the range of rewards."""
+        """Show a step; for the first and the last step, also a few first attempts across the range of rewards."""
         from poise.sampling.trajectories import FIRST
 
         step, tokens, ending = result.state.step, result.state.tokens, result.ending
@@ -149,7 +149,7 @@ class Console:
             self.note(f"{spent if ending == 'budget' else early}: {tokens} tokens were sampled in {step} steps")
 
     def begin(self, step: int, tokens: int = 0) -> None:
-        """Predict the remaining time from ``step`` on: the time before it, such as an evaluation's, is no step's."""
+        """Predict the remaining time from ``step`` on; earlier time, such as an evaluation's, does not count."""
         self._times.clear()
         self._times.append((step, tokens, time.monotonic()))
 

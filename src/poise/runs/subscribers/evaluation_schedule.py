@@ -46,7 +46,7 @@ class EvaluationSchedule:
         self.console, self.trackers, self.stopper = console, trackers, stopper
         self.before = before
         self.after: Evaluation | None = None
-        self._state = State()  # the newest
+        self._state = State()  # after the newest step
 
     def on_start(self, state: State) -> bool:
         """Measure before training, or repeat an evaluation that was cut short; False if the goal is reached already."""
@@ -85,8 +85,8 @@ class EvaluationSchedule:
     def during(self) -> dict[str, float]:
         """The metrics of an evaluation in the course of training.
 
-        With ``stop_at`` it has other problems and random numbers than the evaluations before and after training: the
-        accuracy that ends a run is high partly by chance, so it must not be the one that is reported.
+        With ``stop_at`` its problems and random numbers differ from those of the evaluations before and after training:
+        the accuracy that ends a run is high partly by chance, so it must not be the accuracy that is reported.
         """
         return self.measure(self.config.evaluation.seed + (STOP_SEED if self.config.stop_at else 0)).metrics()
 
@@ -94,9 +94,9 @@ class EvaluationSchedule:
         self.console.note(f"  {done}/{total}")
         self.stopper.check()  # Python drops what a signal raises in a destructor
 
-    def _before(self, done: int) -> dict[str, Any]:
+    def _before(self, step: int) -> dict[str, Any]:
         """The accuracy before training: measured once; a resumed run reads it from ``before.json``."""
-        before = read_before(self.folder, done)
+        before = read_before(self.folder, step)
         if before is None:
             before = self.before
             if before is None:
@@ -110,28 +110,28 @@ class EvaluationSchedule:
         every = self.config.evaluation.every
         return every > 0 and step % every == 0
 
-    def catch_up(self, done: int) -> bool:
-        """Do the evaluation after step ``done`` if it was cut short. True if the goal is reached.
+    def catch_up(self, step: int) -> bool:
+        """Do the evaluation after ``step`` if it was cut short. True if the goal is reached.
 
         If the run had ended at that step and now continues, its final evaluation becomes the evaluation after that
         step, unless ``stop_at`` has problems of its own.
         """
-        line = next((line for line in self.folder.metrics() if line["step"] == done), None)
+        line = next((line for line in self.folder.metrics() if line["step"] == step), None)
         summary = self.folder.read_json("summary.json")
-        ended = isinstance(summary, dict) and summary.get("steps") == done and not self.config.stop_at
+        ended = isinstance(summary, dict) and summary.get("steps") == step and not self.config.stop_at
         final = summary.get("after") if ended and not was_changed(summary) else None
-        if line is None or not (self.due(done) or is_summary(final)):
+        if line is None or not (self.due(step) or is_summary(final)):
             return False
         if any(key.startswith("eval/") for key in line):  # only the final evaluation was cut short, if any
             return self.goal_reached(line)
         task = self.sampler.task.name
         measured = summary_metrics(task, final) if is_summary(final) else self.during()
-        self.folder.log_more(done, measured)
+        self.folder.log_more(step, measured)
         logged = {key: nan if value is None else value for key, value in line.items() if key != "step"}
-        self.console.step(done, logged | measured)
+        self.console.step(step, logged | measured)
         for tracker in self.trackers:
-            tracker.log(done, logged | measured)
-        return self.due(done) and self.goal_reached(measured)
+            tracker.log(step, logged | measured)
+        return self.due(step) and self.goal_reached(measured)
 
     def goal_reached(self, metrics: dict[str, float]) -> bool:
         """Whether a step's evaluation, if it had one, reached ``stop_at``."""

@@ -1,4 +1,4 @@
-"""The recorder writes a run into its folder: where it runs, and of each step the metrics, responses and tokens."""
+"""The recorder writes a run into its folder: the environment, and each step's metrics, responses and tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from poise.sampling.trajectories import FIRST, Trajectory
 from poise.tasks import Task, gold_answer
 from poise.training.steps import State, StepResult
 
-STARTS = ("package", "python", "torch", "transformers", "device", "threads")  # what may differ between two starts
+STARTS = ("package", "python", "torch", "transformers", "device", "threads")  # compared with the run's earlier start
 
 
 class Recorder:

@@ -1,4 +1,4 @@
-"""The end of a run: ``summary.json``, its result as a table, its curve as a picture, and what to do next."""
+"""The end of a run: ``summary.json``, a table of results, a picture of the curve, and what to do next."""
 
 from __future__ import annotations
 
@@ -75,43 +75,43 @@ def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[
 
     A run whose files are damaged counts as unfinished: the trainer says what is wrong.
     """
-    done, evaluated = max(folder.checkpoints(), default=0), bool(config.evaluation.problems)
+    step, evaluated = max(folder.checkpoints(), default=0), bool(config.evaluation.problems)
     try:
         summary = folder.read_json("summary.json")
         if was_changed(summary):
             with Console(0, quiet=quiet) as console:
                 console.note(f"{folder.path}/summary.json was changed after the run wrote it: it is measured again")
-        if not done or not isinstance(summary, dict) or summary.get("steps") != done or was_changed(summary):
+        if not step or not isinstance(summary, dict) or summary.get("steps") != step or was_changed(summary):
             return None
-        CheckpointFiles(folder).verify(done)
+        CheckpointFiles(folder).verify(step)
     except (ValueError, OSError):
         return None
     tokens, after = summary.get("tokens"), summary.get("after", {})
     spent = config.budget is not None and type(tokens) is int and tokens >= config.budget
     complete = is_summary(after) if evaluated else after is None
     logged = max((line["step"] for line in folder.metrics()), default=0)
-    if not complete or logged != done or (done < config.steps and not spent):
+    if not complete or logged != step or (step < config.steps and not spent):
         return None
-    before = read_before(folder, done) if evaluated else None
+    before = read_before(folder, step) if evaluated else None
     summary |= {"before": shown_before(before), "run": str(folder.path)}
     ending = "budget" if spent else "steps"
     with Console(0, quiet=quiet) as console:
-        console.note(f"already at step {done}: nothing to train; to continue, raise {ending}=")
+        console.note(f"already at step {step}: nothing to train; to continue, raise {ending}=")
         if not quiet:
             show(config, summary, console)
     return summary
 
 
-def read_before(folder: RunFolder, done: int) -> dict[str, Any] | None:
+def read_before(folder: RunFolder, step: int) -> dict[str, Any] | None:
     """The accuracy before training, from ``before.json``; None if it has not been measured yet.
 
-    After ``done`` > 0 steps it can no longer be measured, and a missing file is an error.
+    After the first step it can no longer be measured, and a missing file is an error.
     """
     before: dict[str, Any] | None = folder.read_json("before.json")
-    if before is None and done:
+    if before is None and step:
         raise TrainError(
             f"{folder.path}/before.json is missing: it holds the accuracy before training, which cannot be measured "
-            f"any more at step {done}; put it back, or begin again in another run=DIR"
+            f"any more at step {step}; put it back, or begin again in another run=DIR"
         )
     if before is not None and (not is_summary(before) or was_changed(before)):
         raise TrainError(
@@ -205,7 +205,7 @@ def conclusion(
 
 
 def learned(summary: dict[str, Any]) -> list[str]:
-    """Which measures rose, fell or did neither, and whether answers are merely cut off less often."""
+    """Which measures rose, fell or did not clearly change, and whether answers are only cut off less often."""
     if _nothing_right(summary):
         return ["no held-out answer was right, before training or after it"]
     changes = _changes(summary)

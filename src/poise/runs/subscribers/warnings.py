@@ -120,11 +120,9 @@ def _all_wrong(run: Progress) -> bool:
 
 
 def _no_spread(run: Progress) -> bool:
-    from_the_start = run.first("reward/accuracy", run.few)
-    easy = bool(from_the_start) and min(from_the_start) >= 0.99
-    return run.no_spread and (
-        easy or run.within("reward/accuracy", 0, 0.95)
-    )  # right only since the end: the run has learned
+    first = run.first("reward/accuracy", run.few)
+    easy = bool(first) and min(first) >= 0.99  # all right only at the end would mean that the run has learned
+    return run.no_spread and (easy or run.within("reward/accuracy", 0, 0.95))
 
 
 def _no_steps(run: Progress) -> bool:
@@ -142,7 +140,7 @@ def _held_unmoved(run: Progress) -> bool:
 
 
 def _accuracy_fell(run: Progress) -> bool:
-    """Less than two thirds of the best, and by more than chance: four standard errors, at their largest."""
+    """Less than two thirds of the best, by more than chance: four standard errors of a share of one half."""
     right, (best, _) = run.last("reward/accuracy"), run.best()
     if not right:
         return False
