@@ -158,7 +158,7 @@ class Trainer:
         metrics = sampling_metrics(sampler.counts, trajectories, batch, config.objective)
         metrics |= {**failures, "tokens/total": state.tokens}
         if batch is None:  # no reward applied, so there is nothing to learn
-            self.checkpoints.weights_of = number
+            self.checkpoints.weights_of = number  # the same weights, one step further
             return StepResult(state, metrics | {"optim/steps": 0.0}, clock, ending)
         metrics |= metrics_of(self.algorithm, trajectories)
         with clock("regulate"):

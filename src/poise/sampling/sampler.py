@@ -79,7 +79,8 @@ class Sampler:
     max_prompt: int | None = None  # in what an episode starts with; None: no limit
     max_episode: int | None = None  # in all that follows, replies and what the environment says; None: no limit
     others: Mapping[str, Sampler] = field(default_factory=dict)
-    progress: TrainerState = field(default_factory=TrainerState)  # how far the run is: reward functions see it
+    # How far the run is: reward functions see it, and its ``global_step`` is the ``version`` of trajectories.
+    progress: TrainerState = field(default_factory=TrainerState)
     prefill: str = ""  # ends the prompt of every turn; it is scored with the reply, but is no part of the loss
     name: str = POLICY
     counts: Counts = field(default_factory=Counts)
