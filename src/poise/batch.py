@@ -176,9 +176,8 @@ class Phase:
     policy: Tensor  # (B, T) multiplies the policy term
     kl: Tensor  # (B, T) multiplies the KL and entropy terms
     metrics: Mapping[str, float] = field(default_factory=dict)  # numbers that the regulator reports
-    tokens: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # (B, T) each: per-token values to record, such as NTHR's score
+    # (B, T) each: per-token values to record, such as NTHR's score
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -332,6 +331,7 @@ def _check_values(batch: TokenBatch) -> None:
             value = getattr(batch, name)[index]
             shown = value.item() if value.dim() == 0 else "not finite"
             problem = {
-                "targets": "not a token of the vocabulary", "min_p_logp": "must be a number or −inf inside the mask",
-            }.get(name, "must be finite inside the mask")  # fmt: skip
+                "targets": "not a token of the vocabulary",
+                "min_p_logp": "must be a number or −inf inside the mask",
+            }.get(name, "must be finite inside the mask")
             raise ValueError(f"TokenBatch: {name}{list(index)} = {shown}: {problem}")

@@ -74,7 +74,7 @@ def lines(
     responses: Sequence[Tensor],
     decode: Callable[[list[int]], str],
 ) -> list[dict[str, Any]]:
-    """A line for each row of a batch. ``prompts`` and ``responses`` are token ids without padding."""  # fmt: skip
+    """A line for each row of a batch. ``prompts`` and ``responses`` are token ids without padding."""
     decoder = Decoder(decode)
     numbers = {"logp": batch.old_logp, "advantage": batch.token_advantages, "entropy": batch.entropy}
     made = []

@@ -54,8 +54,12 @@ def step_metrics(step: Step) -> dict[str, float]:
     rewards = [record["reward"] for record in step.records if record["reward"] is not None]
     verdicts = [record["correct"] for record in step.records if record["correct"] is not None]
     entropy = step.arrays.get("entropy", torch.empty(0)).nanmean().item()
-    means = {"reward/mean": fmean(rewards) if rewards else nan, "reward/accuracy": fmean(verdicts) if verdicts else nan,
-             "rollout/entropy": entropy, "rollout/length": len(step.arrays["id"]) / len(step.records)}  # fmt: skip
+    means = {
+        "reward/mean": fmean(rewards) if rewards else nan,
+        "reward/accuracy": fmean(verdicts) if verdicts else nan,
+        "rollout/entropy": entropy,
+        "rollout/length": len(step.arrays["id"]) / len(step.records),
+    }
     found = token_batch(step)
     regulated = {} if found is None else summary(found[1], found[0])
     return {name: value for name, value in means.items() if value == value} | regulated
