@@ -180,7 +180,7 @@ def test_its_sampler_is_like_the_policys(tmp_path):
 
     models, policy, said = build(tmp_path)
     sampler = build_sampler(models.config, policy, said.append)
-    receiver = models.beside(sampler).others["receiver"]
+    receiver = models.add_to(sampler).others["receiver"]
     assert receiver.task is sampler.task
     assert (receiver.max_prompt, receiver.max_tokens) == (None, sampler.max_tokens)
     assert receiver.engine.engine is not sampler.engine  # keys and values of its own

@@ -100,8 +100,7 @@ def diagnose(
     policy.master_weights = MasterWeights(policy.model)
     policy.check_settings(rollout.max_prompt, rollout.max_tokens)
     frozen = FrozenModels(config, policy, config.build_algorithm(), say, start=starting_model(config.model))
-    sampler = build_sampler(config, policy, say, task=task)
-    sampler = frozen.beside(sampler)
+    sampler = frozen.add_to(build_sampler(config, policy, say, task=task))
     sampler = sampler.at(State(steps_taken(config.model)).progress(config, sampler.task))
     optimizer = _warm_optimizer(sampler, config, warmup, say)
     results, suspects, cut_off = [], list[dict[str, Any]](), 0

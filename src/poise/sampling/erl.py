@@ -371,7 +371,7 @@ class Reflecting:
     name: str = "reflection"
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:  # noqa: ARG002 (there are none of its own)
-        """None: they are questions about attempts."""
+        """Empty: the questions come from attempts."""
         return iter(())
 
     def score(self, problem: Problem, text: str) -> Score:  # noqa: ARG002

@@ -45,13 +45,14 @@ ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, and mean
 
 @dataclass(frozen=True)
 class Rltr:
-    """GRPO's ``group`` attempts, each rewarded for what the ``receiver`` makes of its reasoning too.
+    """GRPO's ``group`` attempts, each also rewarded for what the ``receiver`` makes of its reasoning.
 
-    ``transfer`` is the weight of that part, ``answer`` that of the task's part of this name. ``receiver`` is "start",
-    the weights that the run starts with, a model as ``model=`` takes it, or the address of an OpenAI-compatible server:
-    "http://HOST:PORT/v1", whose chat template is that of the ``tokenizer`` (default: the policy's), and whose requests
-    may take ``timeout`` seconds and are repeated for ``patience`` seconds. It continues each prefix ``continuations``
-    times. A prefix is cut between the shares ``low`` and ``high`` of the reasoning. ``marks`` begin an answer.
+    ``transfer`` weights this reward, ``answer`` the part called "answer" of the task's reward. ``receiver`` is "start"
+    (the weights that the run starts with), a model as ``model=`` takes it, or the address of an OpenAI-compatible
+    server, "http://HOST:PORT/v1". A server uses the chat template of ``tokenizer`` (default: the policy's); a request
+    may take ``timeout`` seconds and is repeated for ``patience`` seconds. The receiver continues each prefix
+    ``continuations`` times. A prefix is cut between the shares ``low`` and ``high`` of the reasoning. ``marks`` begin
+    an answer.
     """
 
     group: int = GROUP

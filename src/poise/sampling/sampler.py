@@ -56,7 +56,7 @@ class Counts:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Count the time inside this context as that of a part of the step."""
+        """Add the time inside this context to a part of the step."""
         start = time.perf_counter()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start

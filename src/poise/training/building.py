@@ -81,7 +81,7 @@ def build(
     recompute = recomputed(config, policy, notes.append)
     kl = bool(config.objective.kl_coef)
     frozen = FrozenModels(config, policy, algorithm, notes.append, folder, reference=kl)  # before memory is measured
-    sampler = frozen.beside(build_sampler(config, policy, notes.append, task=task))
+    sampler = frozen.add_to(build_sampler(config, policy, notes.append, task=task))
     check_same_data(sampler.task, folder)
     master_weights = policy.master_weights = MasterWeights(policy.model)
     optim = config.optim

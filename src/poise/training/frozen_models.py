@@ -131,8 +131,8 @@ class FrozenModels:
         others = {name: self.by_source[source].parameters for name, source in self.models.items()}
         return {"parameters": Frozen(self.policy).parameters, "parameters_of": others}
 
-    def beside(self, sampler: Sampler) -> Sampler:
-        """The sampler with another one in ``others`` for each of the algorithm's models: same task, same settings.
+    def add_to(self, sampler: Sampler) -> Sampler:
+        """The sampler with one in ``others`` for each of the algorithm's models, for the same task and settings.
 
         If the algorithm cannot work with these models or this task, its ``check`` says so here, before training.
         """
