@@ -130,6 +130,13 @@ def test_narrow_bounds_in_half_precision_recompute_old_log_probabilities(dtype, 
     assert [("gspo" in note, "old log-probabilities are recomputed" in note) for note in notes] == [(1, 1)] * recomputes
 
 
+@pytest.mark.parametrize(("engine", "recomputes"), [("auto", True), ("vllm", False)])
+def test_what_vllm_samples_is_scored_once(engine, recomputes):
+    """Its engine lets the policy score each response already."""
+    config = configs.load("demo", ["rollout.old_logp=recomputed", f"rollout.engine={engine}"])
+    assert recomputed(config, load_policy("embedded", device="cpu"), print) is recomputes
+
+
 def test_gspo_in_half_precision_holds_nothing_back_before_the_first_step(tmp_path):
     folder, _ = run(tmp_path, "objective.surrogate=gspo", "dtype=bfloat16", "steps=1", "evaluation=off")
     (line,) = folder.metrics()
