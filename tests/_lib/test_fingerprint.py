@@ -260,6 +260,49 @@ def test_a_helper_in_the_current_folder_does_not_replace_the_one_beside_the_file
     assert value("v2/mine.py:mine") == 1
 
 
+def test_helpers_in_packages_are_compared_by_the_names_of_their_modules(package, monkeypatch):
+    monkeypatch.chdir(package)
+    (package / "a").mkdir()
+    (package / "a/mine.py").write_text(USES_BESIDE)
+    (package / "a/beside.py").write_text("x = 1\n")
+    for folder, x in (("b", 2), ("c", 3)):
+        (package / folder / "inner").mkdir(parents=True)
+        (package / folder / "mine.py").write_text(USES_BESIDE.replace(", beside", "\nfrom inner import beside"))
+        (package / folder / "inner/__init__.py").write_text("from .rest import beside\n")
+        (package / folder / "inner/rest.py").write_text("from . import beside\n")
+        (package / folder / "inner/beside.py").write_text(f"x = {x}\n")
+    assert value("a/mine.py:mine") == 1
+    assert value("b/mine.py:mine") == 2  # inner.beside is another module than beside
+    with pytest.raises(ValueError, match=r"c/mine\.py imports .*c.inner.beside\.py, but .*b.inner.beside\.py"):
+        value("c/mine.py:mine")
+
+
+def test_a_helper_whose_file_has_moved_is_not_used_for_another(package, monkeypatch):
+    monkeypatch.chdir(package)
+    (package / "a").mkdir()
+    (package / "a/mine.py").write_text(USES_BESIDE)
+    (package / "a/beside.py").write_text("x = 1\n")
+    assert value("a/mine.py:mine") == 1
+    (package / "a").rename(package / "b")
+    (package / "b/beside.py").write_text("x = 2\n")
+    with pytest.raises(ValueError, match="or use a new process"):
+        value("b/mine.py:mine")
+
+
+def test_a_module_named_with_dots_does_not_get_the_helper_of_a_file(package, monkeypatch):
+    monkeypatch.chdir(package)
+    monkeypatch.setattr(user_code, "FOLDERS", [str(package)])
+    (package / "dotted.py").write_text(USES_BESIDE)
+    (package / "v2").mkdir()
+    (package / "v2/beside.py").write_text("x = 2\n")
+    (package / "v2/mine.py").write_text("import sys\nsys.path.insert(0, __file__[:-8])\n" + USES_BESIDE)
+    (package / "beside.py").rename(package / "later.py")
+    assert value("v2/mine.py:mine") == 2
+    (package / "later.py").rename(package / "beside.py")
+    with pytest.raises(ValueError, match=r"dotted imports .*beside\.py, but Python would import .*v2.beside\.py"):
+        value("dotted.mine")
+
+
 def test_a_link_to_a_file_imports_and_is_made_of_what_is_beside_the_link(package, monkeypatch):
     monkeypatch.chdir(package)
     for folder, x in (("store", 1), ("linked", 2)):

@@ -88,13 +88,17 @@ def files(roots: Iterable[Path], folders: Iterable[str] = ()) -> dict[Path, byte
 def shadowed(root: Path, folders: Iterable[str] = ()) -> tuple[Path, Path] | None:
     """A file that ``root`` imports, and the different file that Python would import instead; None if there is none."""
     contents, search_path = files([root], folders), _search_path([in_place(root)], folders)
+    places = [Path(folder).resolve() for folder in sys.path]  # "" is the current folder
     for file, text in contents.items():
         for place, name in _imports(file, text, search_path):
-            module = ".".join(name.with_suffix("").parts).removesuffix(".__init__")
-            loaded = getattr(sys.modules.get(module), "__file__", None)
-            places = [Path(folder, name) for folder in sys.path] if str(place) in sys.path else []
-            other = next((each for each in ([Path(loaded)] if loaded else places) if each.is_file()), place / name)
-            if not is_installed(other) and other.read_bytes() != contents.get(in_place(place / name)):
+            if place.resolve() not in places:
+                continue
+            module = name.parent if name.name == "__init__.py" else name.with_suffix("")
+            loaded = getattr(sys.modules.get(".".join(module.parts)), "__file__", None)
+            ways = (each / way for each in places for way in (module / "__init__.py", module.with_suffix(".py")))
+            other = Path(loaded) if loaded else next((each for each in ways if each.is_file()), place / name)
+            same = other.is_file() and other.read_bytes() == contents.get(in_place(place / name))
+            if not same and not is_installed(other):
                 return place / name, other
     return None
 
@@ -117,26 +121,28 @@ def _home(file: Path) -> Path:
 def _imports(file: Path, source: bytes, search_path: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
     """The files that ``file`` imports from ``search_path`` or its own package: folder and path within it.
 
-    Nothing is run.
+    The path names the module: it starts at the folder of the outermost package. Nothing is run.
     """
     try:
         nodes = list(ast.walk(syntax_tree(source)))
     except (SyntaxError, ValueError, RecursionError):
         return
     for node in nodes:
+        level = getattr(node, "level", 0)
+        places = file.parents[level - 1 : level] if level else search_path
         if isinstance(node, ast.Import):
-            names, places = [alias.name for alias in node.names], search_path
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
-            places = search_path if not node.level else file.parents[node.level - 1 : node.level]
         else:
             continue
         for name in names:
             parts = name.split(".")
-            for place in () if not getattr(node, "level", 0) and parts[0] in sys.stdlib_module_names else places:
-                inner = [Path(*parts[:count]) for count in range(1, len(parts) + 1)]
+            for place in () if not level and parts[0] in sys.stdlib_module_names else places:
+                root = _home(place / file.name) if level else place
+                inner = [place.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
                 candidates = [each for path in inner for each in (path.with_suffix(".py"), path / "__init__.py")]
-                yield from ((place, candidate) for candidate in candidates if (place / candidate).is_file())
+                yield from ((root, candidate.relative_to(root)) for candidate in candidates if candidate.is_file())
 
 
 def _file(module: ModuleType | None) -> Path | None:

@@ -282,13 +282,10 @@ def _module(kind: str, path: str, name: str) -> ModuleType:
     if is_foreign(path):
         folders = [*FOLDERS, str(file.parent)] if file else FOLDERS  # a file may import its neighbours
         sys.path += [folder for folder in folders if folder not in sys.path]
-    if file is not None and (pair := shadowed(file, FOLDERS)):
-        raise ValueError(
-            f"{kind} {path!r}: {name} imports {pair[0]}, but Python would import {pair[1]} instead, because a "
-            "process has one module per name: rename one of the two, or make them equal"
-        )
+    if file is not None:
+        _check_shadows(f"{kind} {path!r}: {name}", file)
     try:
-        return _from_name(name) if file is None else _from_file(file, name)
+        module = _from_name(name) if file is None else _from_file(file, name)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (name + ".").startswith(missing + "."):
@@ -298,6 +295,18 @@ def _module(kind: str, path: str, name: str) -> ModuleType:
         skipped = 1 if file is None else 0  # importlib's own import_module
         at = f"{frames[-1].filename}, line {frames[-1].lineno}: " if len(frames) > skipped else ""
         raise ValueError(f"{kind} {path!r}: importing {name} failed: {at}{type(error).__name__}: {error}") from error
+    if file is None and module_files(module):  # only now is it known where the module is
+        _check_shadows(f"{kind} {path!r}: {name}", Path(str(module.__file__)))
+    return module
+
+
+def _check_shadows(what: str, file: Path) -> None:
+    """Raise ValueError if ``what``, in that file, would get another file's module under the name that it imports."""
+    if pair := shadowed(file, FOLDERS):
+        raise ValueError(
+            f"{what} imports {pair[0]}, but Python would import {pair[1]} instead, because a process has one module "
+            "per name: rename one of the two, make them equal, or use a new process"
+        )
 
 
 def _from_name(name: str) -> ModuleType:
