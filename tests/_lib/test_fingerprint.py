@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -277,16 +278,23 @@ def test_helpers_in_packages_are_compared_by_the_names_of_their_modules(package,
         value("c/mine.py:mine")
 
 
-def test_a_helper_whose_file_has_moved_is_not_used_for_another(package, monkeypatch):
+def test_a_helper_whose_file_has_moved_is_loaded_again(package, monkeypatch):
     monkeypatch.chdir(package)
+    monkeypatch.setattr(user_code, "FOLDERS", [str(package)])
+    (package / "beside.py").unlink()
     (package / "a").mkdir()
     (package / "a/mine.py").write_text(USES_BESIDE)
     (package / "a/beside.py").write_text("x = 1\n")
-    assert value("a/mine.py:mine") == 1
+    (package / "a/__init__.py").touch()
+    assert value("a/mine.py:mine") == value("a.mine.mine") == 1
     (package / "a").rename(package / "b")
     (package / "b/beside.py").write_text("x = 2\n")
-    with pytest.raises(ValueError, match="or use a new process"):
-        value("b/mine.py:mine")
+    assert value("b/mine.py:mine") == value("b.mine.mine") == 2
+    with pytest.raises(ValueError, match=r"there is no module 'a\.mine'"):
+        value("a.mine.mine")
+    monkeypatch.setitem(sys.modules, "beside", types.SimpleNamespace(__file__=str(package / "gone/beside.py")))
+    with pytest.raises(ValueError, match=r"would import .*gone.beside\.py instead.*, or use a new process"):
+        value("b/mine.py:mine")  # poise did not load that one
 
 
 def test_a_module_named_with_dots_does_not_get_the_helper_of_a_file(package, monkeypatch):

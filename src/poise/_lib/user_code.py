@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -282,6 +282,7 @@ def _module(kind: str, path: str, name: str) -> ModuleType:
     if is_foreign(path):
         folders = [*FOLDERS, str(file.parent)] if file else FOLDERS  # a file may import its neighbours
         sys.path += [folder for folder in folders if folder not in sys.path]
+    _forget_moved()
     if file is not None:
         _check_shadows(f"{kind} {path!r}: {name}", file)
     try:
@@ -341,17 +342,27 @@ def _forget_edited(contents: Mapping[Path, bytes]) -> bool:
     changed = [file for file, text in contents.items() if _LOADED.get(file, text) != text]
     _LOADED.update(contents)
     if changed:
-        for name, module in list(sys.modules.items()):
-            if (
-                name not in _FILES
-                and getattr(module, "__file__", None)
-                and in_place(Path(module.__file__ or "")) in contents
-            ):
-                del sys.modules[name]
+        _drop(contents)
         for file in changed:  # Python would keep bytecode of the same size and second
             remove(Path(importlib.util.cache_from_source(str(file))))
-        importlib.invalidate_caches()
     return bool(changed)
+
+
+def _forget_moved() -> None:
+    """Drop the modules whose files are gone: another file may have such a name now, as after a folder was renamed."""
+    if gone := {file for file in [*_LOADED] if not file.is_file()}:
+        _drop(gone)
+        for file in gone:
+            del _LOADED[file]
+
+
+def _drop(files: Container[Path]) -> None:
+    """Let Python import the modules of these files again."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and name not in _FILES and in_place(Path(file)) in files:
+            del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 def _defined_in(place: Any) -> Iterator[tuple[str, Any]]:
