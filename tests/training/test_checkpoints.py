@@ -11,6 +11,7 @@ import textwrap
 import pytest
 from safetensors import SafetensorError
 
+from poise.runs.checkpoint_files import CheckpointFiles
 from poise.runs.folder import CheckpointError, RunFolder
 from support.checkpoint_files import flip, load, names, read, save, write
 
@@ -68,6 +69,24 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(run, why, caps
     DAMAGE[why](run.path / "checkpoints" / "step-000010")
     with pytest.raises(CheckpointError, match=r"(?s)step-000020 .*step-000010 .*begin again in another run=DIR"):
         load(run, read, say=said.append)
+
+
+def test_a_bit_flipped_anywhere_in_the_manifest_is_noticed(tmp_path):
+    """Also in the name of a setting without a value. Flips in the name of the checksum change nothing that is read."""
+    run = RunFolder.create(tmp_path / "run", {"seed": 3, "optim": {"micro": 1}, "rollout": {"min_p": None, "batch": 8}})
+    path = save(run, 10, write(10)) / "manifest.json"
+    whole = path.read_bytes()
+    own = range(start := whole.find(b'"checksum"') + 1, start + len("checksum"))
+    unseen = []
+    for place in range(len(whole.rstrip())):
+        for bit in range(8):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            try:
+                CheckpointFiles(run).verify(10)
+                unseen.append(place)
+            except (ValueError, OSError):
+                pass
+    assert set(unseen) <= {*own}
 
 
 def test_what_a_manifest_says_is_shown_as_text(run, capsys):

@@ -172,7 +172,7 @@ def seal(folder: Path, about: Mapping[str, Any] | None = None) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
     with replacing(folder / MANIFEST) as file:
-        file.write(dumps({**(about or {}), "files": files}, indent=2))
+        file.write(dumps(sealed({**(about or {}), "files": files}), indent=2))
 
 
 def verify(folder: Path, within: str = "") -> dict[str, Any]:
@@ -182,6 +182,9 @@ def verify(folder: Path, within: str = "") -> dict[str, Any]:
     """
     try:
         about = dict(read_json(folder / MANIFEST))
+        if was_changed(about):  # older versions wrote no checksum
+            raise ValueError
+        about.pop(SEAL, None)
         files = about.pop("files").items()
         expected = [(str(name), int(entry["size"]), str(entry["sha256"])) for name, entry in files]
     except FileNotFoundError:
