@@ -294,9 +294,9 @@ def limited(seconds: int) -> Iterator[None]:
 INTRODUCTION = """# Models
 
 poise trains any causal language model of transformers that passes its trials at load. This page
-lists what happens to each of them in transformers {version}: {count} classes and variants, tried as
-tiny models with random weights. `scripts/architectures.py` tries them and writes this page. In
-each model, windows have 8 tokens and sequences are longer than that. The script compares the
+lists the result for each of them in transformers {version}: {count} classes and variants, tried as
+tiny models with random weights. `scripts/architectures.py` tries them and writes this page. Sliding
+windows have 8 tokens in these models, and sequences are longer than that. The script compares the
 log-probabilities and gradients of responses that are read together, and the log-probabilities of
 responses that each engine samples together, with those of each response alone in a plain forward
 pass. It allows a difference of at most {bound:g} (float32); among the accepted models, the largest
@@ -321,7 +321,7 @@ difference was {worst:.1g}.
 - **Memory**: weights, gradients and Adam's state take 16 bytes per parameter in float32 and 18 in
   bfloat16, a KL term 4 or 2 more; with LoRA the base model takes 4 or 2 and the adapter the rest.
   `poise train --dry-run` prints these bytes. A model that exceeds the device is refused before it
-  is downloaded or loaded. Activations and the KV cache come on top, as far as there is room.
+  is downloaded or loaded. Activations and the KV cache use the memory that remains.
 """
 
 
