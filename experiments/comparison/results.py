@@ -51,10 +51,10 @@ samples? If they learn faster, is the reason the method, or more and larger opti
 
 ![Greedy accuracy over batches: GRPO, AR, Lopti, both, and controls](../experiments/miniature/miniature.png)
 
-In this *miniature* of the authors' regime, SmolLM2-135M-Instruct adds numbers up to 60, with two mini-batches per batch,
-temperature 0.7, KL 0.001 and greedy evaluation. Training stops while the curve is steep. We committed the
-[plan](../experiments/miniature/README.md) before the runs. Ten runs and the part with tuned
-rates are missing, so there is no verdict yet.
+In this *miniature* of the authors' regime, SmolLM2-135M-Instruct adds numbers up to 60, with two mini-batches per
+batch, temperature 0.7, KL 0.001 and greedy evaluation. Training stops while the curve is steep. We committed the
+[plan](../experiments/miniature/README.md) before the runs. Ten runs and the part with tuned rates are missing, so there
+is no verdict yet.
 
 ## Every regime
 
@@ -68,10 +68,12 @@ time). × is the speed factor: how many times as fast as GRPO the arm learns, if
 - The mean treats regimes as a random sample (random effects). Five of them have the same task, so it says little about
   other tasks: for two passes, the prediction for one more regime is {passes_ahead} %.
 - [The miniature](../experiments/miniature/README.md) and the published runs have one rate for all arms.
-    The published runs ([2505.12929](https://arxiv.org/abs/2505.12929)) have one seed per arm, and test puzzles among the
+    The published runs ([2505.12929](https://arxiv.org/abs/2505.12929)) have one seed per arm, and test puzzles among
+    the
   training puzzles; AR with Lopti has {published_both} %.
 - In four of the five regimes of Knights & Knaves (K&K) our intervals end at or below {ar_four} % for AR
-  and {lopti_four} % for Lopti. In the fifth, where one run of GRPO lost accuracy, they end at {ar_most} and {lopti_most} %.
+  and {lopti_four} % for Lopti. In the fifth, where one run of GRPO lost accuracy, they end at {ar_most} and
+  {lopti_most} %.
 
 ## Why
 
@@ -106,7 +108,8 @@ time). × is the speed factor: how many times as fast as GRPO the arm learns, if
   miniature its interval reaches {ar_miniature} % of GRPO's gain.
 - **TR-GRPO**: the paper's constants were not available to us, and the weight's place in the loss is our choice
   ([papers.md](papers.md)). We tested its form with our values.
-- **NTHR** is meant to keep right answers likely. We measured accuracy, and the probability of old right answers over [one
+- **NTHR** is meant to keep right answers likely. We measured accuracy, and the probability of old right answers over
+[one
   training run](../experiments/comparison/comparison.md#what-becomes-of-right-answers), but not single updates. The
   paper does not say whether a response is scored against itself; in poise it is not. We did not run NTHR in two
   regimes.
@@ -115,7 +118,8 @@ time). × is the speed factor: how many times as fast as GRPO the arm learns, if
 
 - We trained models of 0.9 to 8 M parameters, made for the task, and one pretrained model of 135 M, with answers
   of at most 256 tokens and 40 to 128 batches. The results say nothing about large models and long answers.
-- Eight of the nine regimes have one optimizer step per batch. Only the miniature has two steps, KL and one untuned rate,
+- Eight of the nine regimes have one optimizer step per batch. Only the miniature has two steps, KL and one untuned
+rate,
   as the published runs have.
 - "Level" means that we found no difference. The regimes detect a difference of {detectable} points with 80 % power.
 - The intervals do not include the uncertainty from choosing the rate.

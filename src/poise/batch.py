@@ -29,7 +29,7 @@ _PER_RESPONSE = ("rewards",)
 class Prompt:
     """The tokens that responses follow. Responses to equal prompts share one pass over the prompt.
 
-    ``key`` tells prompts with equal tokens apart, such as prompts with different images.
+    ``key`` distinguishes prompts with equal tokens, such as prompts with different images.
     """
 
     tokens: tuple[int, ...]
@@ -98,7 +98,7 @@ class TokenBatch:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of token weights: that of old_logp, at least float32."""
+        """The dtype of token weights: the dtype of old_logp, but at least float32."""
         return torch.promote_types(self.old_logp.dtype, torch.float32)
 
     @property
@@ -167,7 +167,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """Optimizer steps that go once over the whole batch, with two weights per token.
+    """One pass of optimizer steps over the whole batch, with two weights per token.
 
     Weights are finite, not negative, and 0 outside the mask. A weight of 0 removes the term from the loss.
     """
@@ -229,8 +229,8 @@ def padded_batch(
 ) -> TokenBatch:
     """The batch of these responses on a device. ``own`` marks the tokens that the model wrote; by default, all.
 
-    ``fields`` are those of ``TokenBatch``; lists of (n,) tensors are padded. Old log-probabilities and advantages are 0
-    unless passed.
+    ``fields`` are the fields of ``TokenBatch``; lists of (n,) tensors are padded. Old log-probabilities and advantages
+    are 0 unless passed.
     """
 
     def padded(rows: Sequence[Tensor]) -> Tensor:

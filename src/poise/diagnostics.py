@@ -12,8 +12,8 @@ For each regulator, with K intervals:
 - ``share`` (K,): ⟨g_i, g⟩ / ‖g‖², interval i's part in the whole gradient. Shares add up to 1; one can be negative.
 - ``norm_share`` (K,): ‖g_i‖ / Σ_j ‖g_j‖.
 - ``cosine`` (K, K), and ``split_cosine`` (K − 1,): between all tokens below an edge and all above it.
-- ``influence``: K + 1 effects. Effect i is that of a step with interval i alone; the last one is that of the
-  regulator's own update with all its phases. Each has, over the tokens of each interval, the mean of |Δp| (``moved``),
+- ``influence``: K + 1 effects. Effect i is the effect of a step on only interval i; the last one is the effect of
+  the regulator's update with all phases. Each has, over the tokens of each interval, the mean of |Δp| (``moved``),
   of |Δ log p| (``moved_log``), and of Δp where the advantage is positive (``rewarded``) or negative (``punished``).
 - ``displacement``: the change of the correct responses' log-likelihood (``likelihood_displacement``).
 """
@@ -222,7 +222,7 @@ def _token_figures(batch: TokenBatch, masks: Tensor, sizes: Tensor | None) -> di
 def _interval_figures(
     loop: Loop, whole: Phase, masks: Tensor, optimizer: torch.optim.Optimizer, before: Tensor, clip: float
 ) -> dict[str, Any]:
-    """For each interval alone: its gradient, and the effect of a step along it."""
+    """The gradient of each interval alone, and the effect of a step along it."""
     parts = [gradient_of(loop, Phase(whole.name, whole.policy * mask, whole.kl * mask)) for mask in masks]
     full = gradient_of(loop, whole)
     gram = torch.tensor([[inner(a, b) for b in parts] for a in parts], dtype=torch.float64)
@@ -318,7 +318,7 @@ class Loop(Protocol):
     parameters: Sequence[Tensor]  # the optimizer's
 
     def gradient(self, phase: Phase) -> None:
-        """Set the parameters' gradients to those of the phase's loss over the whole batch."""
+        """Set the parameters' gradients to the gradient of the phase's loss over the whole batch."""
         ...
 
     def logp(self) -> Tensor:

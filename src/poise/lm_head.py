@@ -18,7 +18,7 @@ class Head:
     """``softcap · tanh(scale · (W h + b) / softcap) / temperature``: the logits that sampling used.
 
     Everything after ``W h`` is elementwise, so a slice of the vocabulary can be computed alone, and no tensor of size
-    tokens × vocabulary is needed. A callable ``hidden → logits`` can stand for a ``Head`` only where whole rows are
+    tokens × vocabulary is needed. A callable ``hidden → logits`` can replace a ``Head`` only where complete rows are
     computed, as in diagnostics.
     """
 

@@ -88,7 +88,7 @@ def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
 
 
 def survey(logp: Tensor, batch: TokenBatch, settings: Settings) -> Survey | None:
-    """What the surrogate needs to know of a whole mini-batch, or None if it needs nothing.
+    """The surrogate's data on the whole mini-batch, or None if it needs none.
 
     ``logp`` (B, T) are the mini-batch's current log-probabilities. Values outside the mask may be anything.
     """

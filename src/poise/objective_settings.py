@@ -1,4 +1,5 @@
-"""The settings of the objective (``poise.objective.Settings``), apart from it so that reading them needs no torch."""
+"""The settings of the objective (``poise.objective.Settings``), in a separate file so that reading them needs no
+torch."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """The memory that this process may use on the device; None if the system does not tell."""
+    """The memory that this process may use on the device; None if the system does not report it."""
     if device.type == "cuda":
         share = torch.cuda.get_per_process_memory_fraction(device)
         return int(share * torch.cuda.get_device_properties(device).total_memory)

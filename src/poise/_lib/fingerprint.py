@@ -74,7 +74,7 @@ def module_files(module: ModuleType, folders: Iterable[str] = ()) -> dict[Path, 
 
 
 def files(roots: Iterable[Path], folders: Iterable[str] = ()) -> dict[Path, bytes]:
-    """Contents of Python files and, recursively, of those that they import from their folders or ``folders``."""
+    """Contents of Python files and, recursively, of the files that they import from their folders or ``folders``."""
     waiting, contents = [in_place(root) for root in roots], dict[Path, bytes]()
     search_path = _search_path(waiting, folders)
     while waiting:

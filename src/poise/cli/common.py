@@ -66,7 +66,8 @@ Model = Annotated[str, typer.Argument(callback=_model, help="A hub id, a model f
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print errors that tell the user what to do without a traceback; any other is a bug and keeps it."""
+    """Print errors that tell the user what to do without a traceback. Any other error is a bug and keeps its
+    traceback."""
     from poise.training.config.documents import ConfigError
 
     try:

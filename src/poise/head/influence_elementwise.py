@@ -53,8 +53,9 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
 
     A first pass (``update``) adds the slice to ``rows`` and turns ``raw`` into ``exp(logit − top)``, with 0 for the
     sampled token. A second pass finds ``rows`` complete and turns ``raw`` into ``π − e_y``; the sampled token's entry
-    is ``−others / norm``, which is exact where π − 1 would round. Without ``write``, ``raw`` holds nothing useful
-    afterwards. Returns (N,) factors by which sums over earlier slices must be multiplied: below 1 where ``top`` rose.
+    is ``−others / norm``, which is exact where π − 1 would round. Without ``write``, the content of ``raw`` is
+    undefined afterwards. Returns (N,) factors by which sums over earlier slices must be multiplied: below 1 where
+    ``top`` rose.
     """
     width = raw.shape[1]
     logits = head.finish(raw, slice(start, start + width))
@@ -98,10 +99,10 @@ def columns(
     """(n,) what the tokens k = first, first + 1, … of correct responses add to the scores of the first n tokens k'.
 
     n is the width of ``pairs``; ``targets``, ``owner`` and ``rows`` cover all tokens of the group. The sampled token is
-    treated apart: ``e_y − π = a·e_y − q``, where ``a = 1 − π(y)`` and q is π with a 0 at y. Then
-    ``⟨a·e_y − q, a'·e_y' − q'⟩ = a·a'·[y = y'] − a·q'(y) − a'·q(y') + ⟨q, q'⟩``. ``pairs`` holds the last term times
-    both norms, and is overwritten. ``products`` holds ⟨h, h'⟩; ``right_at_left`` and ``left_at_right`` hold the ``W h``
-    of q'(y) and of q(y').
+    treated separately: ``e_y − π = a·e_y − q``, where ``a = 1 − π(y)`` and q is π with a 0 at y. Then ``⟨a·e_y − q,
+    a'·e_y' − q'⟩ = a·a'·[y = y'] − a·q'(y) − a'·q(y') + ⟨q, q'⟩``. ``pairs`` holds the last term times both norms, and
+    is overwritten. ``products`` holds ⟨h, h'⟩; ``right_at_left`` and ``left_at_right`` hold the ``W h`` of q'(y) and of
+    q(y').
     """
     left, right = slice(first, first + len(pairs)), slice(pairs.shape[1])
     norm, top = rows.norm, rows.top

@@ -1,6 +1,6 @@
 """Loss and log-probabilities from hidden states, chunk by chunk: only one chunk of tokens has logits at a time.
 
-A token's gradient depends on its own row alone (its log-probability, the old one, its advantage, its weight). So the
+A token's gradient depends only on its own row (new and old log-probability, advantage, weight). So the
 forward pass already replaces the logits by their gradient, and no logits are computed twice: ``6·N·d·V`` FLOP, the
 minimum of three matrix products. ``token_logp`` is for losses that couple several tokens, such as sequence-level
 ratios: its backward pass computes the chunks again, ``8·N·d·V``.
@@ -219,7 +219,7 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
 
 
 def _row_pass(hidden: Tensor, surrogate: Surrogate | None = None) -> ModuleType:
-    """The module that computes rows: Triton on CUDA, if it can run and has the surrogate; else plain torch."""
+    """The module that computes rows: Triton on CUDA, if it runs there and has the surrogate; else plain torch."""
     if _device.suits_triton(hidden):
         from poise.head import kernels
 

@@ -45,7 +45,7 @@ class TokenExport:
             file.writelines(dumps({"step": step, **line}) for line in lines)
 
     def _begin(self, step: int) -> None:
-        """Keep what the file has of earlier steps. A file of something else is refused."""
+        """Keep what the file has of earlier steps. A file with other content is refused."""
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return

@@ -40,7 +40,8 @@ class Transfer:
     ``complete`` (``sampling.remote.Receiver``). ``reward`` is one as ``poise.Rewards`` takes it; it gets the data's
     columns. ``tokenizer`` is the receiver's, or its name: it is needed for an address. The prefix and its continuation
     have at most ``max_tokens`` of its tokens. ``server`` are settings of ``Server``, such as ``timeout=60``. The other
-    settings are those of ``rltr``. Random numbers depend on ``seed``, the step, the prompt and the completion alone.
+    settings are the same as in ``rltr``. Random numbers depend only on ``seed``, the step, the prompt and the
+    completion.
     """
 
     __name__ = "transfer"  # TRL logs rewards under this name

@@ -2,7 +2,7 @@
 
 >>> trainer = RegulatedGRPOTrainer(model, reward, GRPOConfig(num_iterations=2, ...), dataset, regulator="lopti")
 
-TRL's loop, loss, checkpoints and logging stay as they are. Groups are whole only right after TRL has generated and
+TRL's loop, loss, checkpoints and logging do not change. Groups are complete only right after TRL has generated and
 scored them (``_generate_and_score_completions``). The regulator runs there and adds its weights to the batch as tensors
 that TRL shuffles and splits. ``_compute_loss`` takes advantages of shape (B, T); weights are not negative, so weighting
 the advantage weights the clipped policy term, and weighting ``beta`` the KL term, which ``trl_loss`` tests. If every
@@ -370,7 +370,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             self._step, self._buffered_inputs, self._poise.uses_left = 0, None, 0
 
     def _skip_idle_step(self) -> None:
-        """If there is no gradient, keep momentum alone from moving the model.
+        """Without a gradient, prevent momentum from moving the model.
 
         Optimizers skip a parameter whose gradient is None, and leave its state unchanged. With one phase poise does as
         TRL, which takes a step even on a batch without advantages.

@@ -142,7 +142,7 @@ class _FakePass:
 
 
 def _fault(bench: _Bench, *, kl: bool) -> str | None:
-    """What is wrong with the loss; "" if nothing is, None if this batch cannot tell."""
+    """Why the loss is refused; "" if it is right, None if this batch cannot show it."""
     mask, inputs = bench.mask, bench.inputs
     scale = inputs["advantages"].abs().max().clamp(min=2) / 2  # weighted advantages as large as the batch's own
     rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device) * scale

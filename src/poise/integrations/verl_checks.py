@@ -103,7 +103,7 @@ def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
 
 
 def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -> None:
-    """All checks that need verl's whole configuration. ``name`` is the regulator as the user wrote it."""
+    """All checks that need verl's complete configuration. ``name`` is the regulator as the user wrote it."""
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss.get("loss_mode", "vanilla")
     if not config.trainer.get("use_v1", True):

@@ -3,7 +3,7 @@
 transformers' models pass keywords of the forward call on to their attention function. Without ``packing=`` this one is
 transformers' own "sdpa", mask included. With ``packing=`` the tokens are those of a ``Packed``: half precision on CUDA
 runs torch's variable-length flash kernel; anything else is padded, inside the attention only. With ``decoding=`` an
-engine holds the keys and values (``sampling/native/kv_cache.py``).
+engine manages the keys and values (``sampling/native/kv_cache.py``).
 
 Shapes: L packed tokens, S segments, n sequences in decoding, H query heads, G key heads (H is a multiple of G), D head
 width.

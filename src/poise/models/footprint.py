@@ -1,4 +1,4 @@
-"""The memory that training takes at least, known from a model's configuration alone, before its weights are loaded."""
+"""The least memory that training needs, from a model's configuration, before its weights are loaded."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def short_windows(model: nn.Module) -> Iterator[None]:
 
 
 def weights_defect(model: nn.Module, missing: Collection[str]) -> str | None:
-    """What is wrong with the weights: missing in the files, and so random, or not finite. None if nothing is."""
+    """Errors in the weights: missing in the files, and therefore random, or not finite. None if nothing is."""
     if missing:
         return (
             f"the files have no weights for {_some(sorted(missing))}, which would be random; the folder is incomplete, "
@@ -129,7 +129,7 @@ def states_of(policy: Policy, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def twice(policy: Policy, run: Callable[[], Tensor]) -> Tensor:
-    """(2, …) what ``run`` returns, as it is and with embeddings that are off by about a rounding error.
+    """(2, …) the result of ``run``, with the embeddings unchanged and moved by about a rounding error.
 
     The distance between the two shows what rounding can do. In SmolLM2 in bfloat16 it is 1 to 10 % of most states, but
     100 % of some: at the special tokens with which vocabularies begin, and at a few others.
@@ -149,14 +149,14 @@ def twice(policy: Policy, run: Callable[[], Tensor]) -> Tensor:
 
 
 def completions_agree(policy: Policy, prompts: Sequence[Prompt], trial: Sequence[Completion]) -> bool:
-    """Whether an engine's log-probabilities are those of one pass over prompts and responses."""
+    """Whether an engine's log-probabilities equal those of one pass over prompts and responses."""
     batch = padded_batch(prompts, [completion.tokens for completion in trial], policy.device)
     expected = twice(policy, lambda: policy.score(batch)[0][batch.mask]).cpu()
     return logp_close(torch.cat([completion.logp for completion in trial]), expected, policy.head().weight.dtype)
 
 
 def states_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bool:
-    """Whether hidden states (…, W) are those of ``twice``, (2, …, W), up to rounding in ``dtype``."""
+    """Whether hidden states (…, W) equal those of ``twice``, (2, …, W), up to rounding in ``dtype``."""
     expected, shaken = expected_twice
     error, moved = ((x - expected).norm(dim=-1) for x in (actual.float(), shaken))
     return _within_rounding(error, moved, expected.norm(dim=-1), dtype)
@@ -170,7 +170,7 @@ def logp_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bo
 
 
 def _within_rounding(error: Tensor, moved: Tensor, size: Tensor, dtype: torch.dtype) -> bool:
-    """Whether errors are at most what is allowed for each, as a root mean square.
+    """Whether the root mean square of the errors, each divided by its tolerance, is at most 1.
 
     The allowance grows with how far rounding moves a value, up to the size of the value.
     """

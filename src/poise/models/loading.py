@@ -68,7 +68,7 @@ def load_model(
     name: str, *, device: str = "auto", dtype: str = "auto", lora: Any = None, seed: int = 0, remote_code: bool = False,
     template: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """The model, on its device and in evaluation mode, and its tokenizer. Settings are those of ``load_policy``."""
+    """The model, on its device and in evaluation mode, and its tokenizer. It has the settings of ``load_policy``."""
     hub_id, revision = split_revision(name)
     source = locate(hub_id)
     folder = Path(source)
@@ -253,7 +253,8 @@ def _load_tokenizer(name: str, source: str, common: dict[str, Any], template: Ma
 
 
 def _set_arguments(name: str, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """Let the chat template have these arguments in every prompt. It would ignore one that it does not know."""
+    """Let the chat template have these arguments in every prompt. The template would silently ignore an unknown
+    argument."""
     text = tokenizer.chat_template
     written = str(text.values() if isinstance(text, dict) else text or "")
     for argument in arguments:

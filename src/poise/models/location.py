@@ -1,4 +1,4 @@
-"""Where a model is: one that ships, a folder, a run, a checkpoint or the hub. Quick to import: no transformers."""
+"""Where a model is: in the package, a folder, a run, a checkpoint or on the hub. Quick to import: no transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def locate(name: str) -> str:
-    """The model's folder or hub id. A run stands for the model of its newest checkpoint."""
+    """The model's folder or hub id. A run means the model of its newest checkpoint."""
     if name in SHIPPED:
         return str(SHIPPED[name])
     if live.is_name(name):  # a loaded model
@@ -58,7 +58,7 @@ def locate(name: str) -> str:
 
 
 def _check_exists(name: str, folder: Path) -> None:
-    """Refuse a path that leads nowhere. Beside other runs, ``name`` is a mistyped run and not a hub id."""
+    """Refuse a path that leads nowhere. If its folder contains runs, ``name`` is a mistyped run and not a hub id."""
     runs = []
     if not folder.exists() and get_close_matches(name.lower(), ["embedded"], cutoff=0.8):
         raise ModelError(f"{name}: there is no such folder; did you mean 'embedded'?")
@@ -70,7 +70,7 @@ def _check_exists(name: str, folder: Path) -> None:
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    """Refuse a file, and a folder that holds no model."""
+    """Refuse a file, and a folder without a model."""
     if folder.is_file():
         raise ModelError(f"{name} is a file: name the folder of a model, a run, or a hub id")
     if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):

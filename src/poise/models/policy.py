@@ -82,7 +82,7 @@ class Policy:
 
     @property
     def end_tokens(self) -> list[int]:
-        """The tokens that end a response, without those that the model cannot draw."""
+        """The tokens that end a response, except tokens that the model cannot draw."""
         ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         configured = ends if isinstance(ends, list) else [ends]
         size = len(self._output.weight)
@@ -91,7 +91,7 @@ class Policy:
 
     @cached_property
     def vocabulary_hash(self) -> str:
-        """Equal for tokenizers in which the same numbers stand for the same tokens."""
+        """Equal for tokenizers in which the same ids mean the same tokens."""
         tokens = sorted(self.tokenizer.get_vocab().items())
         return hashlib.sha256(repr(tokens).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -171,7 +171,7 @@ class Policy:
 
     @property
     def longest(self) -> int:
-        """How many tokens a prompt and its response may have together, in this model and as it is run here."""
+        """The limit on the tokens of a prompt and its response together, in this model and with this setup."""
         return min((limit for limit in (self.positions, self.length_limit) if limit is not None), default=NO_LIMIT)
 
     def check_positions(self, prompt: int, max_tokens: int, described: str, setting: str = "max_tokens") -> None:

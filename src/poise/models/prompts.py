@@ -110,13 +110,13 @@ def encode_next(
 
 
 def opened(tokenizer: Any) -> str:
-    """How the template begins every reply: ``<think>`` and blanks, where it opens a thought; else nothing."""
+    """The text with which the template begins every reply: ``<think>`` and blanks if it opens a thought, else ""."""
     match = re.search(r"<think>\s*\Z", _turn(tokenizer)) if tokenizer.chat_template else None
     return match[0] if match else ""
 
 
 def starts_no_turn(tokenizer: Any) -> bool:
-    """Whether the chat template does not tell the model that its turn begins, as a dialogue with a reply does."""
+    """Whether the chat template, unlike a dialogue with a reply, does not mark the beginning of the model's turn."""
     if not tokenizer.chat_template:
         return False
     prompt, answered = _turn(tokenizer), _turn(tokenizer, [{"role": "assistant", "content": "x"}])
@@ -135,7 +135,7 @@ def _turn(tokenizer: Any, more: Sequence[Message] = (), *, start: bool = True) -
 
 
 def encode_prefill(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text that begins the model's turn; a tag such as ``<think>`` may be a token of its own."""
+    """The ids of a text that begins the model's turn; a tag such as ``<think>`` may be a single token."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
@@ -159,7 +159,7 @@ def _without(tokens: Sequence[str], text: str) -> str:
 
 
 def _controls(tokenizer: Any, ends: Collection[int]) -> dict[str, int]:
-    """The control tokens: those that mean more to the model than their text."""
+    """The control tokens: tokens that mean more to the model than their text."""
     added = tokenizer.added_tokens_decoder.items()
     return {token.content: i for i, token in added if token.content and (token.special or i in ends)}
 

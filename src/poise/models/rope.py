@@ -3,7 +3,7 @@
 transformers has two such kinds. ``longrope`` (Phi-3, 3.5, 4) switches frequencies past its original length; ``dynamic``
 lowers its frequencies as a sequence grows. Both use the longest sequence of the whole pass, so a response's
 log-probabilities would depend on its neighbours. Sampling and update would differ too: a KV cache keeps keys that were
-rotated while the response was short, but the update rotates all keys as those of a long one. So poise fixes the
+rotated while the response was short, but the update rotates all keys for a long one. So poise fixes the
 frequencies at load, to those that transformers uses for a sequence of ``longest`` tokens. vLLM does the same.
 """
 

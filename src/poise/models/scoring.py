@@ -77,5 +77,5 @@ def take_less(policy: Policy, largest: int) -> None:
 
 
 def largest_pass(batch: TokenBatch, bins: Sequence[Sequence[int]]) -> int:
-    """The most tokens of a pass of several responses, each prompt counted once; 0 if there is no such pass."""
+    """The largest number of tokens in a pass of several responses, counting each prompt once; 0 without such a pass."""
     return max((tokens_in(batch, rows) for rows in bins if len(rows) > 1), default=0)

@@ -138,8 +138,8 @@ def diagnose(
 def _warm_optimizer(sampler: Sampler, config: Config, warmup: int, say: Progress) -> torch.optim.AdamW:
     """AdamW with second moments from ``warmup`` other batches at the same weights, and no momentum (β₁ = 0).
 
-    Without this state, Adam's first step would be the sign of the gradient. Momentum would carry tokens of other
-    batches, and of a method's earlier phases, into every step.
+    Without this state, Adam's first step would be the sign of the gradient. Momentum would add tokens of other batches,
+    and of a method's earlier phases, to every step.
     """
     policy, optim = sampler.policy, config.optim
     betas = (0.0, optim.betas[1])
@@ -318,7 +318,7 @@ def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str,
 
 
 def _noise(mean: dict[str, Any], base: dict[str, Any], low: str, high: str) -> list[str]:
-    """How far rounding moves probabilities, beside the update."""
+    """How far rounding moves probabilities, compared with the update."""
     noise = mean.get("noise", {})
     if "bfloat16" not in noise:
         return []

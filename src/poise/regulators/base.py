@@ -219,8 +219,8 @@ def regulator(function: F) -> F:
 def random_order(batch: TokenBatch, count: int, seed: int, salt: str) -> Tensor:
     """A random permutation of ``range(count)``, determined by the seed, ``salt`` and the batch's log-probabilities.
 
-    The log-probabilities make every step draw anew from the same seed. Their bits are summed as integers, so neither
-    padding nor the device matters. ``salt`` gives two methods with the same seed different draws.
+    The log-probabilities give every step new random numbers from the same seed. Their bits are summed as integers, so
+    neither padding nor the device matters. ``salt`` gives two methods with the same seed different draws.
     """
     bits = batch.old_logp[batch.mask].double().view(torch.int64).sum().item()
     digest = hashlib.blake2b(f"{salt}/{seed}/{bits}".encode(), digest_size=8).digest()
@@ -290,7 +290,7 @@ class Scorer(Regulator):
 
     @abstractmethod
     def weigh(self, batch: TokenBatch, scores: Tensor) -> list[Phase]:
-        """The phases for these scores. A group without scores, although it could have some, is left alone."""
+        """The phases for these scores. A group without scores, although it could have some, is unchanged."""
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Both steps."""

@@ -14,8 +14,8 @@ class Constant(Follower):
     """``w = weight`` for the policy term of every token; KL and entropy terms unchanged.
 
     **Ours:** a control for methods whose weights average below 1, as AR's do: is their effect only a smaller step?
-    ``like="ar(alpha=0.2)"`` follows that method: in every batch each of its phases has the mean of its weights for
-    all tokens, policy and KL weights apart.
+    ``like="ar(alpha=0.2)"`` follows that method: in every batch each phase gives all tokens the mean of that method's
+    weights, separately for policy and KL.
     """
 
     scope = "token"

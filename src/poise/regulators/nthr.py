@@ -32,8 +32,8 @@ class NTHR(Scorer):
     (``self_inclusive=True`` for all of them), so that a group with a single correct response is left alone; scores are
     sums over the tokens of the correct responses, s̄⁺ a mean over the tokens of response i. These choices matter: with
     correct and incorrect tokens from one distribution, the exclusive τ flags about half of the incorrect tokens, the
-    inclusive one 7 to 30 %. Watch ``reg/…/flagged_share``. Groups with no correct or no incorrect response are left
-    alone. π is the distribution that sampling used: give the batch a ``poise.Head`` with its temperature and
+    inclusive one 7 to 30 %. Watch ``reg/…/flagged_share``. Groups with no correct or no incorrect response are
+    unchanged. π is the distribution that sampling used: give the batch a ``poise.Head`` with its temperature and
     soft-capping.
     """
 
@@ -51,7 +51,7 @@ class NTHR(Scorer):
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """One phase; KL untouched. Reports the share of incorrect tokens flagged, and of groups scored.
 
-        A row that is alone has nothing to be compared with: it keeps its weight, and neither share counts it.
+        A row that is alone in its group keeps its weight, and neither share counts it.
         ``tokens["nthr"]`` of the phase has s⁻ for the tokens of incorrect responses, NaN elsewhere.
         """
         plan = self._plan(batch)

@@ -13,7 +13,7 @@ from poise.regulators.base import Follower, random_order, scatter
 class RandomSplit(Follower):
     """Two phases like Lopti's, but the first has a random ``share`` of the tokens, whatever their probability.
 
-    **Ours:** a control for Lopti: is its effect only that of two steps on parts of the batch? Lopti's share drifts
+    **Ours:** a control for Lopti: are two steps on parts of the batch enough for its effect? Lopti's share drifts
     during training; ``like="lopti(threshold=0.4)"`` follows it: in every batch the first phase has as many tokens as
     that method's first phase would have there. ``seed`` is of the random choice.
     """

@@ -21,7 +21,7 @@ class TokenRegulation(Regulator):
     averages near 1 on real rollouts (measured in docs/papers.md); p is the old policy's, so that the weight is a
     constant of the update; it multiplies the finished minimum and the finished KL term, where the paper seems to have
     it inside both (docs/papers.md). ``direction="falling"`` is the paper's reverse ablation, taken as the weight of
-    1 − p. ``kl_weighted=False`` leaves the KL term alone, for frameworks that cannot weight it.
+    1 − p. ``kl_weighted=False`` does not weight the KL term, for frameworks that cannot weight it.
     """
 
     scope = "token"

@@ -54,7 +54,7 @@ TABLE: dict[str, type[Surrogate]] = {
 def parse(text: str) -> Surrogate:
     """Build a surrogate from its text form: ``"gspo"``, ``"dppo(delta=0.2)"``, ``"mine.py:Mine(power=2)"``.
 
-    Values are Python literals. One of the user's own is a subclass of ``Surrogate``, by its file or its dotted path.
+    Values are Python literals. A user's surrogate is a subclass of ``Surrogate``, named by its file or its dotted path.
     Importing it runs its module: see ``_lib.user_code``.
     """
     name, args, settings = read_call(text)

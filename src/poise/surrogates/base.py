@@ -1,4 +1,4 @@
-"""What every surrogate is made of: the terms of a token, the survey of a mini-batch, and the clip."""
+"""The parts of every surrogate: the terms of a token, the survey of a mini-batch, and the clip."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def k3(gap: Tensor) -> Tensor:
 
 
 def outside(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """The tokens that the clip holds below, and above."""
+    """The tokens that the clip holds back below its lower and above its upper bound."""
     ratio = log_ratio.exp()
     return (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
 

@@ -1,4 +1,4 @@
-"""Surrogates that look at one token alone."""
+"""Surrogates that depend on one token only."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ class Task(Protocol):
 
     A task of several turns has ``episode(problem) -> Episode`` in place of ``score`` (with ``one_turn = True`` if the
     first reply always ends it). A task that scores many attempts in one call has ``score_all`` (see
-    ``ScoresTogether``), and a task with a fixed set of problems has ``epoch`` (see ``Finite``). One with ``pure_start =
-    True`` has episodes that may be begun only to measure their prompts.
+    ``ScoresTogether``), and a task with a fixed set of problems has ``epoch`` (see ``Finite``). If it has ``pure_start
+    = True``, poise may begin its episodes only to measure their prompts.
     """
 
     @property
@@ -95,7 +95,7 @@ class Task(Protocol):
         ...
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Problems without end. The same split and seed give the same ones; no problem is in both splits."""
+        """Problems without end. The same split and seed give the same problems; no problem is in both splits."""
         ...
 
     def score(self, problem: Problem, text: str) -> Score:

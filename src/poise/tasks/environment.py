@@ -113,7 +113,7 @@ class Environment:
         return EnvironmentEpisode(problem, self._pool, self.turns, self.correct_at)
 
     def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
-        """The environment's reward plus those of the reward functions."""
+        """The environment's reward plus the values of the reward functions."""
         scores = [attempt.episode.score() for attempt in attempts]
         alive = [at for at, score in enumerate(scores) if score.failed is None]
         if self._rewards is not None and alive:

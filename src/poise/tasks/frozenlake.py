@@ -113,8 +113,8 @@ class FrozenLakeEpisode(GridEpisode):
         return f"You went {direction}{slipped}."
 
     def _slip(self, direction: str) -> str:
-        """The move itself or one to its sides. It depends on the map and on all replies so far: an episode can be
-        replayed, and different attempts slip differently."""
+        """The move itself, or a move to one of its sides. It depends on the map and on all replies so far: an episode
+        can be replayed, and different attempts slip differently."""
         rng = Random(repr((self.problem.id, self.replies, len(self.moves))))
         down, _ = DIRECTIONS[direction]
         return rng.choice([direction, *(("left", "right") if down else ("up", "down"))])

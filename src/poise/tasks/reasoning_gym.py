@@ -11,7 +11,7 @@ reasoning-gym has its own scorers, and some of them are not safe for a model's t
   after it. Such an answer scores 0 (``is_plausible``).
 - One raises on nonsense. If a scorer raises on an answer, it scores 0; if a scorer hangs, the answer gets no score.
 
-By default the reward is 1 for the full score, else 0. With ``partial`` it is the score minus that of nonsense.
+By default the reward is 1 for the full score, else 0. With ``partial`` it is the score minus the score of nonsense.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ReasoningGym:
     """A generator of reasoning-gym with its scorer.
 
     ``settings`` are the generator's. ``instruction`` is the text after a question. With ``partial`` the reward is the
-    score minus that of nonsense, not only 0 or 1. ``timeout`` limits a scorer's time in seconds.
+    score minus the score of nonsense, not only 0 or 1. ``timeout`` limits a scorer's time in seconds.
     """
 
     dataset: str
@@ -173,7 +173,7 @@ class ReasoningGym:
         return "" if last_answer(text) else "No answer could be read: write it between <answer> and </answer>."
 
     def _value(self, answer: str, entry: dict[str, Any]) -> float:
-        """The score between 0 and 1, minus that of nonsense."""
+        """The score between 0 and 1, minus the score of nonsense."""
         gold = entry["answer"]
         if answer == gold:
             return 1.0

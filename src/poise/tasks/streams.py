@@ -62,7 +62,7 @@ def _fitting(task: Task, problems: Sequence[Problem], fits: Callable[[Problem], 
 
 
 def _why_none_held_out(task: Finite, seed: int) -> str:
-    """The end of a message: a hash chooses the held-out share, and of few questions it may choose none."""
+    """The end of a message: a hash chooses the held-out share, so with few questions it may choose none."""
     held_out = getattr(task, "held_out", None)
     if not held_out:
         share = "" if held_out is None else "task.held_out=0.1, task.test_file=FILE or "
@@ -89,9 +89,9 @@ def epochs(task: Task, seed: int, problems: int) -> float:
 def training_problems(
     task: Task, *, seed: int, step: int, step_seed: int, count: int, fits: Callable[[Problem], bool] = lambda _: True
 ) -> list[Problem]:
-    """The problems of a training step that fit the model: fresh ones, or those of the next ``count`` of a finite set.
+    """The problems of a training step that fit the model: new random problems, or the next ``count`` of a finite set.
 
-    ``seed`` is the run's, ``step_seed`` the step's own. The result depends on the arguments alone, so a resumed run
+    ``seed`` is the run's, ``step_seed`` the step's own. The result depends only on the arguments, so a resumed run
     continues in the middle of an epoch.
     """
     if not isinstance(task, Finite):
@@ -134,7 +134,8 @@ def check_split(split: str) -> None:
 
 
 def split_of(meaning: str, share: int = TEST_SHARE) -> Split:
-    """The split of a problem, by its meaning alone. Equal problems have equal meanings, so none is in both splits."""
+    """The split of a problem, which depends only on its meaning. Equal problems have equal meanings, so none is in both
+    splits."""
     digest = sha256(meaning.encode(errors="surrogatepass")).digest()
     return "test" if int.from_bytes(digest[:8], "big") % share == 0 else "train"
 
@@ -149,7 +150,7 @@ def draw_of_split(
 ) -> T:
     """Draw (meaning, candidate) until the meaning belongs to ``split`` and the candidate ``suits``.
 
-    ``suits`` is asked last, because it may be slow.
+    ``suits`` is called last, because it may be slow.
     """
     for _ in range(PATIENCE):
         meaning, candidate = draw(rng)

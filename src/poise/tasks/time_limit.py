@@ -26,7 +26,7 @@ class Worker:
         self._lock = threading.Lock()
 
     def run(self, seconds: float, function: Callable[..., Any], /, *args: Any, **settings: Any) -> Any:
-        """The function's result, or that of its coroutine. Exceptions are raised here."""
+        """The result of the function or of its coroutine. Exceptions are raised here."""
         with self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()

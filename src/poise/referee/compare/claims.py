@@ -1,4 +1,4 @@
-"""The claims on an arm beside its difference in accuracy: its speed, and whether a control explains its gain."""
+"""The claims on an arm other than its difference in accuracy: its speed, and whether a control explains its gain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def speed_claims(
     level: float,
     cut: int,
 ) -> dict[str, Document]:
-    """The speed of every arm but the baseline ``base``, which comes as it was at the cut. ``arms`` are whole.
+    """The speed of every arm but the baseline ``base``, which comes as it was at the cut. ``arms`` have all their runs.
 
     The interval is of the mean logarithm. p is the larger one of two tests, of the logarithms and of the difference in
     accuracy at the cut. Both have the same sign, but on a flat curve noise that is symmetric in accuracy is skewed in

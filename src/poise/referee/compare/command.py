@@ -139,7 +139,7 @@ def _finish(plan: Plan, runner: Runner) -> int:
 
 
 def _analyse(plan: Plan, arms: Sequence[Arm]) -> Document:
-    """The results; of a registered plan, those of its own arms and seeds, and then the exploratory ones."""
+    """The results. A registered plan has first the results of its own arms and seeds, then the exploratory ones."""
 
     def results(arms: Sequence[Arm], seeds: Sequence[int], looks: Sequence[int]) -> Document:
         base, margin = plan.baseline.name, plan.measure.margin

@@ -1,4 +1,5 @@
-"""A comparison in words: what it will do, how long that takes, what it can detect; and the learning rates it chose."""
+"""The texts on a comparison: its arms and runs, its expected time, what it can detect, and the learning rates it
+chose."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _measure(own: Document) -> Measure:
 
 
 def _choice(own: Document, key: str, allowed: Sequence[str]) -> str:
-    """One of the allowed words; the first if there is none."""
+    """One of the allowed words; by default the first."""
     value = own.get(key, allowed[0])
     if value not in allowed:
         raise ConfigError([f"{key} = {short(value)}: must be {' or '.join(allowed)}"])

@@ -1,4 +1,4 @@
-"""One method over several regimes (tasks, models, settings), which are a sample of those one could have tried.
+"""One method over several regimes (tasks, models, settings), treated as a random sample of all regimes.
 
 Each regime has a mean difference over its seeds, with a standard error. Regimes also differ in truth, by a variance τ²
 between them (Paule and Mandel, 1982). Three figures answer three questions:
@@ -67,7 +67,7 @@ def _between(means: Floats, variances: Floats) -> float:
 
 
 def _excess(between: float, means: Floats, variances: Floats) -> float:
-    """The weighted spread of the regimes, less what is expected if ``between`` is the variance between them."""
+    """The weighted spread of the regimes, minus the spread expected if ``between`` is the variance between them."""
     weights = 1 / (variances + between)
     mean = np.average(means, weights=weights)
     return float((weights * (means - mean) ** 2).sum()) - (len(means) - 1)

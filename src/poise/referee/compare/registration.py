@@ -1,4 +1,4 @@
-"""Plans that bind: ``--register`` freezes a comparison before its first run, as ``registered`` in ``plan.json``.
+"""Registered plans: ``--register`` freezes a comparison before its first run, as ``registered`` in ``plan.json``.
 
 Frozen are the arms with all their settings, the baseline, the seeds, the measure, the test and the margin, under a
 checksum that can be published. They cannot change afterwards. Arms and seeds that are added later are exploratory: the
@@ -37,7 +37,7 @@ def frozen(plan: Plan) -> Document:
 
 
 def check(plan: Plan, registered: Document) -> None:
-    """Refuse a plan that changes what was registered; further arms and seeds are allowed."""
+    """Refuse a plan that differs from the registered one; additional arms and seeds are allowed."""
     there = f"the plan in {plan.folder} was registered"
     if was_changed(registered) or SEAL not in registered:
         raise ConfigError([f"{there}, and plan.json was edited since (its checksum does not match): restore the file"])
@@ -55,7 +55,7 @@ def check(plan: Plan, registered: Document) -> None:
 
 
 class Added(NamedTuple):
-    """What a plan has beyond the registered one; false if there is nothing."""
+    """The arms and seeds of a plan that are not in the registered one; false if there are none."""
 
     arms: list[str]
     seeds: list[int]

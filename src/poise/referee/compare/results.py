@@ -56,7 +56,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Point:
-    """Held-out scores after a step, and the cost until then.
+    """Held-out scores after a step, and the cost up to it.
 
     ``scores`` has accuracy (avg@k), greedy, pass@k, maj@k, and the shares of samples that were cut off or unreadable.
     """
@@ -91,7 +91,7 @@ class RunResult:
 
     @property
     def scores(self) -> Mapping[str, float]:
-        """The final scores. A diverged run has the last ones it measured, an unfinished run has none.
+        """The final scores. A diverged run has its last measured scores, an unfinished run has none.
 
         Scores before training do not count: a run that diverged before any other evaluation has 0.
         """
@@ -196,7 +196,7 @@ def _final(folder: RunFolder, config: Line, reached: int) -> dict[str, Any] | No
     if summary is None:
         return None
     if not isinstance(summary, dict) or type(summary.get("steps")) is not int or not is_summary(summary.get("after")):
-        raise ValueError(f"{folder.path}/summary.json does not hold the results as poise writes them")
+        raise ValueError(f"{folder.path}/summary.json does not contain results in poise's format")
     _check_seal(folder, "summary.json", summary)
     stopped_early = config.get("stop_at") is not None or config.get("budget") is not None
     if reached != summary["steps"] or (reached < config["steps"] and not stopped_early):

@@ -170,7 +170,7 @@ class Runner:
             self.processes.close()
 
     def _next(self) -> PlannedRun | None:
-        """The run to start next; None if there is none, no time is left, or all must wait."""
+        """The next run to start; None if no run or no time is left, or if all must wait."""
         active = {each.run.folder for each in self._running.values()}
 
         def is_open(run: PlannedRun) -> bool:
@@ -186,7 +186,7 @@ class Runner:
         return None
 
     def _rounds(self) -> Iterator[list[PlannedRun]]:
-        """The runs in order: the tuning runs, then those of each seed."""
+        """The runs in order: first the tuning runs, then the runs of each seed."""
         yield self.plan.tuning_runs()
         for seed in self.plan.seeds:
             yield [self.plan.run(arm, variant, seed) for arm in self.plan.arms if (variant := self.variant_of(arm))]

@@ -35,7 +35,7 @@ class Curve(NamedTuple):
     def step_of(self, score: float, near: float) -> float:
         """The step, in fractions, with this accuracy: 0 if all have more, infinite if all have less.
 
-        Of several, on a plateau, the one that is nearest to ``near``.
+        On a plateau there are several such steps; this takes the one nearest to ``near``.
         """
         first = int(np.searchsorted(self.scores, score))
         end = int(np.searchsorted(self.scores, score, side="right"))

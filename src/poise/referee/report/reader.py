@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Recording:
-    """The recorded responses of a run, by step, and what else is known about it. Each source has a subclass."""
+    """The recorded responses of a run, by step, and its other data. Each source has a subclass."""
 
     path: Path
 
@@ -66,7 +66,7 @@ class Recording:
         return None
 
     def skipped(self) -> list[str]:
-        """What could not be read and was left out, in words."""
+        """Messages about files that could not be read and were left out."""
         return []
 
 
@@ -77,7 +77,7 @@ class RunRecording(Recording):
         self.folder, self.path = folder, folder.path
 
     def steps(self) -> list[int]:
-        """Those with both files: the responses and their tokens."""
+        """The steps with both files: the responses and their tokens."""
         return [step for step in self.folder.recorded() if self.folder.tokens_path(step).exists()]
 
     def version(self, step: int) -> Hashable:
@@ -90,11 +90,11 @@ class RunRecording(Recording):
         return read_step(self.folder, step)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Those of ``metrics.jsonl``."""
+        """The metrics in ``metrics.jsonl``."""
         return read_metrics(self.folder)
 
     def files(self) -> list[Path]:
-        """Those of ``FILES`` that exist."""
+        """The files of ``FILES`` that exist."""
         return [path for name in FILES if (path := self.path / name).exists()]
 
     def json(self, name: str) -> Any:

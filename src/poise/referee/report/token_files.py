@@ -26,7 +26,8 @@ NAMED = 5  # damaged lines that are described one by one
 
 
 def token_files(path: Path) -> list[Path]:
-    """The token files at a path: the file itself, or those in a folder of no run or model. Empty if there are none."""
+    """The token files at a path: the file itself, or the files in a folder that is not a run or a model. Empty if there
+    are none."""
     if path.suffix == ".jsonl" and not path.is_dir():
         return [path] if path.exists() else []
     if not path.is_dir() or any((path / name).exists() for name in MODELS):
@@ -53,7 +54,7 @@ class TokenFiles(Recording):
         self._damaged, self._damaged_count = list[str](), 0
 
     def steps(self) -> list[int]:
-        """Those of the lines that are there now."""
+        """The fields of the current lines."""
         files = self.files()
         if any(file.stat().st_size < self._ends.get(file, (0, 0))[0] for file in files):
             self._forget()

@@ -1,4 +1,5 @@
-"""Texts of a response's tokens, for a line of a token file. Apart, because trainers write them without the report."""
+"""Texts of a response's tokens, for a line of a token file. A separate file, because trainers write them without the
+report."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def token_batch(step: Step) -> tuple[TokenBatch, list[Phase]] | None:
 
 
 def step_metrics(step: Step) -> dict[str, float]:
-    """The metrics of a step, as a run of poise logs them: only those that follow from what is recorded."""
+    """The metrics of a step under the names that poise logs: only those that the recorded data determine."""
     rewards = [record["reward"] for record in step.records if record["reward"] is not None]
     verdicts = [record["correct"] for record in step.records if record["correct"] is not None]
     entropy = step.arrays.get("entropy", torch.empty(0)).nanmean().item()
@@ -66,7 +66,7 @@ def step_metrics(step: Step) -> dict[str, float]:
 
 
 class Weighed(NamedTuple):
-    """A recording's tokens by interval of p. Shares add up to 1; those of a ``pull`` are of Σ w·|A|·(1 − p)."""
+    """A recording's tokens by interval of p. Shares add up to 1; the shares of a ``pull`` are of Σ w·|A|·(1 − p)."""
 
     steps: int
     responses: int
@@ -78,7 +78,7 @@ class Weighed(NamedTuple):
 
 
 def weigh(recording: Recording, methods: Mapping[str, Regulator], intervals: Intervals) -> Weighed:
-    """Apply the methods to the recorded batches, step by step. ValueError if there is nothing to apply them to."""
+    """Apply the methods to the recorded batches, step by step. Raises ValueError if no token can be weighted."""
     tokens, responses, steps = torch.zeros(len(intervals)), 0, 0
     pulls: dict[str, Tensor] = {}
     metrics: dict[str, list[dict[str, float]]] = {}

@@ -1,4 +1,4 @@
-"""The order of training problems from one or several data sets: a function of the seed and the place alone."""
+"""The order of training problems from one or several data sets: a function of only the seed and the place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PERIOD = 1000  # problems of a mixture with a streamed set over which its weight
 
 
 class Table:
-    """Problems in memory. ``name`` tells the walks of several tables apart."""
+    """Problems in memory. ``name`` distinguishes the walks of several tables."""
 
     def __init__(self, problems: list[Problem], name: str) -> None:
         self.problems, self.name = problems, name

@@ -20,7 +20,7 @@ Make = Callable[[int, Row], Problem | None]  # the problem of a row, given its n
 
 @dataclass(frozen=True)
 class Reader:
-    """How the rows of a task become problems. Its settings are those of ``Data``.
+    """How the rows of a task become problems. It has the settings of ``Data``.
 
     ``mixed``: there are several data sets. Then the right answer is in the same column for all of them, and a
     problem's difficulty is the name of its data set. ``notes`` gets what a user should know about the data.
@@ -118,7 +118,7 @@ class Reader:
                 raise DataError(f"data {source} has no column {name!r}, which a reward names (it has: {known})")
 
     def _messages(self, row: Row, question: str) -> tuple[list[Message] | None, bool]:
-        """What the model is shown first, and whether the row holds messages itself; None: there is no question."""
+        """The first messages, and whether the row itself contains messages; None if there is no question."""
         asked = row.get(question)
         if asked is None or (isinstance(asked, str) and not asked.strip()) or asked == []:
             return None, False
@@ -156,7 +156,7 @@ def places(problems: Sequence[Problem]) -> str:
 
 
 def _column(what: str, named: Names, usual: Sequence[str], columns: Sequence[str], source: str) -> str:
-    """The column that holds a question or an answer, or what to do."""
+    """The column of questions or answers, or an error that says what to do."""
     names = [named] if isinstance(named, str) else list(named or ())
     found = next((name for name in names if name in columns), None) or (None if names else _usual(usual, columns))
     if found is None and names:
@@ -182,7 +182,7 @@ def question_key(problem: Problem) -> str:
 
 
 def _repeated(problems: Sequence[Problem]) -> list[Problem]:
-    """Those whose question an earlier one has."""
+    """The rows whose question occurs in an earlier row."""
     first: dict[str, Problem] = {}
     return [problem for problem in problems if first.setdefault(question_key(problem), problem) is not problem]
 

@@ -1,4 +1,4 @@
-"""Rows of a data set: how files are read, what cannot be, and what tells the rows of one set from another's."""
+"""Rows of a data set: reading files, reporting unreadable rows, and a fingerprint of a data set."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _read_line(found: Rows, number: int, line: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
-    """A JSON object. Of a key that is there twice, Python would keep the last value without a word."""
+    """A JSON object. If a key occurs twice, Python would silently keep the last value."""
     row = dict(pairs)
     if len(row) < len(pairs):
         raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} is there twice")
@@ -139,7 +139,7 @@ def _read_csv(found: Rows, lines: TextIO) -> None:
 
 
 def module(name: str, source: str) -> Any:
-    """A package that reading needs, or how to install it."""
+    """Import a package that reading needs, or raise an error that says how to install it."""
     try:
         return import_module(name)
     except ImportError:
@@ -148,7 +148,7 @@ def module(name: str, source: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value that survives a trip through JSON: what else a row holds becomes text."""
+    """The value as JSON can represent it; other values become text."""
     if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -165,7 +165,7 @@ def some(numbers: list[int], limit: int = 5) -> str:
 
 
 def share(key: str) -> float:
-    """A number from 0 to 1 by a hash of the key: a row stays in its split whatever rows are added beside it."""
+    """A number from 0 to 1 by a hash of the key: a row stays in its split when other rows are added."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 

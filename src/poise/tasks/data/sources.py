@@ -102,7 +102,7 @@ class Tables:
         return self.source.split or TRAIN
 
     def held_out(self) -> str | None:
-        """The split that is held out beside the one to train on; None if there is none, or none is wanted."""
+        """The held-out split of a data set; None if it has none or the user wants none."""
         named = self.source.test_split
         if named not in (None, OFF) and self.splits is None:
             raise DataError(f"data {self.source} has no splits: leave test_split out, or name task.test_file=FILE")
@@ -111,7 +111,7 @@ class Tables:
         return next((name for name in HELD_OUT if name in (self.splits or ()) and name != self.training()), None)
 
     def only_held_out(self) -> str:
-        """The split of a set that is held out as a whole."""
+        """The split to use of a data set that is held out entirely."""
         named, splits = self.source.split or self.source.test_split, list(self.splits or ())
         if named or not splits:
             return named or TRAIN
@@ -123,7 +123,7 @@ class Tables:
         return splits[0]
 
     def table(self, split: str, setting: str = "split") -> Any:
-        """The rows of a split, as the data set holds them."""
+        """The rows of a split, in the data set's own form."""
         if self.splits is None:
             return self._table
         if split in self.splits:

@@ -35,11 +35,11 @@ class Dialogue:
         return []
 
     def score(self) -> Score:
-        """Never asked for: ``Data.score_all`` scores whole batches."""
+        """Never called: ``Data.score_all`` scores whole batches."""
         raise NotImplementedError
 
     def feedback(self) -> str:
-        """What is wrong with the reply; to be asked for after ``Data.score_all``."""
+        """What is wrong with the reply. Call it after ``Data.score_all``."""
         return self.rewards.feedback(self.reply, self.parts)
 
 
@@ -58,9 +58,9 @@ class Data:
     ``reward_weights`` (default: 1 each). A call that hangs is cut off after ``reward_timeout`` seconds; with
     ``reward_quick`` rewards run in the trainer's own process, where nothing can cut them off. ``question`` and
     ``answer`` name columns (of a list, the first that a data set has); without them, common names are looked for. All
-    columns reach the reward. ``difficulty`` is a column for whose values accuracy is shown apart. ``system`` is a
-    system message before the question. ``template`` makes the user's message of a question: ``{question}``, or any
-    column in braces, stands for its value.
+    columns reach the reward. ``difficulty`` is a column: accuracy is shown for each of its values. ``system`` is a
+    system message before the question. ``template`` is the user's message: ``{question}``, or any column in braces, is
+    replaced by its value.
     """
 
     file: Any
@@ -186,7 +186,7 @@ class Data:
         return [*named, *QUESTION_COLUMNS]
 
     def _load(self) -> dict[str, Any]:
-        """The problems to train on, those held out, and what tells them from others."""
+        """The problems to train on, the held-out problems, and their fingerprint."""
         sources = self._sources()
         reader = Reader(
             self.rewards, self.question, self.answer, self.difficulty, self.system, self.template, self.notes,
@@ -244,7 +244,8 @@ class Data:
 
 @dataclass
 class _Set:
-    """One data set: its problems (of a streamed one, those of the first block), and what makes that of any row.
+    """One data set: its problems (if it is streamed, those of the first block), and the function that makes a problem
+    of a row.
 
     ``share`` of its questions are held out, by a hash.
     """
@@ -310,12 +311,12 @@ class Math(Data):
 
 
 def task_of(data: Any, *, test: Any = None, name: str = "data", **settings: Any) -> Data:
-    """The task of a data set that Python holds: a table of ``datasets``, or rows.
+    """The task of a data set in memory: a table of ``datasets``, or rows.
 
     >>> task = task_of(dataset, reward=my_reward, question="problem", held_out=0.2)
 
     ``data`` may also be a file, a hub id, or a list of data sets, as ``Data.file`` says. ``test`` is held out, ``name``
-    is ``data`` or ``math``, and the settings are those of the task.
+    is ``data`` or ``math``, and ``settings`` are the task's.
     """
     kinds = {kind.name: kind for kind in (Data, Math)}
     check_choice("task_of", "name", name, kinds)

@@ -6,7 +6,7 @@ Answer: between the answer tags the words knight and knave occur once per person
 for everyone. The case of ASCII letters is ignored; no other letter counts as one of them.
 
 The reply is untrusted. Tags are counted, not matched, and no regular expression here has a repetition, so the time is
-linear in the text. Feedback follows from the claims and the reply alone, not from the solution.
+linear in the text. Feedback uses only the claims and the reply, not the solution.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _GENERATED = ("depth", "phrasing", "names")  # settings of puzzles that are gene
 
 @dataclass(frozen=True)
 class KnightsKnaves:
-    """Knights & Knaves: logic puzzles without end, or those of a file, split into train and test by their meaning.
+    """Knights & Knaves: endless logic puzzles, or the puzzles of a file, split into train and test by their meaning.
 
     ``people`` is a number, several, or a range such as ``"3-7"``, which is the default; the numbers take turns. With
     ``file`` the puzzles are those of a file in the public format (``.jsonl``, ``.jsonl.gz``, ``.parquet``), all of them
     unless ``people`` says which. ``depth`` is how deep statements nest, ``instruction`` the text before a puzzle,
-    ``phrasing`` varied or plain, and ``names`` are those of the people.
+    ``phrasing`` varied or plain, and ``names`` are the names of the people.
     """
 
     people: int | str | Sequence[int] | None = None
@@ -88,7 +88,7 @@ class KnightsKnaves:
         return cast(tuple[int, ...], self.people)
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Problems of one split; no meaning is in both. Those of a file come again, in another order."""
+        """Problems of one split; no meaning is in both. The puzzles of a file are repeated in another order."""
         check_split(split)
         if self.file is not None:
             for number in count():

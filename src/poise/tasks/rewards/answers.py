@@ -1,7 +1,7 @@
 r"""Finds the answer in a reply; no other module decides this. Everything here is linear in the length of the reply.
 
 The order: ``<answer>…</answer>``; else the last ``\boxed{…}``; else the last line that begins with ``####``, as in
-GSM8K; else what follows the last "the answer is" or "answer:". Only the last statement counts: a reply cannot hedge.
+GSM8K; else the text after the last "the answer is" or "answer:". Only the last statement counts: a reply cannot hedge.
 Text before ``</think>`` is ignored, and a reply with an unclosed ``<think>`` has no answer.
 """
 

@@ -194,7 +194,7 @@ class InProcess:
         return Outcome(worker.call(self.spec.reward, arguments, len(rows)), log.extra, log.metrics)
 
     def _culprit(self, batch: Batch, error: worker.WrongError) -> tuple[int | None, str]:
-        """Find the row that makes the reward raise, and the message for that row: the exception does not tell."""
+        """Find the row that makes the reward raise, and the message for that row: the exception does not name it."""
         for row in range(len(batch.ids)):
             try:
                 self._attempt(batch, [row])

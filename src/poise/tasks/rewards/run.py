@@ -181,7 +181,7 @@ class Rewards:
         return [self._grade(row, text_of(completions[row]), outcomes) for row in range(len(batch.ids))]
 
     def _outcomes(self, batch: Batch) -> list[Outcome]:
-        """The outcome of each reward. Those in worker processes run in parallel."""
+        """The outcome of each reward. Rewards in worker processes run in parallel."""
         remote = [caller for caller in self._callers if isinstance(caller, InWorker)]
         with ThreadPoolExecutor(max(1, len(remote))) as pool:
             futures = {caller.name: pool.submit(caller.values, batch) for caller in remote}
