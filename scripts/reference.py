@@ -31,7 +31,7 @@ INNER = ("id", "dataset", "settings")  # parameters that are part of a task's na
 WRITTEN = """\
 | you write | it means |
 |---|---|
-| `optim.lr=1e-6`, `optim.betas="[0.9, 0.99]"`, `evaluation=off` | YAML 1.2; only your shell wants text in quotes |
+| `optim.lr=1e-6`, `optim.betas="[0.9, 0.99]"`, `evaluation=off` | a YAML 1.2 value; the quotes are for your shell |
 | `regulator="ar(alpha=0.3)"`, `reward="regex(pattern='x')"` | a name with settings; their values are Python literals |
 | `regulator="ar \\| lopti"` | two regulators composed: their weights and phases multiply |
 | `regulator="grpo; ar"`, `optim.lr=1e-5,1e-4` | only in `poise compare`: several values, one arm for each |
@@ -56,9 +56,10 @@ def page() -> str:
     """The whole page, as Markdown."""
     parts = [
         "# Settings and metrics\n",
-        "Made from the code by `scripts/reference.py`.\n",
+        "`scripts/reference.py` makes this page from the code.\n",
         "## Settings of a run\n",
-        "On the command line `key=value`, in a recipe YAML. `poise train --dry-run` shows all values of a run.\n",
+        "Write settings as `key=value` on the command line, or as YAML in a recipe. "
+        "`poise train --dry-run` shows all values of a run.\n",
         WRITTEN,
         _table(["setting", "type", "default", "meaning"], settings()),
     ]

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -34,8 +36,39 @@ METHODS: dict[str, tuple[Mapping[str, Any], str]] = {  # by setting: the table, 
 }
 
 
+# A table scrolls sideways on a narrow screen; its code does not break inside a word.
+STYLE = ".md-typeset td code, .md-typeset th code { word-break: normal; overflow-wrap: normal; }"
+
+
+class Doctests(Preprocessor):
+    """Show the examples of docstrings, ``>>> …``, as code: in Markdown they would be quotations."""
+
+    def run(self, lines: list[str]) -> list[str]:
+        """Fence each example, which ends with an empty line."""
+        shown: list[str] = []
+        inside = False
+        for line in [*lines, ""]:
+            if not inside and line.lstrip().startswith(">>> "):
+                inside = True
+                shown.append("```pycon")
+            elif inside and not line.strip():
+                inside = False
+                shown.append("```")
+            shown.append(line)
+        return shown[:-1]
+
+
+class DoctestExtension(Extension):
+    """Markdown with ``Doctests``."""
+
+    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+        """Before fenced code is read."""
+        md.preprocessors.register(Doctests(md), "doctests", 35)
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages of the methods in place of METHODS in the navigation."""
+    config.markdown_extensions.append(DoctestExtension())  # type: ignore[arg-type]
     for section in config.nav or []:
         for pages in section.values():
             if "METHODS" in pages:
@@ -44,12 +77,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are not in docs/."""
+    """Add the pages that are not in docs/, and pictures from elsewhere that pages show."""
+    files.append(File.generated(config, "site.css", content=STYLE))
     for name, setting, kind, equation in _methods():
         files.append(File.generated(config, f"methods/{name}.md", content=_method_page(name, setting, kind, equation)))
     files.append(File.generated(config, "api.md", content=_api_page()))
     for path in _others(config):
         files.append(File.generated(config, path, content=(ROOT / path).read_text(encoding="utf-8")))
+    for path in [*_others(config), *(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]:
         for _, _, target, _ in LINK.findall((ROOT / path).read_text(encoding="utf-8")):
             picture = os.path.normpath(os.path.join(os.path.dirname(path), target))
             if picture.endswith(".png") and not picture.startswith("docs/") and not files.get_file_from_path(picture):
@@ -70,10 +105,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         inside = target.removeprefix("docs/") if target.startswith("docs/") else target
         if files.get_file_from_path(inside):
             return f"{link[1]}[{link[2]}]({os.path.relpath(inside, os.path.dirname(source) or '.')}{link[4] or ''})"
+        if link[1]:
+            raise PluginError(f"{source}: the site has no picture {link[3]}")
         return f"{link[1]}[{link[2]}]({REPOSITORY}/blob/main/{target}{link[4] or ''})"
 
-    parts = re.split(r"(?ms)(^```.*?^```)", markdown)  # code stays as it is
+    # In a table GitHub wants \\| inside code too; Python-Markdown shows the backslash.
+    markdown = re.sub(r"(?m)^\|.*$", lambda row: re.sub(r"`[^`]*`", _without_escapes, row[0]), markdown)
+    parts = re.split(r"(?ms)(^```.*?^```)", markdown)  # code does not change
     return "".join(part if part.startswith("```") else LINK.sub(resolved, part) for part in parts)
+
+
+def _without_escapes(code: re.Match[str]) -> str:
+    return code[0].replace("\\|", "|")
 
 
 def _others(config: MkDocsConfig) -> list[str]:
@@ -111,16 +154,16 @@ def _method_page(name: str, setting: str, kind: Any, equation: str) -> str:
         "[Papers, and what is ours](../papers.md) has the evidence for and against it.\n",
         "## The code\n",
         f"```python\n{code}\n```\n" if code else "",
-        f"All of it: [{file}](../../{file}).\n",
+        f"The whole file: [{file}](../../{file}).\n",
         "## Metrics\n",
-        f"[The table of metrics](../reference.md#metrics) explains those of each {setting.rpartition('.')[2]}.\n",
+        f"[The table of metrics](../reference.md#metrics) explains the metrics of each {setting.rpartition('.')[2]}.\n",
     ]
     return "\n".join(part for part in shown if part)
 
 
 def _api_page() -> str:
     """What ``import poise`` offers. A name without a docstring is an error."""
-    parts = ["# Python\n", "All of these are names of `poise`, such as `poise.train`.\n"]
+    parts = ["# Python\n", "The package has these names, such as `poise.train`.\n"]
     for name in sorted(poise.__all__, key=str.lower):
         value = getattr(poise, name)
         if name == "__version__":

@@ -13,9 +13,15 @@ from support.comparisons import finish, make
 
 def test_the_plan_in_words(tmp_path):
     said = "\n".join(description.heading(make(tmp_path, "optim.lr=1e-4,2e-4", "tune=2")))
-    for words in ("2 arms × 3 seeds", "grpo (baseline)", "among 1e-4, 2e-4", "8 tuning runs", "fewer than the 1,000"):
+    for words in (
+        "2 arms × 3 seeds",
+        "grpo (baseline)",
+        "among 1e-4, 2e-4",
+        "8 tuning runs",
+        "a fair comparison needs at least 1,000",
+    ):
         assert words in said
-    assert "fewer" not in "\n".join(description.heading(make(tmp_path, "evaluation.problems=1000")))
+    assert "a fair comparison needs" not in "\n".join(description.heading(make(tmp_path, "evaluation.problems=1000")))
 
 
 @pytest.mark.parametrize(("rate", "text"), [(5e-5, "5e-5"), (1e-4, "1e-4"), (2.5e-6, "2.5e-6"), (0.05, "0.05")])
@@ -102,11 +108,11 @@ def test_a_dry_run_counts_what_is_done(tmp_path, monkeypatch, capsys):
     command._forecast(plan)
     said = capsys.readouterr().out
     assert "6 runs (2 done)" in said
-    assert "3 seeds cannot make a difference significant" in said
+    assert "3 seeds cannot show a significant difference" in said
 
 
 def test_the_smallest_difference_that_can_be_found(tmp_path):
-    assert "3 seeds cannot make a difference significant: 6 can" in description.power(make(tmp_path))
+    assert "3 seeds cannot show a significant difference; 6 can" in description.power(make(tmp_path))
     assert "10 seeds find with a chance of 80 %" in description.power(make(tmp_path, "seeds=10"))
 
 

@@ -62,7 +62,7 @@ def test_the_smallest_detectable_difference_comes_first():
 
 def test_too_few_seeds():
     found = verdict(analyse([made_arm("grpo", 0.0, seeds=4), made_arm("ar", 0.06, seeds=4)], "grpo"))
-    assert "4 seeds cannot make a difference significant: 6 can" in found[0]
+    assert "4 seeds cannot show a significant difference; 6 can" in found[0]
     found = verdict(analyse([made_arm("grpo", 0.0, seeds=1), made_arm("ar", 0.06, seeds=1)], "grpo"))
     assert "nothing to compare" in found[0]
 
@@ -118,7 +118,7 @@ def test_looks_with_fewer_seeds_are_named():
     assert first["looks"] == [10]
     assert not any("were seen" in sentence for sentence in first["verdict"])
     assert analyse(arms, "grpo", looks=[10])["verdict"] == first["verdict"]  # the same results again
-    assert analyse(arms, "grpo", looks=[5])["looks"] == [10]  # five seeds cannot make a difference significant
+    assert analyse(arms, "grpo", looks=[5])["looks"] == [10]  # five seeds cannot show a significant difference
     again = analyse(arms, "grpo", looks=[6, 8])
     assert again["looks"] == [6, 8, 10]
     (said,) = (sentence for sentence in again["verdict"] if "were seen" in sentence)

@@ -41,7 +41,7 @@ def heading(plan: Plan) -> list[str]:
             f"{len(runs)} tuning runs choose each arm's learning rate among {rates}, with seeds "
             f"{_span(plan.tuning_seeds)} and other held-out problems"
         )
-    few = "" if evaluation.problems >= HELD_OUT else f", fewer than the {HELD_OUT:,} that a fair comparison needs"
+    few = "" if evaluation.problems >= HELD_OUT else f"; a fair comparison needs at least {HELD_OUT:,} problems"
     lines.append(f"{evaluation.problems:,} held-out problems × {evaluation.samples} samples, and greedily{few}")
     return lines
 

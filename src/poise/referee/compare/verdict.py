@@ -77,7 +77,7 @@ def power_sentence(seeds: int, comparisons: int, effect: float | None, spread: f
     """The smallest difference that this number of seeds can detect."""
     if effect is None or not isfinite(effect):
         needed = seeds_needed(comparisons, level)
-        return f"{seeds} seeds cannot make a difference significant: {needed} can (comparisons: {comparisons})."
+        return f"{seeds} seeds cannot show a significant difference; {needed} can (comparisons: {comparisons})."
     return (
         f"Smallest difference that {seeds} seeds find with a chance of {100 * POWER:.0f} %: {points(effect)} points, "
         f"at a spread of {points(spread)} points over seeds (comparisons: {comparisons}, Holm's correction)."

@@ -200,7 +200,7 @@ def conclusion(
         advice = ["# train on", resume_command(folder.path, more)]
     report = shlex.join(["poise", "report", str(folder.path)])
     advice = ["# read the responses, token by token", report, *advice]
-    advice.append("whether another method is better takes several seeds: poise compare (docs/compare.md)")
+    advice.append("to compare methods, train several seeds: poise compare (docs/compare.md)")
     return [*lines, "try next:", *(f"  {line}" for line in advice)]
 
 

@@ -80,6 +80,12 @@ _ELSEWHERE = {
     "num_iterations": "regulator",
     "log_completions": "rollouts_every",
 }
+# Where the value changes too.
+_VALUES = {
+    "num_iterations": 'num_iterations=2 is regulator="grpo(passes=2)"',
+    "scale_rewards": "scale_rewards=none is advantage=group-centered",
+    "importance_sampling_level": "importance_sampling_level=sequence is objective.surrogate=gspo",
+}
 # TRL's names for what poise.train takes as an argument.
 _ARGUMENTS_ELSEWHERE = {
     "train_dataset": "data",
@@ -143,7 +149,7 @@ def unknown_key(path: str, known: Sequence[str]) -> str:
     if group == "task" and name in SHORT_FORMS:  # task.environment for environment
         return f"unknown key {path!r}; did you mean {name!r}?"
     if (ours := _ELSEWHERE.get(name.lower())) in known:
-        return f"unknown key {path!r}; did you mean {ours!r}?"
+        return f"unknown key {path!r}; did you mean {ours!r}? {_VALUES.get(name.lower(), '')}".rstrip()
     near = {key: _likeness(path, key) for key in known}
     best = max(near.values())
     if best >= 0.6:
