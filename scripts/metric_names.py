@@ -92,7 +92,7 @@ METRICS: dict[str, str] = {
     # Tokens and time
     "tokens/sampled": "tokens sampled in this step, by all models together",
     "tokens/MODEL": "those sampled by a model other than the policy",
-    "tokens/total": "tokens sampled since the run began, evaluations apart; `budget` is compared with it",
+    "tokens/total": "tokens sampled since the run began, without evaluations; `budget` limits them",
     "time/problems": "seconds for drawing the problems",
     "time/rollout": "seconds for sampling",
     "time/score": "seconds for scoring, as far as sampling had to wait for it",

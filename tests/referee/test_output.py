@@ -68,7 +68,7 @@ def test_the_page(page, written):
     assert page.locator("svg").count() == 4
     assert page.locator(".forest-row").count() == 2
     assert page.locator(".forest-row").first.locator(".seed").count() == 10
-    assert "dashed uprights" in page.locator("#main").inner_text()
+    assert "dashed lines" in page.locator("#main").inner_text()
     see(page, "table", "lopti <script>")  # as text
     assert page.evaluate("() => window.hacked") is None
     page.locator(".forest-row").first.hover()
@@ -85,7 +85,7 @@ def test_the_page_explains_what_is_drawn(page, tmp_path, seeds):
     page.goto((tmp_path / "comparison.html").as_uri())
     see(page, "#main", "every seed (small, below)")
     shown = page.locator("#main").inner_text()
-    assert "dashed uprights" not in shown
+    assert "dashed lines" not in shown
     assert ("A dashed interval" in shown) == (page.locator(".forest-row line").count() > 0) == (seeds > 2)
 
 

@@ -109,9 +109,9 @@ def test_the_report_says_what_was_trained_on_what_for_how_long(page, tmp_path):
         "learning rate": "0.0002",
         "seed": "0",
         "steps": "4 of 4",
-        "responses": "512 (16 problems × 8 a step)",
+        "responses": "512 (16 problems × 8 per step)",
         "sampled tokens": "4,000",
-        "time": "3 min 20 s in steps, evaluations apart",
+        "time": "3 min 20 s without evaluations",
         "machine": "cpu: x86_64, 2 threads, Linux",
     }
 

@@ -52,7 +52,7 @@ function caption() {
   const intervals = drawn.filter((d) => d.interval);
   return [`Points paired by seed: the mean (large)${intervals.length ? ", its interval," : ""} and every seed (small, below).`,
     intervals.some((d) => d.method === "student") && "A dashed interval is Student's, where there are too few seeds for an exact one.",
-    known(comparison.detectable) && "The dashed uprights are the smallest difference that would be found."].filter(Boolean).join(" ");
+    known(comparison.detectable) && "The dashed lines are the smallest detectable difference."].filter(Boolean).join(" ");
 }
 
 // Mean curves over steps, tokens or seconds, with the interval of the mean at every evaluation.
@@ -107,18 +107,18 @@ function tables() {
   return [
     el("h2", {}, "Results and cost"),
     el("p", { class: "muted" }, `Accuracy in points with its ${100 * comparison.level} % interval over seeds; the difference is paired by seed; p is corrected by Holm's method. `
-      + "Beside it the percentages of answers that were cut off or unreadable, before training and after it. "
+      + "Next to it are the percentages of answers that were cut off or unreadable, before and after training. "
       + (timed ? `All after ${comparison.cut} steps. Speed: the steps after which ${baseline.name} has the arm's accuracy, over the arm's. ` : "")
       + "Cost is the mean of a run, without evaluations; FLOP is an estimate."),
     table(titles, comparison.arms.map(result)),
     ...(exploratory.length ? [el("h2", {}, "Exploratory"),
-      el("p", { class: "muted" }, "With the arms and seeds that were added after the plan was registered; the verdict on the registered ones does not use them."),
+      el("p", { class: "muted" }, "This includes arms and seeds that were added after the plan was registered. The verdict on the registered ones does not use them."),
       table(titles, exploratory.map(result))] : []),
     el("h2", {}, "Other scores"),
-    el("p", { class: "muted" }, "In points; in brackets the difference to the baseline. These intervals are not corrected for their number."),
+    el("p", { class: "muted" }, "Scores in points; brackets show the difference from the baseline. These intervals are not corrected for multiple comparisons."),
     table(["arm", "before", ...names], comparison.arms.map(other)),
     el("h2", {}, "Spread of the differences"),
-    el("p", { class: "muted" }, "Standard deviation over seeds, and the smallest difference that would be found, in points."),
+    el("p", { class: "muted" }, "Standard deviation over seeds, and the smallest detectable difference, in points."),
     table(["arm", "spread", "detectable"], rivals.map(spread)),
     el("h2", {}, "Course of training"),
     el("p", { class: "muted" }, "Runs that diverged or ended far below their best; entropy at start and end."),

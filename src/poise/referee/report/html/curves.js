@@ -32,7 +32,7 @@ const curves = Object.assign(new Group(), {
   fill() {
     this.charts = [];
     const groups = this.groups();
-    const none = this.find ? "No metric has this in its name." : "These runs have not recorded what the curves are to be drawn over. Choose another axis.";
+    const none = this.find ? "No metric has this in its name." : "These runs have no data for this axis. Choose another one.";
     this.grid.replaceChildren(...groups.map(({ title, note, lines }) => {
       const chart = this.chart(lines);
       return card(title, note, chart.svg, chart.legend);

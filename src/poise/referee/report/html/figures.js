@@ -23,7 +23,7 @@ const figures = {
     const show = () => {
       const pulls = mean.regulators[pick.value];
       matrices.replaceChildren(
-        card("Cross-influence", "Row: the interval that is updated alone; last row: the method's whole update. Column: the tokens that move. Mean of |Δp|.",
+        card("Cross-influence", "Mean of |Δp|. Rows: an update on only one interval; last row: the method's whole update. Columns: the tokens that move.",
           heat([...intervals, "update"], intervals, pulls.influence.map((row) => row.moved))),
         card("Cosine", "Between the gradients of two intervals.", heat(intervals, intervals, pulls.cosine, 1)),
         card("Direction", "Mean of Δp after the method's whole update, for tokens with positive and with negative advantage.",
@@ -39,7 +39,7 @@ const figures = {
         + `${percent(mean.with_gradient)} of the tokens have an advantage. Columns are intervals of the probability p of the sampled token.`),
       el("div", { class: "grid" },
         card("(a) Share of the tokens", "In each interval.", bars(intervals, [{ label: "share", ...inside(mean.token_share, error.token_share) }], { unit: percent })),
-        card("(a) Density", "Of the tokens over p, on a logarithmic scale.", density(mean.density)),
+        card("(a) Density", "Distribution of the tokens over p, on a logarithmic scale.", density(mean.density)),
         card("(b) Advantages", "Share of the interval's tokens with A > 0 and with A < 0.", bars(intervals, [
           { label: "A > 0", ...inside(mean.advantage.positive, error.advantage.positive) },
           { label: "A < 0", ...inside(mean.advantage.negative, error.advantage.negative) }], { unit: percent })),

@@ -41,9 +41,9 @@ const result = Object.assign(new Group(), {
       this.headline(whole),
       this.learned(),
       (measures.length > 0 || chart) && el("div", { class: data.runs.length > 1 ? "result several" : "result" },
-        measures.length > 0 && card("Held-out accuracy", "In brackets the 95 % intervals over problems. Before and after have the same problems, so the change has an interval of its own.", this.table(whole), parts.length > 0 && el("details", {}, el("summary", {}, "By difficulty"), this.table(parts)),
+        measures.length > 0 && card("Held-out accuracy", "Brackets show 95 % intervals over problems. Both evaluations use the same problems, so the change has a paired interval.", this.table(whole), parts.length > 0 && el("details", {}, el("summary", {}, "By difficulty"), this.table(parts)),
           this.conditions(), el("p", { class: "bar" }, el("button", { type: "button", id: "csv", onclick: () => saveTable("result.csv", this.rows(measures)) }, "Save as CSV"))),
-        chart && card("Its curve", "Bars are the intervals before and after training.", chart.svg, chart.legend)),
+        chart && card("Accuracy over steps", "Bars are the intervals before and after training.", chart.svg, chart.legend)),
       el("h2", {}, "What was trained"), el("div", { class: "facts" }, table(["", ...data.runs.map((run) => run.name)], this.facts())),
     ].flat().filter(Boolean);
   },
@@ -128,7 +128,7 @@ const result = Object.assign(new Group(), {
     };
     const samples = (run) => {
       const [prompts, group] = [field(run, "prompts"), field(run, "group")];
-      return prompts && group && run.steps.length > 0 && `${many(run.steps.length * prompts * group)} (${many(prompts)} problems × ${many(group)} a step)`;
+      return prompts && group && run.steps.length > 0 && `${many(run.steps.length * prompts * group)} (${many(prompts)} problems × ${many(group)} per step)`;
     };
     const rows = [
       ["model", (run) => field(run, "model"), (run) => where(run, "parameters").map((n) => `${large(n)} parameters`)],
@@ -141,7 +141,7 @@ const result = Object.assign(new Group(), {
       ["steps", (run) => (run.steps.length ? `${many(run.steps.at(-1))} of ${spoken(field(run, "steps"))}` : undefined)],
       ["responses", samples],
       ["sampled tokens", (run) => run.metrics["tokens/total"]?.findLast(Number.isFinite)?.toLocaleString("en")],
-      ["time", (run) => (run.metrics["time/step"] ? `${duration(sumOf(run, "time/step"))} in steps, evaluations apart` : undefined)],
+      ["time", (run) => (run.metrics["time/step"] ? `${duration(sumOf(run, "time/step"))} without evaluations` : undefined)],
       ["machine", (run) => where(run, "device").map((device) => [device, ...where(run, "threads").map((n) => `${n} threads`), ...where(run, "system")].join(", "))],
       ["versions", (run) => ["poise", "torch"].flatMap((name) => where(run, name).map((version) => `${name} ${version}`)).join(", ")],
     ];

@@ -247,7 +247,7 @@ const viewer = {
     const read = answer !== null || data.rows.some((other) => other.run === row.run && other.answer !== null); // whether the task tells
     return (gold !== null || answer !== null) && el("dl", { class: "answers" },
       gold !== null && [el("dt", {}, "Right answer"), el("dd", { class: "gold" }, gold)],
-      read && [el("dt", {}, "Read in the response"), el("dd", {}, answer ?? el("i", { class: "muted" }, "none"))]);
+      read && [el("dt", {}, "Answer that was read"), el("dd", {}, answer ?? el("i", { class: "muted" }, "none"))]);
   },
 
   // The rows that one attempt led to, such as the reflection on it and the second attempt: a button for each.
