@@ -13,6 +13,7 @@ from typing import Any
 from poise._lib.errors import complain, short
 from poise._lib.user_code import blamed
 from poise.models.layers import OutOfMemoryError
+from poise.models.scoring import HiddenStates
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers.console import Console
 from poise.runs.subscribers.evaluation_schedule import EvaluationSchedule
@@ -165,6 +166,8 @@ class Trainer:
             regulated = phases_of(
                 self.regulator, trajectories, batch, drop_equal_groups=config.drop_equal_groups, name=config.regulator
             )
+            if isinstance(batch.hidden, HiddenStates):
+                batch.hidden.forget()  # the update needs the memory
         surrogate = str(config.objective.surrogate)
         with (
             clock("update"),

@@ -10,11 +10,12 @@ from poise.batch import Prompt, padded_batch
 from poise.models.layers import OutOfMemoryError
 from poise.models.loading import load_policy
 from poise.models.policy import BUSY_TOKENS, Policy
-from poise.models.scoring import score_all
+from poise.models.scoring import HiddenStates, score_all
 from poise.sampling import vllm_engine as vllm
 from poise.sampling.choose import choose
 from poise.sampling.draws import Sampling
 from poise.sampling.requests import Request
+from support.tiny_models import tiny
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,74 @@ def test_when_memory_runs_out_scoring_takes_fewer_tokens(monkeypatch):
     monkeypatch.setattr(policy, "score", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(OutOfMemoryError, match="with a single response per pass"):
         scored(policy)
+
+
+def answers():
+    """Two prompts with four responses each."""
+    tokens = torch.randint(6, 90, (8, 9), generator=torch.Generator().manual_seed(0))
+    lengths = (9, 4, 1, 6, 7, 7, 2, 8)
+    prompts = [Prompt((7, 8, 9))] * 4 + [Prompt((10, 11))] * 4
+    return padded_batch(prompts, [row[:n] for row, n in zip(tokens, lengths, strict=True)], torch.device("cpu"))
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The rows of every forward pass."""
+    seen, real = [], Policy.hidden
+    monkeypatch.setattr(
+        Policy, "hidden", lambda self, batch, *rest: seen.append(len(batch.mask)) or real(self, batch, *rest)
+    )
+    return seen
+
+
+@pytest.mark.parametrize("wanted", [range(8), range(4, 8), (1, 6)])
+def test_kept_states_are_those_of_a_separate_pass_bit_for_bit(wanted, passes):
+    policy, batch, rows = tiny("qwen2"), answers(), torch.tensor(list(wanted)).flip(0)
+    states = HiddenStates(policy, batch, wanted, most=1 << 20)
+    passes.clear()
+    logp, entropy = score_all(policy, batch, 0.7, None, states)
+    assert passes == [8]
+    found = states(rows)
+    assert passes == [8]
+    with torch.no_grad():
+        assert torch.equal(found, policy.padded_hidden(batch)[rows])
+    assert all(torch.equal(x, y) for x, y in zip((logp, entropy), score_all(policy, batch, 0.7), strict=True))
+
+
+def test_only_wanted_states_are_kept_and_only_as_many_as_fit(passes):
+    policy, batch = tiny("qwen2"), answers()
+    bytes_of = [4 * 32 * extent.own for extent in batch.extents]
+    states = HiddenStates(policy, batch, (4, 5, 6), most=sum(bytes_of[4:6]) + 1)
+    score_all(policy, batch, 1.0, None, states)
+    assert set(states.kept) == {4, 5}
+    assert sum(each.untyped_storage().nbytes() for each in states.kept.values()) == sum(bytes_of[4:6])
+    passes.clear()
+    found = states(torch.tensor([6, 4, 0]))  # one of them is kept
+    assert passes == [2]
+    with torch.no_grad():
+        torch.testing.assert_close(found, policy.padded_hidden(batch)[[6, 4, 0]], rtol=1e-5, atol=1e-5)
+    states.forget()
+    passes.clear()
+    assert torch.allclose(states(torch.tensor([4])), found[1], atol=1e-5)
+    assert passes == [1]
+
+
+def test_when_memory_runs_out_states_are_forgotten_first(monkeypatch, passes):
+    policy, batch = tiny("qwen2"), answers()
+    expected, real, states = score_all(policy, batch, 1.0, 24), policy.score, HiddenStates(policy, batch, range(8), 1e9)
+
+    def full(part, temperature, known=None):
+        if states.kept and known is not None:
+            raise torch.OutOfMemoryError("full")
+        return real(part, temperature, known)
+
+    monkeypatch.setattr(policy, "score", full)
+    passes.clear()
+    found = score_all(policy, batch, 1.0, 24, states)
+    assert torch.equal(found[0], expected[0])
+    assert not states.kept
+    assert policy.most_tokens is None  # passes did not get smaller
+    assert len(passes) > 2
 
 
 def test_vllm_is_scored_in_passes_of_micro_tokens(monkeypatch):

@@ -5,20 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from poise import advantages, regulators
+from poise import advantages, regulators, trainer
 from poise.batch import Prompt
 from poise.models.loading import load_policy
-from poise.models.scoring import score_all
+from poise.models.policy import Policy
+from poise.models.scoring import HiddenStates, score_all
 from poise.objective import Settings, importance_weights
 from poise.sampling.algorithms import Grpo
 from poise.sampling.native.engine import NativeEngine
 from poise.sampling.sampler import Sampler
 from poise.sampling.trajectories import Trajectory, collect
 from poise.tasks import Problem, Score
-from poise.training.batches import drop_failed, make_batch
+from poise.training.batches import drop_failed, make_batch, phases_of
 from poise.training.update import NotFiniteError
 from support.small_runs import run
-from support.tiny_models import tiny
+from support.tiny_models import exact, tiny
 from support.twice import Twice
 
 
@@ -109,6 +110,59 @@ def test_hidden_states_come_from_a_forward_pass_over_the_rows_asked_for():
     expected = policy.padded_hidden(batch)[[4, 1, 0]]
     mask = batch.mask[[4, 1, 0]]
     torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
+
+
+def graded(*correct):
+    """Groups of three responses, with these verdicts."""
+    rows = []
+    for number, verdict in enumerate(correct):
+        tokens = torch.tensor([11 + number, 12, 13, 14 + number])[: 2 + number % 3]
+        score = Score(float(verdict), verdict)
+        group = number // 3
+        rows.append(replace(
+            sample(logp=torch.full((len(tokens),), -1.0)), tokens=tokens, own=tokens > 0, score=score, group=group,
+            advantage=None, prompt=Prompt((7, 8, 20 + group)),
+        ))  # fmt: skip
+    return rows
+
+
+def test_nthr_reads_the_states_of_the_pass_that_recomputes_log_probabilities(monkeypatch):
+    """Only groups with both kinds of responses keep their states, until the regulator has run."""
+    policy, passes, real = exact(tiny("llama")), [], Policy.hidden
+    monkeypatch.setattr(Policy, "hidden", lambda self, *rest: passes.append(1) or real(self, *rest))
+    rows = graded(True, True, False, False, False, False, True, False, True)
+    batch = make_batch(rows, policy, recompute=True, hidden=True)
+    assert set(batch.hidden.kept) == {0, 1, 2, 6, 7, 8}
+    shared = phases_of(regulators.get("nthr"), rows, batch).phases[0]
+    assert len(passes) == 1
+    batch.hidden.forget()
+    separate = phases_of(regulators.get("nthr"), rows, batch).phases[0]
+    assert len(passes) == 2
+    assert shared.metrics == separate.metrics
+    assert shared.metrics["scored_share"] == pytest.approx(2 / 3)
+    torch.testing.assert_close(shared.tokens["nthr"], separate.tokens["nthr"], equal_nan=True, rtol=1e-10, atol=1e-10)
+    assert torch.equal(shared.policy, separate.policy)
+
+
+def test_rows_without_log_probabilities_are_scored_once(monkeypatch):
+    policy, passes, real = tiny("llama"), [], Policy.score
+    monkeypatch.setattr(Policy, "score", lambda self, *rest: passes.append(1) or real(self, *rest))
+    batch = make_batch([sample(), sample(logp=torch.tensor([-1.0, -2.0, -3.0]))], policy, recompute=True)
+    assert len(passes) == 1
+    assert torch.equal(batch.sampler_logp[0], batch.old_logp[0])
+    assert batch.sampler_logp[1].tolist() == [-1.0, -2.0, -3.0]
+
+
+def test_the_update_of_a_run_holds_no_states(tmp_path, monkeypatch):
+    kept, real = [], trainer.update
+    monkeypatch.setattr(
+        trainer, "update", lambda policy, optimizer, batch, *rest: kept.append(states[-1].kept) or real(
+            policy, optimizer, batch, *rest)
+    )  # fmt: skip
+    states, init = [], HiddenStates.__init__
+    monkeypatch.setattr(HiddenStates, "__init__", lambda self, *rest: init(self, *rest) or states.append(self))
+    run(tmp_path, "regulator=nthr", "steps=1", "group=8", "evaluation=off", "rollout.old_logp=recomputed")
+    assert kept == [{}]
 
 
 def test_a_run_with_nthr(tmp_path):

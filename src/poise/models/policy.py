@@ -214,10 +214,10 @@ class Policy:
                 f"load the model with longest={tokens}"
             )
 
-    def padded_hidden(self, batch: TokenBatch) -> Tensor:
-        """(B, T, d) hidden states, 0 outside the mask: for regulators that read them."""
+    def padded_hidden(self, batch: TokenBatch, states_N: Tensor | None = None) -> Tensor:
+        """(B, T, d) hidden states, 0 outside the mask: for regulators that read them. ``states_N``: see ``score``."""
         places = own_tokens(batch)
-        states = self.hidden(batch, places)
+        states = self.hidden(batch, places) if states_N is None else states_N
         padded = torch.zeros(*batch.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
         padded.view(-1, states.shape[-1])[places] = states  # by index: a mask would make the host wait
         return padded
@@ -268,12 +268,18 @@ class Policy:
         states = torch.cat([last_prompt_states[index], states], 1)
         return torch.nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
 
-    def score(self, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probabilities and entropies of the model's own tokens, 0 elsewhere. With gradients."""
+    def score(
+        self, batch: TokenBatch, temperature: float = 1.0, states_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probabilities and entropies of the model's own tokens, 0 elsewhere. With gradients.
+
+        ``states_N`` is what ``hidden(batch)`` returns, if it is known.
+        """
         assert batch.targets is not None
         places = own_tokens(batch)
         targets = batch.targets.flatten()[places]
-        logp_N, entropy_N = token_logp(self.hidden(batch, places), targets, self.head(temperature))
+        states_N = self.hidden(batch, places) if states_N is None else states_N
+        logp_N, entropy_N = token_logp(states_N, targets, self.head(temperature))
         zeros = torch.zeros(batch.mask.numel(), dtype=logp_N.dtype, device=places.device)
         logp_BT, entropy_BT = (
             zeros.index_put((places,), values).view(batch.mask.shape) for values in (logp_N, entropy_N)

@@ -1,6 +1,6 @@
-"""Log-probabilities of a whole rollout batch, in packed passes without gradients.
+"""Log-probabilities and hidden states of a whole rollout batch, in packed passes without gradients.
 
-Shapes: B responses, T response tokens (padded).
+Shapes: B responses, T response tokens (padded), n selected responses, N own tokens of a pass, d hidden width.
 """
 
 from __future__ import annotations
@@ -10,26 +10,88 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from poise._lib.device import send
+from poise._lib.device import send, total_bytes
 from poise.batch import TokenBatch
 from poise.head import min_p_logp
 from poise.models.layers import OutOfMemoryError
-from poise.models.packing import own_tokens, pack, tokens_in
+from poise.models.packing import extents_of, own_tokens, pack, tokens_in
 from poise.models.policy import Policy
+
+KEPT_SHARE = 1 / 16  # of the device's memory, for hidden states between a scoring pass and the regulator
+
+
+class HiddenStates:
+    """The policy's hidden states of a batch's rows: ``TokenBatch.hidden`` as a function.
+
+    A scoring pass (``score_all``) leaves the states of the rows in ``wanted`` here, as far as ``most`` bytes reach; the
+    states of other rows take a forward pass when they are read. ``forget`` frees what is kept.
+    """
+
+    def __init__(self, policy: Policy, batch: TokenBatch, wanted: Sequence[int] = (), most: int | None = None) -> None:
+        self.policy, self.batch = policy, batch
+        self.kept: dict[int, Tensor] = {}  # row → (own tokens, d)
+        width, like = policy.head().weight.shape[1], next(policy.trunk.parameters())
+        if most is None:
+            most = int((total_bytes(policy.device) or 0) * KEPT_SHARE)
+        self.wanted: set[int] = set()
+        for row in wanted:
+            most -= extents_of(batch)[row].own * width * like.element_size()
+            if most < 0:
+                break
+            self.wanted.add(row)
+
+    def keep(self, rows: Sequence[int], states_N: Tensor) -> None:
+        """Keep the states of a pass over these rows, where they are wanted."""
+        parts = states_N.split([extents_of(self.batch)[row].own for row in rows])
+        whole = self.wanted.issuperset(rows)  # else a view would keep the other rows alive
+        self.kept |= {
+            row: part if whole else part.clone() for row, part in zip(rows, parts, strict=True) if row in self.wanted
+        }
+
+    def forget(self) -> None:
+        """Free the kept states. From now on reading takes a forward pass, under the weights of that moment."""
+        self.kept, self.wanted = {}, set()
+
+    @torch.no_grad()
+    def __call__(self, rows: Tensor) -> Tensor:
+        """(n, T, d) the states of these rows, 0 outside the mask."""
+        numbers, part = rows.tolist(), self.batch.rows(rows)
+        missing = [place for place, row in enumerate(numbers) if row not in self.kept]
+        if len(missing) == len(numbers):
+            return self.policy.padded_hidden(part)
+        computed = iter(())
+        if missing:
+            states_N = self.policy.hidden(part.rows(missing))
+            computed = iter(states_N.split([extents_of(part)[place].own for place in missing]))
+        known = [self.kept[row] if row in self.kept else next(computed) for row in numbers]
+        return self.policy.padded_hidden(part, torch.cat(known))
 
 
 @torch.no_grad()
 def score_all(
-    policy: Policy, batch: TokenBatch, temperature: float, micro_tokens: int | None = None
+    policy: Policy,
+    batch: TokenBatch,
+    temperature: float,
+    micro_tokens: int | None = None,
+    states: HiddenStates | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probabilities and entropies of all responses under the current policy."""
+    """(B, T) log-probabilities and entropies of all responses under the current policy.
+
+    ``states`` keeps the hidden states of the rows that it wants; none if memory runs out.
+    """
     logp_BT, entropy_BT = torch.zeros_like(batch.old_logp), torch.zeros_like(batch.old_logp)
 
-    def score(part: TokenBatch, ix: Tensor) -> None:
-        logp, entropy = policy.score(part, temperature)
+    def score(rows: list[int]) -> None:
+        part, ix = batch.rows(rows), send(rows, batch.mask.device)
+        if states is not None and not states.wanted.isdisjoint(rows):
+            states_N = policy.hidden(part)
+            states.keep(rows, states_N)
+            logp, entropy = policy.score(part, temperature, states_N)
+        else:
+            logp, entropy = policy.score(part, temperature)
         logp_BT[ix], entropy_BT[ix] = logp.to(logp_BT.dtype), entropy.to(entropy_BT.dtype)
 
-    _in_passes(policy, batch, micro_tokens, score)
+    _in_passes(policy, batch, micro_tokens, score, states)
     return logp_BT, entropy_BT
 
 
@@ -40,30 +102,38 @@ def score_min_p(
     """(B, T) log-probabilities under the current policy filtered by min-p: see ``poise.head.min_p_logp``."""
     logp_BT = torch.zeros_like(batch.old_logp)
 
-    def score(part: TokenBatch, ix: Tensor) -> None:
+    def score(rows: list[int]) -> None:
+        part = batch.rows(rows)
         assert part.targets is not None
         places = own_tokens(part)
         states, targets = policy.hidden(part, places), part.targets.flatten()[places]
         logp = min_p_logp(states, targets, policy.head(temperature), min_p)
         scored = torch.zeros_like(part.old_logp).view(-1).index_put_((places,), logp.to(logp_BT.dtype))
-        logp_BT[ix] = scored.view(part.old_logp.shape)
+        logp_BT[send(rows, logp_BT.device)] = scored.view(part.old_logp.shape)
 
     _in_passes(policy, batch, micro_tokens, score)
     return logp_BT
 
 
 def _in_passes(
-    policy: Policy, batch: TokenBatch, micro_tokens: int | None, score: Callable[[TokenBatch, Tensor], None]
+    policy: Policy,
+    batch: TokenBatch,
+    micro_tokens: int | None,
+    score: Callable[[list[int]], None],
+    states: HiddenStates | None = None,
 ) -> None:
-    """Call ``score`` with the part and the rows of each packed pass; when memory runs out, again in smaller parts."""
+    """Call ``score`` with the rows of each packed pass; when memory runs out, again: without states, then in less."""
     while True:
         bins = pack(batch, range(len(batch.mask)), policy.budget(micro_tokens))
         try:
             for rows in bins:
-                score(batch.rows(rows), send(rows, batch.mask.device))
+                score(rows)
             return
         except torch.OutOfMemoryError:
             pass  # retry outside of this block: here the error still references the tensors that filled the memory
+        if states is not None and states.kept:
+            states.forget()
+            continue
         take_less(policy, largest_pass(batch, bins))
 
 

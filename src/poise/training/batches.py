@@ -21,7 +21,7 @@ from poise._lib.user_code import blamed
 from poise.advantages import Estimate
 from poise.batch import Phase, Rows, TokenBatch, padded_batch
 from poise.models.policy import Policy
-from poise.models.scoring import score_all, score_min_p
+from poise.models.scoring import HiddenStates, score_all, score_min_p
 from poise.objective_settings import ADVANTAGE
 from poise.regulators import Regulator
 from poise.sampling.trajectories import CONSOLIDATED, Trajectory
@@ -90,20 +90,27 @@ def make_batch(
 
     ``recompute`` takes old log-probabilities from a forward pass of the policy, for trajectories that other weights or
     other arithmetic sampled; the sampler's become ``sampler_logp``. ``reference`` is the model of the KL term.
-    ``hidden`` adds the head, and a function that computes the hidden states (n, T, d) of some rows by a forward pass,
-    for regulators that need them. ``min_p`` adds log-probabilities under the min-p-filtered policy (one more pass), for
+    ``hidden`` adds the head, and a function that returns the hidden states (n, T, d) of some rows, for regulators that
+    need them: of groups with correct and incorrect responses from the pass of ``recompute``, if there is one, else by a
+    forward pass. ``min_p`` adds log-probabilities under the min-p-filtered policy (one more pass), for
     the surrogate lp-reg.
     """
-    sampled = _sampled(_scored(trajectories, policy, temperature, micro_tokens), policy.device)
+    if not recompute:
+        trajectories = _scored(trajectories, policy, temperature, micro_tokens)
+    sampled = _sampled(trajectories, policy.device)
+    states = HiddenStates(policy, sampled, _compared(trajectories) if recompute else ()) if hidden else None
     if recompute:
+        old_logp, entropy = score_all(policy, sampled, temperature, micro_tokens, states)
+        _check_finite(old_logp[sampled.mask])
         before = sampled.old_logp if sampled.sampler_logp is None else sampled.sampler_logp
-        old_logp, entropy = score_all(policy, sampled, temperature, micro_tokens)
+        unscored = torch.tensor([each.logp is None and each.sampler_logp is None for each in trajectories])
+        before = torch.where(send(unscored, before.device)[:, None], old_logp, before)
         sampled = replace(sampled, old_logp=old_logp, entropy=entropy, sampler_logp=before)
     return replace(
         sampled,
         advantages=_advantages(trajectories, sampled, advantages.get(advantage)).float(),
         ref_logp=reference.logp(sampled, temperature, micro_tokens) if reference else None,
-        hidden=(lambda rows: policy.padded_hidden(sampled.rows(rows))) if hidden else None,
+        hidden=states,
         head=policy.head(temperature) if hidden else None,
         min_p_logp=None if min_p is None else score_min_p(policy, sampled, temperature, min_p, micro_tokens),
     )
@@ -131,8 +138,7 @@ def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenB
 
     zeros = [torch.zeros(len(each.tokens)) for each in trajectories]
     logp, own = or_else([each.logp for each in trajectories], zeros), [each.own for each in trajectories]
-    if not torch.cat(logp)[torch.cat(own)].isfinite().all():
-        raise NotFiniteError("the model's probabilities are not finite")
+    _check_finite(torch.cat(logp)[torch.cat(own)])
     sampler_logp = [each.sampler_logp for each in trajectories]
     rewards, groups = [each.score.reward for each in trajectories], group_numbers([each.group for each in trajectories])
     return padded_batch(
@@ -147,6 +153,20 @@ def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenB
         rewards=torch.tensor(rewards, dtype=_reward_dtype(rewards, groups), device=device),
         correct=torch.tensor([each.score.correct for each in trajectories], device=device),
     )
+
+
+def _check_finite(logp: Tensor) -> None:
+    if not logp.isfinite().all():
+        raise NotFiniteError("the model's probabilities are not finite")
+
+
+def _compared(trajectories: Sequence[Trajectory]) -> list[int]:
+    """The rows of groups with both correct and incorrect responses, group after group."""
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(group_numbers([each.group for each in trajectories])):
+        groups.setdefault(group, []).append(row)
+    both = (rows for rows in groups.values() if len({trajectories[row].score.correct for row in rows}) == 2)
+    return [row for rows in both for row in rows]
 
 
 def _reward_dtype(rewards: Sequence[float], groups: Sequence[int]) -> torch.dtype:
