@@ -5,7 +5,8 @@
 Half of the kills come at a random time. The others come at a *tick*: just before the run opens, renames or removes a
 file, or begins to sample, evaluate, save and so on. A phase is drawn first, then a tick of it: short phases, such as
 the removal of an old checkpoint, are hit as often as long ones. Every fourth run is killed once more while it resumes.
-An end is identical if the folder holds the same files, with the same bytes, but for times and its own name.
+An end is identical if the folder holds the same files, with the same bytes, but for times and its own name. With
+``--device cuda`` the runs are on the GPU; their ``deterministic=true`` changes nothing on a CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from poise.training.checkpoints import Checkpoints
 SETTINGS = [
     "steps=3", "prompts=2", "group=2", "task.people=2", "rollout.max_tokens=6", "evaluation.problems=1",
     "evaluation.samples=1", "evaluation.every=1", "checkpoint_every=1", "keep_checkpoints=1", "rollouts_every=1",
-    "device=cpu", "objective.entropy_coef=0.01", "optim.lr=1e-3",
+    "deterministic=true", "objective.entropy_coef=0.01", "optim.lr=1e-3",
 ]  # fmt: skip # the entropy term moves the weights of a model that never answers right
 PHASES: dict[str, list[tuple[Any, str]]] = {  # what is under way, by the function that does it; the innermost counts
     "start": [(trainer, "train")],
@@ -146,9 +147,9 @@ def in_child(work: Callable[[], object], said: Path, kill_after: float | None = 
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def train(folder: Path, model: Path, shared: Shared, kill_at: int | None) -> None:
+def train(folder: Path, model: Path, shared: Shared, kill_at: int | None, device: str) -> None:
     """What a person does: begin the run, or go on with it where there is one."""
-    config = configs.load("demo", [*SETTINGS, f"model={model}", f"run={folder}"])
+    config = configs.load("demo", [*SETTINGS, f"model={model}", f"run={folder}", f"device={device}"])
     watch(shared, folder, kill_at)
     trainer.train(config, resume=(folder / "config.json").exists(), quiet=True)
 
@@ -182,8 +183,8 @@ def contents(folder: Path) -> dict[str, str]:
 class Trial:
     """Runs beside one that was never interrupted."""
 
-    def __init__(self, place: Path, seed: int) -> None:
-        self.place, self.draw, self.shared = place, random.Random(seed), Shared()
+    def __init__(self, place: Path, seed: int, device: str) -> None:
+        self.place, self.draw, self.shared, self.device = place, random.Random(seed), Shared(), device
         self.model = place / "model"
         assert in_child(lambda: save_small_model(self.model), place / "said") == 0
         began = time.monotonic()
@@ -198,7 +199,8 @@ class Trial:
     def go(self, folder: Path, kill_at: int | None = None, kill_after: float | None = None) -> int:
         """Begin the run in ``folder``, or go on with it; its exit status."""
         self.shared.clear()
-        return in_child(lambda: train(folder, self.model, self.shared, kill_at), self.place / "said", kill_after)
+        work = lambda: train(folder, self.model, self.shared, kill_at, self.device)  # noqa: E731
+        return in_child(work, self.place / "said", kill_after)
 
     def kill(self, folder: Path, *, timed: bool) -> None:
         """Kill the run in ``folder``, which has not begun; again where a random time came after its end."""
@@ -238,11 +240,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cuda: each process starts CUDA by itself")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        trial = Trial(Path(place), args.seed)
+        trial = Trial(Path(place), args.seed, args.device)
         ends = [trial.end(number) for number in range(args.runs)]
         result = {
             "runs": args.runs,

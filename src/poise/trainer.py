@@ -12,7 +12,7 @@ from typing import Any
 
 from poise._lib.errors import complain, short
 from poise._lib.user_code import blamed
-from poise.models.layers import OutOfMemoryError
+from poise.models.layers import FixedPassError, OutOfMemoryError
 from poise.models.scoring import HiddenStates
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers.console import Console
@@ -25,7 +25,7 @@ from poise.sampling.draws import derived_seed
 from poise.sampling.trajectories import collect, metrics_of
 from poise.tasks import training_problems
 from poise.training.batches import drop_failed, phases_of
-from poise.training.building import Components, build
+from poise.training.building import Components, build, repeatable
 from poise.training.config.schema import Config
 from poise.training.interrupts import Stopper
 from poise.training.preflight import preflight
@@ -60,7 +60,7 @@ def train(
     check_callbacks(callbacks)
     if renumber and not resume:
         config = in_free_folder(config, Console(0, quiet=quiet).note)
-    with run_folder(config, resume=resume) as folder:
+    with run_folder(config, resume=resume) as folder, repeatable(config):
         edits = check_same_code(config, folder, accept=trust_changed)
         if resume and (summary := finished(config, folder, quiet=quiet)):
             return summary
@@ -181,10 +181,12 @@ class Trainer:
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Say what to do if memory runs out or the model diverges, and write the divergence down."""
+        """Say what to do if memory runs out or the model diverges, and write down what ended the run."""
         try:
             yield
         except OutOfMemoryError as error:
+            if isinstance(error, FixedPassError):
+                self.folder.write_json("out_of_memory.json", {"step": step, "why": str(error)})
             raise TrainError(str(error)) from error
         except NotFiniteError as error:
             self.folder.write_json("diverged.json", {"step": step, "why": str(error)})

@@ -37,9 +37,9 @@ def parameters(folder):
     return {name: value.clone() for name, value in tensors.items()}  # not a view of a file that may change
 
 
-def command(*args, start=("-m", "poise"), **kwargs):
+def command(*args, start=("-m", "poise"), gpu=False, **kwargs):
     """``poise …`` in a process of its own; use it in a with statement."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     return subprocess.Popen(
         [sys.executable, *start, *args],
         stdout=subprocess.PIPE,
@@ -67,6 +67,6 @@ main()
 """
 
 
-def killed_at(function, step, *args):
+def killed_at(function, step, *args, **kwargs):
     """``poise …`` in a process that is killed where it calls a function of its run folder for that step."""
-    return command(function, str(step), *args, start=("-c", KILLED_AT))
+    return command(function, str(step), *args, start=("-c", KILLED_AT), **kwargs)

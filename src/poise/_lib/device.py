@@ -18,6 +18,9 @@ from torch import Tensor
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 LARGEST_VALUE = 2**31 - 1  # of an argument of mallopt
 LARGEST_HEAP_BLOCK = 32 << 20  # bytes: glibc's own upper bound
+PLANNED_SHARE = 0.8  # of what a run does not hold; the rest is for activations, other engines' caches, and gaps
+
+_held: int | None = None  # bytes that the run holds by its settings, inside ``planned``
 
 
 @cache
@@ -41,9 +44,30 @@ def send(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory: what CUDA reports, plus what torch has reserved but does not use."""
+    """Free memory: what CUDA reports, plus what torch has reserved but does not use.
+
+    Inside ``planned`` it does not depend on the moment: a share of what the run leaves of the device.
+    """
+    if _held is not None:
+        return max(0, int(PLANNED_SHARE * ((total_bytes(device) or 0) - _held)))
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
+@contextmanager
+def planned(held: int) -> Iterator[None]:
+    """Inside, decisions follow the bytes that a run holds by its settings, not what is free at the moment."""
+    global _held
+    before, _held = _held, held
+    try:
+        yield
+    finally:
+        _held = before
+
+
+def is_planned() -> bool:
+    """Whether decisions must be the same in every run of these settings: inside ``planned``."""
+    return _held is not None
 
 
 def total_bytes(device: torch.device) -> int | None:
@@ -68,6 +92,27 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):  # macOS, musl, Windows
         return False
     return bool(mallopt(MMAP_THRESHOLD, LARGEST_HEAP_BLOCK) and mallopt(TRIM_THRESHOLD, LARGEST_VALUE))
+
+
+def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``rows.cumsum(-1)`` of (n, V), in torch's deterministic mode too, where it would be refused on CUDA.
+
+    There a single long row is summed in an order that varies; rows side by side are not.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return rows.cumsum(-1, dtype=dtype)
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        several = rows if len(rows) > 1 else rows.expand(2, -1)
+        return several.cumsum(-1, dtype=dtype)[: len(rows)]
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+
+
+def kth_value(values: Tensor, k: int) -> Tensor:
+    """The k-th smallest of (n,) values. On CUDA torch's own is refused in deterministic mode, because of its index."""
+    return values.sort().values[k - 1] if values.is_cuda else values.kthvalue(k).values
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

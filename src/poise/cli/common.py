@@ -87,6 +87,7 @@ def user_errors() -> Iterator[None]:
 def _kinds_that_explain() -> tuple[type[Exception], ...]:
     """The errors that tell the user what to do. Imported only when needed: most of them need torch."""
     with quick_imports():
+        from poise._lib.determinism import NotRepeatableError
         from poise._lib.user_code import UserCodeError
         from poise.models.location import ModelError
         from poise.runs.folder import CheckpointError, DamagedError
@@ -96,7 +97,7 @@ def _kinds_that_explain() -> tuple[type[Exception], ...]:
         from poise.training.resume import TrainError
     models = (ModelError, CheckpointError, DamagedError)
     tasks = (DataError, TaskError, RewardError)
-    return (*models, *tasks, TrainError, TrackerError, UserCodeError)
+    return (*models, *tasks, TrainError, TrackerError, UserCodeError, NotRepeatableError)
 
 
 @contextmanager

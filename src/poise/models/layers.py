@@ -78,6 +78,17 @@ class OutOfMemoryError(ModelError):
         )
 
 
+class FixedPassError(OutOfMemoryError):
+    """A pass does not fit, and with ``deterministic=true`` passes keep the size that the settings give them."""
+
+    def __init__(self, tokens: int) -> None:
+        ModelError.__init__(
+            self,
+            f"out of memory in a pass of {tokens} tokens, and with deterministic=true passes do not become smaller, "
+            f"which would change the bits of the run: begin another run with optim.micro_tokens={max(1, tokens // 2)}",
+        )
+
+
 def enable_checkpointing(trunk: Any) -> bool:
     """Prepare the layers for ``checkpointed``. False: the model does not support gradient checkpointing."""
     layers = _layers(trunk)

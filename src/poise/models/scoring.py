@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from poise._lib.device import send, total_bytes
+from poise._lib.device import is_planned, send, total_bytes
 from poise.batch import TokenBatch
 from poise.head import min_p_logp
-from poise.models.layers import OutOfMemoryError
+from poise.models.layers import FixedPassError, OutOfMemoryError
 from poise.models.packing import extents_of, own_tokens, pack, tokens_in
 from poise.models.policy import Policy
 
@@ -131,18 +131,23 @@ def _in_passes(
             return
         except torch.OutOfMemoryError:
             pass  # retry outside of this block: here the error still references the tensors that filled the memory
-        if states is not None and states.kept:
+        if states is not None and states.kept and not is_planned():
             states.forget()
             continue
         take_less(policy, largest_pass(batch, bins))
 
 
 def take_less(policy: Policy, largest: int) -> None:
-    """Halve ``largest``, the tokens of a pass, for later passes; an error if that was a single response already."""
+    """Halve ``largest``, the tokens of a pass, for later passes; an error if that was a single response already.
+
+    With ``deterministic=true`` that is an error too.
+    """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if not largest:
         raise OutOfMemoryError("with a single response per pass")
+    if is_planned():
+        raise FixedPassError(largest)
     policy.most_tokens = largest // 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from poise._lib.device import kth_value
 from poise._lib.errors import check_range
 from poise.batch import Phase, TokenBatch
 from poise.regulators.base import Regulator
@@ -32,5 +33,5 @@ class TopEntropy(Regulator):
         count = ceil(self.quantile * len(entropies))
         if count == 0:
             return [Phase.of(batch, 0.0)]
-        cut = entropies.kthvalue(len(entropies) - count + 1).values
+        cut = kth_value(entropies, len(entropies) - count + 1)
         return [Phase.of(batch, batch.entropy >= cut)]

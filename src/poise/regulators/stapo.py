@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from poise._lib.device import kth_value
 from poise._lib.errors import check_range
 from poise.batch import Phase, TokenBatch
 from poise.regulators.base import Regulator
@@ -37,7 +38,7 @@ class Stapo(Regulator):
         below = int(
             self.entropy_quantile * len(entropies)
         )  # number of tokens with low entropy; all of them at quantile 1
-        cut = entropies.kthvalue(below + 1).values if below < len(entropies) else torch.inf
+        cut = kth_value(entropies, below + 1) if below < len(entropies) else torch.inf
         spurious = batch.mask & (batch.token_advantages > 0) & (batch.prob < self.max_prob) & (batch.entropy < cut)
         kept = batch.mask & ~spurious
         total = batch.mask.sum().clamp(min=1)

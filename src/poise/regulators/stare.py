@@ -7,6 +7,7 @@ from math import ceil
 
 import torch
 
+from poise._lib.device import kth_value
 from poise._lib.errors import check_choice, check_range
 from poise.batch import Phase, TokenBatch
 from poise.regulators.base import Regulator
@@ -49,7 +50,7 @@ class Stare(Regulator):
         idle = self.max_entropy is not None and entropy >= self.max_entropy
         if idle or count == 0:
             return [Phase.of(batch, metrics={"entropy": entropy, "chosen_share": 0.0})]
-        chosen = candidates & (batch.old_logp <= logp.kthvalue(count).values)
+        chosen = candidates & (batch.old_logp <= kth_value(logp, count))
         share = float(chosen.sum() / batch.mask.sum())
         weights = torch.ones_like(batch.old_logp, dtype=batch.dtype).masked_fill_(chosen, self.weight)
         return [Phase.of(batch, weights, metrics={"entropy": entropy, "chosen_share": share})]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from poise._lib.device import running_sum
 from poise._lib.errors import check_range
 
 _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of splitmix64, as int64
@@ -57,7 +58,7 @@ class Sampling:
         # Stable: of equal probabilities the first is kept, whatever the number of rows.
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
         ordered, index = ordered[:, :most], index[:, :most]
-        reached = ordered.cumsum(-1)
+        reached = running_sum(ordered)
         # A token stays if the tokens before it do not reach top_p; the first always stays.
         ordered = torch.where(reached - ordered < self.top_p * reached[:, -1:], ordered, 0)
         return index.gather(1, _invert(ordered, point)[:, None])[:, 0]
@@ -68,7 +69,7 @@ def _invert(weights: Tensor, point: Tensor) -> Tensor:
 
     In float64: in float32 the sum stops growing where weights are small, and improbable tokens could not be drawn.
     """
-    reached = weights.cumsum(-1, dtype=torch.float64)
+    reached = running_sum(weights, torch.float64)
     total = reached[:, -1:]
     goal = torch.minimum(point.double()[:, None] * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(reached, goal, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)  # NaN draws the last

@@ -6,6 +6,7 @@ Pass a loaded policy, a task or a regulator to use these instead of what the con
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from poise._lib.determinism import deterministic, fix_workspace
 from poise._lib.device import keep_freed_memory
 from poise.advantages import Estimate
 from poise.batch import TokenBatch
 from poise.models.footprint import Footprint
-from poise.models.loading import has_adapter, load_policy
+from poise.models.loading import has_adapter, load_policy, resolve_device
 from poise.models.location import locate
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
@@ -116,10 +118,21 @@ def load_trained(config: Config, folder: RunFolder) -> Policy:
         starting_weights(config, folder),
         lora=config.lora,
         seed=derived_seed(config.seed, 0),
-        compiled=config.compile,
+        # Kernels are compiled for the sizes that come first, and a resumed run begins with others.
+        compiled=bool(config.compile) if config.deterministic else config.compile,
         tokens=config.tokens_left(*folder.progress()),
         **config.loading,
     )
+
+
+def repeatable(config: Config) -> AbstractContextManager[None]:
+    """The context of a run with ``deterministic=true``; of others, one that does nothing."""
+    device = resolve_device(config.device)
+    if not config.deterministic or device.type != "cuda":
+        return nullcontext()
+    fix_workspace()  # before anything starts CUDA
+    least = footprint(config, config.model_name)
+    return deterministic(device, None if least is None else least.total)
 
 
 def footprint(config: Config, name: str) -> Footprint | None:

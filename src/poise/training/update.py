@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from poise._lib.device import send
+from poise._lib.device import is_planned, send
 from poise.batch import Phase, Rows, TokenBatch
 from poise.head.loss import LARGE_CHUNK, policy_loss
 from poise.models.layers import OutOfMemoryError
@@ -173,7 +173,7 @@ def within_memory(
             pass  # retry outside of this block: here the error still references the tensors that filled the memory
         _clear(policy)
         largest = largest_pass(batch, bins)
-        if largest >= BUSY_TOKENS or not policy.save_memory():
+        if largest >= BUSY_TOKENS or is_planned() or not policy.save_memory():
             take_less(policy, largest)
 
 

@@ -154,9 +154,10 @@ class NativeEngine:
         """The sizes of a slot cache: the last call's, larger if these requests need more.
 
         From call to call an algorithm may ask for more or fewer responses, longer or shorter ones, and recording graphs
-        for another cache takes longer than decoding. A cache that is too large to stay in memory does not grow.
+        for another cache takes longer than decoding. A cache that is too large to stay in memory does not grow. With
+        ``deterministic=true`` sizes do not depend on earlier calls, which a resumed run has not made.
         """
-        if self._decoder is not None:
+        if self._decoder is not None and not _device.is_planned():
             had, _, _, room = self._decoder_key[:4]
             grown = max(slots, had), max(length, room)
             if grown[0] * grown[1] * self.token_bytes <= graphs.idle_bytes(device):

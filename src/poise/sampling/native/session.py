@@ -64,7 +64,9 @@ class NativeSession(Session):
         self._slots = max(self._slots, slots)
         reserved = max(length, self._length if length <= self._length else 2 * self._length)
         reserved = max(length, min(reserved, self.engine.policy.positions or reserved))
-        free = _device.free_bytes(self.engine.policy.device) + self.engine.cache_bytes
+        free = _device.free_bytes(self.engine.policy.device)
+        if not _device.is_planned():
+            free += self.engine.cache_bytes
         if self._slots * reserved * self.engine.token_bytes > RESERVED_SHARE * free:
             return self._slots, length
         self._length = reserved
@@ -105,7 +107,8 @@ class KeptRows:
             self.after.update(zip(numbers[:fit], saved, strict=True))
 
     def _room(self, device: torch.device) -> float:
-        if device.type == "cuda":
-            return KEPT_SHARE * _device.free_bytes(device)
+        if device.type == "cuda" and not _device.is_planned():
+            return KEPT_SHARE * _device.free_bytes(device)  # less than before by what is kept
+        most = KEPT_SHARE * _device.free_bytes(device) if device.type == "cuda" else KEPT_BYTES
         blocks = {id(row.block): row.block for row in (*self.before.values(), *self.after.values())}
-        return KEPT_BYTES - sum(x.nbytes for block in blocks.values() for x in block)
+        return most - sum(x.nbytes for block in blocks.values() for x in block)

@@ -128,7 +128,10 @@ class Config(Group):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of computation; the optimizer keeps float32 weights."""
     compile: bool | None = None
-    """torch.compile for the update; null: on CUDA, if it saves time in the remaining steps."""
+    """torch.compile for the update; null: on CUDA, if it saves time in the remaining steps; not if deterministic."""
+    deterministic: bool = False
+    """The same bits twice on one GPU model: two runs with one seed, and a run that was killed and resumed. Slower, and
+    a pass that runs out of memory ends the run. On a CPU it changes nothing."""
     tracking: tuple[str, ...] = ()
     """Where metrics are sent: tensorboard, wandb, trackio."""
     remote_code: bool = False
@@ -283,6 +286,11 @@ class Config(Group):
             raise ValueError(
                 f"revision = {self.revision!r}: only models on the hub have revisions, and model={self.model} is here; "
                 "leave it out"
+            )
+        if self.deterministic and self.rollout.engine == "vllm":
+            raise ValueError(
+                "deterministic = true with rollout.engine = vllm: what vLLM computes depends on which responses it "
+                "happens to decode together; use rollout.engine=native, or leave deterministic out"
             )
         group = getattr(self.build_algorithm(), "group", self.group)  # it may have one of its own
         if isinstance(group, int) and group < 2 and self.build_advantage().needs_groups:

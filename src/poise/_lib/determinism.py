@@ -1,0 +1,77 @@
+"""The same bits twice on one GPU model: what ``deterministic=true`` turns on in the process, for the time of a run.
+
+torch's deterministic algorithms cover the backward pass of attention (flash attention asks torch's own switch), sums
+over equal indices, and inductor. Decisions that follow the memory that happens to be free follow the plan of the run
+instead (``device.free_bytes``), and a pass that runs out of memory ends the run (``models.scoring.take_less``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from poise._lib import device as _device
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+FIXED = (":4096:8", ":16:8")  # with which cuBLAS promises the same result on every stream
+INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"  # inductor measures no kernels to choose among
+
+
+class NotRepeatableError(RuntimeError):
+    """This process cannot compute the same bits twice. The message says what to do."""
+
+
+@contextmanager
+def deterministic(device: torch.device, held: int | None) -> Iterator[None]:
+    """Inside, CUDA computes the same bits from the same inputs. Does nothing on a CPU, which always does.
+
+    ``held`` are the bytes that the run holds from its first to its last step, by its settings alone; None if they are
+    not known: then half of the device's memory.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    fix_workspace()
+    fix_inductor()
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill, cudnn = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass has no deterministic form
+    total = _device.total_bytes(device) or 0
+    try:
+        with _device.planned(total // 2 if held is None else held):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+def fix_workspace() -> None:
+    """Let cuBLAS have a fixed workspace, which it reads when CUDA starts."""
+    found = os.environ.get(WORKSPACE)
+    if found in FIXED:
+        return
+    if found is not None:
+        raise NotRepeatableError(
+            f"deterministic=true: the environment has {WORKSPACE}={found}, with which cuBLAS may compute other bits: "
+            f"unset it, or set it to {FIXED[0]}"
+        )
+    if torch.cuda.is_initialized():
+        raise NotRepeatableError(
+            f"deterministic=true: this process has used CUDA before, without {WORKSPACE}={FIXED[0]}: set that in the "
+            "environment of a new process, before anything is on the GPU"
+        )
+    os.environ[WORKSPACE] = FIXED[0]
+
+
+def fix_inductor() -> None:
+    """Let torch.compile choose kernels without measuring them; the environment reaches its worker processes too."""
+    os.environ[INDUCTOR] = "1"
+    if (config := sys.modules.get("torch._inductor.config")) is not None:
+        config.deterministic = True  # type: ignore[attr-defined]
