@@ -25,9 +25,10 @@ from poise.sampling.draws import derived_seed
 from poise.sampling.trajectories import collect, metrics_of
 from poise.tasks import training_problems
 from poise.training.batches import drop_failed, phases_of
-from poise.training.building import Components, build, repeatable
+from poise.training.building import Components, build
 from poise.training.config.schema import Config
 from poise.training.interrupts import Stopper
+from poise.training.memory import repeatable
 from poise.training.preflight import preflight
 from poise.training.resume import TrainError, check_same_code, in_free_folder, keep_changes, run_folder
 from poise.training.steps import Clock, State, StepResult, sampling_metrics

@@ -18,8 +18,9 @@ from poise.models.scoring import HiddenStates, score_all
 from poise.sampling.native.engine import NativeEngine
 from poise.sampling.native.session import KEPT_SHARE, KeptRows
 from poise.training import config as configs
-from poise.training.building import load_trained, repeatable
+from poise.training.building import load_trained
 from poise.training.config.documents import ConfigError
+from poise.training.memory import repeatable
 from poise.training.update import UpdatePlan, within_memory
 from support.small_runs import SHORT, make, parameters, run
 from support.tiny_models import tiny
@@ -93,9 +94,9 @@ def test_a_run_plans_with_what_its_settings_hold(tmp_path, monkeypatch):
     config = make(tmp_path, "deterministic=true", "objective.kl_coef=0.1", "dtype=bfloat16")
     config = config.model_copy(update={"device": "cuda"})
     planned = []
-    monkeypatch.setattr("poise.training.building.resolve_device", lambda _: CUDA)
+    monkeypatch.setattr("poise.training.memory.resolve_device", lambda _: CUDA)
     monkeypatch.setattr("poise.models.footprint.resolve_device", lambda _: CUDA)
-    monkeypatch.setattr("poise.training.building.deterministic", lambda *args: planned.append(args))
+    monkeypatch.setattr("poise.training.memory.deterministic", lambda *args: planned.append(args))
     monkeypatch.setenv(determinism.WORKSPACE, ":4096:8")
     repeatable(config)
     least = Footprint.of("embedded", device="cpu", dtype="bfloat16", copies=True)

@@ -81,14 +81,17 @@ def _memory(config: Config) -> str:
     """The memory that training takes, for a dry run, which fetches nothing from the hub."""
     with quick_imports():
         from poise.models.location import ModelError, locate
-        from poise.training.building import footprint
+        from poise.models.policy import BUSY_TOKENS
+        from poise.training.memory import footprint
 
     try:
         here = Path(locate(config.model)).is_dir()
-        least = footprint(config, config.model_name) if here else None
+        memory = footprint(config, config.model_name, passes=True) if here else None
     except ModelError as error:
         return str(error)
-    return f"at least {least}; activations and the KV cache come on top" if least else "known once the model is here"
+    if memory is None:
+        return "known once the model is here"
+    return f"at least {memory}; {memory.passes(config.optim.micro_tokens or BUSY_TOKENS)}"
 
 
 def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:

@@ -1,7 +1,8 @@
-"""The least memory that training needs, from a model's configuration, before its weights are loaded."""
+"""The memory that training takes, known from a model's configuration alone, before its weights are loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from poise._lib import live
 from poise._lib.device import total_bytes
 from poise._lib.errors import bytes_text
+from poise.models.activations import USABLE_SHARE, Activations, measure
 from poise.models.loading import adapted_model, add_adapter, check_config, resolve_device, resolve_dtype
 from poise.models.location import ModelError, check_hub, locate, split_revision
 
@@ -18,22 +20,48 @@ FLOAT32 = 4  # bytes: the optimizer's weights, gradients and two moments
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The sizes of a step, in tokens and in responses."""
+
+    prompt: int  # at most
+    response: int  # at most
+    group: int
+    count: int  # responses that are sampled together
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt and its response."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
 class Footprint:
-    """Bytes on the device for as long as a run lasts, without activations, logits and the KV cache."""
+    """Bytes on the device for as long as a run lasts, and, with ``rows``, of a pass and of the KV cache."""
 
     parameters: int
     weights: int
     training: int  # float32 masters of half-precision weights, gradients, and Adam's two moments
     copy: int = 0  # the frozen starting weights
     adapter: bool = False
+    rows: Rows | None = None
+    activations: Activations | None = None  # None: not asked for, or the model cannot be run packed
 
     @classmethod
     def of(
-        cls, name: str, *, device: str, dtype: str, lora: Any = None, copies: bool = False, remote_code: bool = False
+        cls,
+        name: str,
+        *,
+        device: str,
+        dtype: str,
+        lora: Any = None,
+        copies: bool = False,
+        remote_code: bool = False,
+        rows: Rows | None = None,
     ) -> Footprint | None:
         """The footprint of a model by its name. None if transformers cannot build it from its configuration.
 
-        ``copies``: whether the run needs the starting weights too. An adapter needs no copy of them.
+        ``copies``: whether the run needs the starting weights too. An adapter needs no copy of them. ``rows`` asks for
+        activations too.
         """
         kind = resolve_dtype(dtype, resolve_device(device))
         try:
@@ -52,7 +80,8 @@ class Footprint:
         training = sum(each.numel() * (3 + (each.itemsize < FLOAT32)) * FLOAT32 for each in trained)
         adapter = lora is not None
         parameters = sum(each.numel() for each in model.parameters())
-        return cls(parameters, weights, training, weights if copies and not adapter else 0, adapter)
+        copied = weights if copies and not adapter else 0
+        return cls(parameters, weights, training, copied, adapter, rows, _activations(model, rows))
 
     @property
     def total(self) -> int:
@@ -64,19 +93,62 @@ class Footprint:
         shown = ", ".join(f"{what} {bytes_text(size)}" for what, size in parts.items() if size)
         return f"{bytes_text(self.total)} ({shown}) for {self.parameters / 1e6:,.1f} M parameters"
 
-    def check(self, name: str, device: str) -> None:
-        """Raise ModelError if the device is too small for this."""
-        place = resolve_device(device)
-        room = total_bytes(place)
-        if room is None or self.total <= room:
-            return
-        remedies = (
-            [] if self.adapter else [f"train an adapter (lora.rank=16: {bytes_text(self.weights)} and little more)"]
+    def passes(self, tokens: int) -> str:
+        """The activations of a pass of so many tokens, and the cache of all rows, in words."""
+        if self.activations is None or self.rows is None:
+            return "activations and the KV cache come on top"
+        kept, again = (self.activations.peak(tokens, checkpointed=each) for each in (False, True))
+        cache = self.rows.count * self.rows.longest * self.activations.cache
+        rows = f"{self.rows.count} rows of {self.rows.longest:,} tokens"
+        return (
+            f"activations of a pass of {tokens:,} tokens {bytes_text(kept)}, or {bytes_text(again)} with gradient "
+            f"checkpointing; KV cache up to {bytes_text(cache)} ({rows}; where there is less, rows wait)"
         )
-        remedies += ["set objective.kl_coef=0, which needs no copy of the starting weights"] if self.copy else []
+
+    def room(self, device: torch.device) -> float:
+        """The bytes that the device has for passes and for the cache."""
+        return USABLE_SHARE * (total_bytes(device) or 0) - self.total
+
+    @property
+    def least(self) -> int:
+        """The total with the smallest pass, and with the cache of a single row: one response at its longest."""
+        if self.activations is None or self.rows is None:
+            return self.total
+        longest = self.rows.longest
+        return self.total + max(self.activations.peak(longest, checkpointed=True), longest * self.activations.cache)
+
+    def fits(self, device: torch.device) -> bool:
+        """Whether the device may be large enough; on CUDA, with the smallest pass."""
+        room = total_bytes(device)
+        if room is None:
+            return True
+        return self.least <= USABLE_SHARE * room if device.type == "cuda" else self.total <= room
+
+    def check(
+        self, name: str, device: str, others: Callable[[], Iterable[tuple[str, Footprint | None]]] = tuple
+    ) -> None:
+        """Raise ModelError if the device is too small for this. ``others`` are changes that would need less."""
+        place = resolve_device(device)
+        if self.fits(place):
+            return
+        smaller = [(change, other) for change, other in others() if other is not None and other.fits(place)]
+        remedies = [f"{change} ({bytes_text(other.least)})" for change, other in smaller]
         remedies += ["choose a smaller model"]
-        needs = f"training takes at least {self}, and {place} has {bytes_text(room)}"
-        raise ModelError(f"model={name}: {needs}: {', or '.join(remedies)}")
+        needs = f"training takes at least {self}"
+        if place.type == "cuda" and self.least > self.total:
+            needs += f", and {bytes_text(self.least - self.total)} for a pass of a single response"
+        room = bytes_text(total_bytes(place) or 0)
+        usable = f", of which {USABLE_SHARE:.0%} can be used" if place.type == "cuda" else ""
+        raise ModelError(f"model={name}: {needs}, and {place} has {room}{usable}: {', or '.join(remedies)}")
+
+
+def _activations(model: Any, rows: Rows | None) -> Activations | None:
+    if rows is None:
+        return None
+    try:
+        return measure(model, rows.prompt, rows.response, rows.group)
+    except Exception:  # of any model's code, which may ask for values: then passes are found by trying
+        return None
 
 
 def _without_weights(name: str, dtype: torch.dtype, remote_code: bool) -> Any:

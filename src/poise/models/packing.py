@@ -188,6 +188,12 @@ def _layout(prompts: Sequence[Prompt], lengths: Sequence[int], tokens_BT: Tensor
     )
 
 
+def layout_group(prompt: Prompt, lengths: Sequence[int], device: torch.device) -> Packed:
+    """Pack responses of these lengths to one prompt, whose tokens do not matter."""
+    tokens_BT = torch.zeros((len(lengths), max(lengths)), dtype=torch.long, device=device)
+    return _layout([prompt] * len(lengths), lengths, tokens_BT)
+
+
 def layout_continued(texts: Sequence[Sequence[int]], cached: Sequence[int], device: torch.device) -> Packed:
     """Pack texts that continue sequences, of which an engine's cache holds ``cached`` keys each.
 

@@ -6,7 +6,6 @@ Pass a loaded policy, a task or a regulator to use these instead of what the con
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
@@ -14,11 +13,9 @@ from pathlib import Path
 
 import torch
 
-from poise._lib.determinism import deterministic, fix_workspace
 from poise._lib.device import keep_freed_memory
 from poise.advantages import Estimate
 from poise.batch import TokenBatch
-from poise.models.footprint import Footprint
 from poise.models.loading import has_adapter, load_policy, resolve_device
 from poise.models.location import locate
 from poise.models.master_weights import MasterWeights
@@ -36,7 +33,8 @@ from poise.tasks.data import Data
 from poise.training.batches import make_batch
 from poise.training.checkpoints import Checkpoints
 from poise.training.config.schema import Config
-from poise.training.frozen_models import START, FrozenModels, starting_weights
+from poise.training.frozen_models import FrozenModels, starting_weights
+from poise.training.memory import bound_passes, footprint, smaller_footprints
 from poise.training.resume import check_same_data
 from poise.training.update import UpdatePlan
 
@@ -74,9 +72,13 @@ def build(
     regulator = regulator or config.build_regulator()
     algorithm, advantage = config.build_algorithm(), config.build_advantage()
     if policy is None:
-        if (least := footprint(config, starting_weights(config, folder))) is not None:
-            least.check(config.model, config.device)
+        start = starting_weights(config, folder)
+        on_gpu = resolve_device(config.device).type == "cuda"
+        if (memory := footprint(config, start, passes=on_gpu)) is not None:
+            memory.check(config.model, config.device, lambda: smaller_footprints(config, start))
         policy = load_trained(config, folder)
+        if memory is not None and policy.device.type == "cuda":
+            bound_passes(policy, memory, config.optim.micro_tokens, notes.append)
     policy.check_settings(config.rollout.max_prompt, config.rollout.max_tokens)
     if config.lora is None and has_adapter(config.model):
         notes.append("model: its adapter is merged, and all weights are trained; lora.rank=16 trains a new adapter")
@@ -122,30 +124,6 @@ def load_trained(config: Config, folder: RunFolder) -> Policy:
         compiled=bool(config.compile) if config.deterministic else config.compile,
         tokens=config.tokens_left(*folder.progress()),
         **config.loading,
-    )
-
-
-def repeatable(config: Config) -> AbstractContextManager[None]:
-    """The context of a run with ``deterministic=true``; of others, one that does nothing."""
-    device = resolve_device(config.device)
-    if not config.deterministic or device.type != "cuda":
-        return nullcontext()
-    fix_workspace()  # before anything starts CUDA
-    least = footprint(config, config.model_name)
-    return deterministic(device, None if least is None else least.total)
-
-
-def footprint(config: Config, name: str) -> Footprint | None:
-    """The memory that training the model of that name takes at least."""
-    frozen = set(getattr(config.build_algorithm(), "models", {}).values())
-    copies = bool(config.objective.kl_coef) or START in frozen
-    return Footprint.of(
-        name,
-        device=config.device,
-        dtype=config.dtype,
-        lora=config.lora,
-        copies=copies,
-        remote_code=config.remote_code,
     )
 
 

@@ -1,0 +1,151 @@
+"""The memory of a packed pass with gradients, forecast from a model without weights, and the choice of passes by it.
+
+The model runs one group on torch's meta device, which has shapes but no values: what autograd keeps there is what it
+keeps on CUDA, uncompiled and with the flash kernel, of any architecture. Compiled layers keep less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from poise.batch import Prompt
+from poise.head.loss import LARGE_CHUNK
+from poise.models import attention
+from poise.models.packing import layout_group
+
+# Of the device's memory: the rest is for CUDA itself, the workspaces of its libraries, and gaps between blocks. On an
+# H200 a pass that would have reached 94 % did not fit.
+USABLE_SHARE = 0.92
+# While a layer's gradients are computed, as a share of what it keeps; recomputed, it is kept for that time too.
+LAYER_BACKWARD = 0.6
+FEWEST_TOKENS = 4096  # of a pass: with fewer, matrix products of large models become slow
+MOST_ROWS = 8  # of the group that is tried: its prompt is read once, so a token takes a little less in a larger one
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a pass with gradients, and of the cache that sampling fills."""
+
+    layers: int
+    layer: float  # per token, that a layer keeps for its backward pass
+    outside: float  # per token, that the rest of the trunk keeps
+    states: int  # per token, the input of a layer
+    logits: int  # per token
+    head_gradient: int  # of the head's weight, in float32; 0 if it is not trained
+    cache: int  # per token, keys and values of all layers
+
+    def kept(self, tokens: int, *, checkpointed: bool) -> float:
+        """What the trunk keeps of a pass for its backward pass."""
+        return tokens * (self.outside + self.layers * (self.states if checkpointed else self.layer))
+
+    def peak(self, tokens: int, *, checkpointed: bool) -> int:
+        """The most that a pass takes at a time: with the head's chunk of logits, or in the backward pass of a layer."""
+        head = min(tokens * self.logits, max(LARGE_CHUNK, self.logits)) + 2 * tokens * self.states + self.head_gradient
+        layer = tokens * self.layer * (LAYER_BACKWARD + checkpointed)
+        return int(self.kept(tokens, checkpointed=checkpointed) + max(head, layer))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How the update goes through a mini-batch."""
+
+    tokens: int
+    checkpointed: bool
+
+
+def choose_passes(of: Activations, room: float, most: int, busy: int, longest: int) -> Passes | None:
+    """The largest pass that fits into ``room`` bytes; None if a single response of ``longest`` tokens does not.
+
+    A pass has ``most`` tokens, or a half, a quarter … of them, at least ``longest``. A pass of ``busy`` tokens keeps
+    the device busy with its products; so smaller passes down to that are better than computing activations twice.
+    """
+    least, smallest = (min(most, max(tokens, longest)) for tokens in (busy, longest))
+    halves = {size for power in range(most.bit_length()) if (size := most >> power) >= smallest}
+    sizes = sorted(halves | {least, smallest}, reverse=True)
+    order = [(size, False) for size in sizes if size >= least] + [(size, True) for size in sizes]
+    chosen = (Passes(s, c) for s, c in order if of.peak(s, checkpointed=c) <= room)
+    return next(chosen, None)
+
+
+def measure(model: Any, prompt: int, response: int, group: int) -> Activations | None:
+    """What the model (on the meta device) keeps of a group's responses. None if it cannot be run packed."""
+    model.eval()
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    trunk, head = getattr(base, base.base_model_prefix), base.get_output_embeddings()
+    if not attention.adopt(base):
+        return None
+    device = torch.device("meta")
+    packed = layout_group(Prompt((0,) * prompt), [response] * min(group, MOST_ROWS), device)
+    counter, shapes = _Counter(trunk), _Shapes()
+    with counter, torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda kept: kept):
+        states = trunk(
+            input_ids=packed.ids,
+            position_ids=packed.positions,
+            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device),
+            use_cache=False,
+            packing=packed,
+            decoding=shapes,
+        ).last_hidden_state
+    count, size, weight = packed.ids.shape[1], states.element_size(), head.weight
+    return Activations(
+        layers=len(counter.layers),
+        layer=counter.inside / count / max(1, len(counter.layers)),
+        outside=counter.outside / count,
+        states=states.shape[-1] * size,
+        logits=weight.shape[0] * size,
+        head_gradient=weight.numel() * 4 if weight.requires_grad else 0,
+        cache=size * sum(shapes.widths.values()),
+    )
+
+
+class _Counter:
+    """The bytes that autograd keeps: inside the layers that can be checkpointed, and outside."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        self.layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self.weights = {_storage(x) for x in trunk.parameters()}
+        self.kept: dict[int, torch.UntypedStorage] = {}  # held, so that no other takes its place
+        self.inside = self.outside = self.depth = 0
+
+    def keep(self, x: Tensor) -> Tensor:
+        place = _storage(x)
+        if place not in self.weights and place not in self.kept:
+            self.kept[place] = x.untyped_storage()
+            if self.depth:
+                self.inside += x.untyped_storage().nbytes()
+            else:
+                self.outside += x.untyped_storage().nbytes()
+        return x
+
+    def __enter__(self) -> None:
+        def enter(*_: object) -> None:
+            self.depth += 1
+
+        def leave(*_: object) -> None:
+            self.depth -= 1
+
+        self.hooks = [layer.register_forward_pre_hook(enter) for layer in self.layers]
+        self.hooks += [layer.register_forward_hook(leave) for layer in self.layers]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)  # on the meta device all addresses are 0
+
+
+class _Shapes:
+    """Stands for an engine's cache: how many numbers a token's key and value are, in each layer."""
+
+    def __init__(self) -> None:
+        self.widths: dict[int, int] = {}
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.widths[layer] = key.shape[0] * (key.shape[2] + value.shape[2])
