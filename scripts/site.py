@@ -40,7 +40,7 @@ METHODS: dict[str, tuple[Mapping[str, Any], str]] = {  # by setting: the table, 
 STYLE = ".md-typeset td code, .md-typeset th code { word-break: normal; overflow-wrap: normal; }"
 
 
-class Doctests(Preprocessor):
+class Doctests(Preprocessor):  # type: ignore[misc]
     """Show the examples of docstrings, ``>>> …``, as code: in Markdown they would be quotations."""
 
     def run(self, lines: list[str]) -> list[str]:
@@ -58,7 +58,7 @@ class Doctests(Preprocessor):
         return shown[:-1]
 
 
-class DoctestExtension(Extension):
+class DoctestExtension(Extension):  # type: ignore[misc]
     """Markdown with ``Doctests``."""
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
@@ -68,7 +68,7 @@ class DoctestExtension(Extension):
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages of the methods in place of METHODS in the navigation."""
-    config.markdown_extensions.append(DoctestExtension())  # type: ignore[arg-type]
+    config.markdown_extensions.append(DoctestExtension())
     for section in config.nav or []:
         for pages in section.values():
             if "METHODS" in pages:
