@@ -59,7 +59,8 @@ def page() -> str:
         "`scripts/reference.py` makes this page from the code.\n",
         "## Settings of a run\n",
         "Write settings as `key=value` on the command line, or as YAML in a recipe. "
-        "`poise train --dry-run` shows all values of a run.\n",
+        "`poise train --dry-run` shows all values of a run. Without `run=`, the recipe names the folder; if it already "
+        "has a run, poise adds the time to its name.\n",
         WRITTEN,
         _table(["setting", "type", "default", "meaning"], settings()),
     ]

@@ -61,7 +61,9 @@ def _model(name: str) -> str:
     return path
 
 
-Model = Annotated[str, typer.Argument(callback=_model, help="A hub id, a model folder, a run folder, or 'embedded'.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", callback=_model, help="A hub id, a model folder, a run folder, or 'embedded'.")
+]
 
 
 @contextmanager

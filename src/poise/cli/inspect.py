@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(callback=home, help="The folder that holds the runs.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", callback=home, help="The folder with the runs.")] = Path(
+        "runs"
+    ),
 ) -> None:
     """List the runs in a folder and below it, newest first: state, settings, steps, held-out accuracy before → after.
 
@@ -83,7 +85,7 @@ def list_tasks(context: typer.Context) -> None:
 def show(
     args: Annotated[list[str] | None, typer.Argument(metavar="[TASK] [KEY=VALUE]...")] = None,
 ) -> None:
-    """Show a problem: its prompt, and the right answer if the task knows it. With a model, exactly what it reads.
+    """Show a problem: its prompt, and the right answer if the task knows it. With a model, show exactly what it reads.
 
     TASK is a name from `poise tasks`, or `file.py:Class`. Settings of the task have `task.` in front, as everywhere.
     `seed` (0) chooses the problem; `split` is `train` or `test`. With `model=`, the prompt is shown as the model reads
@@ -143,7 +145,7 @@ def verl(
     config_path: Annotated[Path | None, typer.Option(callback=home, help="A folder with your configurations.")] = None,
     config_name: Annotated[str, typer.Option(help="The configuration in that folder.")] = "ppo_trainer",
 ) -> None:
-    """Check whether verl has loaded poise, which verl does not show; with settings, whether poise can train with them.
+    """Check whether verl has loaded poise, and, if you pass settings, whether poise can train with them.
 
     Examples:
 
@@ -159,7 +161,8 @@ def verl(
 
 def report(
     runs: Annotated[
-        list[str], typer.Argument(callback=home, help="Run folders, or token files; several are compared.")
+        list[str],
+        typer.Argument(metavar="RUN", callback=home, help="Run folders, or token files; several are compared."),
     ],
     out: Annotated[Path | None, typer.Option(callback=home, help="The file to write; default: report.html.")] = None,
     x: Annotated[str, typer.Option("--x", help="The x axis of the curves: step, tokens or seconds.")] = "step",

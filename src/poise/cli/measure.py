@@ -31,10 +31,10 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out problems: avg@k, pass@k, maj@k, by difficulty, with 95 % intervals.
 
-    A run is evaluated on its own task with its own settings, as after training; the embedded model, or a model with a
-    `warmstart.yaml`, on the task it learned. For any other model, name the task.
+    A run is measured on its own task with its own settings, as after training. The embedded model, or a model with a
+    `warmstart.yaml`, is measured on the task that it learned. For any other model, name the task.
 
-    Settings are those of `poise train`. These need no group name: `samples` (the k, default 8), `problems` (200),
+    All settings of `poise train` work here. These need no group name: `samples` (the k, default 8), `problems` (200),
     `seed` (of the problems, 0), `temperature` (1; 0 is greedy), `max_tokens` (512), `max_prompt` (512), `top_p`,
     `top_k`, `batch` (256 responses decoded together; 0: all), `engine`.
 
@@ -136,10 +136,10 @@ def diagnose(
 ) -> None:
     """Measure which tokens drive an update of a model, and what each method would change. Nothing is trained.
 
-    A token file of another trainer, or a folder of them, is measured as far as that goes without the model.
+    For a token file of another trainer, or a folder of them, this prints the figures that need no model.
 
-    Settings are those of `poise train`. A run is measured with its own settings; the embedded model, or a model with a
-    `warmstart.yaml`, on the task it learned. For any other model, name the task.
+    All settings of `poise train` work here. A run is measured with its own settings. The embedded model, or a model
+    with a `warmstart.yaml`, is measured on the task that it learned. For any other model, name the task.
 
     Examples:
 

@@ -13,14 +13,14 @@ from poise.cli.common import check_folder_is_free, fail, home, user_errors
 _Model = Annotated[str, typer.Argument(metavar="RUN", callback=home, help="A run folder, a checkpoint or an adapter.")]
 _Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option("--dtype", help="dtype of the weights; auto: that of the original model."),
+    typer.Option("--dtype", help="dtype of the weights; auto: the dtype of the original model."),
 ]
 _RemoteCode = Annotated[bool, typer.Option("--remote-code", help="Let the model's repository run its own Python.")]
 
 
 def export(
     run: _Model,
-    out: Annotated[Path, typer.Argument(callback=home, help="A new folder for the model.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", callback=home, help="A new folder for the model.")],
     dtype: _Dtype = "auto",
     remote_code: _RemoteCode = False,
 ) -> None:
@@ -45,16 +45,16 @@ def export(
 
 def push(
     run: _Model,
-    repo: Annotated[str, typer.Argument(help="NAME/MODEL on the hub; created if missing.")],
+    repo: Annotated[str, typer.Argument(metavar="NAME/MODEL", help="The repository on the hub; created if missing.")],
     public: Annotated[
         bool, typer.Option("--public", help="Make the repository public; by default it is private.")
     ] = False,
     dtype: _Dtype = "auto",
     remote_code: _RemoteCode = False,
 ) -> None:
-    """Put a trained model on the Hugging Face hub, as `poise export` writes it. By default the repository is private.
+    """Upload a trained model to the Hugging Face hub, as a private repository with what `poise export` writes.
 
-    Log in first, with `hf auth login` or HF_TOKEN.
+    First log in with `hf auth login` or set HF_TOKEN.
 
     Examples:
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,9 +30,10 @@ def train(
 ) -> None:
     """Train a model. Without a recipe this is the demo: the embedded model, on any laptop.
 
-    RECIPE is the name of a shipped recipe or a YAML file. With your own model and no recipe, the defaults are those for
+    RECIPE is the name of a shipped recipe or a YAML file. With your own model and no recipe, the defaults are for
     pretrained models, and you name the task: `task.name=…` (see `poise tasks`), `data=FILE reward=…`, or
-    `environment=file.py:Class`.
+    `environment=file.py:Class`. Without `run=DIR`, the recipe names the folder; if it already has a run, poise adds the
+    time to its name.
 
     Examples:
 
@@ -60,6 +63,8 @@ def train(
             print(visible(f"# memory: {_memory(config)}"))
             return
         if not resume:
+            if not any(item.partition("=")[0].strip() == "run" for item in overrides):
+                config = _in_new_folder(config)
             with owned(expand(config.run), make=False):  # raises if it is in use
                 check_free(expand(config.run))
         with loading(quiet=quiet), quick_imports():
@@ -75,6 +80,18 @@ def train(
         )
         if quiet:
             show(config, result.summary, Console(0))
+
+
+def _in_new_folder(config: Config) -> Config:
+    """The config; if its default folder already has a run, with the time added to the folder's name."""
+    from poise._lib.errors import visible
+    from poise._lib.files import expand
+
+    if not (expand(config.run) / "config.json").exists():
+        return config
+    run = f"{config.run.rstrip('/')}-{datetime.now():%Y%m%d-%H%M%S}"
+    print(visible(f"{config.run} has a run already, so this one goes to {run}"), file=sys.stderr)
+    return config.model_copy(update={"run": run})
 
 
 def _memory(config: Config) -> str:
@@ -130,9 +147,9 @@ def compare(
 ) -> None:
     """Compare methods over several seeds: train every arm with every seed, in parallel, and test the differences.
 
-    RECIPE is a shipped recipe or a YAML file, as for `poise train`. A setting with several values is an axis, and axes
-    multiply out to arms. `;` separates values; in plain settings `,` does too (a value that is a list is written in
-    brackets, `optim.betas="[0.9,0.99]; [0.9,0.999]"`). The first arm is the baseline.
+    RECIPE is a shipped recipe or a YAML file, as for `poise train`. A setting with several values is an axis; every
+    combination of values is an arm. `;` separates values; in plain settings `,` does too (write a value that is a list
+    in brackets, `optim.betas="[0.9,0.99]; [0.9,0.999]"`). The first arm is the baseline.
 
     Settings of the comparison: `seeds` (10: seeds 0 to 9; or 20-29), `run` (its folder), `baseline` (an arm), `tune`
     (this many extra seeds choose each arm's learning rate among those of `optim.lr`), `controls` (`auto` adds arms that
