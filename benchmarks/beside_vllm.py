@@ -24,15 +24,10 @@ no response ends early.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +37,7 @@ os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 
 import torch
 import transformers
-from measure import environment, in_turns, median, since_start, spread, write
+from measure import environment, in_processes, in_turns, median, since_start, spread, write
 from rollout import random_policy, random_requests, sampled
 from update import SHAPES, model_of, uneven
 
@@ -252,29 +247,10 @@ def jobs(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def parent(args: argparse.Namespace) -> None:
     """Run the measurements one after the other; write what they found after each."""
-    results: dict[str, Any] = {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and then the measurement that runs, too
     head = {**environment(args.device), "arguments": {k: str(v) for k, v in vars(args).items() if k != "json"}}
-    for name, words in jobs(args).items():
-        limit = args.limit or LIMITS[name.partition("-")[0]]
-        print(f"--- {name}, at most {limit:.0f} s", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            path, begin = Path(folder) / "found.json", time.perf_counter()
-            process = subprocess.Popen([sys.executable, *words, "--json", str(path)], start_new_session=True)
-            code: int | str = "stopped"
-            try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = f"over {limit:.0f} s"
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # whatever it has started, too
-                process.wait()
-                seconds = time.perf_counter() - begin
-                results[name] = json.loads(path.read_text()) if path.exists() else {}
-                results[name] |= {"code": code, "process_s": seconds}
-                print(f"--- {name}: {'done' if code == 0 else f'FAILED ({code})'}, {seconds:.0f} s", flush=True)
-                write(args.json, {**head, "measurements": results})
+    commands = jobs(args)
+    limits = {name: args.limit or LIMITS[name.partition("-")[0]] for name in commands}
+    results = in_processes(commands, limits, args.json, head)
     show(results)
 
 

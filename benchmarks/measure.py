@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing in turns, extra peak memory, and what to write down about the machine."""
+"""What the benchmarks share: timing in turns or in processes, extra peak memory, what the machine is."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -109,3 +114,35 @@ def write(path: Path | None, results: object, *, quiet: bool = False) -> None:
             file.write(json.dumps(results, indent=1).encode() + b"\n")
         if not quiet:
             print(f"wrote {path}")
+
+
+def in_processes(
+    commands: Mapping[str, list[str]], limits: Mapping[str, float], path: Path | None, head: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run Python scripts with ``--json FILE``, one after the other, each for at most its limit in seconds.
+
+    What they found is written to ``path`` after each, so that one that fails takes no other with it.
+    """
+    results: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and then the measurement that runs, too
+    for name, words in commands.items():
+        limit = limits[name]
+        print(f"--- {name}, at most {limit:.0f} s", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            file, begin = Path(folder) / "found.json", time.perf_counter()
+            process = subprocess.Popen([sys.executable, *words, "--json", str(file)], start_new_session=True)
+            code: int | str = "stopped"
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = f"over {limit:.0f} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # whatever it has started, too
+                process.wait()
+                seconds = time.perf_counter() - begin
+                results[name] = json.loads(file.read_text()) if file.exists() else {}
+                results[name] |= {"code": code, "process_s": seconds}
+                print(f"--- {name}: {'done' if code == 0 else f'FAILED ({code})'}, {seconds:.0f} s", flush=True)
+                write(path, {**head, "measurements": results})
+    return results

@@ -68,6 +68,16 @@ def newest(name: str) -> str | None:
 
 def environment(folder: Path, requirements: list[str]) -> str:
     """A virtual environment on top of this one, with these versions; the path of its python."""
+    python, _ = layer(folder)
+    kept = folder / "kept.txt"  # no other torch comes along
+    tried = {requirement.split("==")[0] for requirement in requirements}
+    kept.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in PACKAGES if name not in tried))
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "-c", str(kept), *requirements], check=True)
+    return python
+
+
+def layer(folder: Path) -> tuple[str, Path]:
+    """An empty virtual environment on top of this one: its python, and the folder of its packages."""
     venv.create(folder, with_pip=True)
     python = str(folder / "bin/python")
     place = subprocess.run(
@@ -75,11 +85,7 @@ def environment(folder: Path, requirements: list[str]) -> str:
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
     (Path(place) / "base.pth").write_text(f"import site; site.addsitedir({get_paths()['purelib']!r})\n")
-    kept = folder / "kept.txt"  # no other torch comes along
-    tried = {requirement.split("==")[0] for requirement in requirements}
-    kept.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in PACKAGES if name not in tried))
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "-c", str(kept), *requirements], check=True)
-    return python
+    return python, Path(place)
 
 
 if __name__ == "__main__":

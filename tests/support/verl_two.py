@@ -36,7 +36,7 @@ def joined(tensors):
     return torch.cat([whole(tensor).detach().flatten() for tensor in tensors])
 
 
-def _gloo(timeout_second=None, backend=None):  # verl would ask for "cpu:gloo,cpu:gloo"
+def gloo(timeout_second=None, backend=None):  # verl would ask for "cpu:gloo,cpu:gloo"
     del timeout_second, backend
     if not torch.distributed.is_initialized():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -52,7 +52,7 @@ def _optimizer_step(self):
 
 if os.environ.get(WORKER):
     torch.set_num_threads(1)
-    engine_workers.initialize_global_process_group_ray = _gloo
+    engine_workers.initialize_global_process_group_ray = gloo
     verl_cpu.CPUEngine._build_fsdp_module = FSDPEngineWithLMHead._build_fsdp_module
     verl_cpu.CPUEngine.optimizer_step = _optimizer_step
 
