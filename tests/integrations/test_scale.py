@@ -30,8 +30,9 @@ from support.pages import method_table
 from support.trl_runs import config
 
 SCALE = Path(__file__).parents[2] / "examples/scale"
-sys.path.insert(0, str(SCALE))
+sys.path[:0] = [str(SCALE), str(SCALE.parents[1] / "scripts")]
 
+import rehearse  # noqa: E402
 import trl_kk  # noqa: E402
 
 
@@ -123,6 +124,16 @@ def test_the_commands_of_the_page(words, monkeypatch):
     check_config(args, probe(regulators.parse(own.regulator)), own.regulator)
     assert processes * args.per_device_train_batch_size * args.steps_per_generation == 64 * args.num_generations
     assert own.problems * 5 // 64 * period(args) == args.max_steps  # five epochs
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_rehearsal_changes_settings_that_trl_has(device, tmp_path):
+    chosen = rehearse.settings("trl", device, folder=tmp_path, model="m", root="r", steps=4, phases=2)
+    words = rehearse.command("trl", "python", "nthr | lopti", chosen)
+    words[words.index("--config") + 1] = str(SCALE.parents[1] / "examples/scale/trl-8gpu.yaml")
+    own, args, model = trl_kk.parser().parse_args_and_config([*words[2:], "--use_cpu", "true"])
+    assert (own.regulator, args.max_steps, model.model_name_or_path) == ("nthr | lopti", 4, "m")
+    check_config(args, probe(regulators.parse(own.regulator)), own.regulator)
 
 
 def test_the_configurations_that_pages_name_are_there():

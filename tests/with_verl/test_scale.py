@@ -23,8 +23,9 @@ from support.pages import method_table
 
 SCALE = Path(__file__).parents[2] / "examples/scale"
 LOSS = "actor_rollout_ref.actor.policy_loss"
-sys.path.insert(0, str(SCALE))
+sys.path[:0] = [str(SCALE), str(SCALE.parents[1] / "scripts")]
 
+import rehearse  # noqa: E402
 import verl_kk  # noqa: E402
 
 
@@ -42,6 +43,19 @@ def test_verl_reads_it(name):
     assert config.trainer.n_gpus_per_node == 8
     assert config.data.train_batch_size == 2 * config.actor_rollout_ref.actor.ppo_mini_batch_size
     OmegaConf.to_container(config, resolve=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_rehearsal_changes_settings_that_verl_has(device, tmp_path):
+    chosen = rehearse.settings("verl", device, folder=tmp_path, model="m", root="r", steps=2, phases=2)
+    *_, place, name = words = rehearse.command("verl", "python", "nthr | lopti", {})[:5]
+    assert (place, name) == (f"--config-path={SCALE}", "--config-name=verl-8gpu"), words
+    with initialize_config_dir(str(SCALE), version_base=None):
+        config = compose("verl-8gpu", rehearse.command("verl", "python", "nthr | lopti", chosen)[5:])
+    assert config.trainer.v1.poise_sync.regulator == "nthr | lopti"
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    regulator = regulators.parse("nthr | lopti")
+    check_config(config, regulator, probe(regulator), "nthr | lopti")
 
 
 @pytest.mark.parametrize("name", ["verl-8gpu", "verl-70b-64gpu"])
