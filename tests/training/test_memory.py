@@ -115,3 +115,17 @@ def test_a_model_that_cannot_be_tried_without_weights_is_forecast_as_before(monk
     assert of.activations is None
     assert of.least == of.total
     assert of.passes(1024) == "activations and the KV cache come on top"
+
+
+def test_the_recipe_for_24_gb_fits(tmp_path, on):
+    """By the forecast; its peak has not been measured."""
+    on(SMALL)
+    folder = tmp_path / "3B"
+    transformers.Qwen2Config(**QWEN["3B"], max_position_embeddings=32768).save_pretrained(folder)
+    config = configs.load("grpo-24gb", [f"model={folder}"])
+    of = memory.footprint(config, config.model, passes=True)
+    of.check(config.model, "cuda")
+    cache = of.rows.count * of.rows.longest * of.activations.cache
+    assert cache < 0.85 * of.room(CUDA)  # no row waits
+    assert of.activations.peak(16384, checkpointed=True) < of.room(CUDA)
+    assert max(cache, of.activations.peak(16384, checkpointed=True)) + of.total < 16e9

@@ -17,7 +17,7 @@ ALGORITHMS = ["erl", "rltr"]
 
 
 def test_the_shipped_recipes():
-    assert recipes() == sorted([*METHODS, *ALGORITHMS, "demo", "first"])
+    assert recipes() == sorted([*METHODS, *ALGORITHMS, "demo", "first", "grpo-24gb"])
     link = ROOT / "recipes"
     assert link.is_symlink()
     assert not link.readlink().is_absolute()
