@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from poise.models.loading import add_adapter
+from poise.models.policy import Policy
 from poise.sampling.native import engine as engines
 from poise.sampling.native.engine import NativeEngine
 from poise.sampling.native.fused_step import fused_step
 from poise.sampling.native.slot_cache import Rotation
-from support.tiny_models import prompts, sample, tiny
+from poise.training.config.groups import LoraConfig
+from support.tiny_models import Words, adapted, prompts, sample, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 USUAL = ["llama", "qwen2", "qwen3", "mistral"]
@@ -25,15 +28,25 @@ def test_other_models_decode_through_their_own_code(name):
     assert NativeEngine(tiny(name, "cuda", torch.bfloat16)).step is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_models_with_an_adapter_pass_the_trial(name, dtype):
+    untrained = Policy(add_adapter(tiny(name).model, LoraConfig(rank=4), 0).to("cuda", dtype), Words())
+    for policy in (untrained, adapted(tiny(name, "cuda", dtype), target_modules=["q_proj", "v_proj"])):
+        assert NativeEngine(policy).step is not None
+    assert not any(value.any() for key, value in untrained.model.named_parameters() if "lora_B" in key)
+
+
 def test_layers_of_another_kind_decode_through_their_own_code():
     policy = tiny("llama", "cuda", torch.bfloat16)
     policy.trunk.layers[1].mlp.down_proj = torch.nn.Sequential(policy.trunk.layers[1].mlp.down_proj)
     assert fused_step(policy) is None
 
 
+@pytest.mark.parametrize("adapter", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", USUAL)
-def test_a_step_errs_no_more_than_twice_as_much_as_the_models_own_code(name):
-    policy, whole = tiny(name, "cuda", torch.bfloat16), tiny(name, "cuda", torch.bfloat16)
+def test_a_step_errs_no_more_than_twice_as_much_as_the_models_own_code(name, adapter):
+    policy, whole = (with_adapter(tiny(name, "cuda", torch.bfloat16), adapter) for _ in range(2))
     whole.model.float()
     fused, own = NativeEngine(policy), NativeEngine(policy)
     own.step = None
@@ -45,12 +58,25 @@ def test_a_step_errs_no_more_than_twice_as_much_as_the_models_own_code(name):
     assert errors[0] <= 2 * errors[1] + 1e-4
 
 
-def test_a_step_sees_an_update_in_place():
-    policy = tiny("llama", "cuda", torch.bfloat16)
+def with_adapter(policy, dtype):
+    """With a trained adapter of this dtype, or as it is."""
+    if dtype is None:
+        return policy
+    policy = adapted(policy, std=0.2)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+    return policy
+
+
+@pytest.mark.parametrize("adapter", [None, torch.float32, torch.bfloat16])
+def test_a_step_sees_an_update_in_place(adapter):
+    policy = with_adapter(tiny("llama", "cuda", torch.bfloat16), adapter)
     engine = NativeEngine(policy)
+    assert engine.step is not None
     before = sample(engine, prompts(4), 2, max_tokens=12, temperature=0.0, seed=0)
     with torch.no_grad():
-        for parameter in policy.model.parameters():
+        for parameter in policy.parameters():
             parameter.mul_(-0.7)
     after = sample(engine, prompts(4), 2, max_tokens=12, temperature=0.0, seed=0)
     fresh = sample(NativeEngine(policy), prompts(4), 2, max_tokens=12, temperature=0.0, seed=0)

@@ -10,7 +10,7 @@ import transformers
 
 from poise._lib import device as _device
 from poise.sampling.native import engine, fused_step, graphs, kernels
-from support.tiny_models import ARCHITECTURES, COMMON, tiny
+from support.tiny_models import ARCHITECTURES, COMMON, adapted, tiny
 
 ARCHITECTURES["smollm3"] = lambda: transformers.SmolLM3Config(**COMMON, no_rope_layer_interval=2)
 ARCHITECTURES["biased"] = lambda: transformers.LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True)
@@ -35,8 +35,8 @@ def states(policy, step, count):
 def main():
     graphs.usable, kernels._processors = lambda *_: True, lambda _: 132
     _device.free_bytes = lambda _: 1 << 34
-    for name in ("llama", "qwen2", "qwen3", "mistral", "smollm3", "biased"):
-        policy = tiny(name)
+    for name in ("llama", "qwen2", "qwen3", "mistral", "smollm3", "biased", "adapter"):
+        policy = adapted(tiny("qwen2")) if name == "adapter" else tiny(name)
         _device.suits_triton = lambda _: True
         step = fused_step.fused_step(policy)
         assert step is not None, name

@@ -111,4 +111,4 @@ def test_the_kernels_by_the_interpreter():
     place = os.pathsep.join([str(TESTS), *sys.path])
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["llama", "qwen2", "qwen3", "mistral", "smollm3", "biased"]
+    assert done.stdout.split() == ["llama", "qwen2", "qwen3", "mistral", "smollm3", "biased", "adapter"]

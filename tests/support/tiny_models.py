@@ -47,6 +47,22 @@ def tiny(name, device="cpu", dtype=torch.float32, *, compiled=False):
     return Policy(model.to(device, dtype), Words(), compiled=compiled)
 
 
+def adapted(policy, *, std=0.5, **settings):
+    """The policy's model with a LoRA adapter that changes what it says; ``settings`` are peft's."""
+    import peft
+
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | settings
+    )
+    model = peft.get_peft_model(policy.model, config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    return Policy(model, policy.tokenizer)
+
+
 def bytes_policy(positions=512):
     """A tiny random model with a token for each byte, and a chat template whose turns end with ``<|im_end|>``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -7,7 +7,8 @@ Checkpointed, to save memory in the update: layers keep their input and recomput
 
 Joined: a small model's decoding step takes as long as launching its kernels. Linear layers that read the same input
 (queries, keys, values; gate and up) get their weights side by side in memory, so that one matrix product covers them
-all. The fused decoding step (``sampling/native/fused_step.py``) uses that; all other code runs unchanged.
+all, and their adapters' first factors likewise (``adapters.py``). The fused decoding step
+(``sampling/native/fused_step.py``) uses that; all other code runs unchanged.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poise._lib import device as _device
+from poise.models.adapters import JoinedAdapters, Part, adapted_parts, adapter_of, base_layer, is_linear
 from poise.models.location import ModelError
 from poise.models.packing import Packed
 
@@ -128,26 +130,38 @@ def _layers(trunk: nn.Module) -> list[nn.Module]:
 
 
 class JoinedLinear(NamedTuple):
-    """The weights of linear layers that read the same input, as one: views of the layers' own parameters."""
+    """Linear layers that read the same input, as one: views of their own parameters."""
 
     weight: Tensor
     bias: Tensor | None
+    adapters: JoinedAdapters | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the layers compute, one result behind the other."""
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+        """What the layers compute of ``x`` (n, in), one result behind the other."""
+        product = torch.nn.functional.linear(x, self.weight, self.bias)
+        return product if self.adapters is None else self.adapters.add_to(product, x)
 
-    def covers(self, layers: Sequence[nn.Linear]) -> bool:
+    def covers(self, layers: Sequence[Any]) -> bool:
         """Whether these are the weights of the layers, still side by side. Moving a model separates them."""
-        weight = _side_by_side([layer.weight for layer in layers])
-        return weight is not None and weight.data_ptr() == self.weight.data_ptr()
+        parts, adapters = adapted_parts(layers), self.adapters
+        if parts != (adapters.parts if adapters else []):
+            return False
+        return _is_joined(self.weight, [base_layer(layer).weight for layer in layers]) and (
+            adapters is None or _is_joined(adapters.down, _downs(parts))
+        )
 
 
 @torch.no_grad()
-def join(layers: Sequence[nn.Linear]) -> JoinedLinear:
+def join(layers: Sequence[Any]) -> JoinedLinear:
     """Put the weights of these layers side by side in memory, each still the layer's own parameter."""
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    return JoinedLinear(_join(weights), None if biases[0] is None else _join(biases))
+    weights, biases = zip(*((base_layer(layer).weight, base_layer(layer).bias) for layer in layers), strict=True)
+    parts = adapted_parts(layers)
+    adapters = JoinedAdapters(_join(_downs(parts)), parts) if parts else None
+    return JoinedLinear(_join(weights), None if biases[0] is None else _join(biases), adapters)
+
+
+def _downs(parts: Sequence[Part]) -> list[Tensor]:
+    return [adapter.down for part in parts if (adapter := adapter_of(part.layer)) is not None]
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
@@ -157,6 +171,11 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
         for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
             part.data = rows
     return whole
+
+
+def _is_joined(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    found = _side_by_side(parts)
+    return found is not None and found.data_ptr() == whole.data_ptr()
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
@@ -171,10 +190,10 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def can_join(layers: Sequence[object]) -> bool:
-    """Whether these are plain linear layers of one kind. Others, such as LoRA's, cannot be joined."""
-    kinds = {
-        (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None)
-        for layer in layers
-        if type(layer) is nn.Linear
-    }
-    return len(kinds) == 1 and all(type(layer) is nn.Linear for layer in layers)
+    """Whether these are linear layers of one kind, with or without plain LoRA adapters of one dtype."""
+    if not all(map(is_linear, layers)):
+        return False
+    bases = [base_layer(layer) for layer in layers]
+    kinds = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in bases}
+    adapters = {(down.dtype, down.device) for down in _downs(adapted_parts(layers))}
+    return len(kinds) == 1 and len(adapters) <= 1

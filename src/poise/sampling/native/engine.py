@@ -14,6 +14,7 @@ from torch import Tensor
 
 from poise._lib import device as _device
 from poise.batch import Prompt
+from poise.models.adapters import untrained_adapters_filled
 from poise.models.load_checks import completions_agree, short_windows, states_close, states_of
 from poise.models.location import first_line
 from poise.models.policy import Policy
@@ -220,7 +221,9 @@ def _tried_step(policy: Policy) -> FusedStep | None:
         return None
     failure = "its hidden states differ"
     try:
-        if _decodes(policy, step):
+        with untrained_adapters_filled(policy.trunk):
+            passed = _decodes(policy, step)
+        if passed:
             _STEPS[policy] = step
             return step
     except torch.OutOfMemoryError:

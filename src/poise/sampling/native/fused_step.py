@@ -2,8 +2,9 @@
 
 Decoding a small model takes as long as launching its kernels, even from a CUDA graph. So for the usual layers the step
 is written out here: queries, keys and values in one product, gate and up in one; residual sums with the norms that
-follow; rotation inside the attention. Its results are those of transformers' code up to rounding, and a trial of every
-model compares the two (``engine.py``). Other models decode through their own code.
+follow; rotation inside the attention. A LoRA adapter adds two skinny products (``models/adapters.py``). Its results are
+those of transformers' and peft's code up to rounding, and a trial of every model compares the two (``engine.py``).
+Other models decode through their own code.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ class FusedStep:
         x = trunk.embed_tokens(token)
         cosine, sine = (part[0].contiguous() for part in trunk.rotary_emb(x[None], cache.positions[None, :n]))
         delta: Tensor | None = None
-        for number, (layer, (project, widen)) in enumerate(zip(trunk.layers, self.joined, strict=True)):
-            attention, mlp = layer.self_attn, layer.mlp
+        for number, (layer, products) in enumerate(zip(trunk.layers, self.joined, strict=True)):
+            attention, (project, output, widen, narrow) = layer.self_attn, products
             x, inner = add_norm(x, delta, *_norm(layer.input_layernorm))
             query, key, value = _heads(project(inner), attention)
             rotation = _rotation(attention, cosine, sine)
             values = cache.attend(number, query, key, value, attention.scaling, _window(attention), rotation)
-            x, inner = add_norm(x, attention.o_proj(values.reshape(n, -1)), *_norm(layer.post_attention_layernorm))
-            delta = mlp.down_proj(silu_product(widen(inner)))
+            x, inner = add_norm(x, output(values.reshape(n, -1)), *_norm(layer.post_attention_layernorm))
+            delta = narrow(silu_product(widen(inner)))
         return add_norm(x, delta, *_norm(trunk.norm))[1]
 
 
 def fused_step(policy: Policy) -> FusedStep | None:
-    """The step of a policy's model; None if the model is of another kind, or has other layers, such as LoRA's."""
+    """The step of a policy's model; None if the model is of another kind, or has other layers."""
     trunk = policy.trunk
     config, like = policy.base.config, next(trunk.parameters())
     if not _device.suits_triton(like) or config.model_type not in FUSED or config.hidden_act != "silu":
@@ -69,15 +70,17 @@ def fused_step(policy: Policy) -> FusedStep | None:
 
 
 def _is_usual(layer: nn.Module) -> bool:
-    if not all(isinstance(getattr(layer, name, None), nn.Module) for name in PARTS):
-        return False
-    plain = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)
-    return all(can_join(parts) for parts in _joinable(layer)) and all(type(part) is nn.Linear for part in plain)
+    parts = (getattr(layer, name, None) for name in PARTS)
+    return all(isinstance(part, nn.Module) for part in parts) and all(map(can_join, _joinable(layer)))
 
 
 def _joinable(layer: Any) -> list[list[Any]]:
-    """The linear layers that read the same input: queries, keys and values; gate and up."""
-    groups = (layer.self_attn, ("q_proj", "k_proj", "v_proj")), (layer.mlp, ("gate_proj", "up_proj"))
+    """The linear layers, those together that read the same input: queries, keys and values; gate and up."""
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = (
+        (attention, ("q_proj", "k_proj", "v_proj")), (attention, ("o_proj",)),
+        (mlp, ("gate_proj", "up_proj")), (mlp, ("down_proj",)),
+    )  # fmt: skip
     return [[getattr(module, name, None) for name in names] for module, names in groups]
 
 

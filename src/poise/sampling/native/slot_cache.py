@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from poise._lib import device as _device
-from poise._lib.device import send
+from poise._lib.device import accumulator, send
 from poise.models.attention import flash_takes, over_slots, text_over_slots
 from poise.models.packing import Packed
 from poise.sampling.native.kv_cache import KVCache, SavedRow, Shape, by_block, copy_rows
@@ -36,13 +36,13 @@ class Rotation(NamedTuple):
         return self._rotated(x, self.key_weight)
 
     def _rotated(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        wide = x.float()
+        wide = x.to(accumulator(x.dtype))
         if weight is not None:
-            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon) * weight.float()
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon) * weight.to(wide.dtype)
         if self.cosine is not None and self.sine is not None:
             first, second = wide.chunk(2, -1)
             partners = torch.cat([-second, first], -1)
-            wide = wide * self.cosine[:, None].float() + partners * self.sine[:, None].float()
+            wide = wide * self.cosine[:, None].to(wide.dtype) + partners * self.sine[:, None].to(wide.dtype)
         return wide.to(x.dtype)
 
 
