@@ -27,6 +27,7 @@ from poise._lib import live
 from poise._lib.errors import short
 from poise._lib.files import TEMPORARY, read_json, remove
 from poise.models import load_checks
+from poise.models.adapters import use_lean_forward
 from poise.models.layers import compiling_pays
 from poise.models.location import SHIPPED, ModelError, check_hub, first_line, locate, split_revision
 from poise.models.policy import Policy, progress_bars
@@ -200,13 +201,15 @@ def add_adapter(model: Any, lora: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU's generator
         try:
-            return peft.get_peft_model(model, settings)
+            adapted = peft.get_peft_model(model, settings)
         except ValueError as error:  # no layer has such a name, or it is of a kind that peft cannot adapt
             kinds = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, nn.Linear)}
             named = short(lora.targets)
             raise ModelError(
                 f"lora.targets = {named}: {first_line(error)} (linear layers of this model: {', '.join(sorted(kinds))})"
             ) from error
+    use_lean_forward(adapted)
+    return adapted
 
 
 def load_tokenizer(
