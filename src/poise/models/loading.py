@@ -192,7 +192,11 @@ def _check_device(device: torch.device) -> None:
 
 
 def add_adapter(model: Any, lora: Any, seed: int) -> Any:
-    """Wrap the model with a new LoRA adapter, initialised from ``seed``."""
+    """Wrap the model with a new LoRA adapter, initialised from ``seed``.
+
+    It has the model's dtype; ``MasterWeights`` has its float32 copy, as of all weights that are trained in half
+    precision. peft's float32 adapter would compute in float32, and keep float32 inputs for the backward pass.
+    """
     import peft
 
     settings = peft.LoraConfig(
@@ -208,6 +212,9 @@ def add_adapter(model: Any, lora: Any, seed: int) -> Any:
             raise ModelError(
                 f"lora.targets = {named}: {first_line(error)} (linear layers of this model: {', '.join(sorted(kinds))})"
             ) from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)
     use_lean_forward(adapted)
     return adapted
 
