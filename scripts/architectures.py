@@ -322,6 +322,9 @@ difference was {worst:.1g}.
   bfloat16, a KL term 4 or 2 more; with LoRA the base model takes 4 or 2 and the adapter the rest.
   `poise train --dry-run` prints these bytes. A model that exceeds the device is refused before it
   is downloaded or loaded. Activations and the KV cache use the memory that remains.
+- **4-bit weights** (QLoRA): on a CPU poise refuses to train a LoRA adapter on them, since bitsandbytes 0.50 computes
+  no gradients through a layer in evaluation mode there. On CUDA it was not tried; sampling would do without the fused
+  step, which needs plain weights.
 """
 
 

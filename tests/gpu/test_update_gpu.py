@@ -39,12 +39,14 @@ def test_twenty_steps_in_bfloat16(made, reference, padded, compiled, monkeypatch
     assert sum(gaps[0]) <= 2 * sum(gaps[1])
 
 
-def test_a_trainer_step_on_cuda(tmp_path):
+@pytest.mark.parametrize("settings", [(), ("lora.rank=4", "objective.kl_coef=0.01")])
+def test_a_trainer_step_on_cuda(tmp_path, settings):
     from poise.trainer import train
     from poise.training.config.schema import load
 
     config = load(
-        "demo", [f"run={tmp_path}/run", "steps=2", "prompts=4", "evaluation.problems=4", "evaluation.samples=2"]
+        "demo",
+        [f"run={tmp_path}/run", "steps=2", "prompts=4", "evaluation.problems=4", "evaluation.samples=2", *settings],
     )
     summary = train(config, quiet=True)
     assert summary["steps"] == 2

@@ -13,13 +13,16 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
 from poise import Phase
+from poise.models import loading
 from poise.models.adapters import use_lean_forward
 from poise.models.layers import compile_layers
 from poise.models.loading import add_adapter
+from poise.models.location import ModelError
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import layout, own_tokens
 from poise.models.policy import Policy
 from poise.training.config.groups import LoraConfig
+from poise.training.frozen_models import Frozen
 from poise.training.update import UpdatePlan, backward
 from support.tiny_models import COMMON, Words, adapted, exact, prompts, responses, tiny
 
@@ -164,6 +167,17 @@ class TestTheUpdate:
         unneeded = sum(size for name, size in first.items() if "lora_B" not in name)
         assert found == tokens * (4 * frozen + 6 * adapter - 2 * unneeded) + 4 * own * head
 
+    def test_a_scoring_pass_without_the_adapter_computes_nothing_of_it(self):
+        policy, batch = with_lora(), some_responses()
+        with FlopCounterMode(display=False) as counter:
+            Frozen(policy, adapter=True).logp(batch, 1.0, None)
+        counts = counter.get_flop_counts()["Global"]
+        found = sum(count for kind, count in counts.items() if str(kind) in ("aten.mm", "aten.addmm"))
+        sizes = {name: value.numel() for name, value in policy.trunk.named_parameters() if value.dim() == 2}
+        frozen = sum(size for name, size in sizes.items() if "lora_" not in name and "embed" not in name)
+        tokens, own = layout(batch).ids.shape[1], len(own_tokens(batch))
+        assert found == 2 * (tokens * frozen + own * policy.head().weight.numel())
+
     def test_no_gradient_reaches_a_frozen_weight(self):
         policy, batch = with_lora(torch.bfloat16), some_responses()
         assert set(map(id, policy.master_weights.masters)) == set(map(id, trained(policy).values()))
@@ -204,6 +218,20 @@ class TestTheUpdate:
                 kept.append(torch.cat([value.grad.flatten().double() for value in policy.parameters()]))
             ratios.append(float((kept[0] - kept[2]).norm() / (kept[1] - kept[2]).norm()))
         assert math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.3
+
+
+def test_quantised_weights_are_refused_on_a_cpu(monkeypatch):
+    """There a layer of bitsandbytes 0.50 that is not in training mode is a constant for autograd."""
+    load = loading._load_weights
+
+    def quantised(*args):
+        model = load(*args)
+        model.is_quantized = True
+        return model
+
+    monkeypatch.setattr(loading, "_load_weights", quantised)
+    with pytest.raises(ModelError, match=r"embedded: its weights are quantised.* train it on CUDA"):
+        loading.load_policy("embedded", device="cpu", lora=LoraConfig(rank=2))
 
 
 def test_adapters_are_saved_as_the_policy_uses_them(tmp_path):

@@ -85,6 +85,11 @@ def load_model(
         tokenizer = _load_tokenizer(name, source, common, template)
         model = _load_weights(name, source, torch_dtype, common)
     _check_vocabulary(name, model, tokenizer)
+    if lora is not None and torch_device.type == "cpu" and getattr(model, "is_quantized", False):
+        raise ModelError(
+            f"{name}: its weights are quantised, and bitsandbytes computes no gradients through them on a CPU: train "
+            "it on CUDA, or a copy of the model that is not quantised"
+        )
     if lora is not None:  # on the CPU, so that a seed gives the same adapter on every device
         model = add_adapter(model, lora, seed)
     model.to(torch_device)
