@@ -320,8 +320,10 @@ difference was {worst:.1g}.
   them.
 - **Memory**: weights, gradients and Adam's state take 16 bytes per parameter in float32 and 18 in
   bfloat16, a KL term 4 or 2 more; with LoRA the base model takes 4 or 2 and the adapter the rest.
-  `poise train --dry-run` prints these bytes. A model that exceeds the device is refused before it
-  is downloaded or loaded. Activations and the KV cache use the memory that remains.
+  `poise train --dry-run` prints these bytes, those of activations (from a pass of the model without
+  weights) and those of the KV cache. A model that exceeds the device is refused before it is
+  downloaded or loaded, with changes that would fit. On CUDA the size of passes and gradient
+  checkpointing follow from the forecast; where it is wrong, passes become smaller when memory runs out.
 - **4-bit weights** (QLoRA): on a CPU poise refuses to train a LoRA adapter on them, since bitsandbytes 0.50 computes
   no gradients through a layer in evaluation mode there. On CUDA it was not tried; sampling would do without the fused
   step, which needs plain weights.
