@@ -324,6 +324,8 @@ difference was {worst:.1g}.
   weights) and those of the KV cache. A model that exceeds the device is refused before it is
   downloaded or loaded, with changes that would fit. On CUDA the size of passes and gradient
   checkpointing follow from the forecast; where it is wrong, passes become smaller when memory runs out.
+  At Qwen2.5-7B's shape in bfloat16, LoRA of rank 16 is forecast to take 16 GB, and 99.5 GB for a pass of
+  16,384 tokens, or 9.1 GB with gradient checkpointing (a prompt of 256 tokens, 8 responses of 512).
 - **4-bit weights** (QLoRA): on a CPU poise refuses to train a LoRA adapter on them, since bitsandbytes 0.50 computes
   no gradients through a layer in evaluation mode there. On CUDA it was not tried; sampling would do without the fused
   step, which needs plain weights.
