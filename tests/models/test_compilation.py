@@ -66,7 +66,7 @@ def test_what_the_docs_say_of_models_and_steps():
     first, second = (
         next(n for n in range(1, 1000) if compiling_pays(model, n * 512 * 256)) for model in (of(30, 576), of(28, 1536))
     )
-    assert f"135M earns that back in {first} steps of 512 × 256 tokens, 1.5B in {second}" in PAGE
+    assert f"after {first} steps of 512 × 256 tokens at 135M, after {second} at 1.5B" in PAGE
     assert not compiling_pays(load_policy("embedded", device="cpu").model, load("demo", ["steps=10000"]).tokens_left())
 
 
