@@ -1,0 +1,154 @@
+"""Train with a step size that follows the measured drift of the policy; run the arms of a plan, one after another.
+
+    python experiments/step-size/step_size.py experiments/step-size/plan.yaml raw.json --hours 1
+
+The drift of an update is the mean over tokens of r − 1 − log r (k3), an estimate of KL(old ‖ new), where r is the ratio
+of the probabilities of a sampled token after and before the update. It is measured after the update, on every fourth
+response of the batch. ``Update`` stands in for ``poise.training.update.update`` inside the trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import yaml
+
+import poise
+from poise.batch import Phase, TokenBatch
+from poise.models.policy import Policy
+from poise.models.scoring import score_all
+from poise.training.update import UpdatePlan, update
+
+EVERY = 4  # one response in this many is measured
+MOST = 4  # passes over a batch
+CHANGE = 2.0  # the rate changes at most by this factor from step to step
+KINDS = ("none", "rate", "rescale", "passes")
+CURVE = "eval/{}/greedy"
+
+
+@torch.no_grad()
+def drifts(policy: Policy, batch: TokenBatch, plan: UpdatePlan) -> tuple[float, float]:
+    """The drift since the batch was sampled, on every fourth response: mean per token, and per response."""
+    part = batch.rows(list(range(0, len(batch.mask), EVERY)))
+    logp_BT, _ = score_all(policy, part, plan.temperature, plan.micro_tokens)
+    log_ratio_BT = torch.where(part.mask, (logp_BT - part.old_logp).double(), 0.0)
+    total = float((torch.expm1(log_ratio_BT) - log_ratio_BT).sum())
+    return total / int(part.mask.sum()), total / len(part.mask)
+
+
+@dataclass
+class Update:
+    """An update whose drift per token is controlled.
+
+    ``rate``: the learning rate of the next step is multiplied by √(target / drift), at most by 2 either way.
+    ``rescale``: the update of this step is multiplied by √(target / drift), since drift is quadratic in its length.
+    ``passes``: passes over the batch, at most four, until the drift reaches the target.
+    """
+
+    kind: str = "none"
+    target: float = math.nan
+    per_response: bool = False
+    rate: float | None = None  # of the next step; None: what the run's settings say
+    measured: list[dict[str, float]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        batch: TokenBatch,
+        phases: Sequence[Phase],
+        plan: UpdatePlan,
+        seed: int = 0,
+    ) -> dict[str, float]:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        before = [parameter.detach().clone() for parameter in parameters] if self.kind == "rescale" else []
+        if self.kind == "rate" and self.rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate
+        used, passes, measurements = optimizer.param_groups[0]["lr"], 0, 0
+        while True:
+            metrics = update(policy, optimizer, batch, phases, plan, seed + 1000 * passes)
+            found, passes, measurements = drifts(policy, batch, plan), passes + len(phases), measurements + 1
+            drift = found[self.per_response]
+            if self.kind != "passes" or drift >= self.target or passes >= MOST:
+                break
+        factor = math.sqrt(self.target / drift) if drift > 0 else 1.0
+        if self.kind == "rate":
+            self.rate = used * min(max(factor, 1 / CHANGE), CHANGE)
+        if self.kind == "rescale" and drift > 0:
+            with torch.no_grad():
+                for parameter, old in zip(parameters, before, strict=True):
+                    parameter.copy_(old + factor * (parameter - old))
+            policy.master_weights.publish()
+            used *= factor
+            found = drifts(policy, batch, plan)  # for the table alone
+        own = {
+            "optim/rate": used,
+            "optim/drift_token": found[0],
+            "optim/drift_response": found[1],
+            "optim/passes": float(passes),
+            "optim/measurements": float(measurements if self.kind != "none" else 0),
+        }
+        self.measured.append(own)
+        return metrics | own
+
+
+def run(settings: dict[str, Any], arm: dict[str, Any], rate: float, seed: int) -> dict[str, Any]:
+    """One run: its greedy curve, and what each step measured."""
+    control = Update(arm.get("control", "none"), float(arm.get("target", math.nan)), arm.get("per_response", False))
+    own = {key: value for key, value in arm.items() if key not in ("name", "control", "target", "per_response", "rates")}
+    with tempfile.TemporaryDirectory() as folder, patch("poise.trainer.update", control):
+        changes = {**settings, **own, "optim.lr": rate, "seed": seed, "run": f"{folder}/run"}
+        began = time.process_time()
+        summary = poise.train(recipe="demo", quiet=True, **changes).summary
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    curve = {0: summary["before"]["greedy"]}
+    for line in lines:
+        curve |= {line["step"]: value for key, value in line.items() if key.startswith("eval/") and key.endswith("/greedy")}
+    curve[summary["steps"]] = summary["after"]["greedy"]
+    names = ("optim/rate", "optim/drift_token", "optim/drift_response", "optim/passes", "optim/measurements",
+             "reward/accuracy", "reward/no_spread", "rollout/entropy", "rollout/length", "tokens/sampled")  # fmt: skip
+    steps = {name: [float(f"{line[name]:.4g}") for line in lines] for name in names}
+    return {"arm": arm["name"], "lr": rate, "seed": seed, "greedy": curve, "seconds": round(time.process_time() - began), "steps": steps}
+
+
+def planned(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], float, int]]:
+    """Every run of a plan: regime by regime, seed by seed, so that what is cut off is whole seeds."""
+    for name, regime in plan["regimes"].items():
+        for seed in regime["seeds"]:
+            for arm in regime["arms"]:
+                for rate in arm["rates"]:
+                    yield name, regime["settings"], arm, float(rate), seed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("raw", type=Path)
+    parser.add_argument("--hours", type=float, default=math.inf)
+    parser.add_argument("--only", default="")
+    words = parser.parse_args()
+    raw = json.loads(words.raw.read_text()) if words.raw.exists() else {}
+    end = time.time() + 3600 * words.hours
+    for name, settings, arm, rate, seed in planned(yaml.safe_load(words.plan.read_text())):
+        key = f"{name}: {arm['name']} @ {rate:g}, seed {seed}"
+        if key in raw or words.only not in name or time.time() > end:
+            continue
+        raw[key] = {"regime": name, **run(settings, arm, rate, seed)}
+        words.raw.write_text(json.dumps(raw, sort_keys=True).replace('}, "', '},\n"') + "\n")
+        found = raw[key]
+        print(f"{key}: {found['greedy'][max(found['greedy'])]:.3f}, {found['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
