@@ -1,6 +1,6 @@
 """Train with a step size that follows the measured drift of the policy; run the arms of a plan, one after another.
 
-    python experiments/step-size/step_size.py experiments/step-size/plan.yaml raw.json --hours 1
+    python experiments/step-size/step_size.py experiments/step-size/plan.yaml runs/step-size --hours 1
 
 The drift of an update is the mean over tokens of r − 1 − log r (k3), an estimate of KL(old ‖ new), where r is the ratio
 of the probabilities of a sampled token after and before the update. It is measured after the update, on every fourth
@@ -32,8 +32,6 @@ from poise.training.update import UpdatePlan, update
 EVERY = 4  # one response in this many is measured
 MOST = 4  # passes over a batch
 CHANGE = 2.0  # the rate changes at most by this factor from step to step
-KINDS = ("none", "rate", "rescale", "passes")
-CURVE = "eval/{}/greedy"
 
 
 @torch.no_grad()
@@ -112,21 +110,30 @@ def run(settings: dict[str, Any], arm: dict[str, Any], rate: float, seed: int) -
         began = time.process_time()
         summary = poise.train(recipe="demo", quiet=True, **changes).summary
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    curve = {0: summary["before"]["greedy"]}
-    for line in lines:
-        curve |= {line["step"]: value for key, value in line.items() if key.startswith("eval/") and key.endswith("/greedy")}
-    curve[summary["steps"]] = summary["after"]["greedy"]
-    names = ("optim/rate", "optim/drift_token", "optim/drift_response", "optim/passes", "optim/measurements",
-             "reward/accuracy", "reward/no_spread", "rollout/entropy", "rollout/length", "tokens/sampled")  # fmt: skip
-    steps = {name: [float(f"{line[name]:.4g}") for line in lines] for name in names}
-    return {"arm": arm["name"], "lr": rate, "seed": seed, "greedy": curve, "seconds": round(time.process_time() - began), "steps": steps}
+    curves = {
+        measure: {0: summary["before"][own]}
+        | {line["step"]: value for line in lines for key, value in line.items() if key.endswith(f"/{end}")}
+        | {summary["steps"]: summary["after"][own]}
+        for measure, own, end in (("greedy", "greedy", "greedy"), ("sampled", "accuracy", "avg@1"))
+    }
+    kept = ("optim/rate", "optim/drift_token", "optim/drift_response", "optim/passes")
+    steps = {name.removeprefix("optim/"): [float(f"{line[name]:.3g}") for line in lines] for name in kept}
+    flop = sum(each_flop(line, 4 if "lora" in changes else 6) for line in lines)
+    about = {"arm": arm["name"], "lr": rate, "seed": seed, "seconds": round(time.process_time() - began)}
+    return {**about, **curves, "flop": round(flop), "tokens": sum(line["tokens/sampled"] for line in lines), **steps}
+
+
+def each_flop(line: dict[str, float], trained: int) -> float:
+    """The FLOP of a step per parameter, as ``poise compare`` estimates them, and those of measuring the drift."""
+    passes = line["optim/passes"] * (1 - line["reward/no_spread"])
+    return line["tokens/sampled"] * (2 + trained * passes + 2 * line["optim/measurements"] / EVERY)
 
 
 def planned(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], float, int]]:
-    """Every run of a plan: regime by regime, seed by seed, so that what is cut off is whole seeds."""
-    for name, regime in plan["regimes"].items():
-        for seed in regime["seeds"]:
-            for arm in regime["arms"]:
+    """Every run of a plan, seed by seed, so that what is cut off is whole seeds."""
+    for seed in range(max(max(regime["seeds"]) for regime in plan["regimes"].values()) + 1):
+        for name, regime in plan["regimes"].items():
+            for arm in regime["arms"] if seed in regime["seeds"] else ():
                 for rate in arm["rates"]:
                     yield name, regime["settings"], arm, float(rate), seed
 
@@ -134,19 +141,19 @@ def planned(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", type=Path)
-    parser.add_argument("raw", type=Path)
+    parser.add_argument("raw", type=Path, help="a folder: one file a run")
     parser.add_argument("--hours", type=float, default=math.inf)
-    parser.add_argument("--only", default="")
     words = parser.parse_args()
-    raw = json.loads(words.raw.read_text()) if words.raw.exists() else {}
+    words.raw.mkdir(parents=True, exist_ok=True)
     end = time.time() + 3600 * words.hours
     for name, settings, arm, rate, seed in planned(yaml.safe_load(words.plan.read_text())):
         key = f"{name}: {arm['name']} @ {rate:g}, seed {seed}"
-        if key in raw or words.only not in name or time.time() > end:
+        place = words.raw / f"{key.replace('/', '_')}.json"
+        if place.exists() or time.time() > end:
             continue
-        raw[key] = {"regime": name, **run(settings, arm, rate, seed)}
-        words.raw.write_text(json.dumps(raw, sort_keys=True).replace('}, "', '},\n"') + "\n")
-        found = raw[key]
+        place.touch()  # another process of the same command takes other runs
+        found = {"regime": name, **run(settings, arm, rate, seed)}
+        place.write_text(json.dumps(found))
         print(f"{key}: {found['greedy'][max(found['greedy'])]:.3f}, {found['seconds']} s", flush=True)
 
 
