@@ -110,17 +110,13 @@ def run(settings: dict[str, Any], arm: dict[str, Any], rate: float, seed: int) -
         began = time.process_time()
         summary = poise.train(recipe="demo", quiet=True, **changes).summary
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    curves = {
-        measure: {0: summary["before"][own]}
-        | {line["step"]: value for line in lines for key, value in line.items() if key.endswith(f"/{end}")}
-        | {summary["steps"]: summary["after"][own]}
-        for measure, own, end in (("greedy", "greedy", "greedy"), ("sampled", "accuracy", "avg@1"))
-    }
+    greedy = {0: summary["before"]["greedy"], summary["steps"]: summary["after"]["greedy"]}
+    greedy |= {line["step"]: value for line in lines for key, value in line.items() if key.endswith("/greedy")}
     kept = ("optim/rate", "optim/drift_token", "optim/drift_response", "optim/passes")
     steps = {name.removeprefix("optim/"): [float(f"{line[name]:.3g}") for line in lines] for name in kept}
     flop = sum(each_flop(line, 4 if "lora" in changes else 6) for line in lines)
     about = {"arm": arm["name"], "lr": rate, "seed": seed, "seconds": round(time.process_time() - began)}
-    return {**about, **curves, "flop": round(flop), "tokens": sum(line["tokens/sampled"] for line in lines), **steps}
+    return {**about, "greedy": dict(sorted(greedy.items())), "flop": round(flop), "tokens": sum(line["tokens/sampled"] for line in lines), **steps}
 
 
 def each_flop(line: dict[str, float], trained: int) -> float:
@@ -142,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", type=Path)
     parser.add_argument("raw", type=Path, help="a folder: one file a run")
+    parser.add_argument("--regimes", nargs="*")
     parser.add_argument("--hours", type=float, default=math.inf)
     words = parser.parse_args()
     words.raw.mkdir(parents=True, exist_ok=True)
@@ -149,7 +146,7 @@ def main() -> None:
     for name, settings, arm, rate, seed in planned(yaml.safe_load(words.plan.read_text())):
         key = f"{name}: {arm['name']} @ {rate:g}, seed {seed}"
         place = words.raw / f"{key.replace('/', '_')}.json"
-        if place.exists() or time.time() > end:
+        if place.exists() or time.time() > end or name not in (words.regimes or [name]):
             continue
         place.touch()  # another process of the same command takes other runs
         found = {"regime": name, **run(settings, arm, rate, seed)}
