@@ -1,9 +1,10 @@
 """Tables and figure of the study, from raw.json: python experiments/step-size/analyse.py [FOLDER …] writes them.
 
-With folders of step_size.py, their finished runs are first added to raw.json. An arm is a control and the learning rate it
-starts from. Its speed factor with a seed is that of ``poise compare``: the batches after which the baseline has the arm's
-greedy accuracy at the cut, over the cut. At equal FLOP the factor is divided by the arm's FLOP a batch in units of the
-baseline's. The baseline is GRPO at the tuned rate; in the regimes of the transfer GRPO at the best of its rates there.
+With folders of step_size.py (tune, test, explore), their finished runs are first added to raw.json. An arm is a control
+and the learning rate it starts from. Its speed factor with a seed is that of ``poise compare``: the batches after which
+the baseline has the arm's greedy accuracy at the cut, over the cut. At equal FLOP it is divided by the arm's FLOP
+a batch in units of the baseline's. The baseline is GRPO at the tuned rate; in the transfer at the best of the planned
+rates.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def collect(folders: list[str]) -> None:
     raw = json.loads(place.read_text()) if place.exists() else {}
     for file in sorted(file for folder in folders for file in Path(folder).glob("*.json")):
         if text := file.read_text():
-            raw[file.stem] = json.loads(text)
+            raw[file.stem] = json.loads(text) | {"part": file.parent.name}
     place.write_text(json.dumps(raw, sort_keys=True).replace('}, "', '},\n"') + "\n")
 
 
@@ -44,7 +45,7 @@ def runs(regime: str) -> Runs:
     """The runs of the test, with the seeds that all arms of the regime have."""
     found: Runs = defaultdict(dict)
     for run in json.loads((HERE / "raw.json").read_text()).values():
-        if run["regime"] == regime and run["seed"] < 100:
+        if run["regime"] == regime and run["part"] != "tune":
             found[run["arm"], run["lr"]][run["seed"]] = run
     seeds = set.intersection(*(set(each) for each in found.values())) if found else set()
     return {arm: {seed: found[arm][seed] for seed in sorted(seeds)} for arm in sorted(found)}
@@ -64,7 +65,15 @@ def baseline(regime: str, arms: Runs) -> Arm:
     """GRPO at the tuned rate, or in the transfer at the rate with the highest greedy accuracy at the cut."""
     if regime == "sums":
         return "grpo", RATE
-    return max((arm for arm in arms if arm[0] == "grpo"), key=lambda arm: float(np.mean(at_cut(arms[arm]))))
+    return max(
+        (arm for arm in arms if arm[0] == "grpo" and not exploratory(arms[arm])),
+        key=lambda arm: float(np.mean(at_cut(arms[arm]))),
+    )
+
+
+def exploratory(seeds: dict[int, dict[str, Any]]) -> bool:
+    """Whether an arm was added after a look."""
+    return any(run["part"] == "explore" for run in seeds.values())
 
 
 def flop(run: dict[str, Any]) -> float:
@@ -108,7 +117,13 @@ def table(regime: str) -> str:
         samples, equal_flop, bound = speeds(seeds, arms[base])
         speed = ["1", "1"] if arm == base else [text(samples, bound), text(equal_flop, bound)]
         about = [f"{middle(seeds, name):.2g}" for name in ("rate", "drift_response", "drift_token")]
-        lines.append("| " + " | ".join([arm[0], f"{arm[1]:.3g}", f"{np.mean(at_cut(seeds)):.1f} %", *speed, *about]) + " |")
+        lines.append(
+            "| "
+            + " | ".join(
+                [arm[0] + " †" * exploratory(seeds), f"{arm[1]:.3g}", f"{np.mean(at_cut(seeds)):.1f} %", *speed, *about]
+            )
+            + " |"
+        )
     return "\n".join(lines)
 
 

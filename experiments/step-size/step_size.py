@@ -15,7 +15,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,7 +57,6 @@ class Update:
     target: float = math.nan
     per_response: bool = False
     rate: float | None = None  # of the next step; None: what the run's settings say
-    measured: list[dict[str, float]] = field(default_factory=list)
 
     def __call__(
         self,
@@ -68,6 +67,7 @@ class Update:
         plan: UpdatePlan,
         seed: int = 0,
     ) -> dict[str, float]:
+        """Update, measure, and act on what was measured."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         before = [parameter.detach().clone() for parameter in parameters] if self.kind == "rescale" else []
         if self.kind == "rate" and self.rate is not None:
@@ -90,21 +90,21 @@ class Update:
             policy.master_weights.publish()
             used *= factor
             found = drifts(policy, batch, plan)  # for the table alone
-        own = {
+        return metrics | {
             "optim/rate": used,
             "optim/drift_token": found[0],
             "optim/drift_response": found[1],
             "optim/passes": float(passes),
             "optim/measurements": float(measurements if self.kind != "none" else 0),
         }
-        self.measured.append(own)
-        return metrics | own
 
 
 def run(settings: dict[str, Any], arm: dict[str, Any], rate: float, seed: int) -> dict[str, Any]:
     """One run: its greedy curve, and what each step measured."""
     control = Update(arm.get("control", "none"), float(arm.get("target", math.nan)), arm.get("per_response", False))
-    own = {key: value for key, value in arm.items() if key not in ("name", "control", "target", "per_response", "rates")}
+    own = {
+        key: value for key, value in arm.items() if key not in ("name", "control", "target", "per_response", "rates")
+    }
     with tempfile.TemporaryDirectory() as folder, patch("poise.trainer.update", control):
         changes = {**settings, **own, "optim.lr": rate, "seed": seed, "run": f"{folder}/run"}
         began = time.process_time()
@@ -116,7 +116,13 @@ def run(settings: dict[str, Any], arm: dict[str, Any], rate: float, seed: int) -
     steps = {name.removeprefix("optim/"): [float(f"{line[name]:.3g}") for line in lines] for name in kept}
     flop = sum(each_flop(line, 4 if "lora" in changes else 6) for line in lines)
     about = {"arm": arm["name"], "lr": rate, "seed": seed, "seconds": round(time.process_time() - began)}
-    return {**about, "greedy": dict(sorted(greedy.items())), "flop": round(flop), "tokens": sum(line["tokens/sampled"] for line in lines), **steps}
+    return {
+        **about,
+        "greedy": dict(sorted(greedy.items())),
+        "flop": round(flop),
+        "tokens": sum(line["tokens/sampled"] for line in lines),
+        **steps,
+    }
 
 
 def each_flop(line: dict[str, float], trained: int) -> float:

@@ -47,7 +47,10 @@ def test_a_speed_factor_is_recomputed() -> None:
             if (run["regime"], run["arm"], run["lr"]) == ("sums", arm, lr) and run["seed"] < 100:
                 steps, y = map(np.array, zip(*sorted((int(k), v) for k, v in run["greedy"].items()), strict=True))
                 n = range(len(y))
-                found[run["seed"]] = steps, np.array([max(min(y[i : j + 1].mean() for j in n[k:]) for i in n[: k + 1]) for k in n])
+                found[run["seed"]] = (
+                    steps,
+                    np.array([max(min(y[i : j + 1].mean() for j in n[k:]) for i in n[: k + 1]) for k in n]),
+                )
         return found
 
     base, factors = greedy("grpo", 2.5e-5), []
