@@ -109,14 +109,13 @@ def table(regime: str) -> str:
     arms = runs(regime)
     base = baseline(regime, arms)
     lines = [
-        f"| {REGIMES[regime]} | starting rate | greedy | speed factor | at equal FLOP | rate, steps 9–32 "
-        "| drift a response | a token |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| {REGIMES[regime]} | starting rate | greedy | speed factor | at equal FLOP | rate, steps 9–32 | drift |",
+        "|---|---|---|---|---|---|---|",
     ]
     for arm, seeds in arms.items():
         samples, equal_flop, bound = speeds(seeds, arms[base])
         speed = ["1", "1"] if arm == base else [text(samples, bound), text(equal_flop, bound)]
-        about = [f"{middle(seeds, name):.2g}" for name in ("rate", "drift_response", "drift_token")]
+        about = [f"{middle(seeds, name):.2g}" for name in ("rate", "drift_response")]
         lines.append(
             "| "
             + " | ".join(
@@ -159,11 +158,14 @@ def picture(path: Path) -> None:
                     axes.plot([rate] * 2, interval(each), "-", color=colour, linewidth=1)
         axes.axhline(np.mean(at_cut(arms[baseline(regime, arms)])), color="0.6", linestyle=":", linewidth=1)
         axes.set_xscale("log")
-        axes.set_xlabel("learning rate, or the rate a control starts from")
+        rates = sorted({rate for _, rate in arms})
+        axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
+        axes.minorticks_off()
+        axes.set_xlabel("starting rate")
         axes.set_title(REGIMES[regime], fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel(f"greedy accuracy after {CUT} batches, %")
-    figure.axes[0].legend(frameon=False)
+    figure.axes[0].legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=110)
 
 

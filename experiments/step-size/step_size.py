@@ -2,8 +2,8 @@
 
     python experiments/step-size/step_size.py experiments/step-size/plan.yaml runs/step-size --hours 1
 
-The drift of an update is the mean over tokens of r − 1 − log r (k3), an estimate of KL(old ‖ new), where r is the ratio
-of the probabilities of a sampled token after and before the update. It is measured after the update, on every fourth
+The drift of an update is the mean, over responses or over tokens, of ρ − 1 − log ρ (k3), an estimate of KL(old ‖ new),
+where ρ is the ratio of the probabilities of a sampled token after and before the update. It is measured after the update, on every fourth
 response of the batch. ``Update`` stands in for ``poise.training.update.update`` inside the trainer.
 """
 
@@ -46,7 +46,7 @@ def drifts(policy: Policy, batch: TokenBatch, plan: UpdatePlan) -> tuple[float, 
 
 @dataclass
 class Update:
-    """An update whose drift per token is controlled.
+    """An update whose drift is controlled, per token or per response.
 
     ``rate``: the learning rate of the next step is multiplied by √(target / drift), at most by 2 either way.
     ``rescale``: the update of this step is multiplied by √(target / drift), since drift is quadratic in its length.
