@@ -3,8 +3,9 @@
     python experiments/step-size/step_size.py experiments/step-size/plan.yaml runs/step-size --hours 1
 
 The drift of an update is the mean, over responses or over tokens, of ρ − 1 − log ρ (k3), an estimate of KL(old ‖ new),
-where ρ is the ratio of the probabilities of a sampled token after and before the update. It is measured after the update, on every fourth
-response of the batch. ``Update`` stands in for ``poise.training.update.update`` inside the trainer.
+where ρ is the ratio of the probabilities of a sampled token after and before the update. It is measured after the
+update, on every fourth response of the batch. ``Update`` stands in for ``poise.training.update.update`` inside the
+trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Update:
     """An update whose drift is controlled, per token or per response.
 
     ``rate``: the learning rate of the next step is multiplied by √(target / drift), at most by 2 either way.
-    ``rescale``: the update of this step is multiplied by √(target / drift), since drift is quadratic in its length.
+    ``rescale``: the update of this step is multiplied by √(target / drift), since drift is quadratic in its length. The
+    weights must be in float32: no half-precision copies are updated.
     ``passes``: passes over the batch, at most four, until the drift reaches the target.
     """
 
@@ -87,7 +89,6 @@ class Update:
             with torch.no_grad():
                 for parameter, old in zip(parameters, before, strict=True):
                     parameter.copy_(old + factor * (parameter - old))
-            policy.master_weights.publish()
             used *= factor
             found = drifts(policy, batch, plan)  # for the table alone
         return metrics | {

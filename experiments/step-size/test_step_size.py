@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import step_size
 import torch
 
 import poise
@@ -20,18 +21,18 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.studies
 
 
-def module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"step_size_{name}", HERE / f"{name}.py")
+@pytest.fixture
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("step_size_analyse", HERE / "analyse.py")
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_page_has_the_tables_of_its_data(tmp_path: Path) -> None:
+def test_the_page_has_the_tables_of_its_data(script: Any, tmp_path: Path) -> None:
     page = (HERE / "README.md").read_text()
-    script = module("analyse")
     assert script.written(page) == page, "run python experiments/step-size/analyse.py"
     script.picture(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
@@ -70,7 +71,6 @@ def test_a_speed_factor_is_recomputed() -> None:
 
 @pytest.mark.parametrize("kind", ["rescale", "rate", "passes"])
 def test_a_control_reaches_its_target(kind: str) -> None:
-    step_size = module("step_size")
     torch.manual_seed(0)
     policy = poise.load_policy("embedded", dtype="float32")
     task = poise.tasks.get("kk", people=2)
