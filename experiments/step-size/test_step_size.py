@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import step_size
+import step_size_tables
 import torch
 
 import poise
@@ -21,20 +20,10 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.studies
 
 
-@pytest.fixture
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("step_size_analyse", HERE / "analyse.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_has_the_tables_of_its_data(script: Any, tmp_path: Path) -> None:
+def test_the_page_has_the_tables_of_its_data(tmp_path: Path) -> None:
     page = (HERE / "README.md").read_text()
-    assert script.written(page) == page, "run python experiments/step-size/analyse.py"
-    script.picture(tmp_path / "picture.png")
+    assert step_size_tables.written(page) == page, "run python experiments/step-size/step_size_tables.py"
+    step_size_tables.picture(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 

@@ -1,4 +1,4 @@
-"""Tables and figure of the study, from raw.json: python experiments/step-size/analyse.py [FOLDER …] writes them.
+"""Tables and figure of the study, from raw.json: python experiments/step-size/step_size_tables.py [FOLDER …] writes them.
 
 With folders of step_size.py (tune, test, explore), their finished runs are first added to raw.json. An arm is a control
 and the learning rate it starts from. Its speed factor with a seed is that of ``poise compare``: the batches after which
