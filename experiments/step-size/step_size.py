@@ -1,6 +1,6 @@
 """Train with a step size that follows the measured drift of the policy; run the arms of a plan, one after another.
 
-    python experiments/step-size/step_size.py experiments/step-size/plan.yaml runs/step-size --hours 1
+    python experiments/step-size/step_size.py experiments/step-size/plans/test.yaml runs/step-size/test --hours 1
 
 The drift of an update is the mean, over responses or over tokens, of ρ − 1 − log ρ (k3), an estimate of KL(old ‖ new),
 where ρ is the ratio of the probabilities of a sampled token after and before the update. It is measured after the

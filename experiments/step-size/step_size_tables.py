@@ -1,10 +1,10 @@
-"""Tables and figure of the study, from raw.json: python experiments/step-size/step_size_tables.py [FOLDER …] writes them.
+"""Tables and figure of the study: python experiments/step-size/step_size_tables.py [FOLDER …] writes them.
 
-With folders of step_size.py (tune, test, explore), their finished runs are first added to raw.json. An arm is a control
-and the learning rate it starts from. Its speed factor with a seed is that of ``poise compare``: the batches after which
-the baseline has the arm's greedy accuracy at the cut, over the cut. At equal FLOP it is divided by the arm's FLOP
-a batch in units of the baseline's. The baseline is GRPO at the tuned rate; in the transfer at the best of the planned
-rates.
+They come from raw.json, to which the runs in folders of step_size.py (tune, test, explore) are added first. An arm is a
+control and the learning rate it starts from. Its speed factor with a seed is that of ``poise compare``: the batches
+after which the baseline has the arm's greedy accuracy at the cut, over the cut. At equal FLOP it is divided by the
+arm's FLOP a batch in units of the baseline's. The baseline is GRPO at the tuned rate; in the transfer at the best of
+the planned rates.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def picture(path: Path) -> None:
                     axes.plot([rate] * 2, interval(each), "-", color=colour, linewidth=1)
         axes.axhline(np.mean(at_cut(arms[baseline(regime, arms)])), color="0.6", linestyle=":", linewidth=1)
         axes.set_xscale("log")
-        rates = sorted({rate for _, rate in arms})
-        axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
+        ticks = sorted({rate for _, rate in arms})
+        axes.set_xticks(ticks, [f"{rate:.2g}" for rate in ticks])
         axes.minorticks_off()
         axes.set_xlabel("starting rate")
         axes.set_title(REGIMES[regime], fontsize="medium")
