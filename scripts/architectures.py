@@ -4,7 +4,7 @@
     python scripts/architectures.py llama phimoe         # some
     python scripts/architectures.py --results runs/models.json --write docs/models.md
 
-``--results`` keeps what was found, so that some models can be tried again; ``--write`` makes the page that lists all.
+``--results`` keeps what was found, so that some models can be tried again; ``--write`` replaces the page's list.
 
 Every architecture is built with random weights, windows of 8 tokens and room for few positions. A copy with plain
 ("eager") attention reads each response by itself: those log-probabilities and gradients are the truth. Then the policy
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 import signal
 import sys
 import textwrap
@@ -46,6 +47,7 @@ VOCABULARY, WINDOW, ORIGINAL, LONGEST = 97, 8, 16, 64
 BOUND = 2e-3  # of log-probabilities in float32: a token more or less in a window changes them by far more
 SECONDS = 60  # for one model
 MOST = 20_000_000  # parameters of a model that counts as tiny
+WIDTH = 120  # of the page
 
 # Sizes by the names that configurations use for them; only those that a configuration has are set.
 SMALL: dict[str, Any] = {
@@ -291,79 +293,61 @@ def limited(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-INTRODUCTION = """# Models
-
-poise trains any causal language model of transformers that passes its trials at load. This page
-lists the result for each of them in transformers {version}: {count} classes and variants, tried as
-tiny models with random weights. `scripts/architectures.py` tries them and writes this page. Sliding
-windows have 8 tokens in these models, and sequences are longer than that. The script compares the
-log-probabilities and gradients of responses that are read together, and the log-probabilities of
-responses that each engine samples together, with those of each response alone in a plain forward
-pass. It allows a difference of at most {bound:g} (float32); among the accepted models, the largest
-difference was {worst:.1g}.
-
-- **Packed**: responses lie end to end without padding, and each prompt is read once. **Padded**:
-  the model needs something that the packed attention does not support (a soft-cap, ALiBi, attention
-  sinks, a window that only its mask knows), so prompts and responses are padded. That is slower and
-  takes more memory.
-- **Native engine**: poise samples with its own KV cache. **transformers' cache**: the slower
-  fallback; poise logs it when it falls back.
-- **Rotary embeddings that change with length** (`longrope` in Phi-3, 3.5 and 4; `dynamic`):
-  transformers uses the frequencies of the longest sequence in a pass, so a response would depend on
-  its neighbours. poise fixes them at load for `rollout.max_prompt + rollout.max_tokens`, as vLLM
-  does for its longest sequence. Up to the model's original length that is exactly what transformers
-  does; beyond it, shorter sequences get the frequencies of long ones too. `load_policy(...,
-  longest=)` sets the length; longer sequences are refused.
-- **Windows** are shortened to 3 tokens during the trials at load, so that a path that ignores a
-  window fails within a few tokens.
-- A model folder that lacks weights, or has NaN or infinite ones, is refused; the message names
-  them.
-- **Memory**: weights, gradients and Adam's state take 16 bytes per parameter in float32 and 18 in
-  bfloat16, a KL term 4 or 2 more; with LoRA the base model takes 4 or 2 and the adapter the rest.
-  `poise train --dry-run` prints these bytes, those of activations (from a pass of the model without
-  weights) and those of the KV cache. A model that exceeds the device is refused before it is
-  downloaded or loaded, with changes that would fit. On CUDA the size of passes and gradient
-  checkpointing follow from the forecast; where it is wrong, passes become smaller when memory runs out.
-  At Qwen2.5-7B's shape in bfloat16, LoRA of rank 16 is forecast to take 16 GB, and 99.5 GB for a pass of
-  16,384 tokens, or 9.1 GB with gradient checkpointing (a prompt of 256 tokens, 8 responses of 512).
-- **4-bit weights** (QLoRA): on a CPU poise refuses to train a LoRA adapter on them, since bitsandbytes 0.50 computes
-  no gradients through a layer in evaluation mode there. On CUDA it was not tried; sampling would do without the fused
-  step, which needs plain weights.
-"""
+BETWEEN = r"(?s)(<!-- models[^\n]*\n).*?(<!-- end -->)"  # the part of the page that ``listing`` writes
 
 
-PREFACE = {
-    "not tried": "The script could not build these as tiny models, for the reason given. Of models that also read\n"
-    "images or sound, the text part is listed above under a name such as gemma3_text.\n\n"
-}
-
-
-def page(results: Sequence[Result]) -> str:
-    """docs/models.md."""
+def listing(results: Sequence[Result]) -> str:
+    """What docs/models.md says of each model: how poise trains it, or why it refuses it."""
     served = [result for result in results if result.verdict in ("packed", "padded")]
     worst = max(gap for result in served for gap in result.gaps.values())
-    text = INTRODUCTION.format(
-        version=transformers.__version__, count=len(results), bound=BOUND, worst=worst
-    )  # fmt: skip
+    text = (
+        f"The list has {len(results)} classes and variants of transformers {transformers.__version__}. Among the "
+        f"accepted ones, the largest difference was {worst:.1g}, of {BOUND:g} allowed."
+    )
+    text = textwrap.fill(text, WIDTH) + "\n"
     groups = [
         ("Packed, native engine", "packed", "native"),
         ("Packed, transformers' cache", "packed", "transformers"),
         ("Padded, transformers' cache", "padded", "transformers"),
     ]
     for title, verdict, engine in groups:
-        names = [result.name for result in served if (result.verdict, result.engine) == (verdict, engine)]
-        text += f"\n## {title}\n\n{textwrap.fill(', '.join(sorted(names)), 100, break_on_hyphens=False)}.\n"
-    for title, verdict in (("Refused at load", "refused"), ("Not tried", "not tried"), ("Wrong", "wrong")):
+        text += paragraph(title, [r for r in served if (r.verdict, r.engine) == (verdict, engine)])
+    for title, verdict in (("Refused at load", "refused"), ("Wrong", "wrong")):
         chosen = [result for result in results if result.verdict.startswith(verdict)]
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, list[Result]] = {}
         for result in chosen:
-            reasons.setdefault(result.note.replace(result.class_name, "the model"), []).append(result.name)
+            note = result.note.replace(result.class_name, "the model").removeprefix("the model: ")
+            reasons.setdefault(note, []).append(result)
         if chosen:
-            text += f"\n## {title}\n\n{PREFACE.get(verdict, '')}"
-        for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
-            item = f"{', '.join(sorted(names))}: {reason}"
-            text += textwrap.fill(item, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) + "\n"
-    return text
+            text += f"\n**{title}**\n\n"
+        for reason, those in sorted(reasons.items(), key=lambda item: -len(item[1])):
+            text += wrapped(f"{names(those)}: {reason}", "- ", "  ")
+    tiny = "Not tried, since the script could not build tiny ones"
+    return text + paragraph(tiny, [result for result in results if result.verdict == "not tried"])
+
+
+def paragraph(title: str, results: Sequence[Result]) -> str:
+    """A group of models; empty if it has none."""
+    return "\n" + wrapped(f"**{title}**: {names(results)}.") if results else ""
+
+
+def names(results: Sequence[Result]) -> str:
+    """The models in alphabetical order, the kinds of RoPE of one base together."""
+    ropes: dict[str, list[str]] = {}
+    for result in sorted(results, key=lambda result: result.name):
+        found = re.fullmatch(r"(\S+) with (\w+) RoPE", result.name)
+        base, kind = found.groups() if found else (result.name, "")
+        ropes.setdefault(base, []).append(kind)
+    shown = []
+    for base, kinds in ropes.items():
+        more = "/".join(filter(None, kinds))
+        shown.append(base + (f" ({'also' if '' in kinds else 'with'} {more} RoPE)" if more else ""))
+    return ", ".join(shown)
+
+
+def wrapped(text: str, first: str = "", later: str = "") -> str:
+    """Lines of the page, which break at spaces only."""
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False) + "\n"
 
 
 def main() -> None:
@@ -371,7 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types, such as llama; default: all")
     parser.add_argument("--results", type=Path, help="keep results here, beside those of earlier calls")
-    parser.add_argument("--write", type=Path, help="write the page here")
+    parser.add_argument("--write", type=Path, help="write the list into this page, between its marks")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -385,7 +369,9 @@ def main() -> None:
         if args.results:
             args.results.write_text(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
     if args.write:
-        args.write.write_text(page(list(results.values())))
+        written = listing(list(results.values()))
+        page = args.write.read_text()
+        args.write.write_text(re.sub(BETWEEN, lambda marks: marks[1] + written + marks[2], page))
     sys.exit(any(result.verdict.startswith("wrong") for result in results.values()))
 
 
