@@ -198,7 +198,7 @@ def test_a_trial_sees_an_adapter_that_is_still_zero():
 
 
 def test_a_merged_copy_in_bfloat16_would_lose_small_updates():
-    """Why the fused step multiplies with the factors: docs/engines.md."""
+    """Why the fused step multiplies with the factors: poise/models/adapters.py."""
     generator = torch.Generator().manual_seed(0)
     width, out, rank, scale = 1024, 512, 16, 2.0
     weight = (0.02 * torch.randn(out, width, generator=generator, dtype=torch.float64)).bfloat16()
