@@ -1,4 +1,4 @@
-"""The figures of docs/dominance.md for a small pretrained model, on questions that it gets right now and then.
+"""The figures of dominance.md for a small pretrained model, on questions that it gets right now and then.
 
     python experiments/learning/smollm2.py models/smollm2
     python experiments/dominance/dominance.py models/smollm2 runs/diagnose-smollm2

@@ -59,8 +59,8 @@ def test_the_task_of_the_tasks_page():
         assert judge(task, train[0], SingleTurn(task, train[0], said)).reward == reward
 
 
-def test_the_diagnosis_of_the_dominance_page():
-    left = run_snippets(ROOT / "docs/dominance.md")
+def test_the_diagnosis_of_the_report_page():
+    left = run_snippets(ROOT / "docs/report.md")
     shares = left["found"]["regulators"]["grpo"]["share"]
     assert sum(shares) == pytest.approx(1, abs=1e-4)
     assert left["tokens"]["change"].abs().max() > 0  # a step was taken
