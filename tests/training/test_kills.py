@@ -1,4 +1,4 @@
-"""A small version of benchmarks/kills.py: the full one, a hundred runs, is in docs/reliability.md."""
+"""A small version of benchmarks/kills.py: the full one, a hundred runs, is in experiments/reliability."""
 
 import json
 import os
