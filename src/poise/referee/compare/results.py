@@ -20,7 +20,7 @@ from typing import Any, Literal
 from poise._lib.files import SEAL, was_changed
 from poise.referee.compare.arms import PlannedArm, Variant
 from poise.referee.compare.plan import Plan
-from poise.referee.report.reader import read_json, read_metrics
+from poise.referee.report.reader import read_metrics
 from poise.runs.folder import COPY, DamagedError, RunFolder
 from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares
 
@@ -192,7 +192,7 @@ class Arm:
 
 def _final(folder: RunFolder, config: Line, reached: int) -> dict[str, Any] | None:
     """The contents of ``summary.json``; None until the run, or its extension to more steps, has ended."""
-    summary = read_json(folder, "summary.json")
+    summary = folder.read_json("summary.json")
     if summary is None:
         return None
     if not isinstance(summary, dict) or type(summary.get("steps")) is not int or not is_summary(summary.get("after")):
@@ -211,7 +211,7 @@ def _check_seal(folder: RunFolder, name: str, data: dict[str, Any]) -> None:
 
 def _divergence(folder: RunFolder, reached: int) -> str | None:
     """Why the run diverged after its last step; None if it did not, or a resumed run got past that step."""
-    data = read_json(folder, "diverged.json")
+    data = folder.read_json("diverged.json")
     if data is None:
         return None
     if not isinstance(data, dict) or type(data.get("step")) is not int or not isinstance(data.get("why"), str):
@@ -222,7 +222,7 @@ def _divergence(folder: RunFolder, reached: int) -> str | None:
 
 def _curve(folder: RunFolder, lines: Sequence[Line], costs: Sequence[Cost]) -> list[Point]:
     """The accuracy before training, and every evaluation during training."""
-    before = read_json(folder, "before.json")
+    before = folder.read_json("before.json")
     if before is None:
         return []
     if not is_summary(before):
@@ -287,7 +287,7 @@ def _update_tokens(line: Line, sampled: float, first: float, responses: int) -> 
 
 def _parameters(folder: RunFolder) -> tuple[int | None, dict[str, int]]:
     """The number of parameters of the policy (None if unknown) and of each frozen model, by name."""
-    environment = read_json(folder, "environment.json")
+    environment = folder.read_json("environment.json")
     environment = environment if isinstance(environment, dict) else {}
     own, others = environment.get("parameters"), environment.get("parameters_of")
     others = others if isinstance(others, dict) else {}

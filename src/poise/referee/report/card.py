@@ -8,7 +8,7 @@ from typing import Any
 
 from poise import __version__
 from poise.models.location import SHIPPED
-from poise.referee.report.reader import read_json, read_metrics
+from poise.referee.report.reader import read_metrics
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers import warnings
 from poise.runs.subscribers.summary import cell
@@ -36,9 +36,9 @@ tokenizer = AutoTokenizer.from_pretrained("THIS REPOSITORY OR FOLDER")
 
 def card(folder: RunFolder, title: str, step: int) -> str:
     """The card of a run's model after a step, without paths of this machine."""
-    config, summary = folder.config, read_json(folder, "summary.json")
+    config, summary = folder.config, folder.read_json("summary.json")
     is_final = isinstance(summary, dict) and summary.get("steps") == step  # the summary is about this model
-    before, after = read_json(folder, "before.json"), summary.get("after") if is_final else None
+    before, after = folder.read_json("before.json"), summary.get("after") if is_final else None
     model = str(config.get("model"))
     base = model if _HUB_ID.fullmatch(model) and not Path(model).exists() else None
     facts = _facts(folder, config, base, step)

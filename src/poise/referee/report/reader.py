@@ -19,6 +19,10 @@ from torch import Tensor
 from poise.runs.folder import DamagedError, RunFolder
 from poise.sampling.trajectories import FIRST
 
+DAMAGED = (  # whatever reading a file raises that poise did not write
+    *(ValueError, TypeError, KeyError, AttributeError, EOFError, OSError, OverflowError, RuntimeError),
+    *(zlib.error, SafetensorError),
+)
 LAST_STEP = 10**12 - 1
 TEXTS = ("problem", "difficulty", "prompt", "text")
 NEEDED = ("logp", "entropy", "advantage")
@@ -87,7 +91,17 @@ class RunRecording(Recording):
 
     def read(self, step: int) -> Step:
         """Its two files, checked."""
-        return read_step(self.folder, step)
+        folder = self.folder
+        try:
+            check_file(folder.tokens_path(step))
+            check_file(folder.rollouts_path(step))
+            check(0 <= step <= LAST_STEP, f"the last step that can be shown is {LAST_STEP}")
+            tokens_and_texts, records = folder.tokens(step), folder.rollouts(step)
+            assert tokens_and_texts is not None
+            return _checked(records, *tokens_and_texts)
+        except DAMAGED as error:
+            why = str(error) or type(error).__name__
+            raise ValueError(f"step {step} of {folder.path} cannot be read: {why}") from None
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics in ``metrics.jsonl``."""
@@ -98,58 +112,18 @@ class RunRecording(Recording):
         return [path for name in FILES if (path := self.path / name).exists()]
 
     def json(self, name: str) -> Any:
-        """The contents, checked."""
-        return read_json(self.folder, name)
-
-
-def read_json(folder: RunFolder, name: str) -> Any:
-    """The contents of a JSON file of the run, None if the file does not exist. ValueError if it cannot be read."""
-    path = folder.path / name
-    try:
-        check_file(path)
-        return folder.read_json(name)
-    except DamagedError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from None
+        """The contents."""
+        return self.folder.read_json(name)
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     """One dict per step. Values that a curve cannot show become None."""
     path = folder.path / "metrics.jsonl"
-    try:
-        check_file(path)
-        lines = folder.metrics()
-    except RecursionError as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from None
+    check_file(path)
+    lines = folder.metrics()
     if not all(isinstance(line.get("step"), int) and 0 <= line["step"] <= LAST_STEP for line in lines):
         raise DamagedError(f"{path}: a line has no step number")
     return [{key: _plain_number(value) for key, value in line.items()} for line in lines]
-
-
-def read_step(folder: RunFolder, step: int) -> Step:
-    """The responses and tokens of a step. ValueError if they cannot be read."""
-    tokens, rollouts = folder.tokens_path(step), folder.rollouts_path(step)
-    try:
-        check_file(tokens)
-        check_file(rollouts)
-        check(0 <= step <= LAST_STEP, f"the last step that can be shown is {LAST_STEP}")
-        tokens_and_texts, records = folder.tokens(step), folder.rollouts(step)
-        assert tokens_and_texts is not None
-        return _checked(records, *tokens_and_texts)
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        EOFError,
-        OSError,
-        RecursionError,
-        zlib.error,
-        SafetensorError,
-    ) as error:
-        why = str(error) or type(error).__name__
-        raise ValueError(f"step {step} of {folder.path} cannot be read: {why}") from None
 
 
 def _plain_number(value: Any) -> float | int | None:

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 from poise._lib.files import loads
 from poise.referee.report import prime_rl
-from poise.referee.report.reader import Recording, Step, check_file
-from poise.referee.report.token_row import DAMAGED, Row, joined, parse
+from poise.referee.report.reader import DAMAGED, Recording, Step, check_file
+from poise.referee.report.token_row import Row, joined, parse
 from poise.referee.report.token_texts import Decoder
 from poise.referee.report.weighing import step_metrics
 

@@ -27,7 +27,6 @@ UNKNOWN: dict[str, Any] = {
     "parts": {},
 }
 RECORD = (*UNKNOWN, "problem", "group", "text", "gold", "answer", "environment")
-DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError)
 POSITIVE = 0.01  # log-probabilities above 0 by more than rounding are something else
 
 
@@ -41,7 +40,7 @@ class Row(NamedTuple):
 
 
 def parse(data: Any, decoder: Decoder) -> Row:
-    """The response of a line. Any of ``DAMAGED`` is raised if it is damaged."""
+    """The response of a line. Any of ``reader.DAMAGED`` is raised if it is damaged."""
     check(isinstance(data, dict), "it is not a JSON object")
     step, words = data.get("step"), data.get("tokens")
     check(type(step) is int and 0 <= step <= LAST_STEP, "step is not a whole number from 0 on")
