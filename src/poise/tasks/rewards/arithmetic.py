@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 LONGEST = 400  # characters
-_TOKEN = re.compile(r"\s*(?:(\d{1,12}(?:\.\d{1,12})?)(?![\d.])|([-+*/()]))", re.ASCII)
+_TOKEN = re.compile(r"\s*(?:(\d{1,12}(?:\.\d{1,12})?)(?![\d.])|(.))", re.ASCII | re.DOTALL)  # a number or a sign
 _SAME = str.maketrans("×·÷−–", "**/--")
 _APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add,
@@ -20,7 +20,7 @@ _APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "*": operator.mul,
     "/": operator.truediv,
 }
-_RANK = {"+": 1, "-": 1, "*": 2, "/": 2, "minus": 3}
+_RANK = {"(": 0, ")": 1, "+": 2, "-": 2, "*": 3, "/": 3, "minus": 4}
 
 
 class ExpressionError(ValueError):
@@ -33,35 +33,31 @@ def evaluate(text: str) -> tuple[Fraction, list[Fraction]]:
     >>> evaluate("(1 + 2) / 4")
     (Fraction(3, 4), [Fraction(1, 1), Fraction(2, 1), Fraction(4, 1)])
     """
+    text = text.translate(_SAME).strip()
+    if len(text) > LONGEST:
+        raise ExpressionError(f"the expression is longer than {LONGEST} characters")
     values: list[Fraction] = []
-    pending: list[str] = []  # operators and parentheses whose right side is not read yet
     numbers: list[Fraction] = []
-    operand = True  # whether a number may come next
-    for number, sign in _tokens(text):
+    pending = ["("]  # operators and parentheses whose right side is not read yet
+    operand = True  # whether a number or an opening parenthesis must come next
+    for number, sign in _TOKEN.findall(f"{text})"):
+        sign = "minus" if sign == "-" and operand else sign
+        opens = sign in ("(", "minus")
+        if operand != bool(number or opens) or not (number or (pending and sign in _RANK)):
+            raise ExpressionError(f"cannot read {text!r}: write numbers, + - * / and parentheses")
         if number:
-            _expect(operand, f"an operator before {number}")
             numbers.append(Fraction(number))
             values.append(numbers[-1])
-            operand = False
-        elif sign == "(":
-            _expect(operand, "an operator before (")
-            pending.append(sign)
-        elif sign == ")":
-            _expect(not operand and "(" in pending, "an expression before )")
-            while pending[-1] != "(":
-                _apply(pending.pop(), values)
-            pending.pop()
-        elif operand:
-            _expect(sign == "-", f"a number before {sign}")
-            pending.append("minus")
         else:
-            while pending and pending[-1] != "(" and _RANK[pending[-1]] >= _RANK[sign]:
+            while not opens and _RANK[pending[-1]] >= _RANK[sign]:
                 _apply(pending.pop(), values)
-            pending.append(sign)
-            operand = True
-    _expect(not operand and "(" not in pending, "a number or ) at the end")
-    while pending:
-        _apply(pending.pop(), values)
+            if sign == ")":
+                pending.pop()
+            else:
+                pending.append(sign)
+        operand = not number and sign != ")"
+    if pending:
+        raise ExpressionError("a parenthesis is not closed")
     return values[0], numbers
 
 
@@ -70,30 +66,11 @@ def number_text(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6f}".rstrip("0")
 
 
-def _tokens(text: str) -> list[tuple[str, str]]:
-    text = text.translate(_SAME).strip()
-    if len(text) > LONGEST:
-        raise ExpressionError(f"the expression is longer than {LONGEST} characters")
-    tokens, at = [], 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise ExpressionError(f"cannot read {text[at : at + 20].strip()!r}: write numbers, + - * / and parentheses")
-        tokens.append((match[1] or "", match[2] or ""))
-        at = match.end()
-    return tokens
-
-
-def _expect(fine: bool, what: str) -> None:
-    if not fine:
-        raise ExpressionError(f"expected {what}")
-
-
 def _apply(sign: str, values: list[Fraction]) -> None:
     right = values.pop()
     if sign == "minus":
         values.append(-right)
-        return
-    if sign == "/" and right == 0:
+    elif sign == "/" and right == 0:
         raise ExpressionError("division by zero")
-    values.append(_APPLY[sign](values.pop(), right))
+    else:
+        values.append(_APPLY[sign](values.pop(), right))
