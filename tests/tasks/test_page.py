@@ -21,15 +21,12 @@ def test_the_table_has_every_built_in_reward_and_its_settings():
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys, quick):
-    file, usage, changing = snippets(PAGE)
-    exec(compile(usage, str(PAGE), "exec"), {})
-    assert capsys.readouterr().out == "1.2 {'math': 1.0, 'format': 1.0} True\n"
-
+def test_the_python_of_the_page_runs(tmp_path, monkeypatch, quick):
+    file, changing = snippets(PAGE)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(file)
-    with rewards.Rewards(["my_rewards.py:brief", "my_rewards.py:polite"], quick=quick) as scorer:
+    with rewards.Rewards(["my_rewards.py:concise", "my_rewards.py:polite"], quick=quick) as scorer:
         verdicts = scorer.score(
             ["?"] * 3, ["yes please", "no", [{"role": "assistant", "content": "nein"}]], [[0] * 100] * 3,
             {"language": ["en", "en", "de"]}, ["1", "2", "3"],
