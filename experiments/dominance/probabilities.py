@@ -3,6 +3,9 @@
     python experiments/dominance/probabilities.py --model HuggingFaceTB/SmolLM2-135M-Instruct
     python experiments/dominance/probabilities.py --model FOLDER --gguf FILE --temperature 0.7
 
+SmolLM2-135M-Instruct on 2026-11-15 (4-bit weights, 8 prompts × 8 responses of at most 160 tokens): the mean weight of
+`tr-grpo` is 1.06 at temperature 0.7 and 0.84 at temperature 1; 24.5 % and 57 % of the tokens have p < 0.4.
+
 Needs transformers (and gguf for --gguf), which poise's core does not.
 """
 
