@@ -37,6 +37,7 @@ METRICS: dict[str, str] = {
     ),
     "rollout/truncated": "share of the tokens whose weight `objective.importance_cap` truncates",
     "rollout/mismatch": "mean distance of the two log-probabilities",
+    "rollout/mismatch_p999": "99.9th percentile of that distance",
     "rollout/mismatch_max": "largest distance of the two log-probabilities",
     "rollout/mismatch_kl": "estimate (k3) of KL(sampler ‖ policy)",
     # The update, as a mean over the step's optimizer steps

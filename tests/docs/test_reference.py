@@ -44,7 +44,7 @@ RUNS = [  # task, changes
 # Written only where a reward function hangs, problems are too long, vLLM samples, or no continuation gets a score
 RARE = {
     "reward/failed", "rollout/too_long", "transfer/failed", "rollout/importance", "rollout/truncated",
-    "rollout/mismatch", "rollout/mismatch_max", "rollout/mismatch_kl",
+    "rollout/mismatch", "rollout/mismatch_p999", "rollout/mismatch_max", "rollout/mismatch_kl",
 }  # fmt: skip
 
 

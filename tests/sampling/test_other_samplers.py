@@ -74,6 +74,7 @@ def test_mismatch_is_measured_token_by_token_and_inside_the_mask():
             "rollout/importance": sum(map(math.exp, inside)) / 4,
             "rollout/truncated": 0.25,
             "rollout/mismatch": 2.1 / 4,
+            "rollout/mismatch_p999": 1.0,
             "rollout/mismatch_max": 1.0,
             "rollout/mismatch_kl": sum(math.exp(x) - 1 - x for x in inside) / 4,
         }

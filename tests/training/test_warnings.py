@@ -61,6 +61,8 @@ ALL_EQUAL = {"reward__no_spread": 1.0, "optim__steps": 0.0}
         (steps(30, reward__accuracy=[0.6, 0.3, 0.4] * 10), []),
         (steps(30, optim__held_unmoved=0.06), [(5, "rounding")]),
         (steps(30, optim__held_unmoved=0.001), []),
+        (steps(30, rollout__mismatch=0.05), []),  # vLLM in bfloat16
+        (steps(30, rollout__mismatch=[0.05] * 10 + [0.5] * 20), [(13, "mismatch")]),
         (steps(9, reward__accuracy=[0.4] + [0.0] * 8, rollout__finished=[0.9] + [0.0] * 8), [(6, "fell-apart")]),
         (steps(9, reward__accuracy=[0.0] * 9, rollout__finished=[0.3] + [0.0] * 8), [(5, "cut-off")]),
     ],

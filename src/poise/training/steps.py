@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 
 import torch
 
@@ -141,8 +142,8 @@ def mismatch_metrics(batch: TokenBatch, settings: Settings) -> dict[str, float]:
     """How the policy's log-probabilities differ from the sampler's, over all response tokens.
 
     ``importance`` is the mean importance weight before truncation, 1 if both agree; ``truncated`` the share of tokens
-    whose weight is truncated; ``mismatch`` and ``mismatch_max`` the mean and the largest absolute log-ratio;
-    ``mismatch_kl`` estimates KL(sampler ‖ policy), by k3.
+    whose weight is truncated; ``mismatch``, ``mismatch_p999`` and ``mismatch_max`` the mean, the 99.9th percentile and
+    the largest of the absolute log-ratios; ``mismatch_kl`` estimates KL(sampler ‖ policy), by k3.
     """
     assert batch.sampler_logp is not None
     cap = torch.inf if settings.importance_cap is None else settings.importance_cap
@@ -152,6 +153,7 @@ def mismatch_metrics(batch: TokenBatch, settings: Settings) -> dict[str, float]:
         "importance": ratio.mean(),
         "truncated": (ratio > cap).double().mean(),
         "mismatch": distance.mean(),
+        "mismatch_p999": distance.kthvalue(ceil(0.999 * len(distance))).values,
         "mismatch_max": distance.max(),
         "mismatch_kl": (torch.expm1(gap) - gap).mean(),
     }

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from math import ceil, isfinite, sqrt
+from math import ceil, inf, isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
 from poise.runs.folder import DamagedError, RunFolder
@@ -139,6 +139,10 @@ def _held_unmoved(run: Progress) -> bool:
     return run.within("optim/held_unmoved", 0.01, 1)
 
 
+def _mismatch(run: Progress) -> bool:
+    return run.within("rollout/mismatch", run.config.objective.clip_high, inf)
+
+
 def _accuracy_fell(run: Progress) -> bool:
     """Less than two thirds of the best, by more than chance: four standard errors of a share of one half."""
     right, (best, _) = run.last("reward/accuracy"), run.best()
@@ -221,6 +225,15 @@ TABLE = (
         f"optimizer step (objective.surrogate={run.config.objective.surrogate}): sampling and training differ by more "
         "than its bounds, by rounding alone.",
         lambda _: "Set rollout.old_logp=recomputed or dtype=float32, or widen the bounds of the surrogate.",
+    ),
+    Entry(
+        "mismatch",
+        _mismatch,
+        lambda run: f"Sampler and policy disagree: their log-probabilities differ by "
+        f"{_mean(run.last('rollout/mismatch')):.2g} a token on average, more than the clip allows an update "
+        f"(objective.clip_high={run.config.objective.clip_high:g}).",
+        lambda _: "The sampler has other weights, another temperature or rounds coarsely. rollout.engine=native "
+        "samples with the policy's own arithmetic; dtype=float32 shows whether it is rounding.",
     ),
     Entry(
         "entropy",
