@@ -1,4 +1,4 @@
-"""What scripted experts and random policies reach in the games: the table of docs/environments.md.
+"""What scripted experts and random policies reach in the games: the table of experiments/tasks/README.md.
 
     python scripts/environments.py --episodes 2000
 
