@@ -153,7 +153,7 @@ def mismatch_metrics(batch: TokenBatch, settings: Settings) -> dict[str, float]:
         "importance": ratio.mean(),
         "truncated": (ratio > cap).double().mean(),
         "mismatch": distance.mean(),
-        "mismatch_p999": distance.sort().values[ceil(0.999 * len(distance)) - 1],  # kthvalue is not deterministic on CUDA
+        "mismatch_p999": distance.sort().values[ceil(0.999 * len(distance)) - 1],  # kthvalue lacks determinism
         "mismatch_max": distance.max(),
         "mismatch_kl": (torch.expm1(gap) - gap).mean(),
     }
