@@ -41,7 +41,6 @@ def analyse(
     *,
     looks: Iterable[int] = (),
     score: str = ACCURACY,
-    level: float = LEVEL,
     cut: int | None = None,
     margin: float | None = None,
     controls: Mapping[str, Collection[str]] | None = None,
@@ -60,41 +59,41 @@ def analyse(
     (base,) = (arm for arm in arms if arm.name == baseline)
     planned = sorted({*seeds, *(seed for arm in arms for seed in arm.runs)})
     differences = {
-        arm.name: difference(arm.results(score), base.results(score), planned, level) for arm in arms if arm is not base
+        arm.name: difference(arm.results(score), base.results(score), planned) for arm in arms if arm is not base
     }
     claims = {arm.name: differences[arm.name] for arm in arms if arm is not base and not arm.control}
     adjusted = dict(zip(claims, holm([each.p for each in claims.values()]), strict=True))
-    faster = {} if cut is None else speed_claims(whole, base, differences, score, level, cut)
-    rows = [_arm(arm, base, planned, score, level) for arm in arms]
+    faster = {} if cut is None else speed_claims(whole, base, differences, score, cut)
+    rows = [_arm(arm, base, planned, score) for arm in arms]
     for row in rows:
         name = row["name"]
         row["difference"], row["speed"] = None, faster.get(name)
-        row["controls"] = against_controls(name, (controls or {}).get(name, ()), arms, faster, score, level)
+        row["controls"] = against_controls(name, (controls or {}).get(name, ()), arms, faster, score)
         runs = dict(sorted(whole[name].runs.items()))
-        row["curve"] = _band([run for run in runs.values() if run.scores], score, level)
+        row["curve"] = _band([run for run in runs.values() if run.scores], score)
         row["curves"] = {str(seed): _whole_curve(run) for seed, run in runs.items()}
         if own := differences.get(name):
-            power = _power([own], len(claims), level) if name in claims else {"detectable": None, "spread": own.spread}
+            power = _power([own], len(claims)) if name in claims else {"detectable": None, "spread": own.spread}
             row["difference"] = {**_difference(own), **power, "p_adjusted": adjusted.get(name)}
     document: Document = {
         "baseline": baseline,
         "score": score,
-        "level": level,
+        "level": LEVEL,
         "power": POWER,
         "seeds": planned,
         "cut": cut,
         "end": max((run.steps for run in whole[baseline].runs.values()), default=None),
         "margin": margin,
         "flat": cut is not None and is_flat(whole[baseline], score, cut),
-        "looks": _looks(looks, claims.values(), level),
-        **_power(list(claims.values()), len(claims), level),
+        "looks": _looks(looks, claims.values()),
+        **_power(list(claims.values()), len(claims)),
         "arms": rows,
     }
     document["verdict"] = verdict(document)
     return document
 
 
-def _arm(arm: Arm, base: Arm, planned: Sequence[int], score: str, level: float) -> Document:
+def _arm(arm: Arm, base: Arm, planned: Sequence[int], score: str) -> Document:
     results = arm.results(score)
     done = {seed: arm.runs[seed] for seed in results}
     names = dict.fromkeys(name for run in done.values() for name in run.scores)
@@ -108,11 +107,11 @@ def _arm(arm: Arm, base: Arm, planned: Sequence[int], score: str, level: float) 
         "diverged": {str(seed): run.why for seed, run in done.items() if run.state == "diverged"},
         "counted_as_zero": [seed for seed, run in done.items() if run.counts_as_zero],
         "accuracy": fmean(results.values()) if results else None,
-        "interval": ends(student_interval(list(results.values()), level)),
+        "interval": ends(student_interval(list(results.values()))),
         "results": {str(seed): value for seed, value in results.items()},
         "before": _before(done.values(), score),
         "scores": {
-            name: {"before": _before(done.values(), name), **_summary(own, other, arm is base, level)}
+            name: {"before": _before(done.values(), name), **_summary(own, other, arm is base)}
             for name, (own, other) in secondary.items()
         },
         "steps": sorted({run.steps for run in done.values() if run.state == "finished"}),
@@ -127,12 +126,12 @@ def _before(runs: Iterable[RunResult], score: str) -> float | None:
     return _mean(run.curve[0].scores.get(score) for run in runs)
 
 
-def _summary(own: Mapping[int, float], other: Mapping[int, float], alone: bool, level: float) -> Document:
+def _summary(own: Mapping[int, float], other: Mapping[int, float], alone: bool) -> Document:
     """A secondary score: its mean, and its difference unless the arm is the baseline."""
     return {
         "mean": _mean(own.values()),
-        "interval": ends(student_interval(list(own.values()), level)),
-        "difference": None if alone else paired(difference(own, other, level=level)),
+        "interval": ends(student_interval(list(own.values()))),
+        "difference": None if alone else paired(difference(own, other)),
     }
 
 
@@ -148,7 +147,7 @@ def _difference(result: Difference) -> Document:
     }
 
 
-def _power(differences: Sequence[Difference], comparisons: int, level: float) -> Document:
+def _power(differences: Sequence[Difference], comparisons: int) -> Document:
     """The smallest detectable difference at the largest number of seeds of an arm, and the median spread of such arms.
 
     ``detectable`` is None with fewer than two seeds, or if that many seeds cannot make any difference significant.
@@ -159,14 +158,14 @@ def _power(differences: Sequence[Difference], comparisons: int, level: float) ->
     ]  # 0 if the runs are the same
     if not spreads:
         return {"detectable": None, "spread": None}
-    effect = detectable(most, median(spreads), comparisons, level)
+    effect = detectable(most, median(spreads), comparisons)
     return {"detectable": effect if isfinite(effect) else None, "spread": median(spreads)}
 
 
-def _looks(earlier: Iterable[int], differences: Collection[Difference], level: float) -> list[int]:
+def _looks(earlier: Iterable[int], differences: Collection[Difference]) -> list[int]:
     """The numbers of seeds of all analyses, this one included, that could call a difference significant."""
     now = max((len(each.seeds) for each in differences), default=0)
-    least = seeds_needed(max(1, len(differences)), level)
+    least = seeds_needed(max(1, len(differences)))
     return sorted({seeds for seeds in (*earlier, now) if least <= seeds <= now})
 
 
@@ -192,7 +191,7 @@ def _cost(runs: Collection[RunResult]) -> Document:
     return {name: None if None in values else _mean(values) for name, values in columns.items()}
 
 
-def _band(runs: Sequence[RunResult], score: str, level: float) -> Document:
+def _band(runs: Sequence[RunResult], score: str) -> Document:
     """The mean curve over seeds, with interval and mean cost, at every step that a run evaluated.
 
     A run that ended early keeps its last score and cost.
@@ -208,7 +207,7 @@ def _band(runs: Sequence[RunResult], score: str, level: float) -> Document:
         ]
 
     scores = [at(step, lambda point: point.scores[score]) for step in steps]
-    bands = [ends(student_interval(values, level)) for values in scores]
+    bands = [ends(student_interval(values)) for values in scores]
     return {
         "steps": steps,
         "tokens": [fmean(at(step, lambda point: point.cost.tokens)) for step in steps],

@@ -17,7 +17,6 @@ def speed_claims(
     base: Arm,
     differences: Mapping[str, Difference],
     score: str,
-    level: float,
     cut: int,
 ) -> dict[str, Document]:
     """The speed of every arm but the baseline ``base``, which comes as it was at the cut. ``arms`` have all their runs.
@@ -32,8 +31,8 @@ def speed_claims(
     for name, higher in differences.items():
         factors, beyond = speeds(arms[name], whole, score, cut)
         logs = _logs(factors)
-        result = difference(logs, dict.fromkeys(logs, 0.0), level=level)
-        end = difference(arms[name].until(cut).results(score), longer, level=level)
+        result = difference(logs, dict.fromkeys(logs, 0.0))
+        end = difference(arms[name].until(cut).results(score), longer)
         found[name] = {
             **paired(result, exp),
             "p": max(result.p, higher.p),
@@ -65,7 +64,6 @@ def against_controls(
     arms: Sequence[Arm],
     faster: Mapping[str, Document],
     score: str,
-    level: float,
 ) -> dict[str, list[Document]]:
     """An arm against each of its controls: "better" by the difference in accuracy, "faster" by the ratio of speeds.
 
@@ -75,7 +73,7 @@ def against_controls(
     logs = {arm: _logs(dict(zip(own["seeds"], own["values"], strict=True))) for arm, own in faster.items()}
 
     def compared(values: Mapping[str, Mapping[int, float]], scale: Callable[[float], float]) -> list[Document]:
-        known = {each: difference(values[name], values[each], level=level) for each in controls if each in values}
+        known = {each: difference(values[name], values[each]) for each in controls if each in values}
         return [
             {"name": each, **paired(result, scale), "explains": bool(result.seeds) and _at_most_0(result.interval)}
             for each, result in known.items()

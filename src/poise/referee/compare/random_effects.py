@@ -31,7 +31,7 @@ class RandomEffects:
     heterogeneity: float  # I², a share
 
 
-def random_effects(regimes: Sequence[Sequence[float]], level: float = LEVEL) -> RandomEffects:
+def random_effects(regimes: Sequence[Sequence[float]]) -> RandomEffects:
     """Combine regimes, each with its differences over seeds. At least two regimes with two seeds each."""
     from scipy.stats import t
 
@@ -45,8 +45,8 @@ def random_effects(regimes: Sequence[Sequence[float]], level: float = LEVEL) -> 
     weights = 1 / (variances + between)
     mean = float(np.average(means, weights=weights))
     error = 1 / float(weights.sum())  # Hartung and Knapp's as well, unless τ² = 0: there theirs may be smaller
-    reach = float(t.ppf((1 + level) / 2, count - 1)) * sqrt(error)
-    ahead = float(t.ppf((1 + level) / 2, count - 2)) * sqrt(between + error) if count > 2 else None
+    reach = float(t.ppf((1 + LEVEL) / 2, count - 1)) * sqrt(error)
+    ahead = float(t.ppf((1 + LEVEL) / 2, count - 2)) * sqrt(between + error) if count > 2 else None
     apart = _excess(0.0, means, variances) + count - 1  # Cochran's Q
     return RandomEffects(
         mean=mean,

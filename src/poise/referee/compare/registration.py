@@ -85,6 +85,6 @@ def explored(document: Document, everything: Document, registered: Document, ext
         sentences.append(f"Exploratory, because {extra} came after the registration:")
     for arm in rows:
         if arm["difference"] and not arm["control"]:
-            words = arm_sentence(arm, base_words(everything), everything["level"]), *speed_sentences(arm, everything)
+            words = arm_sentence(arm, base_words(everything)), *speed_sentences(arm, everything)
             sentences += [f"Exploratory: {each}" for each in words]
     return {**document, "registered": registered[SEAL], "exploratory": rows, "verdict": sentences}

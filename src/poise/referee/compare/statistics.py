@@ -45,9 +45,7 @@ class Difference:
         return None if self.interval is None else max(abs(end) for end in self.interval)
 
 
-def difference(
-    arm: Mapping[int, float], baseline: Mapping[int, float], planned: Iterable[int] = (), level: float = LEVEL
-) -> Difference:
+def difference(arm: Mapping[int, float], baseline: Mapping[int, float], planned: Iterable[int] = ()) -> Difference:
     """Compare two arms by their results for each seed. If one arm lacks a seed, it is listed as incomplete.
 
     ``planned`` are the seeds of the comparison, which may have no results yet.
@@ -57,7 +55,7 @@ def difference(
     incomplete = tuple(sorted({*arm, *baseline, *planned} - {*seeds}))
     if not values:
         return Difference(seeds, values, incomplete, None, None, None, None, 1.0)
-    exact = sign_flip.interval(values, level) if any(values) else (-inf, inf)  # identical runs exclude no difference
+    exact = sign_flip.interval(values) if any(values) else (-inf, inf)  # identical runs exclude no difference
     return Difference(
         seeds,
         values,
@@ -65,35 +63,35 @@ def difference(
         mean=float(np.mean(values)),
         spread=float(np.std(values, ddof=1)) if len(values) > 1 else None,
         exact=exact if isfinite(exact[0]) and isfinite(exact[1]) else None,
-        student=student_interval(values, level) if any(values) else None,
+        student=student_interval(values) if any(values) else None,
         p=sign_flip.p_value(values),
     )
 
 
-def student_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+def student_interval(values: Sequence[float]) -> Interval | None:
     """Student's interval of the mean; None with fewer than three values: two give ±13 standard errors."""
     n = len(values)
     if n < 3:
         return None
-    margin = student_factor(n, level) * float(np.std(values, ddof=1)) / sqrt(n)
+    margin = student_factor(n) * float(np.std(values, ddof=1)) / sqrt(n)
     mean = float(np.mean(values))
     return mean - margin, mean + margin
 
 
-def student_factor(n: int, level: float = LEVEL) -> float:
+def student_factor(n: int) -> float:
     """Half the width of the interval of a mean of n values, in standard errors."""
     from scipy.stats import t
 
-    return float(t.ppf((1 + level) / 2, n - 1))
+    return float(t.ppf((1 + LEVEL) / 2, n - 1))
 
 
-def seeds_needed(comparisons: int = 1, level: float = LEVEL) -> int:
+def seeds_needed(comparisons: int = 1) -> int:
     """The fewest seeds with which one of ``comparisons`` tests can be significant after Holm's correction."""
     check_range("seeds_needed", "comparisons", comparisons, 1)
-    return ceil(1 + log2(comparisons / (1 - level)) - 1e-9)
+    return ceil(1 + log2(comparisons / (1 - LEVEL)) - 1e-9)
 
 
-def detectable(seeds: int, spread: float, comparisons: int = 1, level: float = LEVEL, power: float = POWER) -> float:
+def detectable(seeds: int, spread: float, comparisons: int = 1, power: float = POWER) -> float:
     """The smallest true difference that the test detects with probability ``power``; infinite with too few seeds.
 
     ``spread`` is the standard deviation of the differences over seeds, which are assumed to be normal. ``comparisons``
@@ -101,19 +99,19 @@ def detectable(seeds: int, spread: float, comparisons: int = 1, level: float = L
     """
     check_range("detectable", "seeds", seeds, 1)
     check_range("detectable", "spread", spread, 0)
-    unit = _detectable(seeds, comparisons, level, power)
+    unit = _detectable(seeds, comparisons, power)
     return unit * spread if isfinite(unit) else inf
 
 
 @lru_cache
-def _detectable(n: int, comparisons: int, level: float, power: float) -> float:
+def _detectable(n: int, comparisons: int, power: float) -> float:
     """``detectable`` for differences with standard deviation 1.
 
     Add δ to a sample z with mean 0. The sum is significant if its interval lies above 0, that is, if δ exceeds minus
     the lower end of the interval of z. The result is the ``power`` quantile of that value over simulated samples.
     """
-    alpha = (1 - level) / comparisons
-    if n < seeds_needed(comparisons, level):
+    alpha = (1 - LEVEL) / comparisons
+    if n < seeds_needed(comparisons):
         return inf
     if n <= _SIMULATED:
         generator = np.random.default_rng(0)

@@ -30,15 +30,15 @@ def verdict(document: Mapping[str, Any]) -> list[str]:
     elif document["spread"] is None:
         sentences = []
     else:
-        sentences = [power_sentence(seeds, len(others), document["detectable"], document["spread"], document["level"])]
-    sentences += _look_caution(document["looks"], document["level"])
+        sentences = [power_sentence(seeds, len(others), document["detectable"], document["spread"])]
+    sentences += _look_caution(document["looks"])
     for arm in others:
         sentences += [
-            arm_sentence(arm, base_words(document), document["level"]),
+            arm_sentence(arm, base_words(document)),
             *speed_sentences(arm, document),
-            *_explanations(arm, document["level"]),
+            *_explanations(arm),
             *_costs(arm, base),
-            *_condition_cautions(arm, base, document["level"]),
+            *_condition_cautions(arm, base),
         ]
     sentences += [f"{arm['name']}: no run took an optimizer step." for arm in arms if _idle(arm)]
     if document["flat"]:
@@ -58,14 +58,14 @@ def _idle(arm: Mapping[str, Any]) -> bool:
     return bool(arm["cost"]["tokens"]) and not arm["cost"]["optimizer_steps"]
 
 
-def _look_caution(looks: Sequence[int], level: float) -> list[str]:
+def _look_caution(looks: Sequence[int]) -> list[str]:
     """If each of k tests is wrong in 5 % of comparisons, at least one of them is wrong in at most k · 5 %."""
     if len(looks) < 2:
         return []
-    before, bound = ", ".join(map(str, looks[:-1])), 100 * min(1.0, len(looks) * (1 - level))
+    before, bound = ", ".join(map(str, looks[:-1])), 100 * min(1.0, len(looks) * (1 - LEVEL))
     return [
         f"Results were seen with {before} seeds before these {looks[-1]}: a difference is called significant by chance "
-        f"in more than {100 * (1 - level):.0f} % of such comparisons, and in at most {bound:.0f} %."
+        f"in more than {100 * (1 - LEVEL):.0f} % of such comparisons, and in at most {bound:.0f} %."
     ]
 
 
@@ -73,10 +73,10 @@ def _all_cautions(arms: Iterable[Mapping[str, Any]]) -> list[str]:
     return [caution for arm in arms for caution in _cautions(arm)]
 
 
-def power_sentence(seeds: int, comparisons: int, effect: float | None, spread: float, level: float = LEVEL) -> str:
+def power_sentence(seeds: int, comparisons: int, effect: float | None, spread: float) -> str:
     """The smallest difference that this number of seeds can detect."""
     if effect is None or not isfinite(effect):
-        needed = seeds_needed(comparisons, level)
+        needed = seeds_needed(comparisons)
         return f"{seeds} seeds cannot show a significant difference; {needed} can (comparisons: {comparisons})."
     return (
         f"Smallest difference that {seeds} seeds find with a chance of {100 * POWER:.0f} %: {points(effect)} points, "
@@ -84,7 +84,7 @@ def power_sentence(seeds: int, comparisons: int, effect: float | None, spread: f
     )
 
 
-def arm_sentence(arm: Mapping[str, Any], baseline: str, level: float = LEVEL) -> str:
+def arm_sentence(arm: Mapping[str, Any], baseline: str) -> str:
     """One sentence on an arm: its difference to the baseline, the interval, and the conclusion."""
     result, seeds = arm["difference"], len(arm["difference"]["seeds"])
     if not seeds:
@@ -96,8 +96,8 @@ def arm_sentence(arm: Mapping[str, Any], baseline: str, level: float = LEVEL) ->
         return f"{sentence} against {baseline} (seeds: {seeds}, too few to tell)."
     low, high = result["interval"]
     sentence += f" [{signed(low)}, {signed(high)}] against {baseline}"
-    p, alpha = result["p_adjusted"], 1 - level + 1e-12
-    if _significant(result, level):
+    p, alpha = result["p_adjusted"], 1 - LEVEL + 1e-12
+    if _significant(result):
         return f"{sentence}: {'better' if result['mean'] > 0 else 'worse'} (p {_p(p)})."
     why = f"p {_p(p)}"
     if result["p"] <= alpha:
@@ -121,7 +121,7 @@ def speed_sentences(arm: Mapping[str, Any], document: Mapping[str, Any]) -> Iter
     if not speed["interval"] and set(speed["values"]) != {1.0}:
         yield f"{sentence} (seeds: {seeds}, too few to tell)."
         return
-    significant = _significant(speed, document["level"])
+    significant = _significant(speed)
     word = ("faster" if speed["mean"] > 1 else "slower") if significant else "no significant difference"
     yield f"{sentence}: {word}{_within(speed, document['margin'])} (p {_p(speed['p_adjusted'])})."
     if significant and speed["mean"] > 1 and speed["end"] and speed["end"]["interval"]:
@@ -140,12 +140,12 @@ def _within(speed: Mapping[str, Any], margin: float | None) -> str:
     return "" if low > 1 or high < 1 else f", but not shown to be within ± {100 * margin:g} % of it"
 
 
-def _explanations(arm: Mapping[str, Any], level: float) -> Iterator[str]:
+def _explanations(arm: Mapping[str, Any]) -> Iterator[str]:
     """For each claim of a gain: which controls explain it."""
     name, gains = arm["name"], {"better": (arm["difference"], 0.0), "faster": (arm["speed"], 1.0)}
     for claim, controls in arm["controls"].items():
         result, none = gains[claim]
-        if not controls or result is None or not _significant(result, level) or result["mean"] <= none:
+        if not controls or result is None or not _significant(result) or result["mean"] <= none:
             continue
         text = _difference_text if claim == "better" else _ratio_text
         if found := [f"{each['name']} ({text(each)})" for each in controls if each["explains"]]:
@@ -168,8 +168,8 @@ def _ratio_text(result: Mapping[str, Any]) -> str:
     return f"{result['mean']:.2f} × as fast [{low:.2f}, {high:.2f}]"
 
 
-def _significant(result: Mapping[str, Any], level: float) -> bool:
-    return bool(result["p_adjusted"] <= 1 - level + 1e-12)
+def _significant(result: Mapping[str, Any]) -> bool:
+    return bool(result["p_adjusted"] <= 1 - LEVEL + 1e-12)
 
 
 def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
@@ -179,12 +179,12 @@ def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
         yield f"{arm['name']} costs {', '.join(higher)} of {base['name']}."
 
 
-def _condition_cautions(arm: Mapping[str, Any], base: Mapping[str, Any], level: float) -> Iterator[str]:
+def _condition_cautions(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
     """Whether the numbers of steps differ, and how much of a significant difference is readability."""
     if arm["steps"] and base["steps"] and arm["steps"] != base["steps"]:
         yield f"{arm['name']} was measured after {_span(arm)} steps, {base['name']} after {_span(base)}."
     lost = _lost(base, "mean"), _lost(arm, "mean")
-    if _significant(arm["difference"], level) and (part := much(base["accuracy"], arm["accuracy"], *lost)):
+    if _significant(arm["difference"]) and (part := much(base["accuracy"], arm["accuracy"], *lost)):
         yield f"{arm['name']}: of the difference to {base['name']}, {part}."
 
 
