@@ -76,7 +76,7 @@ def test_the_plan_names_each_control_with_its_reason(tmp_path):
         f"  {LIKE_AR} (control for ar: the same mean weight for all tokens)",
     ):
         assert line in said
-    with pytest.raises(ConfigError, match="controls = 'all': must be none or auto"):
+    with pytest.raises(ConfigError, match="controls = 'all': must be 'none' or 'auto'"):
         make(tmp_path, "controls=all")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from poise import regulators
 from poise._lib.calls import split_outside
 from poise._lib.errors import short
+from poise.referee.compare.settings import NAMES
 from poise.training.config.documents import SHORT_FORMS, ConfigError, Document, merge, split_overrides
 from poise.training.config.messages import unknown_key
 from poise.training.config.schema import Config, keys, restore
@@ -210,7 +211,7 @@ def _check_keys(
     known = set(Config.model_fields) | set(SHORT_FORMS)
     wrong = [key for key in dict.fromkeys([*document, *overrides, *differing]) if key.partition(".")[0] not in known]
     if wrong:
-        raise ConfigError([unknown_key(key, [*OWN, *SHORT_FORMS, *keys(document)]) for key in wrong])
+        raise ConfigError([unknown_key(key, [*NAMES, *SHORT_FORMS, *keys(document)]) for key in wrong])
 
 
 def _check_distinct(arms: Sequence[PlannedArm]) -> None:
@@ -233,10 +234,3 @@ def _check_distinct(arms: Sequence[PlannedArm]) -> None:
             if name.split() == arm.name.split():  # folder names ignore spaces
                 raise ConfigError([f"two arms are named {name!r}: give one of them another name"])
         seen.append((arm.variants[0].identity, arm.name))
-
-
-# The keys of the comparison itself; all others are settings of its runs.
-OWN = (
-    *("seeds", "tune", "baseline", "controls", "measure", "longer", "margin"),
-    *("jobs", "threads", "hours", "retries", "keep", "axes", "arms"),
-)

@@ -1,0 +1,78 @@
+"""The settings of a comparison itself. All others are settings of its runs."""
+
+from __future__ import annotations
+
+import re
+from math import inf
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, Strict, ValidationError, model_validator
+
+from poise._lib.errors import short
+from poise.training.config.documents import ConfigError, Document
+from poise.training.config.groups import Group
+from poise.training.config.messages import explain
+
+TUNING = 10_000  # the first tuning seed
+MOST_SEEDS = 1000
+LONGER = 2.0  # the baseline's steps in multiples of the others', where speed is measured
+
+
+def _seeds(value: Any) -> tuple[int, ...]:
+    """Seeds from their number, or from the first and the last."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*-\s*(\d+)", value)):
+        first, last = int(match[1]), int(match[2])
+        if last < TUNING and 1 <= last - first < MOST_SEEDS:
+            return tuple(range(first, last + 1))
+    elif type(value) is int and 2 <= value <= MOST_SEEDS:
+        return tuple(range(value))
+    if value == 1:
+        raise ValueError("one seed cannot tell a difference from chance; use at least 2, better 10")
+    raise ValueError(
+        f"must be a number of seeds from 2 to {MOST_SEEDS}, or the first and the last seed, such as 20-29, below "
+        f"{TUNING} (where tuning seeds begin)"
+    )
+
+
+Whole = Annotated[int, Strict()]
+Real = Annotated[float, Strict()]
+
+
+class Limits(Group):
+    """How the runs are executed, which does not change their results."""
+
+    jobs: Annotated[Whole, Field(ge=1, le=1024)] | None = None  # runs in parallel; None: depends on the device
+    threads: Annotated[Whole, Field(ge=1, le=1024)] = 1  # of a run on a CPU
+    hours: Annotated[Real, Field(gt=0)] = inf  # no run starts after this
+    retries: Annotated[Whole, Field(ge=0, le=100)] = 0  # of a failed run
+    keep: Literal["models", "results"] = "models"  # of a finished run: its newest checkpoint, or only its results
+
+
+class Settings(Limits):
+    """All settings of a comparison but its arms and its folder."""
+
+    seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = tuple(range(10))
+    tune: Annotated[Whole, Field(ge=0, le=MOST_SEEDS)] = 0
+    baseline: Any = None  # the name of an arm
+    controls: Literal["none", "auto"] = "none"
+    measure: Literal["accuracy", "speed"] = "accuracy"
+    longer: Annotated[Real, Field(ge=1, le=100)] = LONGER
+    margin: Annotated[Real, Field(ge=0, le=1)] | None = None
+
+    @model_validator(mode="after")
+    def _speed_has_its_settings(self) -> Self:
+        for key in self.model_fields_set & {"longer", "margin"} if self.measure != "speed" else ():
+            value = short(getattr(self, key))
+            raise ValueError(f"{key} = {value}: it belongs to the speed of arms; ask for measure=speed")
+        return self
+
+
+NAMES = (*Settings.model_fields, "axes", "arms")
+
+
+def validated(document: Document) -> Settings:
+    """The settings in a document with no other keys. ConfigError with a line for each problem."""
+    try:
+        return Settings.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError([explain(problem, NAMES) for problem in error.errors(include_url=False)]) from None
