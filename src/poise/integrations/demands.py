@@ -67,10 +67,8 @@ def _kl_kind(policy: torch.Tensor, kl: torch.Tensor) -> str:
     return PART if is_mask else WEIGHTED
 
 
-def _example_batch(
-    groups: int = 2, group: int = 4, length: int = 16, width: int = 4, vocabulary: int = 11
-) -> TokenBatch:
-    rows = groups * group
+def _example_batch() -> TokenBatch:
+    rows, group, length, width, vocabulary = 8, 4, 16, 4, 11
     generator = torch.Generator().manual_seed(0)
     prob = torch.linspace(1e-4, 1.0, rows * length)[torch.randperm(rows * length, generator=generator)]
     correct = torch.arange(rows) % 2 == 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -435,16 +435,12 @@ def head_of(trainer: Any) -> Head:
     return replace(head, **whole)
 
 
-@contextmanager
-def hidden_states_hook(trainer: Any, states: list[Tensor], length: int) -> Iterator[None]:
+def hidden_states_hook(trainer: Any, states: list[Tensor], length: int) -> AbstractContextManager[Any]:
     """Within, a hook appends to ``states`` the hidden states that predict the last ``length`` tokens."""
-    hook = causal_model(trainer).base_model.register_forward_hook(
+    hook: AbstractContextManager[Any] = causal_model(trainer).base_model.register_forward_hook(
         lambda _module, _args, out: states.append(out.last_hidden_state[:, -length - 1 : -1].detach())
     )
-    try:
-        yield
-    finally:
-        hook.remove()
+    return hook
 
 
 def check_head(trainer: Any, hidden: Tensor, logp: Tensor, output: dict[str, Any], name: str) -> None:

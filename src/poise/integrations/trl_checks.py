@@ -75,8 +75,16 @@ def _other(trainer: type) -> str:
 
 def check_config(args: Any, wants: Demands, name: str) -> None:
     """All checks that need only the GRPOConfig. ``name`` is the regulator as the user wrote it."""
-    _check_ratio(args, wants, name)
-    _check_bonus(args, wants, name)
+    if args.importance_sampling_level != "token" and not wants.plain:
+        raise CannotRegulateError(
+            f"importance_sampling_level={args.importance_sampling_level!r} has one ratio for a whole response, in "
+            f"which the token weights of {name} collapse to their mean; set importance_sampling_level='token'"
+        )
+    if wants.kl != ALL and (args.entropy_coef != 0 or args.use_adaptive_entropy):
+        raise CannotRegulateError(
+            f"{name} weights the entropy bonus, and TRL cannot weight it token by token; set entropy_coef=0 and "
+            "use_adaptive_entropy=False" + ("" if wants.split else ", or kl_weighted=False if the method has it")
+        )
     count = len(wants.phases)
     if count == 1:
         return
@@ -103,7 +111,12 @@ def check_config(args: Any, wants: Demands, name: str) -> None:
             f"with fp16 and no gradient clipping, poise cannot skip the step of a phase of {name} without a token; set "
             "max_grad_norm (1e9 clips nothing), or bf16=True"
         )
-    _check_saves(args, name)
+    steps = period(args)
+    if args.max_steps > 0:
+        _check_multiple("max_steps", args.max_steps, steps, name)
+    field, value = _save_interval(args, args.save_steps, args.eval_steps)
+    if value is not None and value >= 1:  # below 1 it is a share of the steps, whose number is unknown here
+        _check_multiple(field, value, steps, name)
 
 
 def check_needs(args: Any, regulator: Regulator, name: str) -> None:
@@ -172,31 +185,6 @@ def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str)
             f"{name} needs whole groups on each process: per_device_train_batch_size × steps_per_generation ({rows}) "
             f"must be a multiple of num_generations ({trainer.num_generations})"
         )
-
-
-def _check_ratio(args: Any, wants: Demands, name: str) -> None:
-    if args.importance_sampling_level != "token" and not wants.plain:
-        raise CannotRegulateError(
-            f"importance_sampling_level={args.importance_sampling_level!r} has one ratio for a whole response, in "
-            f"which the token weights of {name} collapse to their mean; set importance_sampling_level='token'"
-        )
-
-
-def _check_bonus(args: Any, wants: Demands, name: str) -> None:
-    if wants.kl != ALL and (args.entropy_coef != 0 or args.use_adaptive_entropy):
-        raise CannotRegulateError(
-            f"{name} weights the entropy bonus, and TRL cannot weight it token by token; set entropy_coef=0 and "
-            "use_adaptive_entropy=False" + ("" if wants.split else ", or kl_weighted=False if the method has it")
-        )
-
-
-def _check_saves(args: Any, name: str) -> None:
-    steps = period(args)
-    if args.max_steps > 0:
-        _check_multiple("max_steps", args.max_steps, steps, name)
-    field, value = _save_interval(args, args.save_steps, args.eval_steps)
-    if value is not None and value >= 1:  # below 1 it is a share of the steps, whose number is unknown here
-        _check_multiple(field, value, steps, name)
 
 
 def _save_interval(args: Any, save_steps: float, eval_steps: float | None) -> tuple[str, float | None]:
