@@ -63,7 +63,7 @@ def train(
     resumed run names, ``trust_changed`` continues although code or objects have changed.
     """
     if problems := unknown_arguments(settings):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     if not isinstance(resume, str | PathLike | None):
         raise TypeError(f'resume: name the folder of the run, resume="runs/mine"; got {short(resume)}')
     if not isinstance(recipe, str | PathLike | Config | None):
@@ -97,7 +97,7 @@ def _config(
     if resume is None:
         return complete(None if recipe is None else os.fspath(recipe), changes)
     for key in [key for key in ("recipe", "run") if key in changes or (key == "recipe" and recipe is not None)]:
-        raise ConfigError([f"resume={os.fspath(resume)!r} names the run, whose settings are used: leave {key} out"])
+        raise ConfigError(f"resume={os.fspath(resume)!r} names the run, whose settings are used: leave {key} out")
     from poise.runs.folder import RunFolder
     from poise.training.config.run_settings import of_run
 

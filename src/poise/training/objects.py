@@ -33,7 +33,7 @@ def name_objects(settings: Mapping[str, Any], tokenizer: Any = None) -> tuple[Do
     namer = _Namer(tokenizer)
     plain = {key: namer.plain(key, value) for key, value in settings.items()}
     if tokenizer is not None and not namer.objects.by_name.keys() & {plain.get("model")}:
-        raise ConfigError(["tokenizer: it goes with a loaded model, model=…; a hub id or a folder has its own"])
+        raise ConfigError("tokenizer: it goes with a loaded model, model=…; a hub id or a folder has its own")
     return join_settings(plain), namer.objects
 
 

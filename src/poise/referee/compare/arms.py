@@ -99,7 +99,7 @@ def alternatives(key: str, text: str) -> list[str]:
         parts = split_outside(text, ",")
     parts = [part.strip() for part in parts]
     if len(parts) > 1 and not all(parts):
-        raise ConfigError([f"{key}={short(text)[1:-1]}: part {parts.index('') + 1} of {len(parts)} is empty"])
+        raise ConfigError(f"{key}={short(text)[1:-1]}: part {parts.index('') + 1} of {len(parts)} is empty")
     return parts
 
 
@@ -124,7 +124,7 @@ def build(document: Document, overrides: Sequence[str], *, tuned: bool) -> list[
     _check_keys(document, fixed, axes, single_arms)
     rates = axes.pop(RATE, None)
     if tuned and rates is None:
-        raise ConfigError(["tune chooses a learning rate for each arm: give several, such as optim.lr=5e-5,1e-4,2e-4"])
+        raise ConfigError("tune chooses a learning rate for each arm: give several, such as optim.lr=5e-5,1e-4,2e-4")
     variants = [(RATE, *rate) for rate in rates or []] if tuned else []
     if rates and not tuned:
         axes[RATE] = rates
@@ -142,7 +142,7 @@ def _check_commas(key: str, value: str) -> None:
     parts = [part.strip() for group in split_outside(value, ";") for part in split_outside(group, ",")]
     if key in TEXTS and len(parts) > len(split_outside(value, ";")):
         guess = "; ".join(filter(None, parts))
-        raise ConfigError([f'{key}={short(value)[1:-1]}: to compare, separate with ";": {key}="{guess}"'])
+        raise ConfigError(f'{key}={short(value)[1:-1]}: to compare, separate with ";": {key}="{guess}"')
 
 
 Value = tuple[str, str, str]  # a key, its value for people, and as an override
@@ -157,7 +157,7 @@ def _arm(name: str, document: Document, fixed: list[str], values: list[Value], r
         try:
             config = restore(merge(document, split_overrides(overrides)), trust=True)
         except ConfigError as error:
-            raise ConfigError([f"arm {title}: {line}" if title else line for line in error.problems]) from None
+            raise ConfigError(*(f"arm {title}: {line}" if title else line for line in error.problems)) from None
         label = f"{title}, {RATE}={rate[0][1]}" if rate else title
         variants.append(Variant(label or method(config), config))
     return PlannedArm(title or variants[0].name, {key: text for key, text, _ in values}, tuple(variants))
@@ -169,7 +169,7 @@ def _axes(entries: Any) -> dict[str, list[tuple[str, str]]]:
         return {}
     if not isinstance(entries, Mapping) or not all(isinstance(v, list) and v for v in entries.values()):
         example = "such as regulator: [grpo, ar]"
-        raise ConfigError([f"axes = {short(entries)}: must have a list of values for each key, {example}"])
+        raise ConfigError(f"axes = {short(entries)}: must have a list of values for each key, {example}")
     return {str(key): [(_text(value), json.dumps(value)) for value in values] for key, values in entries.items()}
 
 
@@ -179,11 +179,11 @@ def _single_arms(entries: Any) -> list[tuple[str, list[Value]]]:
         return [("", [])]
     if not isinstance(entries, list) or not entries or not all(isinstance(arm, Mapping) and arm for arm in entries):
         example = "such as - regulator: ar"
-        raise ConfigError([f"arms = {short(entries)}: must be a list of arms, each with settings, {example}"])
+        raise ConfigError(f"arms = {short(entries)}: must be a list of arms, each with settings, {example}")
     for arm in entries:
         name = arm.get("name", "")
         if isinstance(name, bool) or not isinstance(name, str | int | float) or not str(name).isprintable():
-            raise ConfigError([f"arms: name = {short(name)}: must be text in one line"])
+            raise ConfigError(f"arms: name = {short(name)}: must be text in one line")
     return [
         (
             str(arm.get("name", "")),
@@ -206,31 +206,29 @@ def _check_keys(
         top = key.partition(".")[0]
         top = "task" if top in SHORT_FORMS else top
         if top in SAME:
-            raise ConfigError([f"{key} cannot differ between arms: {SAME[top]}"])
+            raise ConfigError(f"{key} cannot differ between arms: {SAME[top]}")
     overrides = [override.partition("=")[0].strip() for override in fixed if "=" in override]
     known = set(Config.model_fields) | set(SHORT_FORMS)
     wrong = [key for key in dict.fromkeys([*document, *overrides, *differing]) if key.partition(".")[0] not in known]
     if wrong:
-        raise ConfigError([unknown_key(key, [*NAMES, *SHORT_FORMS, *keys(document)]) for key in wrong])
+        raise ConfigError(*(unknown_key(key, [*NAMES, *SHORT_FORMS, *keys(document)]) for key in wrong))
 
 
 def _check_distinct(arms: Sequence[PlannedArm]) -> None:
     """Refuse two arms with the same settings or the same name."""
     if len(arms) < 2:
         raise ConfigError(
-            [
-                "there is only one arm, so there is nothing to compare: name several, separated by ; such as "
-                'regulator="grpo; ar; lopti"'
-            ]
+            "there is only one arm, so there is nothing to compare: name several, separated by ; such as "
+            'regulator="grpo; ar; lopti"'
         )
     seen: list[tuple[Document, str]] = []
     for arm in arms:
         rates = [variant.rate for variant in arm.variants]
         if twice := next((rate for i, rate in enumerate(rates) if rate in rates[:i]), None):
-            raise ConfigError([f"{RATE} has {rate_text(twice)} twice: leave one of them out"])
+            raise ConfigError(f"{RATE} has {rate_text(twice)} twice: leave one of them out")
         for identity, name in seen:
             if identity == arm.variants[0].identity:
-                raise ConfigError([f"arms {name!r} and {arm.name!r} are the same: leave one of them out"])
+                raise ConfigError(f"arms {name!r} and {arm.name!r} are the same: leave one of them out")
             if name.split() == arm.name.split():  # folder names ignore spaces
-                raise ConfigError([f"two arms are named {name!r}: give one of them another name"])
+                raise ConfigError(f"two arms are named {name!r}: give one of them another name")
         seen.append((arm.variants[0].identity, arm.name))

@@ -124,9 +124,9 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     for override in overrides:
         key, equals, _ = override.partition("=")
         if key.strip() == "seed" and equals:
-            raise ConfigError(["seed: a comparison has several seeds; write seeds=10 for 0 to 9, or seeds=20-29"])
+            raise ConfigError("seed: a comparison has several seeds; write seeds=10 for 0 to 9, or seeds=20-29")
         if equals and key.strip() in ("arms", "axes"):
-            raise ConfigError([f"{key.strip()}: list them in a YAML file; here, give a setting several values"])
+            raise ConfigError(f"{key.strip()}: list them in a YAML file; here, give a setting several values")
         if equals and key.strip() in Settings.model_fields:
             own[key.strip()] = read_typed(override)
         else:
@@ -142,7 +142,7 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     arms = tuple(build(document, settings, tuned=comparison.tune > 0))
     if not arms[0].variants[0].config.evaluation.problems:
         raise ConfigError(
-            ["evaluation = off, or evaluation.problems = 0: a comparison compares held-out accuracy; leave it out"]
+            "evaluation = off, or evaluation.problems = 0: a comparison compares held-out accuracy; leave it out"
         )
     typed = any(override.partition("=")[0].strip() in ("evaluation", "evaluation.every") for override in settings)
     if not typed and "every" not in own_evaluation:
@@ -177,11 +177,11 @@ def _folder(document: Document, settings: list[str]) -> Path:
     if not overrides and document.get("run") in (None, *(read(shipped).get("run") for shipped in recipes())):
         name = "runs/compare"
     if not isinstance(name, str | int | float) or not str(name).strip():
-        raise ConfigError([f"run = {short(name)}: must be the folder of the comparison"])
+        raise ConfigError(f"run = {short(name)}: must be the folder of the comparison")
     try:
         return expand(str(name))
     except OSError as error:
-        raise ConfigError([f"run = {short(name)}: {error}"]) from None
+        raise ConfigError(f"run = {short(name)}: {error}") from None
 
 
 def _own_evaluation(recipe: str | None) -> Document:
@@ -213,4 +213,4 @@ def _baseline(arms: Sequence[PlannedArm], name: Any) -> PlannedArm:
         if arm.name.split() == str(name).split():
             return arm
     names = "; ".join(arm.name for arm in arms)
-    raise ConfigError([f"baseline = {short(name)} is not among the arms; they are: {names}"])
+    raise ConfigError(f"baseline = {short(name)} is not among the arms; they are: {names}")

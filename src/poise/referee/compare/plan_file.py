@@ -34,14 +34,14 @@ def check(plan: Plan, *, trust_changed: bool = False) -> None:
     With ``trust_changed``, runs with other versions of the user's code fit.
     """
     if plan.folder.exists() and not plan.folder.is_dir():
-        raise ConfigError([f"run={plan.folder} is a file: choose another run=DIR"])
+        raise ConfigError(f"run={plan.folder} is a file: choose another run=DIR")
     earlier = _read(plan.folder)
     if earlier is None:
         others = [path.name for path in plan.folder.iterdir()] if plan.folder.is_dir() else []
         others = [name for name in others if name != "owner.json" and not name.startswith(".tmp-")]
         if others:
             what = "is the folder of a run" if "config.json" in others else "is not empty, and holds no comparison"
-            raise ConfigError([f"run={plan.folder} {what}: choose another run=DIR"])
+            raise ConfigError(f"run={plan.folder} {what}: choose another run=DIR")
         return
     if registered := earlier.get("registered"):
         registration.check(plan, registered)
@@ -57,11 +57,11 @@ def register(plan: Plan) -> str:
     registered = read_registered(plan)
     if registered is None:
         if _has_begun(plan):
-            raise ConfigError([f"runs in {plan.folder} have begun, and a plan is registered before its first run"])
+            raise ConfigError(f"runs in {plan.folder} have begun, and a plan is registered before its first run")
         registered = registration.frozen(plan)
         write(plan, registered=registered)
     elif extra := registration.added(plan, registered):
-        raise ConfigError([f"the plan in {plan.folder} is registered already, without {extra}"])
+        raise ConfigError(f"the plan in {plan.folder} is registered already, without {extra}")
     return str(registered[SEAL])
 
 
@@ -82,33 +82,27 @@ def _check_plan(plan: Plan, earlier: Document) -> None:
     for name, saved in before.items():
         if name not in now:
             raise ConfigError(
-                [f"{there} also has the arm {name!r}, and results are never dropped: name it too, {ANOTHER}"]
+                f"{there} also has the arm {name!r}, and results are never dropped: name it too, {ANOTHER}"
             )
         for key, old, new in differences(saved, now[name]):
             raise ConfigError(
-                [
-                    f"{key} = {short(new)}, but {there} has {short(old)}: old and new runs could not be compared; "
-                    f"leave {key} as it was, {ANOTHER}"
-                ]
+                f"{key} = {short(new)}, but {there} has {short(old)}: old and new runs could not be compared; "
+                f"leave {key} as it was, {ANOTHER}"
             )
     if missing := sorted(set(earlier["seeds"]) - set(plan.seeds)):
         raise ConfigError(
-            [
-                f"{there} also has seed {missing[0]}, and results are never dropped: add seeds, do not remove any, "
-                f"{ANOTHER}"
-            ]
+            f"{there} also has seed {missing[0]}, and results are never dropped: add seeds, do not remove any, "
+            f"{ANOTHER}"
         )
     measured = earlier.get("measure", asdict(Measure()))
     for key, old, new in differences({"measure": measured}, {"measure": asdict(plan.measure)}):
         if not key.endswith("margin"):
-            raise ConfigError([f"{key} = {short(new)}, but {there} has {short(old)}: leave it as it was, {ANOTHER}"])
+            raise ConfigError(f"{key} = {short(new)}, but {there} has {short(old)}: leave it as it was, {ANOTHER}")
     rates = [[variant.name in before for variant in arm.variants] for arm in plan.arms]
     if earlier["tuning_seeds"] != list(plan.tuning_seeds) or any(any(known) > all(known) for known in rates):
         raise ConfigError(
-            [
-                f"{there} was started with other learning rates, or another tune=N: an arm might get another rate, "
-                f"and results are never dropped; leave them as they were, {ANOTHER}"
-            ]
+            f"{there} was started with other learning rates, or another tune=N: an arm might get another rate, "
+            f"and results are never dropped; leave them as they were, {ANOTHER}"
         )
 
 
@@ -121,11 +115,9 @@ def _check_runs(plan: Plan) -> None:
         planned = run.config.model_dump(mode="json")
         for key, before, now in differences(RunFolder(run.folder).config | {"run": planned["run"]}, planned):
             raise ConfigError(
-                [
-                    f"the run in {run.folder} has {key} = {short(before)}, but the comparison plans {short(now)} for "
-                    f"{run.name}: if its config.json was edited, undo that; otherwise move the folder away, and the "
-                    "same command trains this run again"
-                ]
+                f"the run in {run.folder} has {key} = {short(before)}, but the comparison plans {short(now)} for "
+                f"{run.name}: if its config.json was edited, undo that; otherwise move the folder away, and the "
+                "same command trains this run again"
             )
 
 
@@ -134,11 +126,9 @@ def _check_code(plan: Plan, accepted: list[Code]) -> None:
     for run, code in _other_code(plan):
         if code not in accepted:
             raise ConfigError(
-                [
-                    f"{', '.join(edited(code, run.config.code))}: this code was edited since {run.folder} was trained, "
-                    f"and one arm would mix both versions: restore it, {ANOTHER}; or move the folder away, and the "
-                    "same command trains this run again; or accept the mix with --trust-changed"
-                ]
+                f"{', '.join(edited(code, run.config.code))}: this code was edited since {run.folder} was trained, "
+                f"and one arm would mix both versions: restore it, {ANOTHER}; or move the folder away, and the "
+                "same command trains this run again; or accept the mix with --trust-changed"
             )
 
 
@@ -159,10 +149,8 @@ def _check_data(run: PlannedRun) -> None:
     path, now = run.folder / "data.json", data_fingerprint(run.config.task.build())
     if path.exists() and now is not None and RunFolder(run.folder).read_json(path.name) != {"fingerprint": now}:
         raise ConfigError(
-            [
-                f"the data were edited since {run.folder} was trained, so new runs would have other problems: restore "
-                f"the data, {ANOTHER}; or move the folder away, and the same command trains this run again"
-            ]
+            f"the data were edited since {run.folder} was trained, so new runs would have other problems: restore "
+            f"the data, {ANOTHER}; or move the folder away, and the same command trains this run again"
         )
 
 
@@ -205,4 +193,4 @@ def _read(folder: Path) -> Document | None:
             isinstance(variant, dict) for variant in variants.values()
         ) and isinstance(data.get("registered", {}), dict):
             return dict(data)
-    raise ConfigError([f"{path} does not hold a plan as poise writes it: restore the file from a copy, {ANOTHER}"])
+    raise ConfigError(f"{path} does not hold a plan as poise writes it: restore the file from a copy, {ANOTHER}")

@@ -40,18 +40,16 @@ def check(plan: Plan, registered: Document) -> None:
     """Refuse a plan that differs from the registered one; additional arms and seeds are allowed."""
     there = f"the plan in {plan.folder} was registered"
     if was_changed(registered) or SEAL not in registered:
-        raise ConfigError([f"{there}, and plan.json was edited since (its checksum does not match): restore the file"])
+        raise ConfigError(f"{there}, and plan.json was edited since (its checksum does not match): restore the file")
     now = frozen(plan)
     if missing := [name for name in registered["arms"] if name not in now["arms"]]:
-        raise ConfigError([f"{there} with the arm {missing[0]!r}: name it too, or start another run=DIR"])
+        raise ConfigError(f"{there} with the arm {missing[0]!r}: name it too, or start another run=DIR")
     if missing := [seed for seed in registered["seeds"] if seed not in now["seeds"]]:
-        raise ConfigError([f"{there} with seed {missing[0]}: add seeds, do not remove any, or start another run=DIR"])
+        raise ConfigError(f"{there} with seed {missing[0]}: add seeds, do not remove any, or start another run=DIR")
     now["arms"] = {name: now["arms"][name] for name in registered["arms"]}
     keys = ("arms", "baseline", "tuning_seeds", "measure", "test")
     for key, before, new in differences(*({each: document[each] for each in keys} for document in (registered, now))):
-        raise ConfigError(
-            [f"{there} with {key} = {short(before)}, not {short(new)}: leave it, or start another run=DIR"]
-        )
+        raise ConfigError(f"{there} with {key} = {short(before)}, not {short(new)}: leave it, or start another run=DIR")
 
 
 class Added(NamedTuple):

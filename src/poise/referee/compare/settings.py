@@ -75,4 +75,4 @@ def validated(document: Document) -> Settings:
     try:
         return Settings.model_validate(document)
     except ValidationError as error:
-        raise ConfigError([explain(problem, NAMES) for problem in error.errors(include_url=False)]) from None
+        raise ConfigError(*(explain(problem, NAMES) for problem in error.errors(include_url=False))) from None

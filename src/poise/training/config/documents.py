@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ Document = dict[str, Any]
 class ConfigError(ValueError):
     """An invalid configuration: ``problems`` holds a line for each mistake."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__(self.problems)
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__(*problems)
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
@@ -108,7 +108,7 @@ def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | No
             continue
         document = _merge(document, nested(path, value))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return expand_short_forms(document)
 
 
@@ -118,7 +118,7 @@ def join_settings(settings: Mapping[str, Any]) -> Document:
     for key, value in settings.items():
         setting = nested(key.split("."), value)
         if twice := _in_both(document, setting):
-            raise ConfigError([f"{each} has two values: leave one of them out" for each in twice])
+            raise ConfigError(*(f"{each} has two values: leave one of them out" for each in twice))
         document = _merge(document, setting)
     return expand_short_forms(document)
 
@@ -161,7 +161,7 @@ def expand_short_forms(document: Document) -> Document:
             "leave one of them out"
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     task = ({"name": name} if name else {}) | task | {SHORT_FORMS[key]: document[key] for key in short_forms}
     return {key: value for key, value in document.items() if key not in short_forms} | {"task": task}
 
@@ -174,7 +174,7 @@ def _flat_data(document: Document) -> Document:
     flat = {"data" if key == "name" else f"data.{key}": value for key, value in data.items()}
     if wrong := [key for key in flat if key not in SHORT_FORMS]:
         allowed = ["name", *(key.removeprefix("data.") for key in SHORT_FORMS if key.startswith("data."))]
-        raise ConfigError([unknown("key of data", key.removeprefix("data."), allowed) for key in wrong])
+        raise ConfigError(*(unknown("key of data", key.removeprefix("data."), allowed) for key in wrong))
     return {key: value for key, value in document.items() if key != "data"} | flat
 
 
@@ -236,7 +236,7 @@ def read_typed(override: str) -> Any:
     try:
         return parse_typed(override.partition("=")[2])
     except YamlError as error:
-        raise ConfigError([f"override {short(override)}: cannot read the value: {error}"]) from None
+        raise ConfigError(f"override {short(override)}: cannot read the value: {error}") from None
 
 
 def parse_typed(written: str) -> Any:
@@ -278,26 +278,26 @@ def to_yaml(document: Document) -> str:
 def _read(path: Path, below: tuple[Path, ...]) -> Document:
     if path in below:
         circle = " -> ".join(p.name for p in (*below[below.index(path) :], path))
-        raise ConfigError([f"recipe {path.name!r} inherits from itself: {circle}"])
+        raise ConfigError(f"recipe {path.name!r} inherits from itself: {circle}")
     if len(below) == DEEPEST:
-        raise ConfigError([f"recipe {below[0].name!r}: more than {DEEPEST} recipes inherit from each other"])
+        raise ConfigError(f"recipe {below[0].name!r}: more than {DEEPEST} recipes inherit from each other")
     try:
         with path.open(encoding="utf-8") as file:
             document = (loads if path.suffix == ".json" else parse)(file.read(LARGEST + 1))
     except (ValueError, OSError) as error:
         line = getattr(error, "line", 0)
         where = f", line {line}" if line else ": cannot be read as YAML"
-        raise ConfigError([f"{path}{where}: {error}"]) from None
+        raise ConfigError(f"{path}{where}: {error}") from None
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError([f"{path}: a recipe is made of lines key: value, got {type(document).__name__}"])
+        raise ConfigError(f"{path}: a recipe is made of lines key: value, got {type(document).__name__}")
     base = document.pop("base", None)
     document = expand_short_forms(document)
     if base is None:
         return document
     if not isinstance(base, str):
-        raise ConfigError([f"{path}: base = {short(base)}: must be the name or the path of a recipe"])
+        raise ConfigError(f"{path}: base = {short(base)}: must be the name or the path of a recipe")
     return merge(_read(_find(base, path.parent), (*below, path)), document)
 
 
@@ -315,7 +315,7 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
         way += f"to use its settings, poise train {quoted}/config.json"
         if is_comparison(path):
             way = "this one is a comparison's; the command that began it continues it"
-        raise ConfigError([f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}"])
+        raise ConfigError(f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}")
     if "/" in name or "\\" in name or path.suffix:
-        raise ConfigError([f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})"])
-    raise ConfigError([unknown("recipe", name, shipped) + "; for one of your own give its path"])
+        raise ConfigError(f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})")
+    raise ConfigError(unknown("recipe", name, shipped) + "; for one of your own give its path")

@@ -69,9 +69,9 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
     if wrong := [key for key in changes if not _evaluated(key)]:
         task_keys = (key for key in keys({"task": merge(document, changes).get("task")}) if _evaluated(key))
         known = [*SHORT_KEYS, *SHORT_FORMS, *task_keys]
-        raise ConfigError([unknown_key(key, known) for key in wrong])
+        raise ConfigError(*(unknown_key(key, known) for key in wrong))
     if isinstance(evaluation, dict) and evaluation.get("problems") == 0:
-        raise ConfigError(["problems = 0: must be at least 1"])
+        raise ConfigError("problems = 0: must be at least 1")
     measured = document.get("evaluation")
     if isinstance(measured, dict) and measured.get("problems") == 0:  # the run measured nothing
         own = measured != EvaluationConfig(problems=0).model_dump(mode="json")  # samples and temperature are the user's
@@ -85,7 +85,7 @@ def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) ->
     """The settings for ``poise diagnose``: those of the model's run, or a recipe's with small batches."""
     changes = split_overrides(overrides)
     if "regulator" in changes:
-        raise ConfigError(["regulator: name the methods to measure with --regulator, once for each"])
+        raise ConfigError("regulator: name the methods to measure with --regulator, once for each")
     changes["model"] = model
     if (run := run_of(model)) is not None:
         RunFolder.open(run, resume=False).newest()  # raises where there is none
@@ -103,14 +103,14 @@ def task_to_show(words: Sequence[str]) -> tuple[Config, str]:
     """The settings and the split for ``poise tasks show``, from a task's name and overrides."""
     names = [word for word in words if "=" not in word]
     if len(names) > 1:
-        raise ConfigError([f"one task at a time, got {' and '.join(names)}; settings are written key=value"])
+        raise ConfigError(f"one task at a time, got {' and '.join(names)}; settings are written key=value")
     overrides = [*(f"task.name={name}" for name in names), *(word for word in words if "=" in word)]
     changes = split_overrides(overrides)
     seed, split = changes.pop("seed", 0), str(changes.pop("split", "train"))
     if wrong := [key for key in changes if key not in _SHOWN]:
         tasks_own = (key for key in keys(changes) if key.startswith("task."))
         known = ["seed", "split", *_SHOWN[1:], *SHORT_FORMS, *tasks_own]
-        raise ConfigError([unknown_key(key, known) for key in wrong])
+        raise ConfigError(*(unknown_key(key, known) for key in wrong))
     return restore({**changes, "seed": seed}, trust=True), split
 
 
@@ -128,7 +128,7 @@ def _restored(document: Document, changes: Document, source: str, *, trust: bool
     if needed := live.missing(document):
         way = f"pass the same objects to {live.resume_call(document, document.get('run', 'DIR'))}"
         way = way if regulator else "name others, data=FILE reward=NAME or task.name=NAME"
-        raise ConfigError([f"{source} uses Python objects that its folder cannot hold: {needed}; {way}"])
+        raise ConfigError(f"{source} uses Python objects that its folder cannot hold: {needed}; {way}")
     return restore(document, source=source, trust=trust, typed=changes).model_copy(update=own)
 
 

@@ -360,7 +360,7 @@ def dump(config: Config) -> str:
 
 def _validated(document: Document) -> Config:
     if too_deep(document):
-        raise ConfigError([f"the settings have more than {DEEPEST} levels"])
+        raise ConfigError(f"the settings have more than {DEEPEST} levels")
     try:
         return Config.model_validate(document)
     except ValidationError as error:
@@ -371,7 +371,7 @@ def _validated(document: Document) -> Config:
             for problem in problems[:MOST_PROBLEMS]
         ]
         more = [f"… and {len(problems) - MOST_PROBLEMS} more problems"] if len(problems) > MOST_PROBLEMS else []
-        raise ConfigError([*lines, *more]) from None
+        raise ConfigError(*lines, *more) from None
 
 
 def _no_task() -> str:
