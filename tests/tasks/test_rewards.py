@@ -113,16 +113,16 @@ WRONG = [
     (raises, r"reward 'raises' raised ValueError: no idea \(.*test_rewards.py, line \d+\) \(row q2\)"),
     (nan, r"reward 'nan' returned nan; a finite number.*\(row q2\)"),
     (returns([float("inf")] * 4), r"returned inf.*\(row q0\)"),
-    (returns([0.0]), r"returned 1 value for 4 completions"),
+    (returns([0.0]), r"returned 1 values instead of 4, one per completion"),
     (returns(0.0), r"returned float; a list with one number"),
     (returns("0000"), r"returned str; a list"),
     (returns({1: 0, 2: 0, 3: 0, 4: 0}), r"returned dict; a list"),
     (returns(None), r"returned NoneType; a list"),
     (returns([0, 0, "1", 0]), r"returned '1'; a finite number.*\(row q2\)"),
     (returns([0, 0, 0, [1]]), r"returned \[1\]; .*\(row q3\)"),
-    (lambda gold, **_: gold, r"needs gold, but is called with prompts, completions, completion_ids, answer"),
-    (lambda completions: completions, r"takes no argument prompts.*add \*\*kwargs"),
-    (lambda log_extra, **_: log_extra("a", [1] * 7), r"log_extra\('a'\) got 7 values for 1 completion"),
+    (lambda gold, **_: gold, r"argument: 'gold'\): it gets prompts, completions, completion_ids, answer, and"),
+    (lambda completions: completions, r"unexpected keyword argument 'prompts'.*add \*\*kwargs"),
+    (lambda log_extra, **_: log_extra("a", [1] * 7), r"log_extra\('a'\) got 7 values instead of 1"),
 ]
 
 

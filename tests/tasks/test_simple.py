@@ -112,7 +112,7 @@ def test_the_gold_answer(text, answer):
 )
 def test_plain_numbers_are_read_exactly(text, value):
     found = formulas.number_in(formulas.clean(text))
-    assert (None if found is None else formulas.canonical(found)) == value
+    assert (None if found is None else str(found)) == value
 
 
 @pytest.mark.parametrize(

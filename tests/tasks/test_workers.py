@@ -243,7 +243,7 @@ def test_a_slow_batch_is_called_row_by_row_and_said():
         ("moody", ["a", "exit"], r"'moody' raised SystemExit: bye.*\(row q1\)"),
         ("moody", ["a", "cancel"], r"'moody' raised CancelledError: enough.*\(row q1\)"),
         ("nan", ["a", "bad"], r"'nan' returned nan; a finite number.*\(row q1\)"),
-        ("talks", ["a"], r"'talks' needs level, but is called with prompts"),
+        ("talks", ["a"], r"'talks' cannot be called \(missing a required argument: 'level'\): it gets prompts"),
     ],
 )
 def test_what_is_wrong_is_said_as_in_this_process(name, texts, message):
@@ -261,7 +261,7 @@ def test_what_is_logged_comes_back():
 
 
 def test_columns_that_cannot_travel():
-    with pytest.raises(RewardError, match=r"column 'level' has .*bytes|column 'level' has b'x'.*reward_quick=true"):
+    with pytest.raises(RewardError, match=r"columns cannot be sent .*type bytes .*reward_quick=true"):
         score("talks", ["a"], level=[b"x"])
 
 

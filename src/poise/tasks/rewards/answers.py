@@ -95,11 +95,6 @@ def last_number(text: str) -> str | None:
     return last[0] if last else None
 
 
-def numbers(text: str) -> list[str]:
-    """All numbers in the text, as written."""
-    return _NUMBER.findall(text)
-
-
 def tidy(text: str) -> str:
     """Strip blanks, quotes, stars and the full stop around an answer. f' keeps its prime."""
     text = text.strip(_EDGES)

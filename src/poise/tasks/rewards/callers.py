@@ -18,7 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from poise._lib.errors import counted, short
+from poise._lib.errors import counted
 from poise._lib.user_code import code_of, edited
 from poise.tasks.rewards import worker
 from poise.tasks.rewards.base import RewardError, TrainerState
@@ -256,12 +256,14 @@ class InWorker(InProcess):
     def _attempt(self, batch: Batch, rows: Sequence[int]) -> Outcome:
         if self._process is None or not self._process.alive:
             self._process = self._start()
-        arguments = batch.arguments(rows)
-        request = {"count": len(rows), "arguments": arguments, "state": asdict(batch.state)}
+        request = {"count": len(rows), "arguments": batch.arguments(rows), "state": asdict(batch.state)}
         try:
             reply = self._process.ask(request, self.timeout)
         except (TypeError, ValueError) as error:
-            raise self._cannot_send(arguments, error) from error
+            raise RewardError(
+                f"reward {self.name!r}: the columns cannot be sent to the reward's process ({error}); only text, "
+                "numbers, lists and dicts can; reward_quick=true runs it in the trainer's"
+            ) from error
         if "wrong" in reply:
             raise worker.WrongError(reply["wrong"], reply["row"], reply["raised"])
         if len(reply["values"]) != len(rows):
@@ -283,16 +285,3 @@ class InWorker(InProcess):
                 f"reward {self.name!r} could not be loaded in a worker process: {error}; "
                 "reward_quick=true runs it in the trainer's process"
             ) from None
-
-    def _cannot_send(self, arguments: Mapping[str, Any], error: Exception) -> RewardError:
-        for name, values in arguments.items():
-            for value in values:
-                try:
-                    json.dumps(value)
-                except (TypeError, ValueError):
-                    return RewardError(
-                        f"reward {self.name!r}: column {name!r} has {short(value)}, which cannot be sent to the "
-                        "reward's process (only text, numbers, lists and dicts can); reward_quick=true runs it in "
-                        "the trainer's"
-                    )
-        return RewardError(f"reward {self.name!r}: the batch cannot be sent to the reward's process: {error}")

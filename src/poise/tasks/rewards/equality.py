@@ -16,7 +16,7 @@ import re
 from fractions import Fraction
 
 from poise.tasks.rewards.arithmetic import ExpressionError, evaluate
-from poise.tasks.rewards.formulas import LONGEST, canonical, changes_value, clean, number, number_in
+from poise.tasks.rewards.formulas import LONGEST, changes_value, clean, number, number_in
 
 _OR = re.compile(r"\\(?:text|mathrm)\s?\{\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|;")
 _WORD = re.compile(r"[A-Za-z]{4,}(?:[ '-][A-Za-z]+)*|(?i:no|yes|odd|all|one|two|six|ten|red|sun|mon)")  # abc: a product
@@ -141,7 +141,7 @@ def spelling(answer: str) -> str:
     answer = clean(answer)
     value = answer_number(answer)
     if value is not None:
-        return canonical(value)
+        return str(value)  # one text per value: 5, -1/3
     return answer.casefold() if _WORD.fullmatch(answer) else _without_blanks(answer)
 
 

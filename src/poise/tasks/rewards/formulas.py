@@ -172,8 +172,3 @@ def _decimal(text: str) -> Fraction:
 def exact(text: str) -> str:
     """The formula with fractions for decimals: computer algebra rounds decimals, and takes 3.141593 for pi."""
     return _POINT.sub(lambda match: rf"\frac{{{int(match[1] + match[2])}}}{{1{'0' * len(match[2])}}}", text)
-
-
-def canonical(value: Fraction) -> str:
-    """One text per value: ``5``, ``-1/3``."""
-    return str(value)

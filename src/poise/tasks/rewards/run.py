@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 import sys
 import threading
@@ -24,24 +23,12 @@ from poise.tasks.rewards.callers import Batch, InProcess, InWorker, Outcome
 from poise.tasks.rewards.maths import Math
 from poise.tasks.rewards.simple import Choice, Exact, Format, Number, Overlong, Regex
 
-RESERVED = (
-    "prompt",
-    "prompts",
-    "completion",
-    "completions",
-    "completion_ids",
-)  # columns of the data that rewards do not get
+# Columns of the data that rewards do not get.
+RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
+LARGEST_WEIGHT = 1e30
 LONGEST_ANSWER = 1000  # characters that are compared to count equal answers
 Named = str | Callable[..., Any]
-TABLE: dict[str, type] = {
-    "exact": Exact,
-    "choice": Choice,
-    "number": Number,
-    "math": Math,
-    "regex": Regex,
-    "format": Format,
-    "overlong": Overlong,
-}
+TABLE = {kind.__name__.lower(): kind for kind in (Exact, Choice, Number, Math, Regex, Format, Overlong)}
 
 
 @dataclass(frozen=True)
@@ -143,7 +130,9 @@ class Rewards:
     ):
         names = _as_list(specs)
         check_range("rewards", "timeout", timeout, 0.01)
-        self.weights = [1.0] * len(names) if weights is None else [_weight(weight) for weight in weights]
+        self.weights = [1.0] * len(names) if weights is None else list(weights)
+        for weight in self.weights:
+            check_range("rewards", "a weight", weight, -LARGEST_WEIGHT, LARGEST_WEIGHT)
         if len(self.weights) != len(names):
             counts = f"{counted(len(names), 'reward')} and {counted(len(self.weights), 'weight')}"
             raise ValueError(f"there {'is' if len(names) == 1 else 'are'} {counts}; give one weight per reward")
@@ -255,13 +244,6 @@ def _as_list(specs: Any) -> list[Named]:
     if not specs:
         raise ValueError("give at least one reward")
     return list(specs)
-
-
-def _weight(weight: Any) -> float:
-    check_range("rewards", "a weight", weight)
-    if not math.isfinite(weight):
-        raise ValueError(f"rewards: weights must be finite, got {short(weight)}")
-    return float(weight)
 
 
 def _name(spec: Spec) -> str:

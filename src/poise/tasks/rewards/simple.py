@@ -139,12 +139,12 @@ class Number(Compares):
     def answer(self, text: str) -> str | None:
         """The value as an exact fraction."""
         value = self._read(text)
-        return None if value is None else formulas.canonical(value)
+        return None if value is None else str(value)
 
     def gold(self, text: str) -> str | None:
         """The gold value as an exact fraction."""
         value = _number_in(answers.gold(text))
-        return None if value is None else formulas.canonical(value)
+        return None if value is None else str(value)
 
     def _read(self, text: str) -> Fraction | None:
         answer = answers.final_answer(text)
@@ -224,26 +224,22 @@ class Format:
         """The first tag that is missing or repeated, or the required form."""
         if value >= 1:
             return ""
-        text = f"<{self.tags[0]}>{text}" if self.opened else text
         form = "".join(f"<{tag}>...</{tag}>" for tag in self.tags)
-        fault = answers.tag_fault(text, (f"<{slash}{tag}>" for tag in self.tags for slash in ("", "/")))
-        return fault or f"The reply must have the form {form}{'' if self.rest else ' and nothing else'}."
+        nothing_else = "" if self.rest else " and nothing else"
+        return self._tag_fault(text) or f"The reply must have the form {form}{nothing_else}."
+
+    def _tag_fault(self, text: str) -> str | None:
+        text = f"<{self.tags[0]}>{text}" if self.opened else text
+        return answers.tag_fault(text, (f"<{slash}{tag}>" for tag in self.tags for slash in ("", "/")))
 
     def _holds(self, text: str) -> bool:
-        text = f"<{self.tags[0]}>{text}" if self.opened else text
-        if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in self.tags):
+        if self._tag_fault(text):
             return False
-        for tag in self.tags:
-            text = text.lstrip()
-            end = text.find(f"</{tag}>")
-            if (
-                not text.startswith(f"<{tag}>")
-                or end < 0
-                or any(f"<{other}>" in text[:end] for other in self.tags if other != tag)
-            ):
-                return False
-            text = text[end + len(tag) + 3 :]
-        return self.rest or not text.strip()
+        # Each tag occurs once, so no part of the pattern can match in two ways, and the time is linear in the text.
+        parts = [rf"<{tag}>.*?</{tag}>" for tag in self.tags]
+        form = r"\s*".join(parts) + (".*" if self.rest else r"\s*")
+        text = f"<{self.tags[0]}>{text}" if self.opened else text
+        return re.fullmatch(form, text.lstrip(), re.DOTALL) is not None
 
 
 @dataclass(frozen=True)

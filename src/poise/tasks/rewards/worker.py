@@ -52,14 +52,8 @@ def call(reward: Callable[..., Any], arguments: Mapping[str, Any], count: int) -
         )
     values = list(values)
     if len(values) != count:
-        raise WrongError(f"returned {_for(values, count)}; one per completion is expected")
+        raise WrongError(f"returned {len(values)} values instead of {count}, one per completion")
     return [_number(row, value) for row, value in enumerate(values)]
-
-
-def _for(values: list[Any], count: int) -> str:
-    """For example "3 values for 4 completions"."""
-    numbers = {"value": len(values), "completion": count}
-    return " for ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in numbers.items())
 
 
 def _number(row: int, value: Any) -> float | None:
@@ -78,27 +72,17 @@ def _number(row: int, value: Any) -> float | None:
 def _check_arguments(reward: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Raise if the reward does not accept the arguments, and say what to do."""
     try:
-        parameters = inspect.signature(reward).parameters.values()
+        signature = inspect.signature(reward)
     except (TypeError, ValueError):  # functions written in C may have no signature
         return
-    columns = [name for name in arguments if name not in NO_COLUMNS]
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    missing = [name for name in needed if name not in arguments]
-    if missing:
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        columns = ", ".join(name for name in arguments if name not in NO_COLUMNS)
         raise WrongError(
-            f"needs {', '.join(missing)}, but is called with {', '.join(columns)}: name its arguments after the "
-            "columns of your data, or rename the columns"
-        )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    accepts = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if surplus := [name for name in arguments if name not in accepts]:
-        raise WrongError(
-            f"takes no argument {', '.join(surplus)}: add **kwargs to its arguments, since every reward is called with "
-            f"all columns of the data (here {', '.join(columns)}) and {', '.join(NO_COLUMNS[:3])}"
-        )
+            f"cannot be called ({error}): it gets {columns}, and {', '.join(NO_COLUMNS[:3])}; name its arguments after "
+            "the columns of your data, and add **kwargs for the others"
+        ) from None
 
 
 def result_of(value: Any) -> Any:
@@ -164,7 +148,7 @@ class Log:
         """Record a column with one value per completion."""
         values = list(values)
         if len(values) != self.count:
-            raise ValueError(f"log_extra({column!r}) got {_for(values, self.count)}")
+            raise ValueError(f"log_extra({column!r}) got {len(values)} values instead of {self.count}")
         self.extra[str(column)] = values
 
     def log_metric(self, name: str, value: float) -> None:
