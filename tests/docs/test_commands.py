@@ -164,7 +164,7 @@ def save_files(page):
 @pytest.mark.parametrize(
     ("page", "shown"),
     [
-        ("reward", "0.6 {'right': 0.5, 'brief': 0.5} False"),
+        ("data", "0.6 {'right': 0.5, 'brief': 0.5} False"),
         ("regulator", "tensor([[0.1000, 0.5000, 1.0000]])\ntensor([[1., 1., 1.]])"),
     ],
 )
