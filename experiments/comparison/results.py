@@ -33,112 +33,89 @@ PAGE = """# Which method helps?
 
 <!-- Written by experiments/comparison/results.py: change the words there. -->
 
-**Question.** AR, Lopti, TR-GRPO and NTHR weight tokens in GRPO. Do they train better models from the
-same number of samples? If they learn faster, is the reason the method, or more and larger optimizer
-steps?
+**Question.** AR, Lopti, TR-GRPO and NTHR weight tokens in GRPO. Do they train better models from the same samples, or
+only take more and larger optimizer steps?
 
 **Answer, for the small models that we could train.**
 
-- **We found no better method.** With tuned learning rates, in nine regimes with mostly ten seeds, AR,
-  TR-GRPO and NTHR end level with GRPO: {ar_points}, {tr_points} and {nthr_points} points on average.
-  Lopti ends at {lopti_points} points against GRPO. But it takes two optimizer steps where GRPO takes
-  one, and against two plain steps it ends at {lopti_against}.
-- **At one untuned rate some methods are faster, but so are their controls.** (Interim: {seeds} of ten
-  seeds of one study.) While the curve is steep, Lopti learns {lopti_speed} times as fast as GRPO, AR
-  with Lopti {both_speed} and AR alone {ar_speed}. But a random split of the same share learns
-  {random_speed} times as fast, two plain passes {passes_speed}, and GRPO at twice the rate
-  {twice_speed}.
-- **We cannot explain AR's published gain.** AR takes no more steps than GRPO, so steps do not explain
-  it. We have not reproduced it, with models much smaller than its authors'.
+- **We found no better method.** With tuned learning rates, in nine regimes with mostly ten seeds, AR, TR-GRPO and NTHR
+  end level with GRPO: {ar_points}, {tr_points} and {nthr_points} points on average.
+  Lopti ends at {lopti_points} points. But it takes two optimizer steps where GRPO takes one, and against two
+  plain steps it ends at {lopti_against}.
+- **At one untuned rate some methods are faster, but so are their controls.** (Interim: {seeds} of ten seeds.)
+  While the curve is steep, Lopti learns {lopti_speed} times as fast as GRPO, AR with Lopti {both_speed}
+  and AR alone {ar_speed}. Controls are as fast: a random split of the same
+  share {random_speed}, two plain passes {passes_speed}, GRPO at twice the rate {twice_speed}.
+- **We cannot explain AR's published gain.** AR takes no more steps than GRPO. With models much smaller than its
+  authors', we have not reproduced the gain.
 
 ![Greedy accuracy over batches: GRPO, AR, Lopti, both, and controls](../experiments/miniature/miniature.png)
 
-In this *miniature* of the authors' regime, SmolLM2-135M-Instruct adds numbers up to 60, with two
-mini-batches per batch, temperature 0.7, KL 0.001 and greedy evaluation. Training stops while the
-curve is steep. We committed the [plan](../experiments/miniature/README.md) before the runs. Ten runs
-and the part with tuned rates are missing, so there is no verdict yet.
-
-## Every regime
-
-The table shows how much more than GRPO an arm gained, in percent of GRPO's gain (95 % interval over
-seeds, one arm at a time). × is the speed factor: how many times as fast as GRPO the arm learns, if
-curves were recorded.
-
-{table}
-
-- [The nine regimes](../experiments/comparison/comparison.md): avg@4 on at least 1,000 held-out
-  problems. Each arm has the best of three rates, chosen by two seeds; many choices are at an end of
-  the range.
-- The mean treats regimes as a random sample (random effects). Five of them have the same task, so it
-  says little about other tasks: for two passes, the prediction for one more regime is {passes_ahead}
-  %.
-- [The miniature](../experiments/miniature/README.md) and the published runs have one rate for all
-  arms. The published runs ([2505.12929](https://arxiv.org/abs/2505.12929)) have one seed per arm, and
-  test puzzles among the training puzzles; AR with Lopti has {published_both} %.
-- In four of the five regimes of Knights & Knaves (K&K) our intervals end at or below {ar_four} % for
-  AR and {lopti_four} % for Lopti. In the fifth, where one run of GRPO lost accuracy, they end at
-  {ar_most} and {lopti_most} %.
-
-## Why
-
-- **With Adam a smaller gradient does not make a smaller step.** AR, TR-GRPO and NTHR learn about as
-  fast as [GRPO at the same
-  rate](../experiments/comparison/comparison.md#which-learning-rate-is-a-method-worth).
-- **Two steps are more than one.** Lopti's two phases act like GRPO at a higher rate. On sums it did
-  not matter [which tokens are in which
-  phase](../experiments/comparison/comparison.md#two-steps-or-one-of-twice-the-length).
-- **Improbable tokens need not dominate.** Token by token they have most of the gradient. But in the
-  one system where we measured it, they [largely
-  cancel](../experiments/comparison/comparison.md#why-words-do-not-drown-the-digits) in the gradient
-  of a batch.
+This is a *miniature* of the authors' regime: SmolLM2-135M-Instruct adds numbers up to 60, with two mini-batches per
+batch, temperature 0.7, KL 0.001 and greedy evaluation, and stops while the curve is steep. There is no verdict yet: of
+the [plan](../experiments/miniature/README.md), committed before the runs, ten runs and the part with tuned rates are
+missing.
 
 ## What to do
 
 1. **Tune the learning rate first.** In the miniature, twice the rate gains more than any method.
-2. **If sampling is the bottleneck, try two passes** (`regulator="grpo(passes=2)"`) at a tuned rate.
-   At an untuned rate they [lost](../experiments/comparison/comparison.md#the-screening-before-it).
-   Otherwise sample more batches: at equal FLOP these gained {longer} points more in the [one regime
-   that we tried](../experiments/comparison/comparison.md#a-second-pass-or-more-batches).
+2. **If sampling is the bottleneck, try two passes** (`regulator="grpo(passes=2)"`) at a tuned rate. At an untuned rate
+   they [lost](../experiments/comparison/comparison.md#the-screening-before-it). Otherwise sample more batches: at equal
+   FLOP these gained {longer} points more in the [one regime that we
+   tried](../experiments/comparison/comparison.md#a-second-pass-or-more-batches).
 3. **Test a method on your task with its controls**: `poise compare … controls=auto measure=speed`
-   ([compare.md](compare.md)) adds the baseline at higher rates, the same number of plain passes, a
-   random split or a constant weight, and names the controls that explain a gain. We measured [how
-   often it is wrong](../experiments/instrument/README.md).
+   ([compare.md](compare.md)) names controls that explain a gain ([how often it is
+   wrong](../experiments/instrument/README.md)).
 4. **Report whole curves.** The size of a lead depends on where you stop.
 
-## Evidence for the methods
+## Every regime
 
-- **Lopti** is clearly ahead of GRPO on sums with words, and clearly behind with four steps per batch.
-  At the lowest rate tried it leads in {lopti_lowest} of the nine regimes (two seeds each); two passes
-  lead in {passes_lowest}.
-- **AR** costs nothing, and is not clearly worse than GRPO anywhere after Holm's correction. In the
-  miniature its interval reaches {ar_miniature} % of GRPO's gain.
-- **TR-GRPO**: the paper's constants were not available to us, and the weight's place in the loss is
-  our choice ([papers.md](papers.md)). We tested its form with our values.
-- **NTHR** is meant to keep right answers likely. We measured accuracy, and the probability of old
-  right answers over [one training
-  run](../experiments/comparison/comparison.md#what-becomes-of-right-answers), but not single updates.
-  The paper does not say whether a response is scored against itself; in poise it is not. We did not
-  run NTHR in two regimes.
+Cells show how much more than GRPO an arm gained, in percent of GRPO's gain (95 % interval over seeds, one arm at a
+time). × is the speed factor: how many times as fast as GRPO the arm learns.
+
+{table}
+
+- [The nine regimes](../experiments/comparison/comparison.md): avg@4 on at least 1,000 held-out problems. Each arm has
+  the best of three rates, chosen by two seeds, often at an end of the range.
+- The mean has random effects over regimes, five of which share a task. The prediction for two passes in one more regime
+  is {passes_ahead} %.
+- The published runs ([2505.12929](https://arxiv.org/abs/2505.12929)) have one seed per arm, and test puzzles among the
+  training puzzles; AR with Lopti has {published_both} %.
+- In four of the five regimes of Knights & Knaves (K&K) our intervals end at or below {ar_four} % for AR and
+  {lopti_four} % for Lopti; in the fifth, where one run of GRPO lost accuracy, at {ar_most} and {lopti_most} %.
+
+## Why
+
+- **With Adam a smaller gradient does not make a smaller step.** AR, TR-GRPO and NTHR learn about as fast as [GRPO at
+  the same rate](../experiments/comparison/comparison.md#which-learning-rate-is-a-method-worth).
+- **Two steps are more than one.** Lopti's two phases act like GRPO at a higher rate. On sums it did not matter [which
+  tokens are in which phase](../experiments/comparison/comparison.md#two-steps-or-one-of-twice-the-length).
+- **Improbable tokens need not dominate.** In the one system that we measured, they have most of the gradient token by
+  token, but [largely cancel](../experiments/comparison/comparison.md#why-words-do-not-drown-the-digits) in a batch.
+
+## Each method
+
+- **Lopti** is clearly ahead of GRPO on sums with words, clearly behind with four steps per batch. At the lowest
+  rate it leads in {lopti_lowest} of nine regimes (two seeds each); two passes lead in {passes_lowest}.
+- **AR** costs nothing, and is not clearly worse than GRPO anywhere after Holm's correction. In the miniature its
+  interval reaches {ar_miniature} % of GRPO's gain.
+- **TR-GRPO** has our constants and our [place in the loss](papers.md#tr-grpo).
+- **NTHR** is meant to keep right answers likely. We measured accuracy, and the probability of old right answers over
+  [one training run](../experiments/comparison/comparison.md#what-becomes-of-right-answers), but not single updates.
 
 ## Limits
 
-- We trained models of 0.9 to 8 M parameters, made for the task, and one pretrained model of 135 M,
-  with answers of at most 256 tokens and 40 to 128 batches. The results say nothing about large models
-  and long answers.
-- Eight of the nine regimes have one optimizer step per batch. Only the miniature has two steps, KL
-  and one untuned rate, as the published runs have.
-- "Level" means that we found no difference. The regimes detect a difference of {detectable} points
-  with 80 % power.
-- The intervals do not include the uncertainty from choosing the rate.
-- We wrote both the methods and the referee, and no author has reviewed them. [papers.md](papers.md)
-  lists our decisions.
+- We trained models of 0.9 to 8 M parameters, made for the task, and one pretrained model of 135 M, with answers of at
+  most 256 tokens and 40 to 128 batches. The results say nothing about large models and long answers.
+- Only the miniature has two optimizer steps per batch, KL and one untuned rate, as the published runs have.
+- "Level" means that we found no difference. The regimes detect a difference of {detectable} points with 80 % power.
+- Intervals leave out the uncertainty from choosing rates.
+- We wrote the methods and the referee. No author has reviewed them or [our decisions](papers.md).
 
-## Related work
-
-[papers.md](papers.md#evidence-that-pulls-the-other-way) lists it.
+[Related work](papers.md#evidence-that-pulls-the-other-way)
 
 ```bash
-python experiments/comparison/results.py   # writes this page from the raw data
+python experiments/comparison/results.py   # writes this page
 ```
 """
 
