@@ -79,10 +79,8 @@ class TestDisplacement:
         found = likelihood_displacement(batch, after)
         assert found.rows.tolist() == [0, 2]
         assert found.change.tolist() == [0.5, -0.5]
-        assert found.lazy.tolist() == [False, True]
         assert found.by_group(batch.groups) == {4: 0.5, 9: -0.5}
-        assert found.metrics() == {"lld/change": 0.0, "lld/lazy_share": 0.5, "lld/fallen_share": 0.5}
-        assert likelihood_displacement(batch, after, epsilon=0.6).lazy.all()
+        assert found.metrics() == {"lld/change": 0.0, "lld/fallen_share": 0.5}
         assert likelihood_displacement(batch, after, before=after - 1).change.tolist() == [2.0, 2.0]
 
     def test_no_correct_response(self):

@@ -426,8 +426,6 @@ class Displacement:
     rows: Tensor  # (n⁺,) their rows in the batch
     before: Tensor  # (n⁺,)
     after: Tensor  # (n⁺,)
-    lazy: Tensor  # (n⁺,) bool
-    epsilon: float
 
     @property
     def change(self) -> Tensor:
@@ -440,20 +438,17 @@ class Displacement:
         return {int(g): float(self.change[ids == g].mean()) for g in ids.unique()}
 
     def metrics(self) -> dict[str, float]:
-        """``lld/…``: mean change, share of lazy responses, share that fell. Empty without correct responses."""
+        """``lld/…``: mean change, and the share that fell. Empty without correct responses."""
         if not len(self.rows):
             return {}
         return {
             "lld/change": float(self.change.mean()),
-            "lld/lazy_share": float(self.lazy.double().mean()),
             "lld/fallen_share": float((self.change < 0).double().mean()),
         }
 
 
 @torch.no_grad()
-def likelihood_displacement(
-    batch: TokenBatch, after: Tensor, *, before: Tensor | None = None, epsilon: float = 0.0
-) -> Displacement:
+def likelihood_displacement(batch: TokenBatch, after: Tensor, *, before: Tensor | None = None) -> Displacement:
     """Compare the log-likelihoods of the batch's correct responses before and after an update.
 
     ``after`` (B, T) are the log-probabilities of the sampled tokens under the updated policy, ``before`` those under
@@ -468,5 +463,4 @@ def likelihood_displacement(
             raise ValueError(f"likelihood_displacement: {name} must be {expected}, got {tuple(value.shape)}")
     rows = (batch.correct & batch.mask.any(1)).nonzero()[:, 0]
     mask = batch.mask[rows]
-    sums = [torch.where(mask, logp[rows].double(), 0.0).sum(1) for logp in (before, after)]
-    return Displacement(rows, sums[0], sums[1], sums[1] < sums[0] + epsilon, epsilon)
+    return Displacement(rows, *(torch.where(mask, logp[rows].double(), 0.0).sum(1) for logp in (before, after)))
