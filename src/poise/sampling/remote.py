@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import TYPE_CHECKING, Any, Protocol
@@ -122,21 +122,21 @@ class Server:
         if not prompts:
             return []
         name = self._name()
-        with _Calls(self) as calls, ThreadPoolExecutor(min(self.concurrent, len(prompts))) as pool:
+        with closing(_Calls(self)) as calls, ThreadPoolExecutor(min(self.concurrent, len(prompts))) as pool:
             rows = zip(prompts, limits, seeds, strict=True)
             bodies = [_body(name, prompt, limit, seed, sampling) for prompt, limit, seed in rows]
             try:
                 return list(pool.map(lambda body: calls.patient("/completions", body, _reply), bodies))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
-                calls.stop()
+                calls.close()
                 raise
 
     def _name(self) -> str:
         """The model's name: of the address, or the first that the server lists."""
         if named := urlsplit(self.address).fragment:
             return named
-        with _Calls(self) as calls:
+        with closing(_Calls(self)) as calls:
             return str(calls.patient("/models", None, _first_model))
 
 
@@ -185,13 +185,7 @@ class _Calls:
     stopped: threading.Event = field(default_factory=threading.Event)
     said: threading.Event = field(default_factory=threading.Event)
 
-    def __enter__(self) -> _Calls:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def close(self) -> None:
         """Wake up all calls: their connections end."""
         self.stopped.set()
         for each in [*self.sockets]:
@@ -225,14 +219,13 @@ class _Calls:
 
     def _once(self, path: str, body: dict[str, Any] | None) -> Any:
         """The JSON of one answer. The time limit is that of the whole exchange, not of each part that arrives."""
-        parts, limit = urlsplit(self.server.address), self.server.timeout
+        parts, limit, start = urlsplit(self.server.address), self.server.timeout, time.monotonic()
         connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = connect(parts.hostname or "", parts.port, timeout=limit)
-        late = threading.Event()
         try:
             connection.connect()
             self.sockets.add(connection.sock)
-            timer = threading.Timer(limit, _shut, (connection.sock, late))
+            timer = threading.Timer(limit, _shut, (connection.sock,))
             timer.daemon = True
             timer.start()
             try:
@@ -246,13 +239,12 @@ class _Calls:
             finally:
                 timer.cancel()
                 self.sockets.discard(connection.sock)
-        except (OSError, HTTPException, ValueError) as error:
-            if late.is_set() or isinstance(error, TimeoutError):
-                raise TimeoutError(f"it took longer than {limit:g} seconds") from None
-            raise
+        except (OSError, HTTPException, ValueError):
+            if time.monotonic() - start < limit:
+                raise
         finally:
             connection.close()
-        if late.is_set():
+        if time.monotonic() - start >= limit:
             raise TimeoutError(f"it took longer than {limit:g} seconds")
         if len(content) > most:
             raise _LieError(f"its answer has more than {counted(most, 'byte')}")
@@ -267,9 +259,7 @@ class _Calls:
             raise _LieError(f"its answer is not JSON ({shown})") from None
 
 
-def _shut(connected: socket.socket, late: threading.Event | None = None) -> None:
-    if late is not None:
-        late.set()
+def _shut(connected: socket.socket) -> None:
     with suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)
 
