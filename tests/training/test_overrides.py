@@ -108,7 +108,6 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("remote_code=perhaps", "remote_code = 'perhaps': must be true or false"),
         ("tracking=3", "tracking = 3: must be a list"),
         ("lora.targets=all", "lora.targets = 'all': must be all-linear, or a list of module names such as"),
-        ("lora.dropout=0.1", "lora.dropout = 0.1: must be 0: with dropout the update would not see the policy"),
         ("evaluation.temperature=0", "evaluation: samples = 4 at temperature 0: greedy samples are all the same"),
         ("objective.clip_low=3", "objective: clip_low must be between 0.0 and 1.0, got 3.0"),
         ("objective.kl=k4", "objective: unknown kl 'k4'; did you mean 'k3'? (allowed: k1, k2, k3)"),

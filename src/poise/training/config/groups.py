@@ -215,26 +215,17 @@ class EvaluationConfig(Group):
 
 
 class LoraConfig(Group):
-    """LoRA: train low-rank adapters instead of all weights."""
+    """LoRA: train low-rank adapters instead of all weights.
+
+    There is no dropout: the update must see the policy that sampled.
+    """
 
     rank: Count = 16
     """Of each adapter; any setting lora.… turns LoRA on."""
     alpha: Annotated[Real, Field(gt=0)] = 32.0
     """An adapter is multiplied by alpha / rank."""
-    dropout: Real = 0.0
-    """Must be 0."""
     targets: str | tuple[str, ...] = "all-linear"
     """Layers with an adapter: all-linear, or a list of module names."""
-
-    @field_validator("dropout")
-    @classmethod
-    def _no_dropout(cls, value: float) -> float:
-        if value != 0:
-            raise ValueError(
-                "must be 0: with dropout the update would not see the policy that sampled, and the probability ratio "
-                "would not begin at 1; for regularisation use a smaller lora.rank or optim.weight_decay"
-            )
-        return value
 
     @field_validator("targets", mode="before")
     @classmethod
