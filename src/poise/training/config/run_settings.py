@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from poise import regulators
 from poise._lib import live, user_code
@@ -166,16 +166,8 @@ def describe_sampling(config: Config, temperature: float) -> str:
     return f"temperature {temperature:g}, {limits}"
 
 
-class Difference(NamedTuple):
-    """One setting that differs: its dotted key and both values."""
-
-    key: str
-    saved: Any
-    now: Any
-
-
-def differences(saved: Document, now: Document) -> Iterator[Difference]:
-    """The settings that differ.
+def differences(saved: Document, now: Document) -> Iterator[tuple[str, Any, Any]]:
+    """The settings that differ: their dotted keys, with both values.
 
     A setting that an older version lacked counts as equal, and so does the same regulator spelled differently. ``now``
     is the user's own; ``saved`` may be anybody's, and code that only ``saved`` names is not loaded.
@@ -184,10 +176,10 @@ def differences(saved: Document, now: Document) -> Iterator[Difference]:
     for key in before | after:
         old, new = before.get(key), after.get(key)
         if old != new and not (key == "regulator" and _same_regulator(old, new)):
-            yield Difference(key, old, new)
+            yield key, old, new
     saved_template, template = saved.get("template"), now.get("template")
     if isinstance(saved_template, dict) and isinstance(template, dict) and saved_template.keys() < template.keys():
-        yield Difference("template", saved_template, template)  # every argument counts
+        yield "template", saved_template, template  # every argument counts
 
 
 def _same_regulator(saved: Any, now: Any) -> bool:
