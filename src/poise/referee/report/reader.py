@@ -1,7 +1,6 @@
 """Read the files of a run folder and check them: they may be damaged, or made by an attacker.
 
-A ``Recording`` is what the page shows of a run: ``RunRecording`` reads it from a run folder, ``token_files`` from the
-token export of another trainer.
+``RunRecording`` has what the page shows of a run folder; ``token_files`` has the same of another trainer's export.
 """
 
 from __future__ import annotations
@@ -40,42 +39,8 @@ class Step(NamedTuple):
     texts: dict[int, str]
 
 
-class Recording:
-    """The recorded responses of a run, by step, and its other data. Each source has a subclass."""
-
-    path: Path
-
-    def steps(self) -> list[int]:
-        """The steps whose tokens are recorded."""
-        raise NotImplementedError
-
-    def version(self, step: int) -> Hashable:
-        """A value that changes when the step is written again; None if it is not recorded."""
-        raise NotImplementedError
-
-    def read(self, step: int) -> Step:
-        """The responses and tokens of a step. ValueError if they cannot be read."""
-        raise NotImplementedError
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step."""
-        raise NotImplementedError
-
-    def files(self) -> list[Path]:
-        """The files and folders that change when the run does."""
-        raise NotImplementedError
-
-    def json(self, name: str) -> Any:  # noqa: ARG002
-        """The contents of a JSON file of the run folder; None if the file does not exist."""
-        return None
-
-    def skipped(self) -> list[str]:
-        """Messages about files that could not be read and were left out."""
-        return []
-
-
-class RunRecording(Recording):
-    """The recording in a run folder."""
+class RunRecording:
+    """The recorded responses of a run, by step, and its other data."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.path = folder, folder.path
@@ -85,12 +50,12 @@ class RunRecording(Recording):
         return [step for step in self.folder.recorded() if self.folder.tokens_path(step).exists()]
 
     def version(self, step: int) -> Hashable:
-        """When its tokens were written."""
+        """A value that changes when the step is written again; None if it is not recorded."""
         tokens = self.folder.tokens_path(step)
         return tokens.stat().st_mtime_ns if self.folder.rollouts_path(step).exists() and tokens.exists() else None
 
     def read(self, step: int) -> Step:
-        """Its two files, checked."""
+        """The responses and tokens of a step. ValueError if they cannot be read."""
         folder = self.folder
         try:
             check_file(folder.tokens_path(step))
@@ -104,16 +69,20 @@ class RunRecording(Recording):
             raise ValueError(f"step {step} of {folder.path} cannot be read: {why}") from None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics in ``metrics.jsonl``."""
+        """One dict per step."""
         return read_metrics(self.folder)
 
     def files(self) -> list[Path]:
-        """The files of ``FILES`` that exist."""
+        """The files and folders that change when the run does."""
         return [path for name in FILES if (path := self.path / name).exists()]
 
     def json(self, name: str) -> Any:
-        """The contents."""
+        """The contents of a JSON file of the run folder; None if the file does not exist."""
         return self.folder.read_json(name)
+
+    def skipped(self) -> list[str]:
+        """Messages about data that could not be read and were left out: here, reading raises an error."""
+        return []
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:

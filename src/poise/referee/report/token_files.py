@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from poise._lib.files import loads
 from poise.referee.report import prime_rl
-from poise.referee.report.reader import DAMAGED, Recording, Step, check_file
+from poise.referee.report.reader import DAMAGED, Step, check_file
 from poise.referee.report.token_row import Row, joined, parse
 from poise.referee.report.token_texts import Decoder
 from poise.referee.report.weighing import step_metrics
@@ -35,8 +35,8 @@ def token_files(path: Path) -> list[Path]:
     return sorted(file for pattern in PATTERNS for file in path.glob(pattern) if file.name not in OTHERS)
 
 
-class TokenFiles(Recording):
-    """The recording in token files. ``decode`` is a tokenizer's, for lines with token ids instead of texts."""
+class TokenFiles:
+    """A ``RunRecording`` of token files. ``decode`` is a tokenizer's, for lines with token ids instead of texts."""
 
     def __init__(self, path: Path, decode: Callable[[list[int]], str] | None = None) -> None:
         self.path, self._decoder = path, Decoder(decode)
@@ -93,6 +93,9 @@ class TokenFiles(Recording):
     def files(self) -> list[Path]:
         """The token files."""
         return token_files(self.path)
+
+    def json(self, _: str) -> None:
+        """Token files have no other data."""
 
     def skipped(self) -> list[str]:
         """The damaged lines: the first few by name, the others by their number."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import nan
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from poise.batch import Phase, TokenBatch
 from poise.diagnostics import Intervals
-from poise.referee.report.reader import Recording, Step
+from poise.referee.report.reader import Step
 from poise.regulators import Regulator, summary
+
+if TYPE_CHECKING:
+    from poise.referee.report.token_files import TokenFiles
 
 RECORDED = "recorded"  # the weights that the trainer used
 
@@ -77,7 +80,7 @@ class Weighed(NamedTuple):
     missing: dict[str, list[str]]  # by method that cannot be applied: the fields that the recording lacks
 
 
-def weigh(recording: Recording, methods: Mapping[str, Regulator], intervals: Intervals) -> Weighed:
+def weigh(recording: TokenFiles, methods: Mapping[str, Regulator], intervals: Intervals) -> Weighed:
     """Apply the methods to the recorded batches, step by step. Raises ValueError if no token can be weighted."""
     tokens, responses, steps = torch.zeros(len(intervals)), 0, 0
     pulls: dict[str, Tensor] = {}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from poise._lib.files import was_changed
-from poise.referee.report.reader import Recording, RunRecording
+from poise.referee.report.reader import RunRecording
 from poise.referee.report.token_files import TokenFiles, token_files
 from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
@@ -29,6 +29,7 @@ from poise.runs.subscribers.summary import change_intervals, learned
 from poise.sampling.trajectories import FIRST
 from poise.training.accuracy import is_summary, without_repeats
 
+Recording = RunRecording | TokenFiles
 Decode = Callable[[list[int]], str]  # a tokenizer's
 Block = tuple[int, int, int]  # run, step, row: the address of a response
 CHANGED = "summary.json was changed after the run wrote it."
