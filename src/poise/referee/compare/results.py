@@ -11,7 +11,7 @@ has no scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from math import nan
 from pathlib import Path
 from statistics import fmean
@@ -40,18 +40,14 @@ class Cost:
     flop: float | None = None  # an estimate; None if the number of parameters is unknown
 
     def __add__(self, other: Cost) -> Cost:
-        flop = None if self.flop is None or other.flop is None else self.flop + other.flop
-        return Cost(
-            self.tokens + other.tokens,
-            self.optimizer_steps + other.optimizer_steps,
-            self.seconds + other.seconds,
-            flop,
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        values: list[Any] = [None if None in pair else sum(pair) for pair in pairs]
+        return Cost(*values)
 
     def scaled(self, share: float) -> Cost:
         """This share of the cost."""
-        flop = None if self.flop is None else share * self.flop
-        return Cost(share * self.tokens, share * self.optimizer_steps, share * self.seconds, flop)
+        values: list[Any] = [None if value is None else share * value for value in astuple(self)]
+        return Cost(*values)
 
 
 @dataclass(frozen=True)
@@ -304,12 +300,18 @@ def _whole(folder: RunFolder, config: Line, name: str) -> int:
 Results = Callable[[Path], RunResult | None]  # the result of the run in a folder; None if it has none yet
 
 
-def tuning_scores(plan: Plan, arm: PlannedArm, variant: Variant, results: Results) -> list[tuple[float, bool]] | None:
-    """For each tuning seed the held-out accuracy, and whether the run diverged; None until all have results."""
+def tuning_scores(plan: Plan, arm: PlannedArm, variant: Variant, results: Results) -> dict[str, Any]:
+    """The held-out accuracy of every tuning seed, and how many runs diverged; no scores until all have results."""
     runs = [results(plan.run(arm, variant, seed).folder) for seed in plan.tuning_seeds]
-    if any(run is None or ACCURACY not in run.scores for run in runs):
-        return None
-    return [(run.scores[ACCURACY], run.state == "diverged") for run in runs if run is not None]
+    done = [run for run in runs if run is not None and ACCURACY in run.scores]
+    done = done if len(done) == len(runs) else []
+    scores = [run.scores[ACCURACY] for run in done]
+    return {
+        "rate": variant.rate,
+        "scores": scores,
+        "mean": fmean(scores) if scores else None,
+        "diverged": sum(run.state == "diverged" for run in done),
+    }
 
 
 def choose_rate(plan: Plan, arm: PlannedArm, results: Results) -> Variant | None:
@@ -319,12 +321,10 @@ def choose_rate(plan: Plan, arm: PlannedArm, results: Results) -> Variant | None
     """
     if len(arm.variants) == 1:
         return arm.variants[0]
-    ranks = []
-    for variant in arm.variants:
-        scores = tuning_scores(plan, arm, variant, results)
-        if scores is None:
-            return None
-        ranks.append((sum(diverged for _, diverged in scores), -fmean(score for score, _ in scores), variant.rate))
+    rates = [tuning_scores(plan, arm, variant, results) for variant in arm.variants]
+    if not all(rate["scores"] for rate in rates):
+        return None
+    ranks = [(rate["diverged"], -rate["mean"], rate["rate"]) for rate in rates]
     return arm.variants[ranks.index(min(ranks))]
 
 
@@ -335,16 +335,6 @@ def tuning_report(plan: Plan, results: Results) -> list[dict[str, Any]]:
         if len(arm.variants) == 1:
             continue
         chosen = choose_rate(plan, arm, results)
-        rates = []
-        for variant in arm.variants:
-            scores = tuning_scores(plan, arm, variant, results) or []
-            rates.append(
-                {
-                    "rate": variant.rate,
-                    "scores": [score for score, _ in scores],
-                    "mean": fmean(score for score, _ in scores) if scores else None,
-                    "diverged": sum(diverged for _, diverged in scores),
-                }
-            )
+        rates = [tuning_scores(plan, arm, variant, results) for variant in arm.variants]
         report.append({"arm": arm.name, "chosen": chosen.rate if chosen else None, "rates": rates})
     return report
