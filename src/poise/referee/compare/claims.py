@@ -68,6 +68,7 @@ def against_controls(
     """An arm against each of its controls: "better" by the difference in accuracy, "faster" by the ratio of speeds.
 
     A control explains a gain if it is at least as good: the interval includes no difference, or lies below it.
+    Equal results have no interval.
     """
     scores = {arm.name: arm.results(score) for arm in arms}
     logs = {arm: _logs(dict(zip(own["seeds"], own["values"], strict=True))) for arm, own in faster.items()}
@@ -75,16 +76,15 @@ def against_controls(
     def compared(values: Mapping[str, Mapping[int, float]], scale: Callable[[float], float]) -> list[Document]:
         known = {each: difference(values[name], values[each]) for each in controls if each in values}
         return [
-            {"name": each, **paired(result, scale), "explains": bool(result.seeds) and _at_most_0(result.interval)}
+            {
+                "name": each,
+                **paired(result, scale),
+                "explains": bool(result.seeds) and (not result.interval or result.interval[0] <= 0),
+            }
             for each, result in known.items()
         ]
 
     return {"better": compared(scores, float), "faster": compared(logs, exp)}
-
-
-def _at_most_0(interval: Interval | None) -> bool:
-    """Whether an interval excludes no difference of 0 or below; equal results have no interval."""
-    return interval is None or interval[0] <= 0
 
 
 def _logs(factors: Mapping[int, float]) -> dict[int, float]:

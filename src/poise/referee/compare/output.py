@@ -100,10 +100,7 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, text: 
 
 def _arm_row(arm: Mapping[str, Any], baseline: str, exploratory: bool) -> Row:
     result: Mapping[str, Any] = arm["difference"] or {}
-    low, high = arm["interval"] or (None, None)
-    difference_low, difference_high = result.get("interval") or (None, None)
     speed: Mapping[str, Any] = arm["speed"] or {}
-    speed_low, speed_high = speed.get("interval") or (None, None)
     return {
         "arm": arm["name"],
         **_settings(arm["settings"]),
@@ -113,27 +110,23 @@ def _arm_row(arm: Mapping[str, Any], baseline: str, exploratory: bool) -> Row:
         "seeds": len(arm["seeds"]),
         "missing": len(arm["missing"]),
         "diverged": len(arm["diverged"]),
-        "accuracy": arm["accuracy"],
-        "accuracy_low": low,
-        "accuracy_high": high,
-        "difference": result.get("mean"),
-        "difference_low": difference_low,
-        "difference_high": difference_high,
+        **_with_ends("accuracy", arm["accuracy"], arm["interval"]),
+        **_with_ends("difference", result.get("mean"), result.get("interval")),
         "interval_by": result.get("method"),
-        "p": result.get("p"),
-        "p_adjusted": result.get("p_adjusted"),
-        "detectable": result.get("detectable"),
-        "speed": speed.get("mean"),
-        "speed_low": speed_low,
-        "speed_high": speed_high,
+        **{key: result.get(key) for key in ("p", "p_adjusted", "detectable")},
+        **_with_ends("speed", speed.get("mean"), speed.get("interval")),
         "speed_beyond": len(speed.get("beyond", ())),
-        "speed_p": speed.get("p"),
-        "speed_p_adjusted": speed.get("p_adjusted"),
+        **{f"speed_{key}": speed.get(key) for key in ("p", "p_adjusted")},
         **{name: score["mean"] for name, score in arm["scores"].items()},
         **{f"{name}_before": arm["scores"][name]["before"] for name in LOST if name in arm["scores"]},
         "collapsed": arm["stability"]["collapsed"],
         **arm["cost"],
     }
+
+
+def _with_ends(name: str, value: float | None, interval: Sequence[float] | None) -> Row:
+    low, high = interval or (None, None)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def _settings(settings: Mapping[str, Any]) -> Row:
