@@ -67,8 +67,8 @@ def test_the_diagnosis_of_the_report_page():
     torch.testing.assert_close(left["forward"]().detach(), left["batch"].old_logp)  # and undone
 
 
-def test_the_comparison_of_the_compare_page(capsys):
-    left = run_snippets(ROOT / "docs/compare.md")
+def test_the_comparison_of_the_page_on_statistics(capsys):
+    left = run_snippets(ROOT / "experiments/instrument/statistics.md")
     assert left["found"]["arms"][1]["difference"]["p_adjusted"] == 2 / 2**8
     assert "against grpo: better" in capsys.readouterr().out
 
