@@ -11,6 +11,7 @@ from poise import tasks
 from poise.tasks import Attempt, TaskError, draw, training_problems
 from poise.tasks.data import Data, Math
 from poise.tasks.data.rows import DataError
+from poise.tasks.rewards import get
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(200)]
 
@@ -352,10 +353,12 @@ def test_a_column_or_key_that_is_there_twice_is_named(tmp_path):
 
 
 def test_rows_without_an_answer_are_named(tmp_path):
-    rows = [*ROWS, {"question": "And?", "answer": None}, {"question": "Or?"}, {"question": "But?", "answer": ""}]
+    rows = [*ROWS, {"question": "And?", "answer": None}, {"question": "Or?"}, {"question": "But?", "answer": " "}]
+    rows += [{"question": "Why?", "answer": float("nan")}, {"question": "How?", "answer": []}]
     file = jsonl(tmp_path / "rows.jsonl", rows)
-    assert "3 rows have no answer, and get no reward" in Data(file, reward="exact").notes[0]
-    assert Data(file, reward="exact").notes[0].endswith("lines 201, 202, 203")
+    assert "5 rows have no answer, and get no reward" in Data(file, reward="exact").notes[0]
+    assert Data(file, reward="exact").notes[0].endswith("lines 201, 202, 203, 204, 205")
+    assert get("exact")(completions=["nan"], answer=[float("nan")]) == [None]
     assert Data(file, reward="regex(pattern='a')").notes == []
 
 

@@ -150,6 +150,12 @@ def test_plain_numbers_are_read_exactly(text, value):
         ("number", "It is 5, so \\boxed{1,234}", "1234", 1.0),
         ("number", "first 5, then 7", "7", 1.0),  # the last number, on purpose
         ("number(last_number=False)", "first 5, then 7", "7", 0.0),
+        ("number", "1 000", "1000", 1.0),
+        ("number", "It is 1\u202f000 in all.", "1000", 1.0),
+        ("number", "It is 12 345.50.", "12345.5", 1.0),
+        ("number", "It is 1 000.", "0", 0.0),
+        ("number", "In 2020 300 people", "300", 1.0),
+        ("number", "5 250 30", "30", 1.0),
         ("number", "The answer is 18 dollars a day.", "#### 18", 1.0),
         ("number", "The answer is 5 or 6", "6", 0.0),  # two numbers are no answer
         ("number", "The answer is 5 million", "5", 0.0),

@@ -11,6 +11,7 @@ from poise._lib.errors import counted, short
 from poise.tasks.base import Message, Problem
 from poise.tasks.data.rows import DataError, Row, Rows, some
 from poise.tasks.rewards import GOLD_COLUMNS, Rewards
+from poise.tasks.rewards.base import gold_texts
 
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -98,7 +99,7 @@ class Reader:
     def _note_doubtful(self, source: str, problems: Sequence[Problem], gold: str | None) -> None:
         """Note problems without an answer, and questions that are there twice."""
         golds = [name or gold or GOLD_COLUMNS[0] for name in self.rewards.answer_columns()]
-        unknown = [p for p in problems if any(p.data["row"].get(name) in (None, "") for name in golds)]
+        unknown = [p for p in problems if any(not gold_texts(p.data["row"].get(name)) for name in golds)]
         if unknown:
             said = counted(len(unknown), "row has no answer, and gets", "rows have no answer, and get")
             self.notes.append(f"{source}: {said} no reward from rewards that compare with it: {places(unknown)}")

@@ -14,7 +14,11 @@ from collections.abc import Iterable
 _PHRASE = re.compile(r"\banswer[\s*_]{0,6}(?:is|was|=|:)\s{0,4}:?", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]{0,8}####", re.MULTILINE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+", re.ASCII)
+_NUMBER = re.compile(  # 1,000 and 1 000 with any kind of space
+    r"[-+]?(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|(?<!\d )\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3}){1,100}(?![\d ]\d|\d)|\d+)"
+    r"(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+",
+    re.ASCII,
+)
 _END = re.compile(r"[.!?;](?=\s)(?!\s+[a-z?\\+*/=^<>-])")  # of a sentence; not in "60. or more" and "60. + 2"
 _EDGES = " \t\r\n*_`"
 _QUOTES = _EDGES + "\"'"

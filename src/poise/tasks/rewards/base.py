@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any, Protocol
 
 from poise._lib.errors import quote
@@ -100,9 +101,11 @@ def gold_of(owner: str, columns: Mapping[str, Any], column: str | None, count: i
     values = columns[name]
     if len(values) != count:
         raise RewardError(f"reward {owner!r}: column {name!r} has {len(values)} rows for {count} completions")
-    return [_texts(value) for value in values]
+    return [gold_texts(value) for value in values]
 
 
-def _texts(value: Any) -> list[str]:
+def gold_texts(value: Any) -> list[str]:
+    """The right answers in a cell of the data: none if it is empty, blank or NaN (pandas writes NaN for no value)."""
     values = value if isinstance(value, list | tuple) else [value]
-    return [str(each) for each in values if each is not None and str(each).strip()]
+    known = [each for each in values if each is not None and not (isinstance(each, float) and isnan(each))]
+    return [str(each) for each in known if str(each).strip()]

@@ -50,6 +50,8 @@ def equal(answer: str, gold: str) -> bool | None:
     if (value := number_in(gold)) is not None:
         return answer_number(answer) == value
     if not _EQUALS.search(gold):
+        if any(_is_number(part.strip()) for part in _EQUALS.split(answer)[:-1]):
+            return False  # 0 = \pi and 1 = 2x state no formula
         answer = _right_side(answer)  # f'(x) = 2x gives 2x
     if _without_blanks(answer) == _without_blanks(gold):
         return bool(answer)
@@ -82,6 +84,15 @@ def _may_be(text: str, value: Fraction) -> bool:
         return known == value
     letter = re.search("[A-Za-z]", _ARITHMETIC.sub("", text))  # 5!/12 = 11 has none, and is not computed here
     return bool(letter) and not (changes_value(text) or _of_one_unknown(text) or "," in _OR.sub(",", text))
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text is a number, or arithmetic with numbers alone."""
+    try:
+        evaluate(_TIMES.sub("*", text))
+    except ExpressionError:
+        return number(text) is not None
+    return True
 
 
 def _of_one_unknown(text: str) -> bool:

@@ -151,7 +151,7 @@ class Number(Compares):
         if answer is not None:
             return _number_in(answer)
         last = answers.last_number(answers.conclusion(text)) if self.last_number else None
-        return None if last is None else formulas.number(last)
+        return None if last is None else formulas.number(formulas.clean(last))
 
     def _value(self, text: str, golds: list[str]) -> float:
         value = self._read(text)
