@@ -6,15 +6,24 @@ when neither role is left, go back. After someone has been judged, those they sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paraphrases import BACK, FOUND, GIVE_UP, HEAD, IMPOSSIBLE, POSSIBLE, Choose, Wording
 
 from poise.tasks.knights_knaves.puzzle import Puzzle, listing, role, say
-from poise.tasks.knights_knaves.statements import mentioned, truth_table, variables
+from poise.tasks.knights_knaves.statements import LEAVES, Statement, truth_table, variables
 
 Misread = Callable[[], bool]
+
+
+def mentioned(statement: Statement) -> Iterator[int]:
+    """The people a statement speaks of, in the order they are named, repeats included."""
+    if statement[0] in LEAVES:
+        yield statement[1]
+    else:
+        for part in statement[1:]:
+            yield from mentioned(part)
 
 
 @dataclass(frozen=True)

@@ -60,3 +60,22 @@ def permuted(statements: Any, to: Any) -> tuple[Any, ...]:
 
 def response(answer: str, think: str = "so it is") -> str:
     return f"<think>{think}</think>\n<answer>{answer}</answer>"
+
+
+def mentioned(statement: Any) -> list[int]:
+    """The people a statement speaks of."""
+    if statement[0] in ("telling-truth", "lying"):
+        return [statement[1]]
+    return [person for part in statement[1:] for person in mentioned(part)]
+
+
+def holds(statement: Any, knights: Any) -> bool:
+    """Whether a statement is true in one assignment, without truth tables."""
+    form, *parts = statement
+    if form in ("telling-truth", "lying"):
+        return bool(knights[parts[0]]) == (form == "telling-truth")
+    first, *others = (holds(part, knights) for part in parts)
+    if form == "not":
+        return not first
+    (second,) = others
+    return {"and": first and second, "or": first or second, "->": second or not first, "<=>": first == second}[form]

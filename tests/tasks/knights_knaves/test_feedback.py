@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from poise.tasks.knights_knaves import KnightsKnaves, generate
 from poise.tasks.knights_knaves.puzzle import answer_text
-from poise.tasks.knights_knaves.statements import holds
 from poise.tasks.knights_knaves.task import feedback_on_reply as feedback
-from support.puzzles import GOLD, PEOPLE, quick, response
+from support.puzzles import GOLD, PEOPLE, holds, quick, response
 
 CLAIMS = (("telling-truth", 2), ("lying", 0), ("and", ("telling-truth", 0), ("lying", 1)))  # the solution is GOLD
 

@@ -120,7 +120,10 @@ def test_mistakes_are_named(tmp_path: Path, file: str, puzzles: list[Puzzle]) ->
         "no such": ("gone.jsonl", None),
         "no rows": ("empty.jsonl", []),
         "row 2: no field 'solution'": ("missing.jsonl", [good, {k: v for k, v in good.items() if k != "solution"}]),
-        "lies.jsonl:1 has another solution": ("lies.jsonl", [good | {"solution": [not x for x in good["solution"]]}]),
+        "lies.jsonl, row 1: the puzzle has another solution": (
+            "lies.jsonl",
+            [good | {"solution": [not x for x in good["solution"]]}],
+        ),
         "must end in": ("puzzles.txt", []),
     }
     for message, (name, rows) in wrong.items():
@@ -137,5 +140,5 @@ def test_mistakes_are_named(tmp_path: Path, file: str, puzzles: list[Puzzle]) ->
         from_file(file, depth=2)
     one = from_file(written(tmp_path / "one.jsonl", [good]))
     absent = "test" if one.of_file["train"] else "train"
-    with pytest.raises(tasks.TaskError, match=f"no {absent} puzzle"):
-        next(one.problems(absent, 0))  # type: ignore[arg-type]
+    with pytest.raises(tasks.TaskError, match=f"no problem of split {absent}"):
+        tasks.draw(one, absent, 0, 1)  # type: ignore[arg-type]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from poise.tasks.knights_knaves import generate, solve
-from poise.tasks.knights_knaves.statements import FORMS, mentioned
+from poise.tasks.knights_knaves.statements import FORMS
+from support.puzzles import mentioned
 
 
 @pytest.mark.parametrize("people", range(2, 9))

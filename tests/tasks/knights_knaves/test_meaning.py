@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from poise.tasks.knights_knaves import KnightsKnaves, Puzzle, canonical, generate, split_of
 from poise.tasks.knights_knaves import statements as statements_module
-from poise.tasks.knights_knaves.statements import holds
-from support.puzzles import permuted, puzzles, quick
+from support.puzzles import holds, permuted, puzzles, quick
 
 
 @quick

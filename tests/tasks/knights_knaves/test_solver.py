@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 
 from poise.tasks.knights_knaves import solve
-from poise.tasks.knights_knaves.statements import holds
-from support.puzzles import puzzles, quick
+from support.puzzles import holds, puzzles, quick
 
 
 @quick

@@ -30,6 +30,7 @@ from poise.tasks.knights_knaves.statements import (
     canonical,
     check,
     consistent,
+    solve,
     truth_table,
 )
 
@@ -149,18 +150,20 @@ class Puzzle:
         object.__setattr__(self, "solution", tuple(self.solution))
         people = len(self.statements)
         if len(self.names) != people or len(self.solution) != people:
-            raise ValueError(
-                f"puzzle {self.id!r}: {people} statements, {len(self.names)} names and "
-                f"{len(self.solution)} roles in the solution; there must be as many of each"
-            )
-        if not all(isinstance(name, str) and name.strip() for name in self.names):
-            raise ValueError(f"puzzle {self.id!r}: names must be non-empty text, got {self.names!r}")
-        if len({name.casefold() for name in self.names}) != people:
-            raise ValueError(f"puzzle {self.id!r}: names must differ, got {', '.join(self.names)}")
-        if any(ROLE.search(name) for name in self.names):
-            raise ValueError(f"puzzle {self.id!r}: no one may be called knight or knave, got {', '.join(self.names)}")
-        if not all(isinstance(knight, bool) for knight in self.solution):
-            raise ValueError(f"puzzle {self.id!r}: the solution must be booleans, got {self.solution!r}")
+            fault = f"there must be as many of each, statements ({people}), names and roles in the solution"
+        elif not all(isinstance(name, str) and name.strip() for name in self.names):
+            fault = "names must be non-empty text"
+        elif len({name.casefold() for name in self.names}) != people:
+            fault = "names must differ"
+        elif any(ROLE.search(name) for name in self.names):
+            fault = "no one may be called knight or knave"
+        elif not all(isinstance(knight, bool) for knight in self.solution):
+            fault = "the solution must be booleans"
+        else:
+            return
+        raise ValueError(
+            f"puzzle {self.id!r}: {fault}; got the names {self.names!r} and the solution {self.solution!r}"
+        )
 
     @property
     def people(self) -> int:
@@ -290,19 +293,21 @@ def _compound(form: str, plain: list[Statement], depth: int, rng: Random) -> Sta
 
 
 def read(path: str | PathLike[str]) -> list[Puzzle]:
-    """The puzzles of a file (``.jsonl``, ``.parquet``, …), in file order, their quiz texts as they are."""
+    """The puzzles of a file (``.jsonl``, ``.parquet``, …), in file order. Each has one solution, which is the given."""
     return [_puzzle(row, Path(path), number) for number, row in read_all(str(path))]
 
 
 def _puzzle(row: Row, path: Path, number: int) -> Puzzle:
     where = f"{path}, row {number}"
-    missing = [field for field in ("names", "statements", "solution", "quiz") if field not in row]
-    if missing:
+    if missing := [field for field in ("names", "statements", "solution", "quiz") if field not in row]:
         raise ValueError(f"{where}: no field {missing[0]!r} (there are: {', '.join(row)})")
     statements = row["statements"]
     try:
         if isinstance(statements, str):
             statements = ast.literal_eval(statements)
-        return Puzzle(tuple(row["names"]), statements, tuple(row["solution"]), row["quiz"], f"{path.name}:{number}")
+        puzzle = Puzzle(row["names"], statements, row["solution"], row["quiz"], f"{path.name}:{number}")
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{where}: {error}") from None
+    if solve(puzzle.statements) != [list(puzzle.solution)]:
+        raise ValueError(f"{where}: the puzzle has another solution than it says, or several")
+    return puzzle

@@ -10,7 +10,7 @@ that a connective is one operation on integers, whatever n is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -91,31 +91,8 @@ def solve(statements: Sequence[Statement]) -> list[list[bool]]:
 
 def holds(statement: Statement, knights: Sequence[bool]) -> bool:
     """Whether a statement is true in one assignment."""
-    form = statement[0]
-    if form == "telling-truth":
-        return knights[statement[1]]
-    if form == "lying":
-        return not knights[statement[1]]
-    left = holds(statement[1], knights)
-    if form == "not":
-        return not left
-    right = holds(statement[2], knights)
-    if form == "and":
-        return left and right
-    if form == "or":
-        return left or right
-    if form == "->":
-        return right or not left
-    return left == right
-
-
-def mentioned(statement: Statement) -> Iterator[int]:
-    """The people a statement speaks of, in the order they are named, repeats included."""
-    if statement[0] in LEAVES:
-        yield statement[1]
-    else:
-        for part in statement[1:]:
-            yield from mentioned(part)
+    number = sum(knight << i for i, knight in enumerate(knights))
+    return bool(truth_table(statement, len(knights)) >> number & 1)
 
 
 def check(statements: Sequence[Any]) -> tuple[Statement, ...]:
