@@ -17,11 +17,6 @@ from poise._lib.errors import how_to_install, short
 from poise.tasks.base import Problem
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
-# What names of other files end in. Names on the hub have dots too (owner/words-v1.5), so this is a list.
-OTHER_SUFFIXES = (
-    ".txt", ".tsv", ".xls", ".xlsx", ".yaml", ".yml", ".ndjson", ".jsonlines", ".arrow", ".feather", ".pkl", ".py",
-    ".md", ".xml", ".html", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".db", ".sqlite", ".npy", ".npz", ".pt",
-)  # fmt: skip
 Row = dict[str, Any]
 ENDINGS = ", ".join(SUFFIXES)
 

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from poise._lib import live
-from poise._lib.errors import MOST_LISTED, check_range, short, unknown
+from poise._lib.errors import check_range, short, unknown
 from poise._lib.files import expand
-from poise.tasks.data.rows import ENDINGS, OTHER_SUFFIXES, SUFFIXES, DataError, Row, Rows, module, read_file
+from poise.tasks.data.rows import ENDINGS, SUFFIXES, DataError, Row, Rows, module, read_file
 
 TRAIN = "train"
 HELD_OUT = ("test", "validation")  # splits that are held out, looked for in this order
 OFF = "off"  # in place of a split's name: hold out a share of the training split instead
 IN_MEMORY = "in memory"
+LONGEST_REASON = 500  # characters of an error of datasets
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,11 @@ class Source:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for key, kinds, what in (
-            ("config", str | None, "text"),
-            ("split", str | None, "text"),
-            ("test_split", str | None, "text"),
-            ("streaming", bool, "true or false"),
-        ):
-            if not isinstance(value := getattr(self, key), kinds):
-                raise DataError(f"data {self}: {key} must be {what}, got {short(value)}")
+        for key in ("config", "split", "test_split"):
+            if not isinstance(value := getattr(self, key), str | None):
+                raise DataError(f"data {self}: {key} must be text, got {short(value)}")
+        if not isinstance(self.streaming, bool):
+            raise DataError(f"data {self}: streaming must be true or false, got {short(self.streaming)}")
         check_range(f"data {self}", "weight", self.weight, 1e-9)
 
     def __str__(self) -> str:
@@ -217,7 +215,8 @@ def _on_hub(source: Source) -> bool:
 
 
 def _may_be_hub_id(name: str, path: Path) -> bool:
-    is_file = path.name.lower().endswith(SUFFIXES + OTHER_SUFFIXES)
+    # Names on the hub have dots too (owner/words-v1.5).
+    is_file = path.name.lower().endswith((*SUFFIXES, ".txt", ".tsv", ".gz"))
     return name.count("/") <= 1 and not name.startswith((".", "~", "/")) and not is_file
 
 
@@ -227,26 +226,6 @@ def _loaded(source: Source, function: str, *arguments: Any, **options: Any) -> A
     try:
         return getattr(datasets, function)(*arguments, **options)
     except Exception as error:  # the hub's and datasets' exceptions are many
-        if isinstance(error, ValueError) and function == "load_dataset":
-            _check_config(source, datasets, arguments[0])
-        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        here = expand(str(source.name)).exists()
-        hint = (
-            f"; no file or folder {str(source.name)!r} is here, so it was looked for on the hub: is there a network, "
-        )
-        hint = "" if here else hint + "and is the name right?"
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+        hint = "; it was looked for on the hub: is there a network, and is the name right?" if _on_hub(source) else ""
         raise DataError(f"data {source} cannot be loaded ({why}){hint}") from None
-
-
-def _check_config(source: Source, datasets: Any, name: str) -> None:
-    """Raise if the set has several configurations and the source names none of them."""
-    try:
-        known = list(datasets.get_dataset_config_names(name))
-    except Exception:  # the first error is the one to report
-        return
-    if source.config in known or (source.config is None and len(known) < 2):
-        return
-    listed = ", ".join(known[:MOST_LISTED]) + (f", … ({len(known)})" if len(known) > MOST_LISTED else "")
-    has = "has several configurations" if source.config is None else f"has no configuration {source.config!r}, but"
-    written = f"data.config={known[0]}, or {{name: {source.name}, config: {known[0]}}}"
-    raise DataError(f"data {source.name} {has} {listed}; choose one: {written}") from None
