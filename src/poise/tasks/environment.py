@@ -247,20 +247,14 @@ def _is_feedback(kind: type, name: str) -> bool:
 def _check_tool(kind: type, name: str) -> None:
     """Refuse a public method without type hints or docstring: a tool's schema is built from them."""
     method = getattr(kind, name)
-    parameters = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
     docstring = inspect.getdoc(method) or ""
-    if not docstring:
-        what = "a docstring that says what it does"
-    elif bare := [each.name for each in parameters if each.annotation is inspect.Parameter.empty]:
-        what = f"a type hint for {bare[0]}"
-    elif missing := [p.name for p in parameters if not re.search(rf"^\s*{p.name}\b.*:", docstring, re.MULTILINE)]:
-        what = f"a line on {missing[0]} under Args: in its docstring"
-    else:
-        return
-    raise ValueError(
-        f"environment: {kind.__name__}.{name} is public, so it is a tool, and lacks {what}; add it, or begin the name "
-        "with _"
-    )
+    arguments = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
+    bare = [p.name for p in arguments if p.annotation is p.empty or not re.search(rf"(?m)^\s*{p.name}\b.*:", docstring)]
+    if bare or not docstring:
+        raise ValueError(
+            f"environment: {kind.__name__}.{name} is public, so it is a tool: give it a docstring, and each argument a "
+            f"type hint and a line under Args:{f' (as {bare[0]} lacks)' if bare else ''}, or begin its name with _"
+        )
 
 
 class EnvironmentEpisode:
@@ -323,10 +317,10 @@ class EnvironmentEpisode:
         """The environment's own ``feedback`` at the end of the episode, or the last text of a tool."""
         if self.final_feedback:
             return self.final_feedback
-        last = (
+        said = (
             f"The last tool said {quote(self.last_tool_text, 200)}." if self.last_tool_text else "No tool was called."
         )
-        return f"{last} Turns: {self.replies}."
+        return f"{said} Turns: {self.replies}."
 
     def close(self) -> None:
         """Ask for feedback, and return the environment to the pool. After a failure it is not reused."""
