@@ -307,6 +307,9 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Save model and tokenizer as an ordinary transformers folder."""
+        for adapter in getattr(self.model, "peft_config", {}).values():
+            if isinstance(adapter.target_modules, set):  # whose order differs from process to process
+                adapter.target_modules = sorted(adapter.target_modules)
         with progress_bars(False):
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
