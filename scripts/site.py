@@ -142,7 +142,7 @@ def _method_page(name: str, setting: str, kind: Any, equation: str) -> str:
              if each.default is not each.empty]  # fmt: skip
     code = textwrap.dedent(inspect.getsource(getattr(kind, equation))).strip() if equation else ""
     row = re.search(rf"(?m)^\| `{re.escape(name)}` \|.*$", (ROOT / "docs/papers.md").read_text(encoding="utf-8"))
-    source = [cell.strip() for cell in row[0].strip("|").split(" | ")][-2:] if row else []
+    source = [cell.strip() for cell in re.split(r"(?<!\\)\|", row[0])[-3:-1]] if row else []
     shown = [
         f"# {name}\n",
         f"`{setting}={name}`\n",
@@ -150,7 +150,7 @@ def _method_page(name: str, setting: str, kind: Any, equation: str) -> str:
         f"Settings: {', '.join(given)}.\n" if given else "It has no settings.\n",
         "## From the paper, and ours\n",
         f"From: {source[0]}.\n" if source and source[0] else "",
-        f"Ours: {source[1]}.\n" if source and source[1].strip(" |") else "",
+        f"Ours: {source[1]}.\n" if source and source[1] else "",
         "[Papers, and what is ours](../papers.md) has the evidence for and against it.\n",
         "## The code\n",
         f"```python\n{code}\n```\n" if code else "",
