@@ -15,13 +15,14 @@ from contextlib import contextmanager
 import torch
 
 from poise._lib import device as _device
+from poise._lib.errors import UserError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FIXED = (":4096:8", ":16:8")  # with which cuBLAS promises the same result on every stream
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"  # inductor measures no kernels to choose among
 
 
-class NotRepeatableError(RuntimeError):
+class NotRepeatableError(UserError, RuntimeError):
     """This process cannot compute the same bits twice. The message says what to do."""
 
 

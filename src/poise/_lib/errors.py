@@ -18,6 +18,10 @@ LONGEST_QUOTE = 60  # characters of a text that a model wrote
 MOST_LISTED = 50  # with more allowed names, a message shows only the likely one
 
 
+class UserError(Exception):
+    """An error that tells the user what to do. The command line prints it without a traceback."""
+
+
 class _Short(reprlib.Repr):
     """``repr`` for messages: a user's value may be a million characters long, or contain itself."""
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from poise._lib import live
 from poise._lib.calls import split_bars
-from poise._lib.errors import check_settings, unknown
+from poise._lib.errors import UserError, check_settings, unknown
 from poise._lib.files import remove
 from poise._lib.fingerprint import files, fingerprint, hashes, in_place, module_files, shadowed
 
@@ -45,7 +45,7 @@ class UntrustedError(ValueError):
     """Settings that the user did not write name code to run."""
 
 
-class UserCodeError(RuntimeError):
+class UserCodeError(UserError, RuntimeError):
     """The user's own code raised, or returned something unusable."""
 
 

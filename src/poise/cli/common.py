@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from poise._lib.imports import quick_imports
-
 if TYPE_CHECKING:
     from rich.status import Status
 
@@ -70,36 +68,14 @@ Model = Annotated[
 def user_errors() -> Iterator[None]:
     """Print errors that tell the user what to do without a traceback. Any other error is a bug and keeps its
     traceback."""
-    from poise.training.config.documents import ConfigError
+    from poise._lib.errors import UserError
 
     try:
         yield
-    except typer.Exit:
-        raise
-    except (ConfigError, OSError) as error:
+    except (UserError, OSError) as error:
         fail(error)
-    except Exception as error:
-        if isinstance(error, _kinds_that_explain()):
-            fail(error)
-        raise
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-def _kinds_that_explain() -> tuple[type[Exception], ...]:
-    """The errors that tell the user what to do. Imported only when needed: most of them need torch."""
-    with quick_imports():
-        from poise._lib.determinism import NotRepeatableError
-        from poise._lib.user_code import UserCodeError
-        from poise.models.location import ModelError
-        from poise.runs.folder import CheckpointError, DamagedError
-        from poise.runs.trackers import TrackerError
-        from poise.tasks import RewardError, TaskError
-        from poise.tasks.data import DataError
-        from poise.training.resume import TrainError
-    models = (ModelError, CheckpointError, DamagedError)
-    tasks = (DataError, TaskError, RewardError)
-    return (*models, *tasks, TrainError, TrackerError, UserCodeError, NotRepeatableError)
 
 
 @contextmanager

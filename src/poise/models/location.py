@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from poise._lib import live
-from poise._lib.errors import how_to_install
+from poise._lib.errors import UserError, how_to_install
 from poise._lib.files import MANIFEST, expand
 from poise.runs.folder import RunFolder
 from poise.runs.listing import is_run
@@ -18,7 +18,7 @@ SHIPPED = {"embedded": EMBEDDED, "embedded-plain": _ASSETS / "kk-plain"}  # mode
 PATIENCE = 10.0  # seconds
 
 
-class ModelError(ValueError):
+class ModelError(UserError, ValueError):
     """A model that cannot be loaded or used. The message says what to do."""
 
 

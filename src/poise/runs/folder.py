@@ -32,7 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from poise._lib.errors import check_range, complain
+from poise._lib.errors import UserError, check_range, complain
 from poise._lib.files import check_own, dumps, expand, loads, read_json, remove, remove_leftovers, replacing
 from poise._lib.user_code import Code
 from poise.runs.listing import is_comparison
@@ -51,11 +51,11 @@ ASIDE = "set-aside-"  # prefix of an unreadable checkpoint that the run continue
 COPY = "put the file back from a copy"
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError, ValueError):
     """A file of a run is not what poise wrote. The message names it, and says what to do."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint could not be written, or none could be read. The message says what to do."""
 
 

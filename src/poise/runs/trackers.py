@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from poise._lib.errors import how_to_install
+from poise._lib.errors import UserError, how_to_install
 
 PROJECT = "poise"  # of W&B and trackio
 TRACKERS = {  # the module, and what it must have: a folder of its name, such as wandb/, can be imported too
@@ -21,7 +21,7 @@ TRACKERS = {  # the module, and what it must have: a folder of its name, such as
 }
 
 
-class TrackerError(ImportError):
+class TrackerError(UserError, ImportError):
     """A tracker is not installed or cannot be started. The message says what to do."""
 
 

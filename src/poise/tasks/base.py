@@ -13,7 +13,7 @@ from inspect import signature
 from os import PathLike
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from poise._lib.errors import check_whole, short
+from poise._lib.errors import UserError, check_whole, short
 from poise.tasks.rewards.base import TrainerState
 
 Split = Literal["train", "test"]
@@ -121,7 +121,7 @@ class Finite(Protocol):
         ...
 
 
-class TaskError(RuntimeError):
+class TaskError(UserError, RuntimeError):
     """A task breaks the contract of ``Task``."""
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 
 from poise._lib import live
-from poise._lib.errors import complain, short
+from poise._lib.errors import UserError, complain, short
 from poise._lib.files import expand
 from poise._lib.user_code import edited
 from poise.runs.checkpoint_files import CHANGEABLE
@@ -20,7 +20,7 @@ from poise.training.config.run_settings import differences
 from poise.training.config.schema import Config
 
 
-class TrainError(RuntimeError):
+class TrainError(UserError, RuntimeError):
     """Training cannot continue. The message says why, and what to do."""
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from poise._lib.errors import how_to_install, short
+from poise._lib.errors import UserError, how_to_install, short
 from poise.tasks.base import Problem
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 ENDINGS = ", ".join(SUFFIXES)
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Data that cannot be used; the message says which file, which line, and what to do."""
 
 

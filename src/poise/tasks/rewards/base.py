@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import Any, Protocol
 
-from poise._lib.errors import quote
+from poise._lib.errors import UserError, quote
 from poise.tasks.rewards import answers
 
 GOLD_COLUMNS = ("answer", "solution", "ground_truth")  # tried in this order
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError, RuntimeError):
     """A reward or verifier raised, or did not return one finite number (or None) per completion."""
 
 

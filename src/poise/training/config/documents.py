@@ -16,7 +16,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent
 from ruamel.yaml.nodes import Node, ScalarNode
 
-from poise._lib.errors import LONGEST, short, unknown
+from poise._lib.errors import LONGEST, UserError, short, unknown
 from poise._lib.files import loads
 from poise._lib.user_code import METHODS
 from poise.runs.listing import is_comparison
@@ -40,7 +40,7 @@ DATA_TASKS = ("data", "math")
 Document = dict[str, Any]
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """An invalid configuration: ``problems`` holds a line for each mistake."""
 
     def __init__(self, *problems: str) -> None:
