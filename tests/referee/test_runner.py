@@ -105,12 +105,6 @@ def test_the_accuracy_before_training_is_measured_once(tmp_path):
         assert ("=1.0" in run) == ("=1.0" in before.parts[-3])
 
 
-def test_whether_it_is_known_already(tmp_path):
-    runner, _ = carry_out(make(tmp_path))
-    for folder, unknown in ((tmp_path, False), (tmp_path / "another", True)):
-        assert Runner(make(folder, "seeds=4"), Fake(), runner.view, 1).unmeasured() == unknown
-
-
 def test_a_run_that_waits_holds_up_none_that_begins_otherwise(tmp_path):
     axes = ["rollout.temperature=1.0,0.9", "regulator=grpo; ar", "seeds=2", f"run={tmp_path / 'cmp'}"]
     runner, started = carry_out(read_plan("demo", [*SMALL, *axes]), jobs=3, slow=True)

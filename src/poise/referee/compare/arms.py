@@ -17,7 +17,7 @@ from typing import Any
 from poise import regulators
 from poise._lib.calls import split_outside
 from poise._lib.errors import short
-from poise.referee.compare.settings import NAMES
+from poise.referee.compare.settings import Settings
 from poise.training.config.documents import SHORT_FORMS, ConfigError, Document, merge, split_overrides
 from poise.training.config.messages import unknown_key
 from poise.training.config.schema import Config, keys, restore
@@ -103,14 +103,13 @@ def alternatives(key: str, text: str) -> list[str]:
     return parts
 
 
-def build(document: Document, overrides: Sequence[str], *, tuned: bool) -> list[PlannedArm]:
-    """The arms of ``document`` (a recipe, or a comparison with ``axes`` and ``arms``) and the overrides.
+def build(document: Document, overrides: Sequence[str], comparison: Settings) -> list[PlannedArm]:
+    """The arms of a comparison whose runs have the settings of ``document`` and the overrides.
 
-    With ``tuned``, learning rates are variants of an arm; otherwise each rate makes its own arm.
+    With ``tune``, learning rates are variants of an arm; otherwise each rate makes its own arm.
     """
-    document = dict(document)
-    axes = _axes(document.pop("axes", None))
-    single_arms = _single_arms(document.pop("arms", None))
+    axes = {key: [(_text(value), json.dumps(value)) for value in values] for key, values in comparison.axes.items()}
+    single_arms, tuned = _single_arms(comparison.arms), comparison.tune > 0
     fixed: list[str] = []
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -163,34 +162,16 @@ def _arm(name: str, document: Document, fixed: list[str], values: list[Value], r
     return PlannedArm(title or variants[0].name, {key: text for key, text, _ in values}, tuple(variants))
 
 
-def _axes(entries: Any) -> dict[str, list[tuple[str, str]]]:
-    """The axes of a file: for each key its values, for people and as overrides."""
-    if entries is None:
-        return {}
-    if not isinstance(entries, Mapping) or not all(isinstance(v, list) and v for v in entries.values()):
-        example = "such as regulator: [grpo, ar]"
-        raise ConfigError(f"axes = {short(entries)}: must have a list of values for each key, {example}")
-    return {str(key): [(_text(value), json.dumps(value)) for value in values] for key, values in entries.items()}
-
-
-def _single_arms(entries: Any) -> list[tuple[str, list[Value]]]:
+def _single_arms(entries: list[dict[str, Any]] | None) -> list[tuple[str, list[Value]]]:
     """The names and settings of the arms that a file lists; one arm without either if it lists none."""
-    if entries is None:
-        return [("", [])]
-    if not isinstance(entries, list) or not entries or not all(isinstance(arm, Mapping) and arm for arm in entries):
-        example = "such as - regulator: ar"
-        raise ConfigError(f"arms = {short(entries)}: must be a list of arms, each with settings, {example}")
-    for arm in entries:
+    found = []
+    for arm in entries or [{}]:
         name = arm.get("name", "")
         if isinstance(name, bool) or not isinstance(name, str | int | float) or not str(name).isprintable():
             raise ConfigError(f"arms: name = {short(name)}: must be text in one line")
-    return [
-        (
-            str(arm.get("name", "")),
-            [(str(key), _text(value), json.dumps(value)) for key, value in arm.items() if key != "name"],
-        )
-        for arm in entries
-    ]
+        settings = [(key, _text(value), json.dumps(value)) for key, value in arm.items() if key != "name"]
+        found.append((str(name), settings))
+    return found
 
 
 def _text(value: Any) -> str:
@@ -211,7 +192,7 @@ def _check_keys(
     known = set(Config.model_fields) | set(SHORT_FORMS)
     wrong = [key for key in dict.fromkeys([*document, *overrides, *differing]) if key.partition(".")[0] not in known]
     if wrong:
-        raise ConfigError(*(unknown_key(key, [*NAMES, *SHORT_FORMS, *keys(document)]) for key in wrong))
+        raise ConfigError(*(unknown_key(key, [*Settings.model_fields, *SHORT_FORMS, *keys(document)]) for key in wrong))
 
 
 def _check_distinct(arms: Sequence[PlannedArm]) -> None:

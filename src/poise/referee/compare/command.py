@@ -63,8 +63,7 @@ def compare(
             runner = Runner(plan, Processes(plan.limits.threads), view, jobs)
             with mps(view.note) if parallel else nullcontext(), closing(runner.processes):
                 if runner.status().done < plan.size:
-                    first = ", and measuring its accuracy before training" if runner.unmeasured() else ""
-                    view.note(f"loading the model{first} …")
+                    view.note("loading the model …")
                 runner.run(lambda: stopper.requested)
         return _finish(plan, runner)
 

@@ -125,8 +125,6 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
         key, equals, _ = override.partition("=")
         if key.strip() == "seed" and equals:
             raise ConfigError("seed: a comparison has several seeds; write seeds=10 for 0 to 9, or seeds=20-29")
-        if equals and key.strip() in ("arms", "axes"):
-            raise ConfigError(f"{key.strip()}: list them in a YAML file; here, give a setting several values")
         if equals and key.strip() in Settings.model_fields:
             own[key.strip()] = read_typed(override)
         else:
@@ -139,7 +137,7 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     document = merge(document, {"evaluation": {"problems": _held_out(own_evaluation, document)}})
     document.setdefault("keep_checkpoints", 1)  # there are many runs, and each resumes from its newest
     comparison = validated(own)
-    arms = tuple(build(document, settings, tuned=comparison.tune > 0))
+    arms = tuple(build(document, settings, comparison))
     if not arms[0].variants[0].config.evaluation.problems:
         raise ConfigError(
             "evaluation = off, or evaluation.problems = 0: a comparison compares held-out accuracy; leave it out"

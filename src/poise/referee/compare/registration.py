@@ -62,11 +62,9 @@ class Added(NamedTuple):
         return bool(self.arms or self.seeds)
 
     def __str__(self) -> str:
-        parts = [
-            f"arm{'s' * (len(self.arms) > 1)} {'; '.join(self.arms)}" if self.arms else "",
-            f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}" if self.seeds else "",
-        ]
-        return " and ".join(filter(None, parts))
+        arms = [f"arm{'s' * (len(self.arms) > 1)} {'; '.join(self.arms)}"] if self.arms else []
+        seeds = [f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"] if self.seeds else []
+        return " and ".join(arms + seeds)
 
 
 def added(plan: Plan, registered: Document) -> Added:

@@ -135,10 +135,6 @@ class Runner:
         """The runs of the plan without a result whose learning rate is known."""
         return [run for run in self.runs() if run and self.result(run.folder) is None]
 
-    def unmeasured(self) -> bool:
-        """Whether the next run must measure its accuracy before training, because no other run has."""
-        return any(self._before(run) is None for run in self.left()[:1])
-
     def variant_of(self, arm: PlannedArm) -> Variant | None:
         """The variant of an arm for the comparison; None while it is tuned."""
         return choose_rate(self.plan, arm, self.result)

@@ -49,10 +49,12 @@ class Limits(Group):
 
 
 class Settings(Limits):
-    """All settings of a comparison but its arms and its folder."""
+    """All settings of a comparison but its folder."""
 
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = tuple(range(10))
     tune: Annotated[Whole, Field(ge=0, le=MOST_SEEDS)] = 0
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field({})  # the values of a setting, by its key
+    arms: Annotated[list[Annotated[dict[str, Any], Field(min_length=1)]], Field(min_length=1)] | None = None
     baseline: Any = None  # the name of an arm
     controls: Literal["none", "auto"] = "none"
     measure: Literal["accuracy", "speed"] = "accuracy"
@@ -67,12 +69,11 @@ class Settings(Limits):
         return self
 
 
-NAMES = (*Settings.model_fields, "axes", "arms")
-
-
 def validated(document: Document) -> Settings:
     """The settings in a document with no other keys. ConfigError with a line for each problem."""
     try:
         return Settings.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(*(explain(problem, NAMES) for problem in error.errors(include_url=False))) from None
+        raise ConfigError(
+            *(explain(problem, list(Settings.model_fields)) for problem in error.errors(include_url=False))
+        ) from None

@@ -23,6 +23,8 @@ _PHRASES = {
     "float_type": "must be a number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
+    "dict_type": "must be a group of settings, {key: value}",
+    "list_type": "must be a list",
     "model_type": "must be a group of settings, {key: value}",
     "dataclass_type": "must be a group of settings, {key: value}",
     "tuple_type": "must be a list",
