@@ -76,10 +76,10 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path):
              '{"question": "\\ud800 half", "answer": "3"}']  # fmt: skip
     task = Data(jsonl(tmp_path / "rows.jsonl", lines), reward="exact", held_out=0.0)
     told = "\n".join(task.notes)
-    assert "3 rows cannot be read and are left out: lines 2, 4, 9 (line 2: not JSON" in told
-    assert "2 rows have no question and are left out: lines 3, 6" in told
-    assert "1 row cannot be used (a message must have a role" in told
-    assert "1 row repeats an earlier question, and is kept: line 7" in told
+    assert "3 unreadable rows left out: lines 2, 4, 9 (line 2: not JSON" in told
+    assert "2 rows without a question left out: lines 3, 6" in told
+    assert "1 row left out (a message must have a role" in told
+    assert "1 row with an earlier row's question kept: line 7" in told
     assert len(task.epoch("train", 0, 0)) == 2
 
 
@@ -87,7 +87,7 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path):
     ("content", "message"),
     [
         ("", "has no row"),
-        ("{oops\n", r"has no row; 1 row cannot be read and is left out: line 1 \(not JSON: .* at column 2\)"),
+        ("{oops\n", r"has no row; 1 unreadable row left out: line 1 \(line 1: not JSON: .* at column 2\)"),
         (
             '{"text": "x", "label": 1}\n',
             r"none of its columns is called prompt, question.*has: text, label.*task.question=",
@@ -291,8 +291,8 @@ def test_problems_that_do_not_fit_are_left_out_and_named(tmp_path):
     before = task.epoch("train", 0, 0)
     task.leave_out(lambda problem: problem.id.endswith((":3", ":7")), "since they are long")
     assert len(task.epoch("train", 0, 0)) == len(before) - 2
-    assert task.notes[-1] == "2 train problems are left out, since they are long: lines 3, 7"
-    with pytest.raises(DataError, match="all 198 train problems are left out, since they are long: shorten them"):
+    assert task.notes[-1] == "2 train problems left out, since they are long: lines 3, 7"
+    with pytest.raises(DataError, match="all 198 train problems left out, since they are long: shorten them"):
         task.leave_out(lambda _: True, "since they are long", "shorten them")
 
 
@@ -345,7 +345,7 @@ def test_a_column_or_key_that_is_there_twice_is_named(tmp_path):
         Data(str(tmp_path / "rows.csv"), reward="exact")
     twice = '{"question": "What?", "answer": "1", "answer": "2"}'
     task = Data(jsonl(tmp_path / "rows.jsonl", [*ROWS, twice]), reward="exact")
-    assert "1 row cannot be read and is left out: line 201" in task.notes[0]
+    assert "1 unreadable row left out: line 201" in task.notes[0]
     assert "the key 'answer' is there twice" in task.notes[0]
     (tmp_path / "rows.json").write_text(f"[{twice}]")
     with pytest.raises(DataError, match="the key 'answer' is there twice"):
@@ -356,7 +356,7 @@ def test_rows_without_an_answer_are_named(tmp_path):
     rows = [*ROWS, {"question": "And?", "answer": None}, {"question": "Or?"}, {"question": "But?", "answer": " "}]
     rows += [{"question": "Why?", "answer": float("nan")}, {"question": "How?", "answer": []}]
     file = jsonl(tmp_path / "rows.jsonl", rows)
-    assert "5 rows have no answer, and get no reward" in Data(file, reward="exact").notes[0]
+    assert "5 rows without an answer: rewards that compare" in Data(file, reward="exact").notes[0]
     assert Data(file, reward="exact").notes[0].endswith("lines 201, 202, 203, 204, 205")
     assert get("exact")(completions=["nan"], answer=[float("nan")]) == [None]
     assert Data(file, reward="regex(pattern='a')").notes == []

@@ -224,7 +224,7 @@ def test_held_out_questions_of_one_set_are_not_trained_on_in_another(hub):
     train, test = (set(asked(task.epoch(split, 0, 0))) for split in ("train", "test"))
     assert not train & test
     assert len(test) > 5  # and a share of the second set
-    assert any("of 30 questions in own/b are also among the held-out ones" in note for note in task.notes)
+    assert any("of 30 questions in own/b left out of training, since held out too" in note for note in task.notes)
 
 
 @pytest.mark.usefixtures("two")
@@ -239,9 +239,9 @@ def test_leaving_problems_out_of_a_mixture(two):
     task.leave_out(lambda problem: problem.id.endswith(":3"), "since they are long")
     assert len(task.epoch("train", 0, 0)) == 38
     assert task.notes[-3:-1] == [
-        f"{name}: 1 train problem is left out, since they are long: line 3" for name in ("own/a", "own/b")
+        f"{name}: 1 train problem left out, since they are long: line 3" for name in ("own/a", "own/b")
     ]
-    with pytest.raises(DataError, match="data own/b: all 9 train problems are left out"):
+    with pytest.raises(DataError, match="data own/b: all 9 train problems left out"):
         task.leave_out(lambda problem: problem.difficulty == "own/b", "since they are long")
 
 
@@ -402,7 +402,7 @@ def test_numbers_of_numpy_stay_numbers():
         (3, "data must be a file, a hub id, a table of datasets or a list of rows, got 3"),
         (iter(rows(3)), "can be read only once: pass a list of its rows"),
         ([], "data in memory has no row"),
-        ([1, 2], r"data in memory has no row; 2 rows cannot be read .*not an object with named fields, but 1"),
+        ([1, 2], r"data in memory has no row; 2 unreadable rows .*not an object with named fields, but 1"),
         ([{"text": "x"}], "none of its columns is called prompt, question"),
     ],
 )

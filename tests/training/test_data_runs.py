@@ -245,7 +245,7 @@ def test_prompts_that_a_template_makes_too_long_are_left_out(tmp_path):
     task, notes = Data(str(data), reward="exact", held_out=0.0), []
     check_data(task, policy, lengths[9], notes.append)
     assert len(task.epoch("train", 0, 0)) == sum(length <= lengths[9] for length in lengths) < 20
-    assert "10 train problems are left out" in notes[0]
+    assert "10 train problems left out" in notes[0]
 
 
 def test_data_whose_prompts_are_all_too_long_end_in_a_sentence(tmp_path):

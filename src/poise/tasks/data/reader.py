@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from poise._lib.errors import counted, short
 from poise.tasks.base import Message, Problem
 from poise.tasks.data.rows import DataError, Row, Rows, some
-from poise.tasks.rewards import GOLD_COLUMNS, Rewards
+from poise.tasks.rewards import GOLD_COLUMNS
 from poise.tasks.rewards.base import gold_texts
+
+if TYPE_CHECKING:
+    from poise.tasks.data.task import Data
 
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -21,20 +24,14 @@ Make = Callable[[int, Row], Problem | None]  # the problem of a row, given its n
 
 @dataclass(frozen=True)
 class Reader:
-    """How the rows of a task become problems. It has the settings of ``Data``.
+    """How the rows of a task become problems, by its settings.
 
     ``mixed``: there are several data sets. Then the right answer is in the same column for all of them, and a
-    problem's difficulty is the name of its data set. ``notes`` gets what a user should know about the data.
+    problem's difficulty is the name of its data set.
     """
 
-    rewards: Rewards
-    question: Names
-    answer: Names
-    difficulty: str | None
-    system: str | None
-    template: str
-    notes: list[str]
-    mixed: bool = False
+    task: Data
+    mixed: bool
 
     def read(self, found: Rows, name: str) -> tuple[list[Problem], Make]:
         """The problems of the rows, and what makes the problem of any other row of the data set of that name."""
@@ -55,22 +52,40 @@ class Reader:
                 empty.append(number)
             else:
                 problems.append(problem)
-        self._note_unusable(found, wrong, empty)
+        if found.unreadable:
+            self.task.notes.append(f"{source}: {_lines(found)}")
+        if wrong:
+            self._note(source, f"left out ({wrong[0][1]})", [number for number, _ in wrong])
+        self._note(source, "without a question left out", empty)
         if not problems:
             asked, why = counted(len(rows), "row"), f" ({wrong[0][1]})" if wrong else ""
-            question = _column("question", self.question, QUESTION_COLUMNS, columns, source)
+            question = _column("question", self.task.question, QUESTION_COLUMNS, columns, source)
             raise DataError(f"data {source}: none of its {asked} has a question in column {question!r}{why}")
         self._check_answers([*columns, *([gold] if gold else [])], source)
-        self._note_doubtful(source, problems, gold)
+        golds = [name or gold or GOLD_COLUMNS[0] for name in self.task.rewards.answer_columns()]
+        unknown = [p for p in problems if any(not gold_texts(p.data["row"].get(name)) for name in golds)]
+        self._note(source, "without an answer: rewards that compare with it do not apply", _numbers(unknown))
+        first: dict[str, Problem] = {}
+        copies = [p for p in problems if first.setdefault(question_key(p), p) is not p]
+        self._note(source, "with an earlier row's question kept", _numbers(copies))
         return problems, make
+
+    def _note(self, source: str, what: str, numbers: list[int]) -> None:
+        """Note rows that a user should know about, if there are any."""
+        if numbers:
+            self.task.notes.append(f"{source}: {counted(len(numbers), 'row')} {what}: {some(numbers)}")
 
     def _columns(self, source: str, columns: Sequence[str], name: str) -> tuple[Make, str | None]:
         """What makes the problem of a row, and the column in which rewards find the right answer."""
-        question = _column("question", self.question, QUESTION_COLUMNS, columns, source)
-        answer = _column("answer", self.answer, (), columns, source) if self.answer else _usual(GOLD_COLUMNS, columns)
-        if self.difficulty is not None:
-            _column("difficulty", self.difficulty, (), columns, source)
-        usual = self.answer is None and not self.mixed
+        question = _column("question", self.task.question, QUESTION_COLUMNS, columns, source)
+        answer = (
+            _column("answer", self.task.answer, (), columns, source)
+            if self.task.answer
+            else _usual(GOLD_COLUMNS, columns)
+        )
+        if self.task.difficulty is not None:
+            _column("difficulty", self.task.difficulty, (), columns, source)
+        usual = self.task.answer is None and not self.mixed
         gold = None if answer is None else answer.lower() if usual else GOLD_COLUMNS[0]
 
         def make(number: int, row: Row) -> Problem | None:
@@ -80,38 +95,16 @@ class Reader:
             given = row if answer is None else {**row, str(gold): row.get(answer)}
             text = row[question] if isinstance(row[question], str) else str(messages[-1]["content"])
             data = {"row": given, "messages": messages, "chat": chat, "text": text}
-            level = (name if self.mixed else "all") if self.difficulty is None else str(row.get(self.difficulty))
+            level = (
+                (name if self.mixed else "all") if self.task.difficulty is None else str(row.get(self.task.difficulty))
+            )
             return Problem(f"{source}:{number}", str(messages[-1]["content"]), level, data)
 
         return make, gold
 
-    def _note_unusable(self, found: Rows, wrong: Sequence[tuple[int, str]], empty: list[int]) -> None:
-        if found.unreadable:
-            self.notes.append(f"{found.source}: {_lines(found)}")
-        if wrong:
-            lines = some([number for number, _ in wrong])
-            said = f"{counted(len(wrong), 'row')} cannot be used ({wrong[0][1]}): {lines}"
-            self.notes.append(f"{found.source}: {said}")
-        if empty:
-            said = counted(len(empty), "row has no question and is", "rows have no question and are")
-            self.notes.append(f"{found.source}: {said} left out: {some(empty)}")
-
-    def _note_doubtful(self, source: str, problems: Sequence[Problem], gold: str | None) -> None:
-        """Note problems without an answer, and questions that are there twice."""
-        golds = [name or gold or GOLD_COLUMNS[0] for name in self.rewards.answer_columns()]
-        unknown = [p for p in problems if any(not gold_texts(p.data["row"].get(name)) for name in golds)]
-        if unknown:
-            said = counted(len(unknown), "row has no answer, and gets", "rows have no answer, and get")
-            self.notes.append(f"{source}: {said} no reward from rewards that compare with it: {places(unknown)}")
-        copies = _repeated(problems)
-        if copies:
-            said = counted(len(copies), "row repeats", "rows repeat")
-            kept = "is kept" if len(copies) == 1 else "are kept"
-            self.notes.append(f"{source}: {said} an earlier question, and {kept}: {places(copies)}")
-
     def _check_answers(self, columns: Sequence[str], source: str) -> None:
         """Raise where a reward would find no right answer to compare with: it is called long after."""
-        for name in self.rewards.answer_columns():
+        for name in self.task.rewards.answer_columns():
             if name is None:
                 _column("answer", None, GOLD_COLUMNS, columns, source)
             elif name not in columns:
@@ -123,7 +116,7 @@ class Reader:
         asked = row.get(question)
         if asked is None or (isinstance(asked, str) and not asked.strip()) or asked == []:
             return None, False
-        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        system: list[Message] = [] if self.task.system is None else [{"role": "system", "content": self.task.system}]
         if isinstance(asked, list):
             messages = [_message(each) for each in asked]
             while messages and messages[-1]["role"] == "assistant":  # a solution, as in data for fine-tuning
@@ -132,14 +125,14 @@ class Reader:
                 return None, True
             if messages[0]["role"] == "system":
                 system = []
-            if self.template != "{question}":
+            if self.task.template != "{question}":
                 messages[-1] = {**messages[-1], "content": self._fill(row, messages[-1]["content"])}
             return system + messages, True
         return [*system, {"role": "user", "content": self._fill(row, str(asked))}], False
 
     def _fill(self, row: Row, question: str) -> str:
         values = {**row, "question": question}
-        return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], self.template)
+        return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], self.task.template)
 
 
 def _message(value: Any) -> Message:
@@ -153,7 +146,11 @@ def _message(value: Any) -> Message:
 
 def places(problems: Sequence[Problem]) -> str:
     """The lines of problems, for a message."""
-    return some([int(problem.id.rpartition(":")[2]) for problem in problems])
+    return some(_numbers(problems))
+
+
+def _numbers(problems: Sequence[Problem]) -> list[int]:
+    return [int(problem.id.rpartition(":")[2]) for problem in problems]
 
 
 def _column(what: str, named: Names, usual: Sequence[str], columns: Sequence[str], source: str) -> str:
@@ -182,14 +179,7 @@ def question_key(problem: Problem) -> str:
     return " ".join(problem.data["text"].casefold().split())
 
 
-def _repeated(problems: Sequence[Problem]) -> list[Problem]:
-    """The rows whose question occurs in an earlier row."""
-    first: dict[str, Problem] = {}
-    return [problem for problem in problems if first.setdefault(question_key(problem), problem) is not problem]
-
-
 def _lines(found: Rows) -> str:
     number, why = found.unreadable[0]
     listed = some([number for number, _ in found.unreadable])
-    said = counted(len(found.unreadable), "row cannot be read and is", "rows cannot be read and are")
-    return f"{said} left out: {listed} ({f'line {number}: ' if len(found.unreadable) > 1 else ''}{why})"
+    return f"{counted(len(found.unreadable), 'unreadable row')} left out: {listed} (line {number}: {why})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_choice, check_range, check_whole, counted
@@ -13,37 +14,27 @@ from poise.tasks.data.order import Mixture, Stream, Table
 from poise.tasks.data.reader import QUESTION_COLUMNS, Make, Reader, places, question_key
 from poise.tasks.data.rows import DataError, fingerprint, plain_row, share
 from poise.tasks.data.sources import OFF, Source, Tables, each_row, sources_of
+from poise.tasks.episodes import SingleTurn
 from poise.tasks.rewards import Rewards, text_of
 from poise.tasks.streams import check_split
 
 
-@dataclass
-class Dialogue:
-    """An episode of one turn, which starts with the messages of a row."""
+class Dialogue(SingleTurn):
+    """An episode of one turn, which starts with the messages of a row. ``Data.score_all`` scores whole batches."""
 
-    messages: list[Message]
-    rewards: Rewards
-    reply: str = ""
-    parts: Mapping[str, float] = field(default_factory=dict)  # what each reward said
+    parts: Mapping[str, float] = MappingProxyType({})  # what each reward said
 
     def start(self) -> list[Message]:
         """The row's messages."""
-        return self.messages
-
-    def step(self, reply: str) -> list[Message]:  # noqa: ARG002
-        """Any reply ends it."""
-        return []
-
-    def score(self) -> Score:
-        """Never called: ``Data.score_all`` scores whole batches."""
-        raise NotImplementedError
+        return list(self.problem.data["messages"])
 
     def feedback(self) -> str:
         """What is wrong with the reply. Call it after ``Data.score_all``."""
-        return self.rewards.feedback(self.reply, self.parts)
+        feedback: str = self.task.rewards.feedback(self.reply, self.parts)  # type: ignore[attr-defined]
+        return feedback
 
 
-@dataclass(frozen=True)
+@dataclass
 class Data:
     """Your own questions: a file of them, and a reward function that scores the answers.
 
@@ -85,26 +76,18 @@ class Data:
     concurrent: ClassVar[bool] = False
     one_turn: ClassVar[bool] = True
 
-    rewards: Rewards = field(init=False, repr=False, compare=False)
-    notes: list[str] = field(init=False, repr=False, compare=False)  # what a user should know about the data
-    fingerprint: str = field(init=False, repr=False, compare=False)  # another one: the data are others
-    _train: Mixture = field(init=False, repr=False, compare=False)
-    _test: Table = field(init=False, repr=False, compare=False)
-    _where: str = field(init=False, repr=False, compare=False)  # where held-out problems come from
-
     def __post_init__(self) -> None:
         check_range(self.name, "held_out", self.held_out, 0.0, 0.9)
         check_whole(self.name, "buffer", self.buffer, 1)
         if not self.reward:
             raise ValueError("a dataset needs a reward: reward=math, reward=exact, or reward=my_rewards.py:correct")
         if isinstance(self.reward_weights, int | float):
-            object.__setattr__(self, "reward_weights", [self.reward_weights])
+            self.reward_weights = [self.reward_weights]
         specs = list(self.reward) if isinstance(self.reward, list | tuple) else self.reward
-        rewards = Rewards(specs, self.reward_weights, self.reward_timeout, self.reward_quick)
-        object.__setattr__(self, "rewards", rewards)  # they say which columns the data must have
-        object.__setattr__(self, "notes", [])
-        for key, value in self._load().items():
-            object.__setattr__(self, key, value)
+        # They say which columns the data must have.
+        self.rewards = Rewards(specs, self.reward_weights, self.reward_timeout, self.reward_quick)
+        self.notes: list[str] = []  # what a user should know about the data
+        self._load()
 
     @property
     def source(self) -> str:
@@ -134,7 +117,7 @@ class Data:
         parts = [*zip(self._train.names, ["train"] * len(self._train.parts), self._train.parts, strict=True)]
         for name, split, part in [*parts, (self.source, "test", self._test)]:
             out = part.leave_out(unfit)
-            number = counted(len(out), f"{split} problem is", f"{split} problems are")
+            number = counted(len(out), f"{split} problem")
             if out and isinstance(part, Table) and not part.problems:
                 raise DataError(f"data {name}: all {number} left out, {why}{remedy and f': {remedy}'}")
             if out:
@@ -155,7 +138,7 @@ class Data:
 
     def episode(self, problem: Problem) -> Dialogue:
         """One turn."""
-        return Dialogue(list(problem.data["messages"]), self.rewards)
+        return Dialogue(self, problem)  # type: ignore[arg-type]
 
     def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
         """What the rewards say, all in one call."""
@@ -185,26 +168,20 @@ class Data:
         named = [self.question] if isinstance(self.question, str) else self.question or ()
         return [*named, *QUESTION_COLUMNS]
 
-    def _load(self) -> dict[str, Any]:
-        """The problems to train on, the held-out problems, and their fingerprint."""
+    def _load(self) -> None:
+        """Read the problems to train on and the held-out problems."""
         sources = self._sources()
-        reader = Reader(
-            self.rewards, self.question, self.answer, self.difficulty, self.system, self.template, self.notes,
-            mixed=len(sources) > 1,
-        )  # fmt: skip
+        reader = Reader(self, mixed=len(sources) > 1)
         sets = [self._open(source, reader) for source in sources]
-        test, where = self._hold_out(sets, reader)
+        test, self._where = self._hold_out(sets, reader)
         known = {question_key(problem) for problem in test}
         for each in sets:
             each.reserve(known, self.notes)
         order = f" in blocks of {self.buffer}" if any(each.tables.streamed for each in sets) else ""
         parts = [each.part("train" + f" {number}" * bool(number), self.buffer) for number, each in enumerate(sets)]
-        return {
-            "fingerprint": fingerprint({"train": [p for each in sets for p in each.problems], "test": test}) + order,
-            "_train": Mixture(parts, [source.weight for source in sources], [str(source) for source in sources]),
-            "_test": Table(test, "test"),
-            "_where": where,
-        }
+        self.fingerprint = fingerprint({"train": [p for each in sets for p in each.problems], "test": test}) + order
+        self._train = Mixture(parts, [source.weight for source in sources], [str(source) for source in sources])
+        self._test = Table(test, "test")
 
     def _open(self, source: Source, reader: Reader) -> _Set:
         tables = Tables(source)
@@ -271,11 +248,8 @@ class _Set:
         self.known = known
         both = [problem for problem in self.problems if question_key(problem) in known and not self._chosen(problem)]
         if both:
-            notes.append(
-                f"{len(both)} of {counted(len(self.problems), 'question')} in {self.tables.source} "
-                f"{'is' if len(both) == 1 else 'are'} also among the held-out ones, and left out of training: "
-                f"{places(both)}"
-            )
+            asked = f"{len(both)} of {counted(len(self.problems), 'question')} in {self.tables.source}"
+            notes.append(f"{asked} left out of training, since held out too: {places(both)}")
         self.problems = [problem for problem in self.problems if not self._reserved(problem)]
 
     def part(self, name: str, buffer: int) -> Table | Stream:
@@ -300,7 +274,7 @@ class _Set:
         return question_key(problem) in self.known or self._chosen(problem)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Math(Data):
     """Mathematics from a file: GSM8K, MATH, DeepScaleR, AIME and whatever has their columns, scored by ``math``."""
 
