@@ -42,7 +42,7 @@ def worked(puzzle: Puzzle, *, style: str = "sentences", noise: float = 0.0, seed
     return f"<think>{steps}</think><answer>{answer_text(puzzle.names, roles)}</answer>"
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkedKnights(KnightsKnaves):
     """Knights & Knaves with worked solutions in one style. ``style``, ``noise`` and ``wording``: see ``worked``."""
 

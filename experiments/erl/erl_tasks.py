@@ -27,7 +27,7 @@ MEASURED = 1 << 40  # a warm start measures its accuracy on problems of this see
 PATIENCE = 20  # attempts until one fails
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lessons(FrozenLake):
     """FrozenLake as an expert shows it. ``reflections`` and ``seconds`` are shares of the lessons; the rest are games.
 

@@ -17,7 +17,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from random import Random
 from typing import Any, ClassVar, SupportsFloat
@@ -38,7 +38,7 @@ EMPTY: list[Message] = [{"role": "user", "content": ""}]  # TRL's prompt without
 _NOT_TOOLS = ("reset", "get_reward")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Environment:
     """An environment in the shape of TRL's ``environment_factory``: ``environment=my_env.py:Env``.
 
@@ -58,12 +58,6 @@ class Environment:
     correct_at: float = 1.0
     turns: int = 16
     timeout: float = 30.0
-    _pool: _Pool = field(init=False, repr=False, compare=False)
-    _rewards: Rewards | None = field(init=False, repr=False, compare=False)
-    # Only with a file: the rows of a split in the order of one epoch, and the fingerprint of all rows.
-    epoch: Callable[[Split, int, int], Sequence[Problem]] = field(init=False, repr=False, compare=False)
-    fingerprint: str = field(init=False, repr=False, compare=False)
-    _rows: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)  # by split
 
     name: ClassVar[str] = "environment"
     concurrent: ClassVar[bool] = True
@@ -77,20 +71,19 @@ class Environment:
             factory = _load(factory)
         elif not callable(factory):
             raise TypeError(f"environment: factory must be a class or function, got {short(factory)}")
-        rewards = Rewards(self.reward, self.reward_weights, quick=True) if self.reward else None
-        object.__setattr__(self, "_rewards", rewards)
-        object.__setattr__(self, "_pool", _Pool(factory, self.timeout))
-        if rewards is None and not hasattr(self._pool.kind, "get_reward"):
+        self._rewards = Rewards(self.reward, self.reward_weights, quick=True) if self.reward else None
+        self._pool = _Pool(factory, self.timeout)
+        if self._rewards is None and not hasattr(self._pool.kind, "get_reward"):
             raise ValueError(
                 f"environment: {self._pool.kind.__name__} has no get_reward, and there is no reward function: the "
                 "model would learn nothing; write get_reward, or name a reward function with reward="
             )
         check_range("environment", "held_out", self.held_out, 0.0, 0.9)
         if self.file is not None:
-            object.__setattr__(self, "_rows", _split(self.file, self.test_file, self.held_out))
+            self._rows = _split(self.file, self.test_file, self.held_out)
             self._pool.check_columns(problem for split in self._rows.values() for problem in split)
-            object.__setattr__(self, "fingerprint", fingerprint(self._rows))
-            object.__setattr__(self, "epoch", self._epoch)
+            self.fingerprint = fingerprint(self._rows)
+            self.epoch = self._epoch  # only with a file: without one the task is not ``Finite``
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
         """Rows for ``reset``, epoch after epoch; without data only numbers, one in ten of them for testing."""

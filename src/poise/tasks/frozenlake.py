@@ -26,7 +26,7 @@ TOLD = (
 SLIPPERY = " The ice is slippery: a move may take you to the side of where you wanted to go."
 
 
-@dataclass(frozen=True)
+@dataclass
 class FrozenLake(GridTask):
     """Frozen Lake: cross the ice to the goal in several turns, on endless random maps.
 
@@ -47,7 +47,7 @@ class FrozenLake(GridTask):
         super().__post_init__()
         if not isinstance(self.ice, Sequence) or isinstance(self.ice, str) or len(self.ice) != 2:
             raise ValueError(f"FrozenLake: ice must be the smallest and the largest share, got {self.ice!r}")
-        object.__setattr__(self, "ice", tuple(self.ice))
+        self.ice = tuple(self.ice)
         check_range("FrozenLake", "ice[0]", self.ice[0], 0.3, 1.0)
         check_range("FrozenLake", "ice[1]", self.ice[1], self.ice[0], 1.0)
 

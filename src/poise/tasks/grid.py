@@ -77,7 +77,7 @@ def draw_map(rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(" ".join(row) for row in rows)
 
 
-@dataclass(frozen=True)
+@dataclass
 class GridTask(ABC):
     """A game on endless random maps. A map is rows of symbols; no map is in both splits."""
 
@@ -94,7 +94,7 @@ class GridTask(ABC):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        object.__setattr__(self, "side", sizes(owner, "side", self.side, self.smallest, self.largest))
+        self.side = sizes(owner, "side", self.side, self.smallest, self.largest)
         check_whole(owner, "turns", self.turns, 1, 64)
         check_whole(owner, "actions", self.actions, 1, 32)
         check_choice(owner, "rules", self.rules, RULES)

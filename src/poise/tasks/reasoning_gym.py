@@ -87,7 +87,7 @@ def _generators() -> Mapping[str, Any]:
     return generators
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReasoningGym:
     """A generator of reasoning-gym with its scorer.
 
@@ -100,20 +100,16 @@ class ReasoningGym:
     instruction: str = INSTRUCTION
     partial: bool = False
     timeout: float = 10.0
-    _worker: Worker = field(init=False, repr=False, compare=False)
-    _block: Callable[[int], Any] = field(init=False, repr=False, compare=False)
-    _entry: Callable[[int], dict[str, Any]] = field(init=False, repr=False, compare=False)
-    _scorer: Callable[[str, dict[str, Any]], Any] = field(init=False, repr=False, compare=False)
 
     concurrent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_range(self.name, "timeout", self.timeout, 0.01)
-        object.__setattr__(self, "_worker", Worker())
-        object.__setattr__(self, "_block", lru_cache(16)(self._create))
-        object.__setattr__(self, "_entry", lru_cache(4096)(self._make))
+        self._worker = Worker()
+        self._block = lru_cache(16)(self._create)
+        self._entry = lru_cache(4096)(self._make)
         try:
-            object.__setattr__(self, "_scorer", self._block(0).score_answer)
+            self._scorer = self._block(0).score_answer
         except Exception as error:  # reasoning-gym checks settings with assertions
             raise ValueError(f"{self.name}: {type(error).__name__}: {error}") from error
 

@@ -197,7 +197,7 @@ SCHEMAS = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class SearchQA:
     """Search QA: multi-hop questions about a made-up world, with a search and a calculator tool; no download.
 
@@ -219,7 +219,7 @@ class SearchQA:
     pure_start: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hops", sizes("SearchQA", "hops", self.hops, 1, 3))
+        self.hops = sizes("SearchQA", "hops", self.hops, 1, 3)
         check_range("SearchQA", "sums", self.sums, 0.0, 1.0)
         check_whole("SearchQA", "size", self.size, 2, 200)
         check_whole("SearchQA", "results", self.results, 1, 20)

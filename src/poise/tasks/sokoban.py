@@ -28,7 +28,7 @@ TOLD = (
 State = tuple[Place, Place]  # of the player, and of the box
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sokoban(GridTask):
     """Sokoban: push one box onto its goal in several turns, on endless random maps.
 

@@ -12,8 +12,8 @@ linear in the text. Feedback uses only the claims and the reply, not the solutio
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import count, cycle, islice
 from random import Random
 from typing import ClassVar, cast
@@ -45,7 +45,7 @@ INSTRUCTION = (
 _GENERATED = ("depth", "phrasing", "names")  # settings of puzzles that are generated
 
 
-@dataclass(frozen=True)
+@dataclass
 class KnightsKnaves:
     """Knights & Knaves: endless logic puzzles, or the puzzles of a file, split into train and test by their meaning.
 
@@ -62,24 +62,18 @@ class KnightsKnaves:
     names: Sequence[str] = NAMES
     file: str | None = None
 
-    # Only where the puzzles are those of a file: the order of a split's puzzles in one epoch.
-    epoch: Callable[[Split, int, int], Sequence[Problem]] = field(init=False, repr=False, compare=False)
-    of_file: dict[str, list[Problem]] = field(init=False, repr=False, compare=False)  # by split
-    fingerprint: str = field(init=False, repr=False, compare=False)  # another one: the puzzles are others
-
     name: ClassVar[str] = "kk"
     concurrent: ClassVar[bool] = True  # may be asked for scores from another thread
 
     def __post_init__(self) -> None:
-        if self.file is None:
-            object.__setattr__(self, "people", _counts("3-7" if self.people is None else self.people))
-        else:
-            self._read_file()
         if not isinstance(self.names, str):
-            object.__setattr__(self, "names", tuple(self.names))
-        if self.file is None:
-            for people in self.counts:
-                check_settings(people, self.depth, self.names, self.phrasing)
+            self.names = tuple(self.names)
+        if self.file is not None:
+            self._read_file(self.file)
+            return
+        self.people = _counts("3-7" if self.people is None else self.people)
+        for people in self.counts:
+            check_settings(people, self.depth, self.names, self.phrasing)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -104,22 +98,21 @@ class KnightsKnaves:
         draft = draw_of_split(f"KnightsKnaves with {people} people", split, rng, candidate)
         return draft.puzzle(self.names, self.phrasing)
 
-    def _read_file(self) -> None:
+    def _read_file(self, file: str) -> None:
         for name in _GENERATED:
             if getattr(self, name) != next(own.default for own in fields(self) if own.name == name):
-                raise ValueError(f"KnightsKnaves: {name} is of generated puzzles, and these come from file {self.file}")
+                raise ValueError(f"KnightsKnaves: {name} is of generated puzzles, and these come from file {file}")
         wanted = None if self.people is None else _counts(self.people)
-        puzzles = [puzzle for puzzle in read(str(self.file)) if wanted is None or puzzle.people in wanted]
+        puzzles = [puzzle for puzzle in read(str(file)) if wanted is None or puzzle.people in wanted]
         if not puzzles:
             whom = "" if wanted is None else f" with {', '.join(map(str, wanted))} people"
-            raise ValueError(f"KnightsKnaves: file {self.file} has no puzzle{whom}")
-        parts: dict[str, list[Problem]] = {"train": [], "test": []}
+            raise ValueError(f"KnightsKnaves: file {file} has no puzzle{whom}")
+        self.of_file: dict[str, list[Problem]] = {"train": [], "test": []}
         for puzzle in puzzles:
-            parts[split_of(puzzle.statements)].append(puzzle.problem(self.instruction))
-        object.__setattr__(self, "people", tuple(sorted({puzzle.people for puzzle in puzzles})))
-        object.__setattr__(self, "of_file", parts)
-        object.__setattr__(self, "fingerprint", fingerprint(parts))
-        object.__setattr__(self, "epoch", self._epoch)
+            self.of_file[split_of(puzzle.statements)].append(puzzle.problem(self.instruction))
+        self.people = tuple(sorted({puzzle.people for puzzle in puzzles}))
+        self.fingerprint = fingerprint(self.of_file)
+        self.epoch = self._epoch  # only with a file: generated puzzles have no epochs
 
     def _epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
         check_split(split)
