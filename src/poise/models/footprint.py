@@ -16,7 +16,7 @@ from poise.models.activations import USABLE_SHARE, Activations, measure
 from poise.models.loading import adapted_model, add_adapter, check_config, resolve_device, resolve_dtype
 from poise.models.location import ModelError, check_hub, locate, split_revision
 
-FLOAT32 = 4  # bytes: the optimizer's weights, gradients and two moments
+FLOAT32 = 4  # bytes: the optimizer's weights and gradients
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,13 @@ class Footprint:
         lora: Any = None,
         copies: bool = False,
         remote_code: bool = False,
+        moments: float = 2 * FLOAT32,
         rows: Rows | None = None,
     ) -> Footprint | None:
         """The footprint of a model by its name. None if transformers cannot build it from its configuration.
 
-        ``copies``: whether the run needs the starting weights too. An adapter needs no copy of them. ``rows`` asks for
-        activations too.
+        ``copies``: whether the run needs the starting weights too. An adapter needs no copy of them. ``moments`` are
+        Adam's bytes per trained weight. ``rows`` asks for activations too.
         """
         kind = resolve_dtype(dtype, resolve_device(device))
         try:
@@ -77,7 +78,8 @@ class Footprint:
             return None
         weights = sum(each.nbytes for each in model.parameters())
         trained = [each for each in model.parameters() if each.requires_grad]
-        training = sum(each.numel() * (3 + (each.itemsize < FLOAT32)) * FLOAT32 for each in trained)
+        masters = (each.numel() * FLOAT32 for each in trained if each.itemsize < FLOAT32)
+        training = sum(masters) + int((FLOAT32 + moments) * sum(each.numel() for each in trained))
         adapter = lora is not None
         parameters = sum(each.numel() for each in model.parameters())
         copied = weights if copies and not adapter else 0

@@ -5,15 +5,19 @@ Pass a loaded policy, a task or a regulator to use these instead of what the con
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from poise._lib.device import keep_freed_memory
+from poise._lib.errors import how_to_install
 from poise.advantages import Estimate
 from poise.batch import TokenBatch
 from poise.models.loading import has_adapter, load_policy, resolve_device
@@ -32,6 +36,8 @@ from poise.tasks import Problem, Task, TaskError, several_turns
 from poise.tasks.data import Data
 from poise.training.batches import make_batch
 from poise.training.checkpoints import Checkpoints
+from poise.training.config.documents import ConfigError
+from poise.training.config.groups import OptimConfig
 from poise.training.config.schema import Config
 from poise.training.frozen_models import FrozenModels, starting_weights
 from poise.training.memory import bound_passes, footprint, smaller_footprints
@@ -88,10 +94,7 @@ def build(
     sampler = frozen.add_to(build_sampler(config, policy, notes.append, task=task))
     check_same_data(sampler.task, folder)
     master_weights = policy.master_weights = MasterWeights(policy.model)
-    optim = config.optim
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-    )
+    optimizer = build_optimizer(policy.parameters(), config.optim)
     master_weights.serve(optimizer)
     if policy.device.type == "cpu":
         keep_freed_memory()
@@ -105,13 +108,29 @@ def build(
         reference=frozen.reference if kl else None,
         hidden="hidden" in regulator.needs,
         min_p=config.objective.min_p,
-        micro_tokens=optim.micro_tokens,
+        micro_tokens=config.optim.micro_tokens,
     )
     plan = UpdatePlan.of(config)
     checkpoints = Checkpoints(folder, policy, master_weights, optimizer, config.checkpoint_every)
     return Components(
         policy, algorithm, advantage, regulator, frozen, sampler, batch, optimizer, plan, checkpoints, notes
     )
+
+
+def build_optimizer(parameters: Sequence[Tensor], settings: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW; with ``eight_bit``, of bitsandbytes."""
+    common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
+    if not settings.eight_bit:
+        return torch.optim.AdamW(parameters, **common, fused=True)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it names kernels that AdamW does not need
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"optim.eight_bit=true needs bitsandbytes ({error}); {how_to_install('bitsandbytes')}"
+        ) from error
+    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **common)
+    return optimizer
 
 
 def load_trained(config: Config, folder: RunFolder) -> Policy:

@@ -1,8 +1,8 @@
 """Checkpoints: weights, optimizer state, and the ``State`` of the run, in ``progress.json`` and ``memory.json``.
 
-AdamW's state is written as named tensors, ``step/PARAM``, ``exp_avg/PARAM`` and ``exp_avg_sq/PARAM``: safetensors
-instead of pickle. A parameter that never had a gradient has no state. Learning rates and other settings are not state:
-they follow from the config and the step.
+The optimizer's state is written as named tensors (AdamW's are ``step/PARAM``, ``exp_avg/PARAM`` and
+``exp_avg_sq/PARAM``): safetensors instead of pickle. A parameter that never had a gradient has no state. Learning rates
+and other settings are not state: they follow from the config and the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from poise.runs.folder import CheckpointError, RunFolder
 from poise.training.steps import State
 
 Named = Iterable[tuple[str, Tensor]]  # model.named_parameters()
-KEYS = {"step", "exp_avg", "exp_avg_sq"}
+TABLES = {"qmap1", "qmap2"}  # of 8-bit codes: constants, which all parameters share
 
 
 class Checkpoints:
@@ -44,12 +44,12 @@ class Checkpoints:
         self.saved = 0  # step of the newest checkpoint
         self.weights_of: int | None = 0  # step that the weights belong to; None during an update
 
-    @property
-    def size(self) -> int:
+    def size(self, moment_bytes: float) -> int:
         """The bytes of one checkpoint: the model, the float32 weights, and the optimizer's two moments."""
         saved = (value for value in self.policy.model.parameters() if value.requires_grad)  # of LoRA, the adapters
         model: int = sum(value.numel() * value.element_size() for value in saved)
-        return model + 3 * 4 * sum(value.numel() for value in self.master_weights.parameters.values())
+        trained = sum(value.numel() for value in self.master_weights.parameters.values())
+        return model + int((4 + moment_bytes) * trained)
 
     def due(self, step: int) -> bool:
         """Whether to save a checkpoint after this step."""
@@ -114,26 +114,43 @@ class Checkpoints:
 def optimizer_tensors(optimizer: Optimizer, names: Named) -> dict[str, Tensor]:
     """The optimizer's state by name. The tensors are not copies: write them before the next step."""
     return {
-        f"{key}/{name}": value.detach().contiguous()
+        f"{key}/{name}": torch.as_tensor(value).detach().contiguous()
         for name, parameter in names
         for key, value in optimizer.state.get(parameter, {}).items()
+        if key not in TABLES
     }
 
 
 def restore_optimizer(optimizer: Optimizer, names: Named, tensors: Mapping[str, Tensor]) -> None:
     """Restore the state that ``optimizer_tensors`` returned: all of it or, on error, nothing."""
-    parameters = dict(names)
-    states: dict[str, dict[str, Tensor]] = {}
+    parameters, saved = dict(names), dict[str, dict[str, Tensor]]()
     for path, tensor in tensors.items():
         key, _, name = path.partition("/")
-        like = parameters.get(name)
-        moment = key != "step"
-        if like is None or key not in KEYS or (moment and (tensor.shape, tensor.dtype) != (like.shape, like.dtype)):
-            raise ValueError(f"the saved state of the optimizer has {path!r}, which does not fit the model")
-        # ``load_state_dict`` moves the step only if AdamW counts on the device
-        states.setdefault(name, {})[key] = tensor if moment else tensor.cpu()
-    if incomplete := [name for name, state in states.items() if state.keys() != KEYS]:
-        raise ValueError(f"the saved state of the optimizer is incomplete for {incomplete[0]!r}")
+        saved.setdefault(name, {})[key] = tensor
     trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    state = {trained.index(id(parameters[name])): state for name, state in states.items()}
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    states = {}
+    for name, values in saved.items():
+        state = _first_state(optimizer, parameters[name]) if name in parameters else {}
+        for key, value in values.items():
+            like = state.get(key)
+            fits = key == "step" or (
+                isinstance(like, Tensor) and (value.shape, value.dtype) == (like.shape, like.dtype)
+            )
+            if like is None or not fits:
+                raise ValueError(f"the saved state of the optimizer has '{key}/{name}', which does not fit the model")
+            # ``load_state_dict`` moves the step only if AdamW counts on the device
+            state[key] = int(value) if isinstance(like, int) else value.cpu() if key == "step" else value
+        if state.keys() - TABLES != values.keys():
+            raise ValueError(f"the saved state of the optimizer is incomplete for {name!r}")
+        states[trained.index(id(parameters[name]))] = state
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+
+
+def _first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor | int]:
+    """What the optimizer keeps of this parameter, as it would be before the first step."""
+    if not hasattr(optimizer, "init_state"):  # torch's AdamW
+        like = torch.empty_like(parameter, device="meta")
+        return {"step": torch.tensor(0.0), "exp_avg": like, "exp_avg_sq": like}
+    (group,) = optimizer.param_groups
+    optimizer.init_state(group, parameter, 0, [id(each) for each in group["params"]].index(id(parameter)))
+    return dict(optimizer.state.pop(parameter))

@@ -55,6 +55,9 @@ def smaller_footprints(config: Config, name: str) -> Iterator[tuple[str, Footpri
     if config.lora is None:
         adapter = config.model_copy(update={"lora": LoraConfig()})
         yield "train an adapter, lora.rank=16", footprint(adapter, name, passes=True)
+    if config.lora is None and not config.optim.eight_bit:
+        small = config.model_copy(update={"optim": config.optim.model_copy(update={"eight_bit": True})})
+        yield "keep the optimizer's moments in 8 bits, optim.eight_bit=true", footprint(small, name, passes=True)
     if config.objective.kl_coef and config.lora is None:
         plain = config.model_copy(update={"objective": replace(config.objective, kl_coef=0.0)})
         change = "set objective.kl_coef=0, which needs no copy of the starting weights"
@@ -80,5 +83,6 @@ def footprint(config: Config, name: str, *, passes: bool = False) -> Footprint |
         lora=config.lora,
         copies=copies,
         remote_code=config.remote_code,
+        moments=config.optim.moment_bytes,
         rows=rows if passes else None,
     )

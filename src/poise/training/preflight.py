@@ -56,7 +56,7 @@ def preflight(config: Config, run: Components) -> None:
 def check_disk(config: Config, checkpoints: Checkpoints) -> None:
     """Raise CheckpointError unless the checkpoints that are kept, and the one being written, fit on the disk."""
     folder, free = checkpoints.folder, shutil.disk_usage(checkpoints.folder.path).free
-    size = checkpoints.size
+    size = checkpoints.size(config.optim.moment_bytes)
     number = -(-config.steps // config.checkpoint_every) + 1 if config.checkpoint_every else 1
     number = max(1, min(number, config.keep_checkpoints + 1) - len(folder.checkpoints()))
     if number * size > free:

@@ -172,6 +172,8 @@ class OptimConfig(Group):
     """Of AdamW."""
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay of AdamW's first and second moments."""
+    eight_bit: bool = False
+    """AdamW's moments in 8 bits, by bitsandbytes: 2 bytes per trained weight instead of 8."""
     grad_clip: Annotated[Real, Field(gt=0)] = 1.0
     """Largest norm of a gradient; a longer one is scaled down."""
     warmup_steps: CountOrZero = 0
@@ -185,6 +187,11 @@ class OptimConfig(Group):
     all tokens of the mini-batch."""
     micro_tokens: Count | None = None
     """Tokens per pass: memory and speed, not the result; null: chosen by device and model size."""
+
+    @property
+    def moment_bytes(self) -> float:
+        """Of both moments, per trained weight. In 8 bits, 256 weights share the scale of each moment, in float32."""
+        return 2 * (1 + 4 / 256) if self.eight_bit else 8.0
 
 
 HELD_OUT = 1000  # problems of a comparison; see docs/compare.md
