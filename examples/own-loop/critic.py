@@ -55,7 +55,10 @@ class Critic:
 
 @torch.no_grad()
 def hidden_states(attempts: Sequence[poise.Trajectory], policy: poise.Policy) -> list[Tensor]:
-    """For each attempt the states (n, d) that predicted the model's own tokens, from one forward pass."""
+    """For each attempt the states (n, d) that predicted the model's own tokens.
+
+    One forward pass over all of them: a large model needs several.
+    """
     batch = poise.make_batch(attempts, policy, advantage="reinforce-pp")  # one that needs no groups; nobody reads it
     padded = policy.padded_hidden(batch).float().cpu()
     return [states[mask] for states, mask in zip(padded, batch.mask.cpu(), strict=True)]

@@ -45,7 +45,7 @@ def train(steps: int = 40) -> list[Step]:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(sample, step=0, version=0)
         for step in range(steps):
-            trajectories = waiting.result()
+            trajectories, _ = poise.drop_failed(waiting.result())
             behind.model.load_state_dict(policy.model.state_dict())
             waiting = pool.submit(sample, step=step + 1, version=step)  # while the lines below run
             batch = poise.make_batch(trajectories, policy, recompute=True)

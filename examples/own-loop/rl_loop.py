@@ -3,8 +3,9 @@
     python examples/own-loop/rl_loop.py "ar(alpha=0.3) | lopti(threshold=0.5)"
 
 No settings file, no run folder, no console. ``poise.trainer.Trainer.step`` is made of the same functions, some of them
-inside ``poise.training.update.update``; around them the trainer has metrics, evaluation, checkpoints and records. Copy
-this file to build a trainer of your own.
+inside ``poise.training.update.update``; around them the trainer has metrics, evaluation, checkpoints and records. It
+also goes through a data set in epochs, stops at a gradient that is not finite, and survives a step without a reward.
+Copy this file to build a trainer of your own.
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ import poise
 
 METHOD = "ar(alpha=0.3) | lopti(threshold=0.5)"
 PROMPTS, GROUP, MINI_BATCH, LEARNING_RATE = 8, 8, 32, 1e-4  # of each process
+PLAN = poise.UpdatePlan()  # the loss
 
 
 def backward(policy: poise.Policy, batch: poise.TokenBatch, phase: poise.Phase) -> bool:
     """Set the gradients to those of the mini-batches of all processes together. False if no token takes part."""
-    divisor = summed(poise.objective.normalizer(batch, poise.objective.Settings()))  # *
-    active = poise.backward(policy, batch, phase, divisor=divisor) is not None
+    divisor = summed(poise.objective.normalizer(batch, PLAN.objective))  # *
+    active = poise.backward(policy, batch, phase, PLAN, divisor=divisor) is not None
     for parameter in policy.parameters():  # *
         own = parameter.grad if active else None  # * otherwise it is that of an earlier mini-batch
         parameter.grad = summed(torch.zeros_like(parameter) if own is None else own)  # *

@@ -205,7 +205,7 @@ class Phase:
         return cls(name, masked(policy), masked(kl), metrics or {}, tokens or {})
 
     def rows(self, ix: Rows) -> Phase:
-        """The phase restricted to some rows, to go with ``TokenBatch.rows``."""
+        """The phase restricted to some rows, to go with ``TokenBatch.rows``; without the recorded ``tokens``."""
         index = _on_device(ix, self.policy)
         return Phase(self.name, self.policy[index], self.kl[index], self.metrics)
 

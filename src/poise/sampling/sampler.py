@@ -142,7 +142,7 @@ class Sampler:
                 )
                 for number, game in zip(live, playing, strict=True)
             ]
-            own_seed = seed + turn * 0x9E3779B97F4A7C15 % (1 << 62)  # the first turn's is the step's own
+            own_seed = seed + (turn * 0x9E3779B97F4A7C15) % (1 << 62)  # the first turn's is the step's own
             with _Replies(self.policy, self.task, playing) as replies:
                 with self.counts.timed("rollout"):
                     completions = engine.sample(requests, self.sampling, own_seed, replies.take)

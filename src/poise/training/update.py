@@ -6,7 +6,7 @@ Shapes: B responses, T response tokens (padded), N active tokens of one pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,14 +40,21 @@ class UpdatePlan:
     micro_tokens: int | None = None  # tokens per pass; None: enough to keep the device busy
     grad_clip: float = OptimConfig().grad_clip
     same_order: bool = False  # every phase has the same mini-batches
-    average_over: int = 0  # responses whose tokens are averaged first; 0: all of a mini-batch
+    average_over: int = 0  # average over the tokens of this many responses, then over these parts; 0: one part
 
     @classmethod
     def of(cls, config: Config) -> UpdatePlan:
         """The plan of a run."""
-        shared = {field.name for field in fields(cls)} & {*type(config.optim).model_fields}
-        optim = {name: getattr(config.optim, name) for name in shared}
-        return cls(objective=config.objective, temperature=config.rollout.temperature, **optim)
+        optim = config.optim
+        return cls(
+            config.objective,
+            config.rollout.temperature,
+            mini_batch=optim.mini_batch,
+            micro_tokens=optim.micro_tokens,
+            grad_clip=optim.grad_clip,
+            same_order=optim.same_order,
+            average_over=optim.average_over,
+        )
 
 
 def update(
@@ -64,7 +71,7 @@ def update(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
-    unmoved: Metrics = {}  # of the first mini-batch: weights have not moved yet, so what is held back is rounding
+    unmoved: Metrics = {}  # of the first mini-batch: weights have not moved yet, so only rounding can hold a token back
     steps = 0
     for number, phase in enumerate(phases):
         active_BT = active(batch, phase, plan.objective).cpu()
