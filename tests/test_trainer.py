@@ -25,7 +25,7 @@ from support.command_line import poise
 from support.small_runs import SHORT, SMALL, killed_at, make, parameters, run
 
 
-@dataclass(frozen=True)
+@dataclass
 class TwoPuzzles(KnightsKnaves):
     """The same two puzzles in every step: their reward rises within a few steps, and by far more than chance."""
 

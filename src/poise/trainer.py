@@ -104,11 +104,11 @@ class Trainer:
             summary = Summary(folder, evaluations)
             watch = Watch(config, folder, complain if self.quiet else console.note)
             schedule = [evaluations] if config.evaluation.problems else []
-            subscribers = [recorder, *schedule, summary, console, *trackers, watch, *callbacks]
+            subscribers = [recorder, *schedule, summary, console, *trackers, watch]
             for note in self.notes:
                 console.note(note)
             try:
-                going = tell(subscribers, "on_start", state)
+                going = tell([*subscribers, *callbacks], "on_start", state)
             except KeyboardInterrupt:
                 console.stopped(folder.resume_command)
                 raise
@@ -117,12 +117,15 @@ class Trainer:
                 for result in self.steps(state) if going else ():
                     state = result.state
                     going = tell(subscribers, "on_step", result) and not stopper.requested
+                    if not tell(callbacks, "on_step", result):
+                        console.note(f"a callback ended the run after step {state.step}")
+                        going = False
                     if not going or result.ending or checkpoints.due(state.step):
                         checkpoints.save(state)
                     if not going or stopper.requested:
                         break
                 stopper.check()
-                tell(subscribers, "on_end", state)
+                tell([*subscribers, *callbacks], "on_end", state)
             except (Exception, KeyboardInterrupt):
                 checkpoints.save_finished(state)
                 console.stopped(folder.resume_command)

@@ -10,7 +10,7 @@ from poise.tasks.knights_knaves import KnightsKnaves
 from support.command_line import SMALL, fails, poise
 
 
-@dataclass(frozen=True)
+@dataclass
 class Short(KnightsKnaves):
     """A task of a user's own."""
 

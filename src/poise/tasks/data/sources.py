@@ -227,5 +227,8 @@ def _loaded(source: Source, function: str, *arguments: Any, **options: Any) -> A
         return getattr(datasets, function)(*arguments, **options)
     except Exception as error:  # the hub's and datasets' exceptions are many
         why = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
-        hint = "; it was looked for on the hub: is there a network, and is the name right?" if _on_hub(source) else ""
+        if "Config name is missing" in why or "BuilderConfig" in why:
+            hint = "; choose one: data.config=NAME"
+        else:
+            hint = "; it was looked for on the hub: is there a network, and is the name right?" * _on_hub(source)
         raise DataError(f"data {source} cannot be loaded ({why}){hint}") from None

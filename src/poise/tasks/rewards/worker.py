@@ -45,7 +45,8 @@ def call(reward: Callable[..., Any], arguments: Mapping[str, Any], count: int) -
     except KeyboardInterrupt:  # Ctrl-C
         raise
     except BaseException as error:  # not only Exception: asyncio.CancelledError, SystemExit
-        raise WrongError(f"raised {type(error).__name__}: {error}{_place(error)}", raised=True) from error
+        text = f": {error}" if str(error) else ""
+        raise WrongError(f"raised {type(error).__name__}{text}{_place(error)}", raised=True) from error
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise WrongError(
             f"returned {type(values).__name__}; a list with one number (or None) per completion is expected"
