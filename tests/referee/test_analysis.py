@@ -67,7 +67,6 @@ def test_a_diverged_run_counts_and_a_missing_run_is_named():
     assert found["ar"]["diverged"] == {"3": "step 41: nan"}
     assert found["ar"]["results"]["3"] == pytest.approx(0.1)
     assert found["ar"]["missing"] == [4, 5, 10]
-    assert found["ar"]["difference"]["incomplete"] == [4, 5, 10]
     assert found["grpo"]["missing"] == [10]
     assert len(found["ar"]["difference"]["seeds"]) == 8
     assert found["ar"]["curve"]["steps"][-1] == 100  # the diverged run keeps its last score

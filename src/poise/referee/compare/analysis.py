@@ -58,9 +58,7 @@ def analyse(
     arms = arms if cut is None else [arm.until(cut) for arm in arms]
     (base,) = (arm for arm in arms if arm.name == baseline)
     planned = sorted({*seeds, *(seed for arm in arms for seed in arm.runs)})
-    differences = {
-        arm.name: difference(arm.results(score), base.results(score), planned) for arm in arms if arm is not base
-    }
+    differences = {arm.name: difference(arm.results(score), base.results(score)) for arm in arms if arm is not base}
     claims = {arm.name: differences[arm.name] for arm in arms if arm is not base and not arm.control}
     adjusted = dict(zip(claims, holm([each.p for each in claims.values()]), strict=True))
     faster = {} if cut is None else speed_claims(whole, base, differences, score, cut)
@@ -142,7 +140,6 @@ def _difference(result: Difference) -> Document:
         "largest": result.largest,
         "p": result.p,
         "seeds": list(result.seeds),
-        "incomplete": list(result.incomplete),
         "values": list(result.values),
     }
 

@@ -5,7 +5,7 @@ The seed is the unit. All arms of a seed see the same problems in the same order
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf, isfinite, log2, sqrt
@@ -27,7 +27,6 @@ class Difference:
 
     seeds: tuple[int, ...]
     values: tuple[float, ...]  # one for each of these seeds
-    incomplete: tuple[int, ...]  # seeds that one of the two still lacks
     mean: float | None  # None without a seed
     spread: float | None  # standard deviation over seeds; None with fewer than two
     exact: Interval | None  # inverts the sign-flip test; None if there are too few seeds to exclude any difference
@@ -45,21 +44,16 @@ class Difference:
         return None if self.interval is None else max(abs(end) for end in self.interval)
 
 
-def difference(arm: Mapping[int, float], baseline: Mapping[int, float], planned: Iterable[int] = ()) -> Difference:
-    """Compare two arms by their results for each seed. If one arm lacks a seed, it is listed as incomplete.
-
-    ``planned`` are the seeds of the comparison, which may have no results yet.
-    """
+def difference(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Difference:
+    """Compare two arms by their results for each seed that both have."""
     seeds = tuple(sorted(arm.keys() & baseline.keys()))
     values = tuple(arm[seed] - baseline[seed] for seed in seeds)
-    incomplete = tuple(sorted({*arm, *baseline, *planned} - {*seeds}))
     if not values:
-        return Difference(seeds, values, incomplete, None, None, None, None, 1.0)
+        return Difference(seeds, values, None, None, None, None, 1.0)
     exact = sign_flip.interval(values) if any(values) else (-inf, inf)  # identical runs exclude no difference
     return Difference(
         seeds,
         values,
-        incomplete,
         mean=float(np.mean(values)),
         spread=float(np.std(values, ddof=1)) if len(values) > 1 else None,
         exact=exact if isfinite(exact[0]) and isfinite(exact[1]) else None,
