@@ -188,42 +188,40 @@ class Arm:
 
 def _final(folder: RunFolder, config: Line, reached: int) -> dict[str, Any] | None:
     """The contents of ``summary.json``; None until the run, or its extension to more steps, has ended."""
-    summary = folder.read_json("summary.json")
+    summary = _read(folder, "summary.json", lambda data: type(data["steps"]) is int and is_summary(data["after"]))
     if summary is None:
         return None
-    if not isinstance(summary, dict) or type(summary.get("steps")) is not int or not is_summary(summary.get("after")):
-        raise ValueError(f"{folder.path}/summary.json does not contain results in poise's format")
-    _check_seal(folder, "summary.json", summary)
     stopped_early = config.get("stop_at") is not None or config.get("budget") is not None
     if reached != summary["steps"] or (reached < config["steps"] and not stopped_early):
         return None
     return summary
 
 
-def _check_seal(folder: RunFolder, name: str, data: dict[str, Any]) -> None:
+def _read(folder: RunFolder, name: str, usable: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    """The contents of a file; None if it does not exist. ValueError if they are not ``usable``, or were changed."""
+    data: dict[str, Any] | None = folder.read_json(name)
+    try:
+        known = data is None or usable(data)
+    except (KeyError, TypeError):
+        known = False
+    if not known:
+        raise ValueError(f"{folder.path}/{name} does not hold what poise writes there")
     if was_changed(data):
         raise ValueError(f"{folder.path}/{name} was changed after the run wrote it (its checksum does not match)")
+    return data
 
 
 def _divergence(folder: RunFolder, reached: int) -> str | None:
     """Why the run diverged after its last step; None if it did not, or a resumed run got past that step."""
-    data = folder.read_json("diverged.json")
-    if data is None:
-        return None
-    if not isinstance(data, dict) or type(data.get("step")) is not int or not isinstance(data.get("why"), str):
-        raise ValueError(f"{folder.path}/diverged.json does not hold a step and a reason as poise writes them")
-    why: str = data["why"]
-    return f"step {data['step']}: {why}" if reached < data["step"] else None
+    data = _read(folder, "diverged.json", lambda data: type(data["step"]) is int and isinstance(data["why"], str))
+    return f"step {data['step']}: {data['why']}" if data is not None and reached < data["step"] else None
 
 
 def _curve(folder: RunFolder, lines: Sequence[Line], costs: Sequence[Cost]) -> list[Point]:
     """The accuracy before training, and every evaluation during training."""
-    before = folder.read_json("before.json")
+    before = _read(folder, "before.json", is_summary)
     if before is None:
         return []
-    if not is_summary(before):
-        raise ValueError(f"{folder.path}/before.json does not hold the accuracy before training as poise writes it")
-    _check_seal(folder, "before.json", before)
     points = [Point(0, Cost(), _scores(before))]
     ending = f"/avg@{before['samples']}"
     for line, cost in zip(lines, costs, strict=True):
