@@ -247,6 +247,8 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], b
 
     Errors are 95 % intervals by Student's t: with two batches they are 13 standard errors wide on each side.
     """
+    from scipy.stats import t as student
+
     if not mean["with_gradient"]:
         return ["No token had an advantage: all responses of a group got the same score, so there is nothing to learn."]
     method, low, high = next(iter(mean["regulators"])), names[0], names[-1]
@@ -255,24 +257,15 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], b
         return [f"{method} leaves no gradient: name a method first that learns from these tokens."]
     if not (mean["tokens"][0] and mean["tokens"][-1]):
         return [f"No token was sampled with a probability in {low} or in {high}: choose other intervals."]
-    wide, over = _student(batches), f" (95 % interval over {batches} batches)" if batches > 1 else ""
+    wide, over = inf, ""
+    if batches > 1:
+        wide, over = float(student.ppf(0.975, batches - 1)), f" (95 % interval over {batches} batches)"
     parts = [
         f"p in {name}: {_percent(mean['token_share'][i])} of the tokens, "
-        f"{_percent(base['share'][i], _times(wide, off['share'][i]))} of the gradient of {method}{over}"
+        f"{_percent(base['share'][i], off['share'][i] and wide * off['share'][i])} of the gradient of {method}{over}"
         for name, i in ((low, 0), (high, -1))
     ]
     return [*parts, *_influence(base, off, low, high, wide), *_noise(mean, base, low, high)]
-
-
-def _student(batches: int) -> float:
-    """Half the width of a 95 % interval, in standard errors."""
-    from scipy.stats import t
-
-    return float(t.ppf(0.975, batches - 1)) if batches > 1 else inf
-
-
-def _times(factor: float, error: float | None) -> float | None:
-    return None if error is None else factor * error
 
 
 def table(mean: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:

@@ -27,4 +27,4 @@ def x_values(metrics: Sequence[Mapping[str, Any]], axis: str) -> list[float] | N
 
 def drawable(value: Any) -> TypeGuard[float]:
     """Whether a value of a metrics file, which may be anybody's, is a number that can be drawn."""
-    return isinstance(value, int | float) and abs(value) < LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from poise.runs.axes import drawable
 from poise.runs.folder import DamagedError, RunFolder
 from poise.sampling.trajectories import FIRST
 
@@ -92,12 +93,7 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     lines = folder.metrics()
     if not all(isinstance(line.get("step"), int) and 0 <= line["step"] <= LAST_STEP for line in lines):
         raise DamagedError(f"{path}: a line has no step number")
-    return [{key: _plain_number(value) for key, value in line.items()} for line in lines]
-
-
-def _plain_number(value: Any) -> float | int | None:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return value if usable else None
+    return [{key: value if drawable(value) else None for key, value in line.items()} for line in lines]
 
 
 def check_file(path: Path) -> None:

@@ -131,19 +131,15 @@ def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: An
 
     ``before`` and ``after`` come from files: anything that is no evaluation is left out.
     """
-    ends = [(0, before), (lines[-1]["step"] if lines else 0, after)]
-    first, last = (
-        [{"step": step, _key(lines, task, end["samples"]): end["accuracy"]}] if is_summary(end) else []
-        for step, end in ends
-    )
-    return [*first, *lines, *last]
 
+    def record(step: int, end: Any) -> list[dict[str, Any]]:
+        if not is_summary(end):
+            return []
+        ending = f"/avg@{end['samples']}"
+        known = (key for line in lines for key in line if key.startswith("eval/") and key.endswith(ending))
+        return [{"step": step, next(known, f"eval/{task}{ending}"): end["accuracy"]}]
 
-def _key(lines: Sequence[dict[str, Any]], task: str, samples: int) -> str:
-    """The metric that an evaluation's accuracy belongs to."""
-    measure = f"avg@{samples}"
-    known = (key for line in lines for key in line if key.startswith("eval/") and key.endswith(f"/{measure}"))
-    return next(known, f"eval/{task}/{measure}")
+    return [*record(0, before), *lines, *record(lines[-1]["step"] if lines else 0, after)]
 
 
 def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:

@@ -46,7 +46,10 @@ class Source:
 
     def __init__(self, paths: Sequence[str | Path], x: str = "step", decode: Decode | None = None) -> None:
         self.x = x  # the x axis of curves until the reader chooses another
-        self.runs: list[Recording] = [_recording(Path(path), decode) for path in paths]
+        self.runs: list[Recording] = [
+            TokenFiles(path, decode) if token_files(path) else RunRecording(RunFolder.open(path, resume=False))
+            for path in map(Path, paths)
+        ]
         self.names = _names([run.path for run in self.runs])
         self._words: list[dict[str, int]] = [{} for _ in paths]
         self._fields: list[list[str]] = [[] for _ in paths]
@@ -154,10 +157,6 @@ class Source:
         return records, arrays | {"id": torch.tensor(numbers, dtype=torch.int32)[inverse]}
 
 
-def _recording(path: Path, decode: Decode | None) -> Recording:
-    return TokenFiles(path, decode) if token_files(path) else RunRecording(RunFolder.open(path, resume=False))
-
-
 def _sized(text: str) -> bytes:
     """The text's length, the text, and zeros up to a multiple of 4."""
     encoded = text.encode("utf-8", "surrogatepass")
@@ -193,17 +192,11 @@ def _warnings(recording: Recording, last: int) -> list[dict[str, Any]]:
     place = str(recording.path / warnings.FILE)
     rows = [asdict(warning) for warning in warnings.parse(recording.json(warnings.FILE), place)]
     diverged = recording.json("diverged.json")
-    if isinstance(diverged, dict) and not _passed(diverged.get("step"), last):
-        what = f"The run diverged: {diverged.get('why')}."
-        rows.append({"step": diverged.get("step"), "what": what, "remedy": REMEDY})
+    if isinstance(diverged, dict) and type(step := diverged.get("step")) is int and step > last:  # else it was resumed
+        rows.append({"step": step, "what": f"The run diverged: {diverged.get('why')}.", "remedy": REMEDY})
     if was_changed(recording.json("summary.json")):
         rows.append({"step": 0, "what": CHANGED, "remedy": REWRITE})
     return rows + [{"step": 0, "what": what, "remedy": ""} for what in recording.skipped()]
-
-
-def _passed(step: Any, last: int) -> bool:
-    """Whether a run that diverged at ``step`` was resumed and has passed it."""
-    return type(step) is int and step <= last
 
 
 def _diagnosis(recording: Recording) -> dict[str, Any] | None:
