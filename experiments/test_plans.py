@@ -21,7 +21,7 @@ def plan_of(file: Path) -> Plan:
 def test_a_plan_is_read(file: Path) -> None:
     plan = plan_of(file)
     for run in plan.all_runs():
-        assert run.seed in plan.tuning_seeds or run.config.steps % run.config.evaluation.every == 0, run.name
+        assert run.seed in plan.settings.tuning_seeds or run.config.steps % run.config.evaluation.every == 0, run.name
     assert plan.baseline is plan.arms[0]
 
 

@@ -108,7 +108,7 @@ def test_a_file_has_axes_and_arms(tmp_path, write):
     )  # fmt: skip
     plan = read_plan(str(path), ["seeds=5"])
     assert names(plan) == ["grpo", "two passes", "ar, objective.clip_high=0.28"]
-    assert (plan.baseline.name, plan.seeds, len(plan.tuning_seeds)) == ("two passes", tuple(range(5)), 1)
+    assert (plan.baseline.name, plan.seeds, len(plan.settings.tuning_seeds)) == ("two passes", tuple(range(5)), 1)
     config = plan.arms[2].variants[1].config
     assert (config.steps, config.evaluation.problems, config.optim.lr) == (3, 7, 2e-4)
     assert plan.folder == tmp_path / "here"

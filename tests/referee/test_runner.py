@@ -73,7 +73,7 @@ def carry_out(plan, behave=None, *, jobs=2, interrupted=lambda: False, slow=Fals
     processes = Fake(behave, slow)
     variants = [(arm, variant) for arm in plan.arms for variant in arm.variants]
     for arm, variant in variants:
-        for seed in (*plan.seeds, *plan.tuning_seeds):
+        for seed in (*plan.seeds, *plan.settings.tuning_seeds):
             run = plan.run(arm, variant, seed)
             processes.runs[str(run.folder)] = run
     plan.folder.mkdir(exist_ok=True)

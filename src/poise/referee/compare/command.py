@@ -9,7 +9,7 @@ from contextlib import closing, nullcontext
 import torch
 
 from poise._lib.errors import visible
-from poise.models.location import ModelError, locate
+from poise.models.location import locate
 from poise.referee.compare import description, output, plan_file, registration
 from poise.referee.compare.analysis import analyse
 from poise.referee.compare.arms import RATE
@@ -21,7 +21,6 @@ from poise.runs.listing import PLAN
 from poise.runs.lock import owned
 from poise.runs.subscribers.console import Console
 from poise.training.config.documents import Document
-from poise.training.config.schema import Config
 from poise.training.interrupts import Stopper
 
 GPU_JOBS = 16  # runs in parallel on a GPU
@@ -60,7 +59,7 @@ def compare(
             for line in description.heading(plan):
                 view.note(line)
             jobs, parallel = _parallel_jobs(plan)
-            runner = Runner(plan, Processes(plan.limits.threads), view, jobs)
+            runner = Runner(plan, Processes(plan.settings.threads), view, jobs)
             with mps(view.note) if parallel else nullcontext(), closing(runner.processes):
                 if runner.status().done < plan.size:
                     view.note("loading the model …")
@@ -69,20 +68,14 @@ def compare(
 
 
 def _check_models(plan: Plan) -> None:
-    """Refuse a missing model or engine before anything is written, if a run that is left needs it."""
+    """Refuse a missing model or engine before anything is written. Finished runs do not need theirs any more."""
+    configs = [run.config for run in Runner(plan, Processes(), Progress(quiet=True), jobs=1).left()]
+    for model in dict.fromkeys(config.model for config in configs):
+        locate(model)
+    if any(config.rollout.engine == "vllm" for config in configs):
+        from poise.sampling.vllm_engine import check_installed
 
-    def check(configs: Sequence[Config]) -> None:
-        for model in {config.model: None for config in configs}:
-            locate(model)
-        if any(config.rollout.engine == "vllm" for config in configs):
-            from poise.sampling.vllm_engine import check_installed
-
-            check_installed()
-
-    try:
-        check([variant.config for arm in plan.arms for variant in arm.variants])
-    except ModelError:  # finished runs do not need their model any more
-        check([run.config for run in Runner(plan, Processes(), Progress(quiet=True), jobs=1).left()])
+        check_installed()
 
 
 def default_jobs(gpu: bool) -> int:
@@ -96,7 +89,7 @@ def _parallel_jobs(plan: Plan) -> tuple[int, bool]:
     """How many runs are trained in parallel, and whether they share a GPU."""
     device = plan.baseline.variants[0].config.device
     gpu = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
-    jobs = min(plan.limits.jobs or default_jobs(gpu), plan.size)
+    jobs = min(plan.settings.jobs or default_jobs(gpu), plan.size)
     return jobs, gpu and jobs > 1
 
 
@@ -106,7 +99,7 @@ def _forecast(plan: Plan) -> None:
         print(visible(line))
     print("measuring two steps of a run …", flush=True)
     jobs = _parallel_jobs(plan)[0]
-    with closing(Processes(plan.limits.threads)) as processes:
+    with closing(Processes(plan.settings.threads)) as processes:
         done = Runner(plan, processes, Progress(quiet=True), jobs).status().done
         seconds = description.measure_trial(plan, processes)
     print(description.forecast(plan, seconds, jobs, done))
@@ -141,7 +134,7 @@ def _analyse(plan: Plan, arms: Sequence[Arm]) -> Document:
     """The results. A registered plan has first the results of its own arms and seeds, then the exploratory ones."""
 
     def results(arms: Sequence[Arm], seeds: Sequence[int], looks: Sequence[int]) -> Document:
-        base, margin = plan.baseline.name, plan.measure.margin
+        base, margin = plan.baseline.name, plan.settings.margin
         return analyse(arms, base, seeds, looks=looks, cut=plan.cut, margin=margin, controls=plan.controls)
 
     everything = results(arms, plan.seeds, plan_file.read_looks(plan))
@@ -158,7 +151,7 @@ def _conditions(plan: Plan, runner: Runner) -> Document:
     config = plan.baseline.variants[0].config
     return {
         "tuning": tuning_report(plan, runner.result),
-        "tuning_seeds": list(plan.tuning_seeds),
+        "tuning_seeds": list(plan.settings.tuning_seeds),
         "held_out": {"problems": config.evaluation.problems, "seed": config.evaluation.seed},
         "failures": list(runner.failures.values()),
         "mixed_code": plan_file.mixed_code(plan),

@@ -39,7 +39,7 @@ def heading(plan: Plan) -> list[str]:
         rates = ", ".join(rate_text(variant.rate) for variant in runs[0].arm.variants)
         lines.append(
             f"{len(runs)} tuning runs choose each arm's learning rate among {rates}, with seeds "
-            f"{_span(plan.tuning_seeds)} and other held-out problems"
+            f"{_span(plan.settings.tuning_seeds)} and other held-out problems"
         )
     few = "" if evaluation.problems >= HELD_OUT else f"; a fair comparison needs at least {HELD_OUT:,} problems"
     lines.append(f"{evaluation.problems:,} held-out problems × {evaluation.samples} samples, and greedily{few}")

@@ -17,7 +17,7 @@ from poise._lib.files import expand
 from poise.referee.compare import controls
 from poise.referee.compare.arms import PlannedArm, Variant, build, folder_name
 from poise.referee.compare.controls import Controls
-from poise.referee.compare.settings import TUNING, Limits, Settings, validated
+from poise.referee.compare.settings import TUNING, Settings, validated
 from poise.training.config.documents import ConfigError, Document, merge, parse, read, read_typed, recipes
 from poise.training.config.groups import HELD_OUT
 from poise.training.config.schema import Config
@@ -45,42 +45,35 @@ class PlannedRun(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measure:
-    """What is compared: accuracy at the end, or speed as well."""
-
-    name: str = "accuracy"  # or "speed"
-    longer: float = 1.0  # the baseline's steps in multiples of the cut, so that it can reach what faster arms reach
-    margin: float | None = None  # share of the baseline's speed within which speeds count as equal
-
-
-@dataclass(frozen=True)
 class Plan:
-    """Folder, arms, seeds and limits of a comparison."""
+    """Folder, arms and settings of a comparison."""
 
     folder: Path
     arms: tuple[PlannedArm, ...]
     baseline: PlannedArm
-    seeds: tuple[int, ...]
-    tuning_seeds: tuple[int, ...]
-    limits: Limits
+    settings: Settings
     controls: Controls
-    measure: Measure
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of the comparison."""
+        return self.settings.seeds
 
     @property
     def cut(self) -> int | None:
         """The steps after which arms are compared: the fewest of an arm; None if speed is not measured."""
-        return min(arm.variants[0].config.steps for arm in self.arms) if self.measure.name == "speed" else None
+        return min(arm.variants[0].config.steps for arm in self.arms) if self.settings.measure == "speed" else None
 
     def run(self, arm: PlannedArm, variant: Variant, seed: int) -> PlannedRun:
         """The run of a variant with a seed."""
         folder = self.folder / "arms" / folder_name(variant.name) / f"seed-{seed}"
         update: dict[str, Any] = {"seed": seed, "run": str(folder)}
         evaluation = variant.config.evaluation
-        if seed in self.tuning_seeds:  # its last score chooses; only ``stop_at`` needs those on the way
+        if seed in self.settings.tuning_seeds:  # its last score chooses; only ``stop_at`` needs those on the way
             every = evaluation.every if variant.config.stop_at else 0
             update["evaluation"] = evaluation.model_copy(update={"seed": evaluation.seed + TUNING, "every": every})
         elif self.cut is not None and arm is self.baseline:
-            update |= _lengthened(variant.config, ceil(self.measure.longer * self.cut))
+            update |= _lengthened(variant.config, ceil(self.settings.longer * self.cut))
         return PlannedRun(arm, variant, seed, variant.config.model_copy(update=update))
 
     def log_of(self, run: PlannedRun) -> Path:
@@ -91,7 +84,7 @@ class Plan:
         """The runs that choose a learning rate for each arm, seed by seed."""
         return [
             self.run(arm, variant, seed)
-            for seed in self.tuning_seeds
+            for seed in self.settings.tuning_seeds
             for arm in self.arms
             for variant in arm.variants
             if len(arm.variants) > 1
@@ -148,10 +141,7 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     baseline, links = _baseline(arms, comparison.baseline), Controls()
     if comparison.controls == "auto":
         arms, links = controls.add(arms, baseline)
-    speed = Measure("speed", comparison.longer, comparison.margin)
-    measure = speed if comparison.measure == "speed" else Measure()
-    tuning_seeds = tuple(range(TUNING, TUNING + comparison.tune))
-    return Plan(folder, arms, baseline, comparison.seeds, tuning_seeds, comparison, links, measure)
+    return Plan(folder, arms, baseline, comparison, links)
 
 
 def _with_curves(arms: Sequence[PlannedArm]) -> tuple[PlannedArm, ...]:

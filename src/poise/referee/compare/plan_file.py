@@ -11,14 +11,13 @@ comparison.json    the results
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from poise._lib.errors import short
 from poise._lib.files import SEAL, dumps, read_json, replacing
 from poise._lib.user_code import Code, edited
 from poise.referee.compare import registration
-from poise.referee.compare.plan import Measure, Plan, PlannedRun
+from poise.referee.compare.plan import Plan, PlannedRun
 from poise.runs.folder import RunFolder
 from poise.runs.listing import PLAN
 from poise.tasks import data_fingerprint
@@ -94,12 +93,12 @@ def _check_plan(plan: Plan, earlier: Document) -> None:
             f"{there} also has seed {missing[0]}, and results are never dropped: add seeds, do not remove any, "
             f"{ANOTHER}"
         )
-    measured = earlier.get("measure", asdict(Measure()))
-    for key, old, new in differences({"measure": measured}, {"measure": asdict(plan.measure)}):
+    measures = {"measure": earlier.get("measure", {})}, {"measure": plan.settings.compared}
+    for key, old, new in differences(*measures):
         if not key.endswith("margin"):
             raise ConfigError(f"{key} = {short(new)}, but {there} has {short(old)}: leave it as it was, {ANOTHER}")
     rates = [[variant.name in before for variant in arm.variants] for arm in plan.arms]
-    if earlier["tuning_seeds"] != list(plan.tuning_seeds) or any(any(known) > all(known) for known in rates):
+    if earlier["tuning_seeds"] != list(plan.settings.tuning_seeds) or any(any(known) > all(known) for known in rates):
         raise ConfigError(
             f"{there} was started with other learning rates, or another tune=N: an arm might get another rate, "
             f"and results are never dropped; leave them as they were, {ANOTHER}"
@@ -165,8 +164,8 @@ def write(plan: Plan, looks: Sequence[int] | None = None, *, registered: Documen
     data: Document = {
         "variants": variants,
         "seeds": plan.seeds,
-        "tuning_seeds": plan.tuning_seeds,
-        "measure": asdict(plan.measure),
+        "tuning_seeds": plan.settings.tuning_seeds,
+        "measure": plan.settings.compared,
         "looks": looks,
     }
     optional = {"accepted": list(accepted.values()), "registered": registered or read_registered(plan)}

@@ -7,7 +7,6 @@ verdict on the registered ones does not use them.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import NamedTuple
 
 from poise._lib.errors import short
@@ -29,8 +28,8 @@ def frozen(plan: Plan) -> Document:
             "arms": {arm.name: {each.name: each.identity for each in arm.variants} for arm in plan.arms},
             "controls": {arm.name: arm.control for arm in plan.arms if arm.control},
             "seeds": list(plan.seeds),
-            "tuning_seeds": list(plan.tuning_seeds),
-            "measure": asdict(plan.measure),
+            "tuning_seeds": list(plan.settings.tuning_seeds),
+            "measure": plan.settings.compared,
             "test": TEST,
         }
     )

@@ -300,7 +300,7 @@ Results = Callable[[Path], RunResult | None]  # the result of the run in a folde
 
 def tuning_scores(plan: Plan, arm: PlannedArm, variant: Variant, results: Results) -> dict[str, Any]:
     """The held-out accuracy of every tuning seed, and how many runs diverged; no scores until all have results."""
-    runs = [results(plan.run(arm, variant, seed).folder) for seed in plan.tuning_seeds]
+    runs = [results(plan.run(arm, variant, seed).folder) for seed in plan.settings.tuning_seeds]
     done = [run for run in runs if run is not None and ACCURACY in run.scores]
     done = done if len(done) == len(runs) else []
     scores = [run.scores[ACCURACY] for run in done]

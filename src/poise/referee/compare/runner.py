@@ -170,7 +170,7 @@ class Runner:
         active = {each.run.folder for each in self._running.values()}
 
         def is_open(run: PlannedRun) -> bool:
-            given_up = self._tries.get(run.folder, 0) > self.plan.limits.retries
+            given_up = self._tries.get(run.folder, 0) > self.plan.settings.retries
             return run.folder not in active and not given_up and self.result(run.folder) is None
 
         for runs in self._rounds():
@@ -227,7 +227,7 @@ class Runner:
 
     def _remove_checkpoints(self, folder: Path) -> None:
         """Remove the checkpoints of a run with a result, if only results are kept."""
-        if self.plan.limits.keep == "results":
+        if self.plan.settings.keep == "results":
             for checkpoint in folder.glob("checkpoints/*"):
                 remove(checkpoint)
 
@@ -258,7 +258,7 @@ class Runner:
         ahead = 0.0
         if runs and self._seconds:
             ahead = max((self._left_of_running() + len(runs) * self._mean()) / self.jobs, self._mean())
-        hours = self.plan.limits.hours
+        hours = self.plan.settings.hours
         if not self.out_of_time and self.clock() - self._begin + ahead > hours * 3600:
             self.out_of_time = True
             self.view.note(f"hours={hours:g} leaves no time for another seed of all arms: no more runs will start")

@@ -38,28 +38,34 @@ Whole = Annotated[int, Strict()]
 Real = Annotated[float, Strict()]
 
 
-class Limits(Group):
-    """How the runs are executed, which does not change their results."""
+class Settings(Group):
+    """All settings of a comparison but its folder. The first five do not change its results."""
 
     jobs: Annotated[Whole, Field(ge=1, le=1024)] | None = None  # runs in parallel; None: depends on the device
     threads: Annotated[Whole, Field(ge=1, le=1024)] = 1  # of a run on a CPU
     hours: Annotated[Real, Field(gt=0)] = inf  # no run starts after this
     retries: Annotated[Whole, Field(ge=0, le=100)] = 0  # of a failed run
     keep: Literal["models", "results"] = "models"  # of a finished run: its newest checkpoint, or only its results
-
-
-class Settings(Limits):
-    """All settings of a comparison but its folder."""
-
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = tuple(range(10))
     tune: Annotated[Whole, Field(ge=0, le=MOST_SEEDS)] = 0
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field({})  # the values of a setting, by its key
     arms: Annotated[list[Annotated[dict[str, Any], Field(min_length=1)]], Field(min_length=1)] | None = None
     baseline: Any = None  # the name of an arm
     controls: Literal["none", "auto"] = "none"
-    measure: Literal["accuracy", "speed"] = "accuracy"
-    longer: Annotated[Real, Field(ge=1, le=100)] = LONGER
-    margin: Annotated[Real, Field(ge=0, le=1)] | None = None
+    measure: Literal["accuracy", "speed"] = "accuracy"  # at the end; or speed as well
+    longer: Annotated[Real, Field(ge=1, le=100)] = LONGER  # the baseline's steps, in multiples of the cut
+    margin: Annotated[Real, Field(ge=0, le=1)] | None = None  # share of the baseline's speed that counts as equal
+
+    @property
+    def tuning_seeds(self) -> tuple[int, ...]:
+        """The seeds that choose a learning rate."""
+        return tuple(range(TUNING, TUNING + self.tune))
+
+    @property
+    def compared(self) -> Document:
+        """What is compared, as ``plan.json`` has it."""
+        longer = self.longer if self.measure == "speed" else 1.0
+        return {"name": self.measure, "longer": longer, "margin": self.margin}
 
     @model_validator(mode="after")
     def _speed_has_its_settings(self) -> Self:
