@@ -31,7 +31,7 @@ from poise.training.interrupts import Stopper
 from poise.training.memory import repeatable
 from poise.training.preflight import preflight
 from poise.training.resume import TrainError, check_same_code, in_free_folder, keep_changes, run_folder
-from poise.training.steps import Clock, State, StepResult, sampling_metrics
+from poise.training.steps import Clock, State, StepResult, counted_metrics, response_metrics
 from poise.training.update import NotFiniteError, set_learning_rate, update
 
 __all__ = ["State", "StepResult", "TrainError", "Trainer", "train"]
@@ -160,8 +160,8 @@ class Trainer:
         ending = state.ending(config.steps, config.budget)
         with clock("regulate"):
             batch = self.make_batch(trajectories) if trajectories else None
-        metrics = sampling_metrics(sampler.counts, trajectories, batch, config.objective)
-        metrics |= {**failures, "tokens/total": state.tokens}
+        metrics = {} if batch is None else response_metrics(trajectories, batch, config.objective)
+        metrics |= {**counted_metrics(sampler.counts), **failures, "tokens/total": state.tokens}
         if batch is None:  # no reward applied, so there is nothing to learn
             self.checkpoints.weights_of = number  # the same weights, one step further
             return StepResult(state, metrics | {"optim/steps": 0.0}, clock, ending)

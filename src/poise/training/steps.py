@@ -73,17 +73,6 @@ class StepResult:
     rows: Rows = field(default_factory=lambda: slice(None))  # the rows that were trained on; all by default
 
 
-def sampling_metrics(
-    counts: Counts, trajectories: Sequence[Trajectory], batch: TokenBatch | None, settings: Settings
-) -> dict[str, float]:
-    """Everything that a step reports about what it sampled.
-
-    Without a batch no reward applied, and there are no responses to report on.
-    """
-    responses = {} if batch is None else response_metrics(trajectories, batch, settings)
-    return {**responses, **counted_metrics(counts)}
-
-
 def response_metrics(trajectories: Sequence[Trajectory], batch: TokenBatch, settings: Settings) -> dict[str, float]:
     """``reward/…`` and ``rollout/…`` of a step.
 
