@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import comb, fsum, sqrt
+from statistics import fmean
 from typing import Any, TypeGuard
 
 Interval = tuple[float, float]
@@ -58,7 +59,7 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
     the truth in 76 % of trials (with 60 problems in 84 %, with 100 in 93 %, with 200 in 97 %).
     """
     values = [float(value) for value in per_problem_means]
-    mean = _mean(values)
+    mean = fmean(values)
     most = mean * (1 - mean)
     spread = fsum((value - mean) ** 2 for value in values)
     phi = min(1.0, (spread / most + 4) / (len(values) + 3)) if most > 0 else 1.0
@@ -74,7 +75,7 @@ def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interv
     """
     from scipy.stats import t
 
-    n, mean = len(differences), _mean(differences)
+    n, mean = len(differences), fmean(differences)
     if not any(differences):
         _, most = exact_interval(0.0, n, level)
         return -most, most
@@ -104,7 +105,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, di
     for name, old in measures(before).items():
         differences = [new - was for was, new in zip(old, ends[name], strict=True)]
         low, high = paired_interval(differences)
-        intervals[name] = {"value": _mean(differences), "low": low, "high": high}
+        intervals[name] = {"value": fmean(differences), "low": low, "high": high}
     return intervals
 
 
@@ -116,7 +117,7 @@ def much(old: float, new: float, lost_old: float, lost_new: float) -> str:
     """
     sides = ((old, lost_old), (new, lost_new))
     right = [min(1.0, value / (1 - share)) for value, share in sides if share < 1]
-    part = (lost_old - lost_new) * _mean(right) if right else 0.0
+    part = (lost_old - lost_new) * fmean(right) if right else 0.0
     if old == new or part / (new - old) < MUCH:
         return ""
     which = "fewer" if part > 0 else "more"
@@ -165,24 +166,18 @@ def _summary(results: Sequence[ProblemResult], k: int, level: float) -> dict[str
         f"avg@{k}": [sum(r.correct) / len(r.correct) for r in results],
         f"pass@{k}": [pass_at_k(len(r.correct), sum(r.correct), k) for r in results],
     }
-    answers = [pair for r in results for pair in zip(r.answers, r.correct, strict=False)]
-    if all(r.answers for r in results) and not any(correct and answer is None for answer, correct in answers):
-        values[f"maj@{k}"] = [float(_majority_is_right(r, k)) for r in results]
+    answers = [[*zip(r.answers, r.correct, strict=False)] for r in results]
+    if all(answers) and not any(right and answer is None for pairs in answers for answer, right in pairs):
+        winners = [majority(r.answers[:k]) for r in results]
+        values[f"maj@{k}"] = [
+            float(winner is not None and (winner, True) in pairs[:k])
+            for winner, pairs in zip(winners, answers, strict=True)
+        ]
     summary: dict[str, Any] = {"problems": len(results)}
     for name, per_problem in values.items():
         low, high = mean_interval(per_problem, level)
-        summary[name] = {"value": _mean(per_problem), "low": low, "high": high}
+        summary[name] = {"value": fmean(per_problem), "low": low, "high": high}
     return summary
-
-
-def _majority_is_right(result: ProblemResult, k: int) -> bool:
-    winner = majority(result.answers[:k])
-    votes = zip(result.answers[:k], result.correct[:k], strict=True)
-    return winner is not None and any(correct for answer, correct in votes if answer == winner)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fsum(values) / len(values)
 
 
 def exact_interval(mean: float, n: float, level: float = 0.95) -> Interval:
