@@ -55,6 +55,8 @@ class _Namer:
 
     def plain(self, key: str, value: Any) -> Any:
         """The value of a setting, without objects."""
+        if isinstance(value, str):
+            return {"name": value} if key == "task" else value
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if isinstance(value, torch.device | torch.dtype):
@@ -66,8 +68,6 @@ class _Namer:
         return value
 
     def _model(self, model: Any) -> str:
-        if isinstance(model, str):
-            return model
         from poise.models.loading import LoadedModel
 
         return self.objects.add(LoadedModel.of(model, self._tokenizer), live.MODEL.removeprefix(live.PREFIX))
@@ -95,8 +95,6 @@ class _Namer:
         return _text(reward, rewards.TABLE, rewards.get) or self.objects.add(reward, _title(reward))
 
     def _environment(self, environment: Any) -> str:
-        if isinstance(environment, str):
-            return environment
         if not callable(environment) and callable(getattr(environment, "reset", None)):
             factory = partial(copy.deepcopy, environment)  # each episode plays in an environment of its own
             return self.objects.add(factory, type(environment).__name__)
@@ -105,8 +103,6 @@ class _Namer:
         return self.objects.add(environment, _title(environment))
 
     def _task(self, task: Any) -> Any:
-        if isinstance(task, str):
-            return {"name": task}
         if type(task) is dict:
             return {key: self.plain(f"task.{key}", value) for key, value in task.items()}
         settings = None if isclass(task) else _task_settings(task)
@@ -115,8 +111,6 @@ class _Namer:
         return {key: self.plain(f"task.{key}", value) for key, value in settings.items()}
 
     def _task_name(self, task: Any) -> str:
-        if isinstance(task, str):
-            return task
         if not (hasattr(task, "problems") or callable(task)):
             raise TypeError(f"a task has problems(split, seed) and score(problem, text), got {short(task)}")
         return self.objects.add(task, _title(task))
@@ -129,8 +123,6 @@ class _Namer:
             title = _title(part.function if isinstance(part, Function) else part)
             return _text(part, regulators.TABLE, regulators.parse) or self.objects.add(part, title)
 
-        if isinstance(regulator, str):
-            return regulator
         if isclass(regulator):
             regulator = regulator()
         return " | ".join(name(part) for part in parts_of(regulators.parse(regulator)))
@@ -138,8 +130,6 @@ class _Namer:
     def _algorithm(self, algorithm: Any) -> str:
         from poise.sampling import algorithms
 
-        if isinstance(algorithm, str):
-            return algorithm
         if isclass(algorithm) or not callable(getattr(algorithm, "collect", None)):
             raise TypeError(f"an algorithm is an object with collect(…), got {short(algorithm)}")
         text = _text(algorithm, algorithms.TABLE, partial(algorithms.get, group=1), always=("group",))
@@ -148,8 +138,6 @@ class _Namer:
     def _advantage(self, advantage: Any) -> str:
         from poise import advantages
 
-        if isinstance(advantage, str):
-            return advantage
         if not callable(advantage):
             raise TypeError(f"an advantage is a name or a function of rewards, got {short(advantage)}")
         names = {function: name for name, function in advantages.TABLE.items()}
