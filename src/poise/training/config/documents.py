@@ -232,31 +232,22 @@ def _first_line(text: str) -> str:
 
 
 def read_typed(override: str) -> Any:
-    """The value of a text ``key=value``."""
-    try:
-        return parse_typed(override.partition("=")[2])
-    except YamlError as error:
-        raise ConfigError(f"override {short(override)}: cannot read the value: {error}") from None
-
-
-def parse_typed(written: str) -> Any:
-    """The value of a text typed after ``key=``: YAML, except that sentences stay as they are typed.
+    """The value of a text ``key=value``: YAML, except that sentences stay as they are typed.
 
     YAML would cut ``End with #### 42`` at the sign, make a group of ``Be brief: answer`` and refuse ``{question} Go``.
     """
-    begin = written.strip()[:1]
+    written = override.partition("=")[2]
     if PLACEHOLDER.match(written):
         return written
-    if begin and begin in "[{\"'":
-        return parse(written)
+    bare = not written.lstrip().startswith(("[", "{", '"', "'"))
     try:
         value = parse(written)
-    except YamlError:
-        if ": " in written:
+    except YamlError as error:
+        if bare and ": " in written:
             return written
-        raise
+        raise ConfigError(f"override {short(override)}: cannot read the value: {error}") from None
     sentence = isinstance(value, dict | list) or (isinstance(value, str) and " #" in written)
-    return written if sentence else value
+    return written if bare and sentence else value
 
 
 def too_deep(value: Any, levels: int = DEEPEST) -> bool:
