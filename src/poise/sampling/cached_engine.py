@@ -132,7 +132,9 @@ class _Batch:
         numbers: dict[Prompt, int] = {}
         prompt_of = send([numbers.setdefault(r.prompt, len(numbers)) for r in self.requests], self.policy.device)
         ids, real = pad_left([prompt.tokens for prompt in numbers], self.policy.device)
-        self.cache = _growing_cache(self.policy)
+        self.cache = DynamicCache(config=self.policy.trunk.config)
+        # Those with a sliding window stay as they are.
+        self.cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in self.cache.layers]
         states: Tensor = self.policy.trunk(
             input_ids=ids,
             attention_mask=real,
@@ -189,13 +191,6 @@ class _Batch:
             use_cache=True,
         ).last_hidden_state[:, -1]
         return states
-
-
-def _growing_cache(policy: Policy) -> Any:
-    """transformers' cache for this model with its plain layers replaced; those with a sliding window stay."""
-    cache = DynamicCache(config=policy.trunk.config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
 
 
 @torch.no_grad()

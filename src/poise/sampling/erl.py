@@ -340,19 +340,14 @@ def _dialogue(messages: Sequence[Message], speakers: dict[str, str]) -> str:
 
 def shorten(text: str, build: Callable[[str], str], fits: Callable[[str], bool]) -> str | None:
     """``build(text)``, with as much left out of the middle of the text as it takes to fit; None if nothing helps."""
-    keep = len(text)
-    while not fits(built := build(_without_middle(text, keep))):
+    keep, built = len(text), build(text)
+    while not fits(built):
         if not keep:
             return None
         keep = keep * 2 // 3
+        end = keep // 2
+        built = build(text[: keep - end] + GAP + text[len(text) - end :])
     return built
-
-
-def _without_middle(text: str, keep: int) -> str:
-    if len(text) <= keep:
-        return text
-    end = keep // 2
-    return text[: keep - end] + GAP + text[len(text) - end :]
 
 
 def fits(sampler: Sampler, messages: Sequence[Message], tools: Tools = ()) -> bool:

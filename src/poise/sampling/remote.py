@@ -137,7 +137,7 @@ class Server:
         if named := urlsplit(self.address).fragment:
             return named
         with closing(_Calls(self)) as calls:
-            return str(calls.patient("/models", None, _first_model))
+            return str(calls.patient("/models", None, lambda answer, _: str(answer["data"][0]["id"])))
 
 
 def _body(name: str, prompt: str, limit: int, seed: int, sampling: Sampling) -> dict[str, Any]:
@@ -147,10 +147,6 @@ def _body(name: str, prompt: str, limit: int, seed: int, sampling: Sampling) -> 
     body |= {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
     body |= {"top_k": sampling.top_k} if sampling.top_k else {}
     return body
-
-
-def _first_model(answer: Any, _: Any) -> str:
-    return str(answer["data"][0]["id"])
 
 
 def _reply(answer: Any, body: Any) -> Reply:

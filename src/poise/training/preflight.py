@@ -10,6 +10,7 @@ import copy
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,8 +20,7 @@ from poise._lib.user_code import blamed
 from poise.batch import Prompt
 from poise.models.policy import Policy
 from poise.runs.folder import CheckpointError
-from poise.sampling.draws import Sampling
-from poise.sampling.requests import Completion, Done, Request
+from poise.sampling.requests import Completion, Request
 from poise.sampling.trajectories import Trajectory
 from poise.tasks import draw, several_turns
 from poise.training.building import Components
@@ -73,13 +73,7 @@ class Echo:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    def sample(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,  # noqa: ARG002
-        seed: int,  # noqa: ARG002
-        done: Done | None = None,  # noqa: ARG002
-    ) -> list[Completion]:
+    def sample(self, requests: Sequence[Request], *_: Any, **__: Any) -> list[Completion]:
         """A reply to each request. Replies differ in length, and end where the limit allows it."""
         ends = self.policy.end_tokens
         replies = []
