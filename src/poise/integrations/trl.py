@@ -147,7 +147,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
                 self, super()._compute_loss, model, weighted, self._regulator_name, kl=KL_WEIGHTS in inputs
             )
         phase = self._next_phase(inputs)
-        weighted["advantages"] = _per_token(inputs["advantages"]) * inputs[WEIGHTS][:, phase]
+        advantages = inputs["advantages"]
+        weighted["advantages"] = advantages.view(len(advantages), -1) * inputs[WEIGHTS][:, phase]
         with kl_weights(self, inputs[KL_WEIGHTS][:, phase] if KL_WEIGHTS in inputs else None):
             return super()._compute_loss(model, weighted)
 
@@ -398,11 +399,6 @@ def _same_responses(output: dict[str, Any], scored: list[list[int]]) -> bool:
 def _nonzero(gradient: Tensor) -> bool:
     """Whether the gradient, or this process's shard of it, has an entry other than 0."""
     return bool(getattr(gradient, "to_local", lambda: gradient)().any())
-
-
-def _per_token(advantages: Tensor) -> Tensor:
-    """Advantages (B,) become (B, 1); (B, T) stay as they are."""
-    return advantages if advantages.dim() == 2 else advantages[:, None]
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]
