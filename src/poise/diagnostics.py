@@ -182,7 +182,10 @@ def dominance(
                 result = {**equal[0], "influence": equal[0]["influence"][:-1]}
             else:
                 result = _interval_figures(loop, whole, masks, optimizer, before, clip)
-            after = _updated(loop, phases, optimizer, clip)
+            with unchanged(loop, optimizer):
+                for phase in phases:
+                    step(loop, optimizer, gradient_of(loop, phase), clip)
+                after = loop.logp()
             result["influence"] = [*result["influence"], _effect(before, after, masks, batch)]
             result["weight"] = interval_means(whole.policy, masks)
             result["metrics"] = {key: value for phase in phases for key, value in phase.metrics.items()}
@@ -248,14 +251,6 @@ def _interval_figures(
         "split_cosine": splits,
         "influence": influence,
     }
-
-
-def _updated(loop: Loop, phases: Sequence[Phase], optimizer: torch.optim.Optimizer, clip: float) -> Tensor:
-    """(B, T) log-probabilities after the regulator's own update: one step per phase."""
-    with unchanged(loop, optimizer):
-        for phase in phases:
-            step(loop, optimizer, gradient_of(loop, phase), clip)
-        return loop.logp()
 
 
 def _effect(before: Tensor, after: Tensor, masks: Tensor, batch: TokenBatch) -> dict[str, list[float | None]]:
