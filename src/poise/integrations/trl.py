@@ -32,12 +32,13 @@ try:
 except ImportError as error:
     raise ImportError(f"poise.integrations.trl needs TRL: install poise with its extra 'trl' ({error})") from error
 
+import poise
 from poise.batch import Phase, TokenBatch
 from poise.integrations.demands import ALL, CannotRegulateError, Demands, demands, probe
 from poise.integrations.token_export import TokenExport, lines
 from poise.integrations.trl_checks import check_config, check_needs, check_start, check_trainer, check_trl
 from poise.integrations.trl_loss import check_loss, kl_weights
-from poise.integrations.trl_metadata import check_resume, describe, tell_trackers, write_card, write_state
+from poise.integrations.trl_metadata import KEY, check_resume, describe, tell_trackers, write_card
 from poise.lm_head import Head
 from poise.regulators import Regulator, parse, summary
 
@@ -364,7 +365,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         method = describe(self.regulator)
         if not self._change_regulator:
             check_resume(self.state, method)
-        write_state(self.state, method)
+        # TRL writes it into trainer_state.json with every checkpoint.
+        self.state.stateful_callbacks[KEY] = {"regulator": method, "version": poise.__version__}
         if self.is_world_process_zero():
             tell_trackers(self.callback_handler.callbacks, method)
         if len(wants.phases) > 1:

@@ -41,11 +41,6 @@ def check_resume(state: Any, regulator: str) -> None:
         )
 
 
-def write_state(state: Any, regulator: str) -> None:
-    """Let TRL write the regulator into trainer_state.json with every checkpoint."""
-    state.stateful_callbacks[KEY] = {"regulator": regulator, "version": poise.__version__}
-
-
 def write_card(folder: str, regulator: str) -> None:
     """Add a section to the model card, if TRL has written one."""
     card = Path(folder) / "README.md"
