@@ -196,7 +196,8 @@ class Sampler:
             start, room = prompts[key], self._room(most - len(prompts[key].tokens))
             game = _Game(self.policy, self.task, problem, episode, messages, len(messages), start, room, tools, prefill)
             if begun is not None and len(begun[index]):
-                game.begin_reply(begun[index])
+                game.prefix = len(begun[index])
+                game.follow(begun[index])
             games.append(game)
         return games
 
@@ -292,12 +293,7 @@ class _Game:
     finished: bool = True
     prefix: int = 0  # tokens at the start of the first reply that are not the model's own
 
-    def begin_reply(self, tokens: Sequence[int]) -> None:
-        """The first reply begins with these tokens, which are not the model's own."""
-        self.prefix = len(tokens)
-        self._follow(tokens)
-
-    def _follow(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
+    def follow(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
         """Append tokens: the model's own, with their completion, or others that it only reads."""
         self.tokens += tokens
         self.own += [completion is not None] * len(tokens)
@@ -309,7 +305,7 @@ class _Game:
 
     def answered(self, completion: Completion, reply: str, answer: list[Message], score: Score | None) -> None:
         """The model has replied, and the environment has answered with messages or, at the end, with none."""
-        self._follow(completion.tokens.tolist(), completion)
+        self.follow(completion.tokens.tolist(), completion)
         self.replies.append(reply)
         self.finished &= completion.finished
         self.score, self.over = score, not answer
@@ -320,7 +316,7 @@ class _Game:
             if self.room - len(following) < 1:  # no token of a reply would fit behind it
                 self.cut_off()
                 return
-            self._follow(following)
+            self.follow(following)
             self.messages = [*self.messages, *answer]
 
     def cut_off(self) -> None:

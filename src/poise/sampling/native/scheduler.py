@@ -71,19 +71,15 @@ class Scheduler:
         if not admitted:
             return
         self.rows += [-1] * (max(row for row, _ in admitted) + 1 - len(self.rows))
-        unread: dict[int, tuple[int, int]] = {}  # prompt → the first row and request that need it
-        for row, request in admitted:
-            self.rows[row] = request
-            if self.prompt_of[request] not in self.cache.home:
-                unread.setdefault(self.prompt_of[request], (row, request))
-        self.decoder.read([self._unread(number, *first) for number, first in unread.items()])
+        unread: dict[int, UnreadPrompt] = {}
+        for row, i in admitted:
+            self.rows[row] = i
+            if (number := self.prompt_of[i]) not in self.cache.home and number not in unread:
+                saved = self.kept_rows.find(self.requests[i]) if self.kept_rows is not None else None
+                unread[number] = UnreadPrompt(number, row, self.requests[i].prompt, saved)
+        self.decoder.read([*unread.values()])
         rows, requests = zip(*admitted, strict=True)
         self.decoder.occupy(list(rows), [self.prompt_of[request] for request in requests])
-
-    def _unread(self, number: int, row: int, request: int) -> UnreadPrompt:
-        """The prompt of a request, with the keys that it continues, if they were kept."""
-        saved = self.kept_rows.find(self.requests[request]) if self.kept_rows is not None else None
-        return UnreadPrompt(number, row, self.requests[request].prompt, saved)
 
     def _close_up(self) -> None:
         """Move sequences from the last rows into free ones, if fewer rows are decoded then."""
