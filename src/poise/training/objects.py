@@ -75,9 +75,10 @@ class _Namer:
     def _data(self, data: Any, name: str = "data") -> Any:
         if isinstance(data, str | os.PathLike):
             return os.fspath(data)
-        if type(data) is dict and "name" in data and data.keys() <= GROUP_OF_DATA:
+        if _is_group(data):
             return data | {"name": self._data(data["name"], name)}
-        if isinstance(data, list | tuple) and data and all(_names_data(each) for each in data):  # a mixture
+        # A list of names and groups is a mixture; otherwise its entries are rows.
+        if isinstance(data, list | tuple) and data and all(isinstance(each, str) or _is_group(each) for each in data):
             return [self._data(each, name) for each in data]
         return self.objects.add(data, name)
 
@@ -151,9 +152,9 @@ class _Namer:
         return _text(surrogate, surrogates.TABLE, surrogates.parse) or self.objects.add(surrogate, _title(surrogate))
 
 
-def _names_data(value: Any) -> bool:
-    """Whether this names a data set of a mixture; otherwise it is a row."""
-    return isinstance(value, str) or (type(value) is dict and "name" in value and value.keys() <= GROUP_OF_DATA)
+def _is_group(value: Any) -> bool:
+    """Whether this names a data set, with settings for it."""
+    return type(value) is dict and "name" in value and value.keys() <= GROUP_OF_DATA
 
 
 def _title(thing: Any) -> str:

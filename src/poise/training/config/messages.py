@@ -152,7 +152,8 @@ def unknown_key(path: str, known: Sequence[str]) -> str:
         return f"unknown key {path!r}; did you mean {name!r}?"
     if (ours := _ELSEWHERE.get(name.lower())) in known:
         return f"unknown key {path!r}; did you mean {ours!r}? {_VALUES.get(name.lower(), '')}".rstrip()
-    near = {key: _likeness(path, key) for key in known}
+    # The last words are compared: the mistake may be the group.
+    near = {key: SequenceMatcher(None, name.lower(), re.findall(r"\w+", key)[-1]).ratio() for key in known}
     best = max(near.values())
     if best >= 0.6:
         nearest = [key for key in near if near[key] == best]
@@ -161,8 +162,3 @@ def unknown_key(path: str, known: Sequence[str]) -> str:
     dotted = [key for key in known if "=" not in key]
     siblings = {key.removeprefix(group + dot).split(".")[0] for key in dotted if key.startswith(group + dot)}
     return f"unknown key {path!r} (allowed{dot and f' in {group}'}: {', '.join(sorted(siblings))})"
-
-
-def _likeness(written: str, key: str) -> float:
-    """Similarity of the last words of two keys: the mistake may be the group."""
-    return SequenceMatcher(None, written.rpartition(".")[2].lower(), re.findall(r"\w+", key)[-1]).ratio()
