@@ -44,11 +44,7 @@ class Scores(NamedTuple):
 
 
 def default_block(device: torch.device, tokens: int, vocabulary: int) -> int:
-    """Elements of the largest temporary tensor.
-
-    On a CPU 4 MiB in float32, which stays in the cache. On a GPU a fifth of tokens × vocabulary, between 32 MiB (enough
-    work per launch) and 64 MiB in bfloat16.
-    """
+    """Elements of the largest temporary tensor: on a CPU 4 MiB in float32, on a GPU 32 to 64 MiB in bfloat16."""
     return 1 << 20 if device.type == "cpu" else min(max(tokens * vocabulary // 5, 1 << 24), 1 << 25)
 
 

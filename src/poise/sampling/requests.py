@@ -104,9 +104,8 @@ class Engine(Protocol):
 class Session:
     """Calls to one engine. Requests of a call may continue those of the call before that had ``keep`` set.
 
-    Open a session for episodes that are played with the same weights. It remembers one call at a time, and nothing
-    after its end, so nothing has to be released. This class only checks the requests, and the engine reads every
-    dialogue again; the native engine's session keeps the keys (``sampling/native/session.py``).
+    Open a session for episodes that are played with the same weights. This class only checks the requests, and the
+    engine reads every dialogue again; the native engine's session keeps the keys (``sampling/native/session.py``).
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -354,9 +354,8 @@ class _Game:
 class _Replies:
     """The environment's answers to the replies, computed while other replies are still being sampled.
 
-    An engine hands replies to ``take`` as they end. A task with ``concurrent = True`` is asked at once, in another
-    thread. Any other task is asked after sampling, in the thread that trains: a verifier that limits its time by
-    signals works nowhere else.
+    Only a task with ``concurrent = True`` is asked at once, in another thread. Others are asked after sampling, in the
+    thread that trains: a verifier that limits its time by signals works nowhere else.
     """
 
     def __init__(self, policy: Policy, task: Task, games: Sequence[_Game]) -> None:

@@ -22,15 +22,11 @@ BY_DIFFICULTY = ", difficulty "  # between the measure and the difficulty, in th
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The samples of one problem, in sampling order.
-
-    ``answers`` are in canonical form, None for a sample without a readable answer. Leave them empty for a task without
-    answers to compare.
-    """
+    """The samples of one problem, in sampling order."""
 
     difficulty: str
     correct: tuple[bool, ...]
-    answers: tuple[Hashable | None, ...] = ()
+    answers: tuple[Hashable | None, ...] = ()  # in canonical form, None if unreadable; empty if the task has none
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -123,11 +119,7 @@ def much(old: float, new: float, lost_old: float, lost_new: float) -> str:
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
-    """The most frequent answer; in a tie, the one that occurs first. None (unreadable) casts no vote.
-
-    The result is None only if there is no readable answer. The tie rule needs no random numbers and favours no answer,
-    since samples come in no particular order.
-    """
+    """The most frequent answer; in a tie, the one that occurs first. None (unreadable) casts no vote."""
     votes = Counter(answer for answer in answers if answer is not None)
     return max(votes, key=votes.__getitem__) if votes else None
 
@@ -138,9 +130,8 @@ def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> 
     ``{"overall": summary, "difficulty": {"3": summary, …}}``, where a summary is ``{"problems": n, "avg@4": {"value":
     …, "low": …, "high": …}, "pass@4": …, "maj@4": …}``. Difficulties are in order, numbers as numbers.
 
-    Every problem needs at least k samples. avg@k and pass@k use all of them, maj@k the first k. A problem counts for
-    maj@k if its most frequent answer is correct, that is, if a sample with that answer was judged correct. Without
-    answers there is no maj@k, nor where a correct sample has none: what it says cannot be counted.
+    Every problem needs at least k samples. avg@k and pass@k use all of them, maj@k the first k. There is no maj@k
+    without answers, nor where a correct sample has none: what it says cannot be counted.
     """
 
     def order(result: ProblemResult) -> tuple[bool, int, str]:

@@ -85,12 +85,7 @@ def response_metrics(trajectories: Sequence[Trajectory], batch: TokenBatch, sett
 
 
 def counted_metrics(counts: Counts) -> dict[str, float]:
-    """What the sampler counted: numbers that reward functions reported (``log_metric``), turns, problems and tokens.
-
-    ``rollout/continued`` counts later turns that continued from kept keys, ``rollout/reread`` later turns that read
-    their dialogue again, ``rollout/too_long`` problems that were left out. Each appears only if it is above 0.
-    ``tokens/sampled`` counts the tokens of all models, ``tokens/NAME`` those of each model other than the policy.
-    """
+    """What the sampler counted: numbers that reward functions reported (``log_metric``), turns, problems and tokens."""
     reported = {f"reward/{name}": sum(values) / len(values) for name, values in counts.reported.items()}
     turns = {f"rollout/{n}": float(counts.turns[n]) for n in ("continued", "reread", "too_long") if n in counts.turns}
     others = {f"tokens/{name}": count for name, count in counts.tokens.items() if name != POLICY}
@@ -128,12 +123,7 @@ def rollout_metrics(samples: Sequence[Trajectory], batch: TokenBatch, settings: 
 
 
 def mismatch_metrics(batch: TokenBatch, settings: Settings) -> dict[str, float]:
-    """How the policy's log-probabilities differ from the sampler's, over all response tokens.
-
-    ``importance`` is the mean importance weight before truncation, 1 if both agree; ``truncated`` the share of tokens
-    whose weight is truncated; ``mismatch``, ``mismatch_p999`` and ``mismatch_max`` the mean, the 99.9th percentile and
-    the largest of the absolute log-ratios; ``mismatch_kl`` estimates KL(sampler ‖ policy), by k3.
-    """
+    """How the policy's log-probabilities differ from the sampler's, over all response tokens."""
     assert batch.sampler_logp is not None
     cap = torch.inf if settings.importance_cap is None else settings.importance_cap
     gap = (batch.old_logp - batch.sampler_logp)[batch.mask].double()

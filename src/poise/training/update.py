@@ -112,9 +112,8 @@ def backward(
 ) -> Metrics | None:
     """Set the policy's gradients to those of a mini-batch's loss, and return its metrics.
 
-    None if no token is active: then the gradients are left as they were. Responses without active tokens are not run
-    through the model, but count in the denominator. Pass the active tokens, on the host, as ``active_BT`` if you know
-    them.
+    Returns None, and leaves the gradients, if no token is active. Responses without active tokens do not run through
+    the model, but count in the denominator. ``active_BT`` are the active tokens, on the host, if you know them.
     ``divisor`` is the denominator of a mini-batch that several processes share (``objective.normalizer``, summed).
     """
     settings = plan.objective

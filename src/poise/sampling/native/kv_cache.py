@@ -103,8 +103,6 @@ class SharedPromptCache(KVCache):
     """Prompts apart from responses: (P, G, T, D) and (S, G, T, D) for every layer.
 
     A prompt's keys are stored transposed, (P, G, D, T), which is the fastest layout for the product with the queries.
-    Rows start with room for ``FIRST_ROOM`` response tokens, and the room doubles when it is full: few responses reach
-    their limit. The package's docstring has the letters of the shapes.
     """
 
     room = 0  # response tokens per row that there is memory for
