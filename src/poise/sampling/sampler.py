@@ -143,11 +143,7 @@ class Sampler:
                 for number, game in zip(live, playing, strict=True)
             ]
             own_seed = seed + (turn * 0x9E3779B97F4A7C15) % (1 << 62)  # the first turn's is the step's own
-            with _Replies(self.policy, self.task, playing) as replies:
-                with self.counts.timed("rollout"):
-                    completions = engine.sample(requests, self.sampling, own_seed, replies.take)
-                with self.counts.timed("score"):
-                    replies.finish(completions)
+            self._turn(playing, engine, requests, own_seed)
             turn += 1
             if turn >= MAX_TURNS:
                 for game in playing:
@@ -155,6 +151,29 @@ class Sampler:
             with self.counts.timed("score"):
                 self._score([game for game in playing if game.over])
             live = [i for i in live if not games[i].over]
+
+    def _turn(self, games: Sequence[_Game], engine: Engine | Session, requests: Sequence[Request], seed: int) -> None:
+        """Sample a reply in every game, and ask the environments for their answers.
+
+        A task with ``concurrent = True`` is asked in another thread, as soon as a reply has ended. Any other task is
+        asked after sampling, in the thread that trains: a verifier that limits its time by signals works nowhere else.
+        """
+        answers: dict[int, Future[tuple[str, list[Message], Score | None]]] = {}
+        pool = ThreadPoolExecutor(1)
+
+        def ask(i: int, tokens: list[int]) -> None:
+            answers[i] = pool.submit(games[i].answer_to, tokens)
+
+        try:
+            with self.counts.timed("rollout"):
+                done = ask if getattr(self.task, "concurrent", False) else None
+                completions = engine.sample(requests, self.sampling, seed, done)
+            with self.counts.timed("score"):
+                for i, (game, completion) in enumerate(zip(games, completions, strict=True)):
+                    answer = answers[i].result() if i in answers else game.answer_to(completion.tokens.tolist())
+                    game.answered(completion, *answer)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def greedy(self) -> Sampler:
         """The same sampler at temperature 0: it always takes the most likely token."""
@@ -303,6 +322,17 @@ class _Game:
         self.end = self.end if completion is None else len(self.tokens)
         self.room -= len(tokens)
 
+    def answer_to(self, tokens: list[int]) -> tuple[str, list[Message], Score | None]:
+        """The text of a reply, the environment's answer to it, and the score if the episode has ended."""
+        prefix = [] if self.replies else self.tokens  # of the first reply
+        text = self.policy.decode([*self.prefill.tokens, *prefix, *tokens])
+        # Decoding leaves out what the tokenizer calls special.
+        text = self.prefill.opening + self.prefill.text + text.removeprefix(self.prefill.text)
+        with explained(self.task, self.problem, "step()"):
+            answer = heard(self.task, self.problem, self.episode.step(text))
+        together = isinstance(self.task, ScoresTogether)  # then one call scores all episodes that have ended
+        return text, answer, None if answer or together else judge(self.task, self.problem, self.episode)
+
     def answered(self, completion: Completion, reply: str, answer: list[Message], score: Score | None) -> None:
         """The model has replied, and the environment has answered with messages or, at the end, with none."""
         self.follow(completion.tokens.tolist(), completion)
@@ -349,46 +379,3 @@ class _Game:
             sampler_logp=torch.cat(of_sampler)[: self.end] if reported else None,
             version=version,
         )
-
-
-class _Replies:
-    """The environment's answers to the replies, computed while other replies are still being sampled.
-
-    Only a task with ``concurrent = True`` is asked at once, in another thread. Others are asked after sampling, in the
-    thread that trains: a verifier that limits its time by signals works nowhere else.
-    """
-
-    def __init__(self, policy: Policy, task: Task, games: Sequence[_Game]) -> None:
-        self.policy, self.games = policy, games
-        self.answers: dict[int, Future[tuple[str, list[Message], Score | None]]] = {}
-        self.pool = ThreadPoolExecutor(1) if getattr(task, "concurrent", False) else None
-
-    def __enter__(self) -> _Replies:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
-
-    def take(self, i: int, tokens: list[int]) -> None:
-        """Reply i has ended."""
-        if self.pool is not None:
-            self.answers[i] = self.pool.submit(self._answer, i, tokens)
-
-    def finish(self, completions: Sequence[Completion]) -> None:
-        """Every game gets its reply and the environment's answer."""
-        for i, (game, completion) in enumerate(zip(self.games, completions, strict=True)):
-            answer = self.answers.get(i)
-            game.answered(completion, *(answer.result() if answer else self._answer(i, completion.tokens.tolist())))
-
-    def _answer(self, i: int, tokens: list[int]) -> tuple[str, list[Message], Score | None]:
-        game = self.games[i]
-        prefix = [] if game.replies else game.tokens  # of the first reply
-        prefill = game.prefill
-        text = self.policy.decode([*prefill.tokens, *prefix, *tokens])
-        # Decoding leaves out what the tokenizer calls special.
-        text = prefill.opening + prefill.text + text.removeprefix(prefill.text)
-        with explained(game.task, game.problem, "step()"):
-            answer = heard(game.task, game.problem, game.episode.step(text))
-        together = isinstance(game.task, ScoresTogether)  # then one call scores all episodes that have ended
-        return text, answer, None if answer or together else judge(game.task, game.problem, game.episode)
