@@ -176,17 +176,11 @@ class Rltr:
     def _score(self, score: Score, share: float) -> Score:
         parts, reward = dict(score.parts), score.reward
         if self.answer != 1:
-            if "answer" not in parts:
-                named = ", ".join(parts) or "none"
+            if "answer" not in parts or not isclose(sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
                 raise TaskError(
-                    f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', and this task's "
-                    f"reward has no such part (its parts: {named}); leave answer out, and change transfer instead"
-                )
-            if not isclose(sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
-                raise TaskError(
-                    f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', and this task's "
-                    f"reward, {reward:g}, is not the sum of its parts, {parts}: leave answer out, and give the task's "
-                    "rewards other weights (task.reward_weights)"
+                    f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', and this task's reward "
+                    f"of {reward:g} is not a sum with such a part (its parts: {parts}): leave answer out, and change "
+                    "transfer or task.reward_weights instead"
                 )
             reward += (self.answer - 1) * parts["answer"]
             parts["answer"] *= self.answer
