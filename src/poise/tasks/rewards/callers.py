@@ -152,19 +152,12 @@ class Outcome:
     metrics: list[tuple[str, float]] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
-    @classmethod
-    def of_rows(cls, parts: Sequence[Outcome | str]) -> Outcome:
-        """Join the outcomes of single rows; a text says why a row has none."""
-        whole = cls([None] * len(parts))
-        for row, part in enumerate(parts):
-            if isinstance(part, str):
-                whole.failed[row] = part
-                continue
-            whole.values[row] = part.values[0]
-            whole.metrics += part.metrics
-            for column, values in part.extra.items():
-                whole.extra.setdefault(column, [None] * len(parts))[row] = values[0]
-        return whole
+    def add(self, row: int, single: Outcome) -> None:
+        """Take over the outcome of a call with that row alone."""
+        self.values[row] = single.values[0]
+        self.metrics += single.metrics
+        for column, values in single.extra.items():
+            self.extra.setdefault(column, [None] * len(self.values))[row] = values[0]
 
 
 class InProcess:
@@ -227,23 +220,21 @@ class InWorker(InProcess):
             self._process.kill()
 
     def _one_by_one(self, batch: Batch, why: str) -> Outcome:
-        count, parts, failed = len(batch.ids), [], 0
+        count = len(batch.ids)
+        whole = Outcome([None] * count)
         for row, row_id in enumerate(batch.ids):
-            part: Outcome | str
             try:
-                part = self._attempt(batch, [row])
+                whole.add(row, self._attempt(batch, [row]))
             except LostError as error:
-                part = f"reward {self.name!r} {error} (row {row_id})"
-                failed += 1
+                whole.failed[row] = f"reward {self.name!r} {error} (row {row_id})"
+                if len(whole.failed) > max(1, MOST_FAILED * count):
+                    raise RewardError(
+                        f"reward {self.name!r} has no value for {len(whole.failed)} of the first {row + 1} rows (of "
+                        f"{count}), but at most {MOST_FAILED:.0%} may fail; the last one: {whole.failed[row]}"
+                    ) from None
             except worker.WrongError as error:
                 raise RewardError(f"reward {self.name!r} {error.text} (row {row_id})") from error
-            parts.append(part)
-            if failed > max(1, MOST_FAILED * count):
-                raise RewardError(
-                    f"reward {self.name!r} has no value for {failed} of the first {row + 1} rows (of {count}), but at "
-                    f"most {MOST_FAILED:.0%} may fail; the last one: {part}"
-                )
-        if not failed and not self._warned:
+        if not whole.failed and not self._warned:
             self._warned = True
             warnings.warn(
                 f"reward {self.name!r} {why} on {counted(count, 'row')} together, but not row by row, which is slow; "
@@ -251,7 +242,7 @@ class InWorker(InProcess):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return Outcome.of_rows(parts)
+        return whole
 
     def _attempt(self, batch: Batch, rows: Sequence[int]) -> Outcome:
         if self._process is None or not self._process.alive:
