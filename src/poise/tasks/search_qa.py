@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from random import Random
@@ -99,18 +99,6 @@ _VOWELS = "aeiou"
 _ENDS = [*"lnrsmk", "ld", "nd", "rt", "sk"]
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question, its answer, and the way there: a start, a chain of relations, perhaps a calculation."""
-
-    text: str
-    answer: str
-    hops: int
-    start: str
-    chain: tuple[str, ...]
-    sum: str | None = None  # with {} for the value at the end of the chain
-
-
 class World:
     """Things by kind, and their facts."""
 
@@ -118,12 +106,12 @@ class World:
         rng = Random(f"world {number} {size}")
         self.names: set[str] = set()
         self.things: dict[str, list[str]] = {
-            "town": [self._name(rng, 2) for _ in range(size)],
-            "person": [f"{self._name(rng, 2)} {self._name(rng, 2)}" for _ in range(size)],
-            "firm": [f"{self._name(rng, 2)} Works" for _ in range(size)],
-            "product": [f"{self._name(rng, 2).lower()} {rng.choice(['lamp', 'clock', 'kettle'])}" for _ in range(size)],
+            "town": [self._name(rng) for _ in range(size)],
+            "person": [f"{self._name(rng)} {self._name(rng)}" for _ in range(size)],
+            "firm": [f"{self._name(rng)} Works" for _ in range(size)],
+            "product": [f"{self._name(rng).lower()} {rng.choice(['lamp', 'clock', 'kettle'])}" for _ in range(size)],
         }
-        regions = [f"{self._name(rng, 2)} Valley" for _ in range(max(2, size // 2))]
+        regions = [f"{self._name(rng)} Valley" for _ in range(max(2, size // 2))]
         self.facts: dict[tuple[str, str], str] = {}
         for town in self.things["town"]:
             self.facts[town, "founded"] = str(rng.randint(900, 1700))
@@ -139,9 +127,9 @@ class World:
         rng.shuffle(self.passages)
         self.index = Index(self.passages)
 
-    def _name(self, rng: Random, syllables: int) -> str:
+    def _name(self, rng: Random) -> str:
         while True:
-            parts = [rng.choice(_STARTS) + rng.choice(_VOWELS) for _ in range(syllables)]
+            parts = [rng.choice(_STARTS) + rng.choice(_VOWELS) for _ in range(2)]
             name: str = ("".join(parts) + rng.choice(_ENDS)).capitalize()
             if name not in self.names:
                 self.names.add(name)
@@ -151,18 +139,22 @@ class World:
         facts = [(relation, value) for (of, relation), value in self.facts.items() if of == thing]
         return " ".join(SENTENCES[relation].format(thing, value) for relation, value in facts)
 
-    def question(self, rng: Random, hops: int, sums: float) -> Question:
-        """A question that needs ``hops`` passages; with probability ``sums`` it ends in a calculation."""
+    def question(self, rng: Random, hops: int, sums: float) -> dict[str, Any]:
+        """A question that needs ``hops`` passages; with probability ``sums`` it ends in a calculation.
+
+        It has a text, an answer, and the way there: a start, a chain of relations, and ``sum``, a calculation with {}
+        for the value at the end of the chain, or None.
+        """
         chain = rng.choice(CHAINS[hops])
         start = rng.choice(self.things[_OF[chain[0]]])
-        phrase, value = start, start
+        phrase, value, formula = start, start, None
         for relation in chain:
             phrase, value = PHRASES[relation].format(phrase), self.facts[value, relation]
         if chain[-1] in NUMBERS and rng.random() < sums:
             factor = rng.randint(12, 99)
-            text, formula, answer = f"{factor} times {phrase}", f"{factor} * {{}}", str(factor * int(value))
-            return Question(f"What is {text}?", answer, hops, start, chain, formula)
-        return Question(f"What is {phrase}?", value, hops, start, chain)
+            phrase, formula, value = f"{factor} times {phrase}", f"{factor} * {{}}", str(factor * int(value))
+        way = {"hops": hops, "start": start, "chain": chain, "sum": formula}
+        return {"text": f"What is {phrase}?", "answer": value, **way}
 
 
 @lru_cache(maxsize=64)
@@ -233,10 +225,10 @@ class SearchQA:
         for turn in count():
             number = draw_of_split("SearchQA", split, rng, _draw_world)
             question = world(number, self.size).question(rng, hops[turn % len(hops)], self.sums)
-            prompt = f"{question.text} {self.instruction}".strip()
-            data = {"world": number, "size": self.size, **asdict(question)}
-            name = f"search-qa/{number}/{'-'.join(question.chain)}/{question.start}"
-            yield Problem(name, prompt, f"{question.hops} hop{'s' * (question.hops > 1)}", data)
+            prompt = f"{question['text']} {self.instruction}".strip()
+            data = {"world": number, "size": self.size, **question}
+            name = f"search-qa/{number}/{'-'.join(question['chain'])}/{question['start']}"
+            yield Problem(name, prompt, f"{question['hops']} hop{'s' * (question['hops'] > 1)}", data)
 
     def episode(self, problem: Problem) -> SearchEpisode:
         """One dialogue with the tools."""
