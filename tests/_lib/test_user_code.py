@@ -126,9 +126,9 @@ HARMED = {  # a file of a model, what it holds, and what is said
         "config.json", {"auto_map": {"AutoConfig": "spy_module.Mine"}, "model_type": "spy"}, "contains custom code"
     ),
     "a name that is none": ("config.json", {"hidden_act": "os.system"}, "the model cannot be loaded"),
-    "no heads": ("config.json", {"num_attention_heads": 0}, "has no tokenizer or no config.json"),
-    "settings without end": ("config.json", "[" * 100_000, "has no tokenizer or no config.json"),
-    "a tokenizer without end": ("tokenizer.json", "[" * 100_000, "has no tokenizer or no config.json"),
+    "no heads": ("config.json", {"num_attention_heads": 0}, "has no tokenizer or config.json that loads"),
+    "settings without end": ("config.json", "[" * 100_000, "has no tokenizer or config.json that loads"),
+    "a tokenizer without end": ("tokenizer.json", "[" * 100_000, "has no tokenizer or config.json that loads"),
     "weights that are none": ("model.safetensors", "x" * 1000, "the model cannot be loaded"),
     "a template that fails": ("chat_template.jinja", "{{ raise_exception('no') }}", "template fails on its prompt"),
     "a template that looks around": ("chat_template.jinja", "{{ ''.__class__.__mro__ }}", "SecurityError"),

@@ -162,17 +162,15 @@ class LoadedModel:
 
 def resolve_device(device: str = "auto") -> torch.device:
     """The torch device of a setting; ``auto`` is CUDA if available, else the CPU."""
-    has_cuda = torch.cuda.is_available()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
-        return torch.device("cuda" if has_cuda else "cpu")
+        return torch.device("cuda" if count else "cpu")
     try:
         resolved = torch.device(device)
     except RuntimeError:
         raise ModelError(f"device {device!r}: must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
-    if resolved.type == "cuda" and not has_cuda:
-        raise ModelError(f"device {device}: this torch sees no CUDA device; use device=cpu, or auto")
-    if resolved.type == "cuda" and resolved.index is not None and resolved.index >= torch.cuda.device_count():
-        raise ModelError(f"device {device}: this torch sees {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
+    if resolved.type == "cuda" and (resolved.index or 0) >= count:
+        raise ModelError(f"device {device}: this torch sees {count} CUDA devices; use one of them, cpu or auto")
     if resolved.type not in ("cpu", "cuda"):
         _check_device(resolved)
     return resolved
@@ -254,14 +252,10 @@ def _load_tokenizer(name: str, source: str, common: dict[str, Any], template: Ma
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **common)
     except Exception as error:  # transformers raises many types here
+        wrong = "neither a folder here nor a model that could be fetched"
         if Path(source).is_dir():
-            raise ModelError(
-                f"{name}: this folder has no tokenizer or no config.json that can be loaded ({first_line(error)}); "
-                "save a tokenizer into it with tokenizer.save_pretrained(folder)"
-            ) from error
-        raise ModelError(
-            f"{name}: neither a folder here nor a model that could be fetched ({first_line(error)})"
-        ) from error
+            wrong = "this folder has no tokenizer or config.json that loads; save them with save_pretrained"
+        raise ModelError(f"{name}: {wrong} ({first_line(error)})") from error
     if template:
         _set_arguments(name, tokenizer, template)
     return tokenizer

@@ -52,31 +52,29 @@ def locate(name: str) -> str:
         return str(RunFolder.open(folder, resume=False).newest() / "model")
     if (folder / MANIFEST).exists() and (folder / "model").is_dir():  # a checkpoint
         return str(folder / "model")
-    _check_exists(name, folder)
-    _check_folder(name, folder)
+    _check_place(name, folder)
     return str(folder) if name.startswith("~") else name
 
 
-def _check_exists(name: str, folder: Path) -> None:
-    """Refuse a path that leads nowhere. If its folder contains runs, ``name`` is a mistyped run and not a hub id."""
-    runs = []
-    if not folder.exists() and get_close_matches(name.lower(), ["embedded"], cutoff=0.8):
-        raise ModelError(f"{name}: there is no such folder; did you mean 'embedded'?")
-    if not folder.exists() and folder.parent != Path():
-        runs = sorted(metrics.parent.name for metrics in folder.parent.glob("*/metrics.jsonl"))
-    if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or runs):
-        beside = f"; runs there: {', '.join(runs)}" if runs else ""
-        raise ModelError(f"{name}: there is no such folder{beside}")
+def _check_place(name: str, folder: Path) -> None:
+    """Refuse a file, a folder without a model, and a path that leads nowhere.
 
-
-def _check_folder(name: str, folder: Path) -> None:
-    """Refuse a file, and a folder without a model."""
+    If there are runs in the folder of such a path, ``name`` is a mistyped run and not a hub id.
+    """
     if folder.is_file():
         raise ModelError(f"{name} is a file: name the folder of a model, a run, or a hub id")
-    if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
-        runs = sorted(path.name for path in folder.iterdir() if is_run(path))
-        inside = f"; runs in it: {', '.join(runs)}" if runs else ""
-        raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model{inside}")
+    if any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
+        return
+    place = folder if folder.is_dir() else folder.parent
+    is_path = folder.is_dir() or place != Path()
+    runs = sorted(path.parent.name for path in place.glob("*/metrics.jsonl")) if is_path else []
+    there = f"; runs there: {', '.join(runs)}" if runs else ""
+    if folder.is_dir():
+        raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model{there}")
+    if get_close_matches(name.lower(), ["embedded"], cutoff=0.8):
+        raise ModelError(f"{name}: there is no such folder; did you mean 'embedded'?")
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or runs:
+        raise ModelError(f"{name}: there is no such folder{there}")
 
 
 def check_hub(name: str, revision: str | None = None) -> None:

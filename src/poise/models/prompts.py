@@ -127,11 +127,15 @@ def starts_no_turn(tokenizer: Any) -> bool:
 def _turn(tokenizer: Any, more: Sequence[Message] = (), *, start: bool = True) -> str:
     """What the template writes after a user's message; nothing if it fails: encoding the first prompt reports that."""
     messages = [{"role": "user", "content": _PROBE}, *more]
+    return _tried(tokenizer, messages, add_generation_prompt=start and not more).rpartition(_PROBE)[2]
+
+
+def _tried(tokenizer: Any, messages: Sequence[Message], **arguments: Any) -> str:
+    """What the chat template makes of messages; empty if it fails: it is third-party code and may raise anything."""
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=start and not more)
-    except Exception:  # a chat template is third-party code and may raise anything
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+    except Exception:
         return ""
-    return str(text).rpartition(_PROBE)[2]
 
 
 def encode_prefill(tokenizer: Any, text: str) -> list[int]:
@@ -260,10 +264,7 @@ def knows_system(tokenizer: Any) -> bool:
 
 def _shown(tokenizer: Any, role: str) -> str:
     dialogue = [{"role": role, "content": _PROBE}, {"role": "user", "content": "x"}]
-    try:
-        return str(tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True))
-    except Exception:  # a chat template is third-party code and may raise anything
-        return ""
+    return _tried(tokenizer, dialogue, add_generation_prompt=True)
 
 
 # Tools in a prompt: through the chat template if it shows them, else as text in the format of Hermes models.
@@ -337,11 +338,7 @@ def _renders(tokenizer: Any) -> bool:
         {"role": "assistant", "content": "x"},
         {"role": "tool", "name": _TOOL_PROBE, "content": _TOOL_PROBE},
     ]
-    try:
-        text = tokenizer.apply_chat_template(dialogue, tools=[tool], tokenize=False)
-    except Exception:  # a chat template is third-party code and may raise anything
-        return False
-    return str(text).count(_TOOL_PROBE) >= 2
+    return _tried(tokenizer, dialogue, tools=[tool]).count(_TOOL_PROBE) >= 2
 
 
 def known_roles(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
