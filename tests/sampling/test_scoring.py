@@ -104,7 +104,6 @@ def test_a_reward_that_float32_cannot_average_is_refused(reward):
         (Score(torch.ones(2), False), "reward must be a number"),
         (Score(1.0, None), "correct must be True or False, got None"),
         (Score(1.0, "no"), "correct must be True or False, got 'no'"),
-        (Score(1.0, True, answer=("x", ["y"])), "answer must be text or None, got "),
         (Score(1.0, torch.ones(2)), "correct must be True or False, got tensor"),
         (torch.tensor([True, False]), "True or False, got tensor"),
         ("yes", "True or False, got 'yes'"),

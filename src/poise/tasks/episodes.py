@@ -130,22 +130,13 @@ def _plain(score: Any) -> Score:
         raise TypeError(f"correct must be True or False, got {short(score.correct)}")
     if not isinstance(score.parts, Mapping):
         raise TypeError(f"parts must be a dict of numbers, got {short(score.parts)}")
-    if not _hashable(score.answer):
+    if getattr(score.answer, "__hash__", None) is None:  # equal answers are counted
         raise TypeError(f"answer must be text or None, got {short(score.answer)}")
     if score.failed is not None and not isinstance(score.failed, str):
         raise TypeError(f"failed must say why in words, or be None, got {short(score.failed)}")
     parts = {str(name): _number(f"parts[{name!r}]", value) for name, value in score.parts.items()}
     correct = bool(score.correct) and score.failed is None
     return Score(_number("reward", score.reward), correct, parts, score.answer, score.failed)
-
-
-def _hashable(value: Any) -> bool:
-    """Whether equal values can be counted. A tuple may hold a list, so only trying tells."""
-    try:
-        hash(value)
-    except Exception:  # a user's own class may raise anything
-        return False
-    return True
 
 
 def _score_of_truth(value: Any) -> Score:

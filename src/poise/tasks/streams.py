@@ -64,14 +64,11 @@ def _fitting(task: Task, problems: Sequence[Problem], fits: Callable[[Problem], 
 def _why_none_held_out(task: Finite, seed: int) -> str:
     """The end of a message: a hash chooses the held-out share, so with few questions it may choose none."""
     held_out = getattr(task, "held_out", None)
-    if not held_out:
-        share = "" if held_out is None else "task.held_out=0.1, task.test_file=FILE or "
-        return f"; set {share}evaluation=off"
+    if held_out is None:
+        return "; set evaluation=off"
     questions = len({problem.prompt for problem in task.epoch("train", seed, 0)})
-    return (
-        f": it has only {counted(questions, 'different question')}, and none fell into the held-out share; raise "
-        f"task.held_out above {held_out:g}, give task.test_file=FILE, or set evaluation=off"
-    )
+    few = f": a hash chose none of its {counted(questions, 'different question')}" if held_out else ""
+    return f"{few}; set task.held_out above {held_out:g}, task.test_file=FILE, or evaluation=off"
 
 
 def data_fingerprint(task: Task) -> str | None:
