@@ -52,24 +52,22 @@ def names() -> list[str]:
     return list(TABLE)
 
 
-def get(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Callable[..., Any]:
+def get(text: str | Callable[..., Any]) -> Callable[..., Any]:
     """The reward of that name: ``get("regex(pattern='x')")``, ``get("file.py:name")``, ``get("package.module.name")``.
 
     With settings in brackets, the class or function before them is called with these settings, and makes the reward.
     """
-    return find(text, *args, **settings).reward
+    return find(text).reward
 
 
-def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
+def find(text: str | Callable[..., Any]) -> Spec:
     """The reward of that name, and how a worker process finds it. A Python object stays in this process."""
     text = live.resolve(text)
     if not isinstance(text, str):
         if not callable(text):
             raise TypeError(f"a reward is a name or a callable, got {short(text)}")
         return Spec(worker.build(text, None, {}))
-    name, text_args, text_settings = _read(text)
-    brackets = bool(args or settings) or text.rstrip().endswith(")")
-    positional, keywords = [*text_args, *args], {**text_settings, **settings}
+    name, positional, keywords = _read(text)
     if name in TABLE:
         kind = TABLE[name]
         check_settings(name, keywords, inspect.signature(kind).parameters)
@@ -79,13 +77,11 @@ def find(text: str | Callable[..., Any], *args: Any, **settings: Any) -> Spec:
     if name.endswith(".py"):
         raise ValueError(f"reward {name!r}: say which function of the file, {name}:name")
     if not re.search(r"[.:]", name):
-        raise ValueError(
-            unknown("reward", name, TABLE)
-            + "; for one of your own write file.py:name, or its dotted path, package.module.name"
-        )
+        raise ValueError(unknown("reward", name, TABLE) + "; for one of your own write file.py:name or package.name")
     _check_reach(name)
     target = _user_code.load("reward", name, object)
     module, _, inner = name.rpartition(":") if ":" in name else name.rpartition(".")
+    brackets = text.rstrip().endswith(")")
     call = positional if brackets else None
     try:
         reward = worker.build(target, call, keywords)

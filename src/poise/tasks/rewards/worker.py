@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+MEMORY = 4 << 30  # bytes that a check of formulas may use
 NO_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments")  # the other arguments of a reward
 
 
@@ -243,13 +244,13 @@ def _check_all(connection: Connection, check: Callable[[str, str, bool], bool], 
         reply(connection, request, equal=equal)
 
 
-def limit_memory(size: int = 4 << 30) -> None:
-    """Limit this process to ``size`` bytes of memory."""
+def limit_memory() -> None:
+    """Limit this process to MEMORY bytes."""
     import resource  # Windows has none
 
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    if most == resource.RLIM_INFINITY or most > size:
-        resource.setrlimit(resource.RLIMIT_AS, (size, most))
+    if most == resource.RLIM_INFINITY or most > MEMORY:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
