@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from poise._lib.errors import check_range
 from poise.tasks.base import Problem
-from poise.tasks.grid import DIRECTIONS, GridEpisode, GridTask, Place, draw_map, neighbour, shortest, where
+from poise.tasks.grid import DIRECTIONS, GridEpisode, GridTask, Place, draw_map, find, neighbour, shortest, where
 
 SYMBOLS = {"told": "P_OG", "withheld": "ABCD"}  # you, ice, a hole, the goal
 
@@ -61,7 +61,7 @@ class FrozenLake(GridTask):
 
     def solution(self, rows: list[str]) -> list[str] | None:
         """The shortest path over ice."""
-        return _path(rows, _find(rows, "P"), self.turns * self.actions)
+        return _path(rows, find(rows, "P"), self.turns * self.actions)
 
     def rules_text(self) -> str:
         """The rules in words."""
@@ -83,7 +83,7 @@ class FrozenLakeEpisode(GridEpisode):
         super().__init__(problem, task)
         self.task = task
         rows: list[str] = problem.data["map"]
-        self.place = _find(rows, "P")
+        self.place = find(rows, "P")
         self.rows = [row.replace("P", "_") for row in rows]
 
     @property
@@ -144,10 +144,6 @@ class FrozenLakeEpisode(GridEpisode):
         return f"You did not reach the goal in time: you ended at {where(self.place)}."
 
 
-def _find(rows: Sequence[str], symbol: str) -> Place:
-    return next((row, line.index(symbol)) for row, line in enumerate(rows) if symbol in line)
-
-
 def _inside(rows: Sequence[str], place: Place) -> bool:
     return 0 <= place[0] < len(rows) and 0 <= place[1] < len(rows)
 
@@ -159,5 +155,5 @@ def _path(rows: Sequence[str], start: Place, most: int) -> list[str] | None:
         there = neighbour(place, move)
         return there if _inside(rows, there) and rows[there[0]][there[1]] != "O" else None
 
-    goal = _find(rows, "G")
+    goal = find(rows, "G")
     return shortest(start, after, lambda place: place == goal, most)

@@ -67,6 +67,11 @@ def neighbour(place: Place, move: str) -> Place:
     return place[0] + down, place[1] + right
 
 
+def find(rows: Sequence[str], symbol: str) -> Place:
+    """The first place of a symbol on a map."""
+    return next((row, line.index(symbol)) for row, line in enumerate(rows) if symbol in line)
+
+
 def where(place: Place) -> str:
     """A place in words; the top left is row 1, column 1."""
     return f"row {place[0] + 1}, column {place[1] + 1}"
@@ -163,9 +168,9 @@ class GridEpisode(ABC):
         """Whether the goal is reached."""
 
     @property
-    @abstractmethod
     def over(self) -> bool:
         """Whether the game is won or lost."""
+        return self.won
 
     @abstractmethod
     def move(self, direction: str) -> str:

@@ -60,24 +60,15 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-# A relation leads from one thing to the next: its sentence in a passage, and its phrase in a question.
-SENTENCES = {
-    "founded": "{0} was founded in {1}.",
-    "region": "{0} lies in {1}.",
-    "born": "{0} was born in the year {1}.",
-    "birthplace": "{0} was born in the town of {1}.",
-    "founder": "{0} was started by {1}.",
-    "product": "{0} makes the {1}.",
-    "price": "The {0} costs {1} crowns.",
-}
-PHRASES = {
-    "founded": "the year in which {} was founded",
-    "region": "the region in which {} lies",
-    "born": "the year in which {} was born",
-    "birthplace": "the town in which {} was born",
-    "founder": "the person who started {}",
-    "product": "the product that {} makes",
-    "price": "the price of {}",
+# A relation leads from a thing of a kind to the next: its sentence in a passage, and its phrase in a question.
+RELATIONS = {
+    "founded": ("town", "{0} was founded in {1}.", "the year in which {} was founded"),
+    "region": ("town", "{0} lies in {1}.", "the region in which {} lies"),
+    "born": ("person", "{0} was born in the year {1}.", "the year in which {} was born"),
+    "birthplace": ("person", "{0} was born in the town of {1}.", "the town in which {} was born"),
+    "founder": ("firm", "{0} was started by {1}.", "the person who started {}"),
+    "product": ("firm", "{0} makes the {1}.", "the product that {} makes"),
+    "price": ("product", "The {0} costs {1} crowns.", "the price of {}"),
 }
 CHAINS: dict[int, tuple[tuple[str, ...], ...]] = {  # by the number of passages to find
     1: (("founded",), ("region",), ("born",), ("birthplace",), ("price",)),
@@ -85,15 +76,6 @@ CHAINS: dict[int, tuple[tuple[str, ...], ...]] = {  # by the number of passages 
     3: (("founder", "birthplace", "founded"), ("founder", "birthplace", "region")),
 }
 NUMBERS = ("founded", "born", "price")  # relations that end in a number
-_OF = {
-    "founded": "town",
-    "region": "town",
-    "born": "person",
-    "birthplace": "person",
-    "founder": "firm",
-    "product": "firm",
-    "price": "product",
-}
 _STARTS = [*"bdfghklmnprstvz", "br", "dr", "gr", "kl", "st", "tr"]
 _VOWELS = "aeiou"
 _ENDS = [*"lnrsmk", "ld", "nd", "rt", "sk"]
@@ -137,7 +119,7 @@ class World:
 
     def _passage(self, thing: str) -> str:
         facts = [(relation, value) for (of, relation), value in self.facts.items() if of == thing]
-        return " ".join(SENTENCES[relation].format(thing, value) for relation, value in facts)
+        return " ".join(RELATIONS[relation][1].format(thing, value) for relation, value in facts)
 
     def question(self, rng: Random, hops: int, sums: float) -> dict[str, Any]:
         """A question that needs ``hops`` passages; with probability ``sums`` it ends in a calculation.
@@ -146,10 +128,10 @@ class World:
         for the value at the end of the chain, or None.
         """
         chain = rng.choice(CHAINS[hops])
-        start = rng.choice(self.things[_OF[chain[0]]])
+        start = rng.choice(self.things[RELATIONS[chain[0]][0]])
         phrase, value, formula = start, start, None
         for relation in chain:
-            phrase, value = PHRASES[relation].format(phrase), self.facts[value, relation]
+            phrase, value = RELATIONS[relation][2].format(phrase), self.facts[value, relation]
         if chain[-1] in NUMBERS and rng.random() < sums:
             factor = rng.randint(12, 99)
             phrase, formula, value = f"{factor} times {phrase}", f"{factor} * {{}}", str(factor * int(value))
@@ -165,7 +147,7 @@ def world(number: int, size: int) -> World:
 
 def follow(passages: str, thing: str, relation: str) -> str | None:
     """What the passages say about a thing, or None."""
-    before, behind = SENTENCES[relation].format(thing, "\0").split("\0")
+    before, behind = RELATIONS[relation][1].format(thing, "\0").split("\0")
     match = re.search(re.escape(before) + r"([^.]{1,60})" + re.escape(behind), passages)
     return match[1] if match else None
 

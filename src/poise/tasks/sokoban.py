@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from poise._lib.errors import check_range, check_whole
 from poise.tasks.base import Problem
-from poise.tasks.grid import FEWEST_MOVES, GridEpisode, GridTask, Place, draw_map, neighbour, shortest, where
+from poise.tasks.grid import FEWEST_MOVES, GridEpisode, GridTask, Place, draw_map, find, neighbour, shortest, where
 
 SYMBOLS = {"told": "#_PXO*+", "withheld": "ABCDEFG"}  # wall, floor, you, the box, the goal, box on goal, you on goal
 NEUTRAL = str.maketrans(SYMBOLS["told"], SYMBOLS["withheld"])
@@ -80,13 +80,10 @@ class _Map:
     """Where everything is: walls and goal stay, player and box move."""
 
     def __init__(self, rows: Sequence[str]) -> None:
-        places = {(row, column): symbol for row, line in enumerate(rows) for column, symbol in enumerate(line)}
         self.side = len(rows)
-        self.walls = {place for place, symbol in places.items() if symbol == "#"}
-        self.goal = next(place for place, symbol in places.items() if symbol == "O")
-        you = next(place for place, symbol in places.items() if symbol == "P")
-        box = next(place for place, symbol in places.items() if symbol == "X")
-        self.state: State = (you, box)
+        self.walls = {(row, column) for row, line in enumerate(rows) for column, sign in enumerate(line) if sign == "#"}
+        self.goal = find(rows, "O")
+        self.state: State = (find(rows, "P"), find(rows, "X"))
 
     def after(self, state: State, move: str) -> State | None:
         """The state after a move; None if the move is impossible."""
@@ -108,7 +105,7 @@ class _Map:
 
 
 class SokobanEpisode(GridEpisode):
-    """One game on one map."""
+    """One game on one map. A box stuck in a corner does not end it."""
 
     def __init__(self, problem: Problem, task: Sokoban) -> None:
         super().__init__(problem, task)
@@ -118,11 +115,6 @@ class SokobanEpisode(GridEpisode):
     def won(self) -> bool:
         """Whether the box stands on the goal."""
         return self.map.state[1] == self.map.goal
-
-    @property
-    def over(self) -> bool:
-        """Whether the game is won. A box stuck in a corner does not end it."""
-        return self.won
 
     def move(self, direction: str) -> str:
         """Walk, and push if the box is in the way."""
