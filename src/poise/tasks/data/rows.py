@@ -153,10 +153,10 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
-def some(numbers: list[int], limit: int = 5) -> str:
-    """The first few line numbers, for a message."""
-    shown = ", ".join(map(str, numbers[:limit]))
-    return f"line{'s' if len(numbers) > 1 else ''} {shown}{', …' if len(numbers) > limit else ''}"
+def some(numbers: list[int]) -> str:
+    """The first five line numbers, for a message."""
+    shown = ", ".join(map(str, numbers[:5]))
+    return f"line{'s' if len(numbers) > 1 else ''} {shown}{', …' if len(numbers) > 5 else ''}"
 
 
 def share(key: str) -> float:

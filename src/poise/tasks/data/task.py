@@ -196,9 +196,9 @@ class Data:
         if self.test_file is not None:
             found = sources_of(self.test_file, self._question_columns(), test_split=self.test_split)
             opened = [Tables(source) for source in found]
-            splits = [tables.only_held_out() for tables in opened]
-            return self._read_held_out(opened, splits, reader), " and ".join(map(str, found))
-        test, where = list[Problem](), dict[str, None]()
+            test = [p for tables in opened for p in self._read_held_out(tables, tables.only_held_out(), reader)]
+            return test, " and ".join(map(str, found))
+        test, where = [], dict[str, None]()
         for each in sets:
             tables, split = each.tables, each.tables.held_out()
             if split is None:
@@ -208,15 +208,11 @@ class Data:
                 continue
             found_by_name = "" if tables.source.test_split else f", since data.test_split is not {OFF}"
             where[f"split {split} of {tables.source}{found_by_name}"] = None
-            test += self._read_held_out([tables], [split], reader)
+            test += self._read_held_out(tables, split, reader)
         return test, " and ".join(where)
 
-    def _read_held_out(self, opened: Sequence[Tables], splits: Sequence[str], reader: Reader) -> list[Problem]:
-        return [
-            problem
-            for tables, split in zip(opened, splits, strict=True)
-            for problem in reader.read(tables.rows(split, "test_split", self._most(tables)), str(tables.source))[0]
-        ]
+    def _read_held_out(self, tables: Tables, split: str, reader: Reader) -> list[Problem]:
+        return reader.read(tables.rows(split, "test_split", self._most(tables)), str(tables.source))[0]
 
 
 @dataclass
