@@ -1,11 +1,9 @@
 """LoRA adapters of peft, as poise's own code multiplies with them: in training, and in the fused decoding step.
 
-An adapted layer computes ``W x + s·B(A x)``, with A (r, in), B (out, r) and s = alpha / r: two skinny products. At the
-shape of Qwen2.5-7B with rank 16 and 512 rows they add 0.6 % to a step's FLOP (41 GFLOP to 7.2 TFLOP) and to the bytes
-of its weights (81 MB to 14.1 GB); most of their cost is that the layers' outputs are read and written once more
-(3.7 GB a step with inputs). The alternative, a merged copy ``W + s·B A`` for each sampling phase, needs 13 GB more, and
-bfloat16 rounds a small update away: after ten Adam steps at a learning rate of 1e-5 the merged weights lack nine tenths
-of what the adapter does (``tests/models/test_adapters.py``), so another policy would sample.
+An adapted layer computes ``W x + s·B(A x)``, with A (r, in), B (out, r) and s = alpha / r. Sampling merges no copy
+``W + s·B A``: it would take the memory of the model once more, and bfloat16 rounds a small update away. After ten Adam
+steps at a learning rate of 1e-5 the merged weights lack nine tenths of what the adapter does
+(``tests/models/test_adapters.py``), so another policy would sample.
 
 In training ``use_lean_forward`` replaces peft's forward pass, which reads and writes the outputs of a layer three times
 more often, and with float32 adapters on bfloat16 weights also converts inputs and outputs, and keeps the converted

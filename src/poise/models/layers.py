@@ -1,14 +1,12 @@
 """How a model's layers run: compiled, checkpointed, and with joined projections.
 
-Compiled, in the packed passes of the update and in decoding: the layers of a transformer are alike, so compiling one
-serves all; it takes about fifteen seconds. Any other call of a layer runs the uncompiled code.
+Compiled, in the packed passes of the update and in decoding: the layers are alike, so compiling one serves all.
 
 Checkpointed, to save memory in the update: layers keep their input and recompute the rest.
 
-Joined: a small model's decoding step takes as long as launching its kernels. Linear layers that read the same input
-(queries, keys, values; gate and up) get their weights side by side in memory, so that one matrix product covers them
-all, and their adapters' first factors likewise (``adapters.py``). The fused decoding step
-(``sampling/native/fused_step.py``) uses that; all other code runs unchanged.
+Joined: linear layers that read the same input (queries, keys, values; gate and up) get their weights side by side in
+memory, and their adapters' first factors likewise. One matrix product covers them all in the fused decoding step
+(``sampling/native/fused_step.py``), whose time is that of launching kernels; all other code runs unchanged.
 """
 
 from __future__ import annotations

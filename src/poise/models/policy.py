@@ -177,12 +177,8 @@ class Policy:
     def check_positions(self, prompt: int, max_tokens: int, described: str, setting: str = "max_tokens") -> None:
         """Raise ModelError if a prompt of ``prompt`` tokens and its longest response do not fit into the positions.
 
-        The message calls the prompt ``described``, and the setting that limits the response ``setting``.
-
-        A table of learned positions ends there. Beyond them, rotary embeddings have angles that the model was never
-        trained on: it would learn from noise, or be measured on it. vLLM refuses such lengths too; transformers only
-        warns, and a warning is lost in the log of a long run. Users who have stretched the positions say so in the
-        model's config.json.
+        Beyond them a table of positions ends, or rotary embeddings have angles that the model was never trained on. The
+        message calls the prompt ``described``, and the setting that limits the response ``setting``.
         """
         most = self.positions
         if most is None or prompt + max_tokens <= most:

@@ -58,9 +58,7 @@ TASKS: dict[str, Callable[..., Any]] = {
 }
 # For ``rg/chain_sum`` the function of "rg" gets "chain_sum" and returns the builder of that task; it raises ValueError
 # if there is no such task.
-PREFIXES: dict[str, Callable[[str], Callable[..., Any]]] = {
-    "rg": reasoning_gym,
-}
+PREFIXES: dict[str, Callable[[str], Callable[..., Any]]] = {"rg": reasoning_gym}
 
 C = TypeVar("C", bound=Callable[..., Any])
 

@@ -207,12 +207,7 @@ def _as_lists(value: Any) -> Any:
 
 
 def generate(
-    people: int,
-    seed: int,
-    *,
-    depth: int = 1,
-    names: Sequence[str] = NAMES,
-    phrasing: str = "varied",
+    people: int, seed: int, *, depth: int = 1, names: Sequence[str] = NAMES, phrasing: str = "varied"
 ) -> Puzzle:
     """The puzzle of these settings: the same settings always give the same puzzle.
 
