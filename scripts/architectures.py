@@ -302,7 +302,7 @@ def listing(results: Sequence[Result]) -> str:
     worst = max(gap for result in served for gap in result.gaps.values())
     text = (
         f"The list has {len(results)} classes and variants of transformers {transformers.__version__}. Among the "
-        f"accepted ones, the largest difference was {worst:.1g}, of {BOUND:g} allowed."
+        f"accepted ones, the largest difference was {worst:.1g}; the limit is {BOUND:g}."
     )
     text = textwrap.fill(text, WIDTH) + "\n"
     groups = [
@@ -322,7 +322,7 @@ def listing(results: Sequence[Result]) -> str:
             text += f"\n**{title}**\n\n"
         for reason, those in sorted(reasons.items(), key=lambda item: -len(item[1])):
             text += wrapped(f"{names(those)}: {reason}", "- ", "  ")
-    tiny = "Not tried, since the script could not build tiny ones"
+    tiny = "Not tried, because the script could not build tiny versions"
     return text + paragraph(tiny, [result for result in results if result.verdict == "not tried"])
 
 

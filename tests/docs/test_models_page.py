@@ -43,4 +43,4 @@ def test_the_list_joins_the_kinds_of_rope_and_sorts_by_what_poise_does():
     assert "**Packed, native engine**: llama (also yarn RoPE)." in found
     assert "**Padded, transformers' cache**: bloom." in found
     assert "- mamba: it is recurrent\n" in found
-    assert "tiny ones**: xlm." in found
+    assert "tiny versions**: xlm." in found
