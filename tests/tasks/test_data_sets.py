@@ -54,11 +54,11 @@ def test_a_configuration_and_its_test_split():
     [
         (
             {},
-            r"data openai/gsm8k cannot be loaded .*name is missing.*'main', 'socratic'.*; choose one: data.config=NAME$",
+            r"data openai/gsm8k cannot .*name is missing.*'main', 'socratic'.*; choose one: data.config=NAME$",
         ),
         (
             {"config": "man"},
-            r"openai/gsm8k man cannot .*'man' not found.*'main', 'socratic'.*; choose one: data.config=",
+            r"gsm8k man cannot .*'man' not found.*'main', 'socratic'.*; choose one: data.config=",
         ),
         ({"config": "main", "split": "trian"}, "main has no split 'trian', but test, train; choose one: task.split="),
         ({"config": "main", "test_split": "tset"}, "has no split 'tset', but test, train; choose one: task.test_split"),
