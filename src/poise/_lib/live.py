@@ -50,7 +50,7 @@ class Objects:
 
     @contextmanager
     def available(self) -> Iterator[None]:
-        """Inside, settings may name these objects."""
+        """A context manager: within it, settings may name these objects."""
         token = _OBJECTS.set(self)
         try:
             yield
@@ -110,7 +110,7 @@ def missing(settings: Mapping[str, Any]) -> str | None:
 
 
 def resume_call(settings: Mapping[str, Any], run: str | Path, more: str = "") -> str:
-    """How to resume such a run from Python; ``more`` is a further setting, ``steps=200``."""
+    """The call that resumes such a run from Python; ``more`` is another setting, such as ``steps=200``."""
     wanted = [f"{argument}=…" if "." not in argument else f'**{{"{argument}": …}}' for argument in named_in(settings)]
     arguments = [f'resume="{run}"', *wanted, *([more.replace("=null", "=None")] if more else [])]
     return f"poise.train({', '.join(arguments)})"

@@ -152,7 +152,7 @@ def code_of(settings: Mapping[str, Any]) -> Code:
 
 
 def edited(before: Code, now: Code) -> list[str]:
-    """The names of the files that differ, and of the Python objects."""
+    """The names of the files and Python objects that differ."""
     pairs = [(path, before.get(path, {}), now.get(path, {})) for path in {**before, **now}]
     return sorted(
         {
@@ -311,7 +311,7 @@ def _check_shadows(what: str, file: Path) -> None:
 
 
 def _from_name(name: str) -> ModuleType:
-    """Import a module, again if it was edited: in a notebook, code changes while Python runs."""
+    """Import a module. Reimport it if it was edited, as happens in a notebook while Python runs."""
     module = importlib.import_module(name)
     return importlib.import_module(name) if _forget_edited(module_files(module, FOLDERS)) else module
 
@@ -338,7 +338,7 @@ def _from_file(file: Path, written: str) -> ModuleType:
 
 
 def _forget_edited(contents: Mapping[Path, bytes]) -> bool:
-    """If one of these files was edited since its import, drop the modules of all, so that Python imports them again."""
+    """If any of these files was edited since its import, unload all their modules, so that Python reimports them."""
     changed = [file for file, text in contents.items() if _LOADED.get(file, text) != text]
     _LOADED.update(contents)
     if changed:

@@ -69,7 +69,7 @@ def _dispatch(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callab
 
 
 class OutOfMemoryError(ModelError):
-    """Not even a single response fits, with every way to save memory in use."""
+    """Not even a single response fits, with every memory-saving option on."""
 
     def __init__(self, where: str) -> None:
         super().__init__(

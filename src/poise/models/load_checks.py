@@ -65,10 +65,10 @@ def _some(names: Sequence[str], shown: int = 3) -> str:
 
 @torch.no_grad()
 def head_fits(policy: Policy) -> bool:
-    """Whether ``head(trunk(x))`` is the model's own output, for its hidden states and for enlarged ones.
+    """Whether ``head(trunk(x))`` equals the model's own output, for the real hidden states and for enlarged ones.
 
-    A soft-cap barely changes small logits, and those of a few tokens may all be small; training makes them grow. So
-    the trial also enlarges them.
+    A soft-cap barely changes small logits, and a few test tokens may have only small ones. Training makes logits grow,
+    so the check also uses enlarged hidden states.
     """
     ids = torch.arange(1, 5, device=policy.device)[None] % policy.head().vocabulary
     states = policy.trunk(input_ids=ids, use_cache=False).last_hidden_state

@@ -145,7 +145,7 @@ def layout(batch: TokenBatch) -> Packed:
 
 
 def layout_prompts(prompts: Sequence[Prompt], device: torch.device) -> Packed:
-    """Pack distinct prompts without responses; ``places`` are their last tokens."""
+    """Pack distinct prompts without responses; ``places`` are the indices of their last tokens."""
     return _layout(prompts, [1] * len(prompts), torch.zeros((len(prompts), 1), dtype=torch.long, device=device))
 
 
@@ -197,7 +197,7 @@ def layout_group(prompt: Prompt, lengths: Sequence[int], device: torch.device) -
 def layout_continued(texts: Sequence[Sequence[int]], cached: Sequence[int], device: torch.device) -> Packed:
     """Pack texts that continue sequences, of which an engine's cache holds ``cached`` keys each.
 
-    Unlike prompts, texts may be equal. ``places`` are their last tokens.
+    Unlike prompts, texts may be equal. ``places`` are the indices of their last tokens.
     """
     length_S, cached_S = torch.tensor([len(text) for text in texts]), torch.tensor(cached)
     owner_L, offset_L = ragged(length_S)

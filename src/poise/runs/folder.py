@@ -240,10 +240,10 @@ class RunFolder:
         return step, max((line.get("tokens/total") or 0 for line in self.metrics() if line["step"] <= step), default=0)
 
     def rewind(self, step: int, *, say: Callable[[str], None] = complain) -> None:
-        """Remove everything after ``step``, so that a run resumed there ends as if it was never interrupted.
+        """Remove everything after ``step``, so that a run resumed there ends as if it had never been interrupted.
 
-        A later checkpoint, which could not be read, is renamed to ``set-aside-…`` instead. ``say`` reports metrics
-        that do not have the steps 1 to ``step`` once each.
+        A later checkpoint, which could not be read, is renamed to ``set-aside-…`` instead. ``say`` reports it if the
+        metrics lack one of the steps 1 to ``step``, or repeat one.
         """
         self.metrics_file.rewrite(lambda record: record if record["step"] <= step else None)
         logged = [record["step"] for record in self.metrics()]

@@ -283,7 +283,7 @@ class Retry:
 
 
 def _failed(sample: Trajectory) -> bool:
-    """Whether an attempt got the verdict that it is wrong."""
+    """Whether an attempt was judged wrong; False if it could not be scored."""
     return not sample.score.correct and sample.score.failed is None
 
 

@@ -261,7 +261,7 @@ def _shut(connected: socket.socket) -> None:
 
 
 class Vocabulary(Protocol):
-    """What tokens stand for: a ``Policy`` knows it."""
+    """Decodes tokens, and knows the end tokens. A ``Policy`` is one."""
 
     @property
     def end_tokens(self) -> list[int]:

@@ -146,7 +146,7 @@ def world(number: int, size: int) -> World:
 
 
 def follow(passages: str, thing: str, relation: str) -> str | None:
-    """What the passages say about a thing, or None."""
+    """What ``relation`` relates ``thing`` to, according to the passages; None if they do not say."""
     before, behind = RELATIONS[relation][1].format(thing, "\0").split("\0")
     match = re.search(re.escape(before) + r"([^.]{1,60})" + re.escape(behind), passages)
     return match[1] if match else None

@@ -165,7 +165,7 @@ def build_sampler(config: Config, policy: Policy, note: Callable[[str], None], *
 
 
 def check_beginning(task: Task, policy: Policy, prefill: str, note: Callable[[str], None]) -> None:
-    """Refuse a ``<think>`` that would be opened twice; note a chat template that does not begin the model's turn."""
+    """Refuse a ``<think>`` that would be opened twice; report a chat template that does not begin the model's turn."""
     tag = opened(policy.tokenizer)
     if tag and "<think>" in prefill:
         raise TaskError(f"task.prefill={prefill!r}: the model's chat template opens <think> already: leave the tag out")

@@ -36,7 +36,7 @@ def token_files(path: Path) -> list[Path]:
 
 
 class TokenFiles:
-    """A ``RunRecording`` of token files. ``decode`` is a tokenizer's, for lines with token ids instead of texts."""
+    """A ``RunRecording`` of token files. ``decode`` turns token ids into text, for lines without texts."""
 
     def __init__(self, path: Path, decode: Callable[[list[int]], str] | None = None) -> None:
         self.path, self._decoder = path, Decoder(decode)
@@ -98,7 +98,7 @@ class TokenFiles:
         """Token files have no other data."""
 
     def skipped(self) -> list[str]:
-        """The damaged lines: the first few by name, the others by their number."""
+        """The first few damaged lines, and a count of the others."""
         more = self._damaged_count - len(self._damaged)
         return [*self._damaged, f"{more:,} more lines of {self.path} cannot be read"] if more else self._damaged
 

@@ -66,7 +66,7 @@ class KVCache:
         self.last_positions[: self.n] = prompt + limit.clamp(min=1) - 1
 
     def advance(self) -> None:
-        """Every decoded row has one more token. A finished row may get more, because nobody reads past its end.
+        """Count one more token in every decoded row. A finished row may get more, because nobody reads past its end.
 
         Its position stops at the last one: a table of learned positions ends there, and rotary embeddings that depend
         on the largest position of a batch must not see a larger one.
@@ -257,7 +257,7 @@ class SharedPromptCache(KVCache):
             self.padding = self._bias(send(real, self.device))[:, None, None, None]
 
     def advance(self) -> None:
-        """Every decoded row has one more token."""
+        """Count one more token in every decoded row."""
         super().advance()
         self.host_counts = [count + 1 for count in self.host_counts]
 

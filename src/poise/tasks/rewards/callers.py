@@ -35,7 +35,7 @@ class LostError(Exception):
 
 
 class Process:
-    """A process that runs ``worker.py``. It dies with this object, and with this process, however that ends.
+    """A process that runs ``worker.py``. It ends with this object, or when the parent process ends, whatever the cause.
 
     It runs as a script: multiprocessing would run the user's main script a second time.
     """

@@ -1,11 +1,11 @@
 r"""Compares an answer with the gold answer, as far as that is possible without computer algebra.
 
-The rules here differ from math-verify's, or are faster:
+Where these rules differ from math-verify's, or give the same result faster:
 
 - If the gold answer is a number, the answer must be one too: ``2^{10}`` does not answer "how much is 2^10".
 - Numbers are compared exactly: 0.333 is not 1/3. ``10%`` is 10, and not 0.1. Units are not compared.
 - ``x = 5`` and ``2 + 3 = 5`` are 5. ``0 = 5``, ``2x = 5`` and ``not x = 5`` are not.
-- Tuples, lists and sets of numbers: brackets count, a list without brackets is a set, in any order.
+- Tuples, lists and sets of numbers: brackets must agree; a list without brackets is a set, in any order.
 - ``32_5`` has digits and a base, and both must be the same. f' is not f.
 - Words are compared without regard to case; variables are not: ``ab`` is not ``AB``.
 """

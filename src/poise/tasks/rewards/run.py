@@ -198,7 +198,7 @@ class Rewards:
         return [reward.column for reward in own if hasattr(reward, "column")]
 
     def close(self) -> None:
-        """End the worker processes. They also end with this process, in whatever way it ends."""
+        """End the worker processes. They also end when this process ends, for whatever reason."""
         for caller in self._callers:
             caller.close()
 

@@ -190,7 +190,7 @@ class OptimConfig(Group):
 
     @property
     def moment_bytes(self) -> float:
-        """Of both moments, per trained weight. In 8 bits, 256 weights share the scale of each moment, in float32."""
+        """Bytes of Adam's two moments per trained weight. In 8 bits, 256 weights share a float32 scale per moment."""
         return 2 * (1 + 4 / 256) if self.eight_bit else 8.0
 
 

@@ -174,7 +174,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _environment(saved: Any) -> Any:
-    """``environment.json`` with only the number of earlier starts."""
+    """``environment.json``, with earlier starts replaced by their number."""
     earlier = saved.get("earlier_starts") if isinstance(saved, dict) else None
     return {**saved, "earlier_starts": len(earlier)} if isinstance(earlier, list) else saved
 
