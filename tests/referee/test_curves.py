@@ -256,7 +256,7 @@ def test_an_axis_that_no_run_has_recorded(page, tmp_path):
     folder = make_run(tmp_path / "run")
     write_report([folder.path], tmp_path / "report.html", x="tokens")
     page.goto((tmp_path / "report.html").as_uri() + "#curves")
-    see(page, "#main", "Choose another axis")
+    see(page, "#main", "These runs have no data for this axis. Choose another one.")
     assert page.locator("#axis option[disabled]").all_text_contents() == ["sampled tokens"]
     page.select_option("#axis", "step")
     assert page.locator("svg").count() == 4

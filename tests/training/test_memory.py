@@ -76,7 +76,7 @@ def test_a_limit_of_responses_is_advised_where_that_is_enough(tmp_path, on):
         ("3B", H200, [], (8192, False)),
         ("3B", A100, [], (16384, True)),
         ("3B", SMALL, ["lora.rank=16"], (16384, True)),
-        ("7B", A100, ["lora.rank=16"], (4496, False)),
+        ("7B", A100, ["lora.rank=16"], (8192, False)),
         ("7B", SMALL, ["lora.rank=16"], (8192, True)),
         ("3B", H200, ["optim.micro_tokens=6000"], (6000, False)),
     ],
