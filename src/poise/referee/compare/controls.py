@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from poise.referee.compare.arms import RATE, PlannedArm, Variant, method, rate_text
 from poise.regulators import Constant, Identity, RandomSplit
@@ -21,14 +21,7 @@ PLAIN = (Identity, Constant, RandomSplit)  # regulators that are controls themse
 Controls = dict[str, tuple[str, ...]]  # the names of each arm's controls
 
 
-class Control(NamedTuple):
-    """A control before it is built: ``changes`` to the settings of ``origin``."""
-
-    name: str
-    origin: PlannedArm
-    changes: Document
-    settings: Document
-    reason: str
+Control = tuple[str, Callable[[str], PlannedArm]]  # a name, and what makes the arm with this or another name
 
 
 def add(arms: Sequence[PlannedArm], baseline: PlannedArm) -> tuple[tuple[PlannedArm, ...], Controls]:
@@ -37,12 +30,11 @@ def add(arms: Sequence[PlannedArm], baseline: PlannedArm) -> tuple[tuple[Planned
     controls: Controls = {}
     for arm in arms:
         found = []
-        for control in _controls(arm, baseline) if _is_method(arm, baseline) else ():
-            built = _build(control)
+        for name, make in _controls(arm, baseline) if _is_method(arm, baseline) else ():
+            built = make(name)
             same = next((each for each in known if _identity(each) == _identity(built)), None)
             if same is None:
-                names = {each.name for each in known}
-                same = _build(control._replace(name=f"{built.name} ({arm.name})")) if built.name in names else built
+                same = make(f"{name} ({arm.name})") if any(each.name == name for each in known) else built
                 known.append(same)
             found.append(same.name)
         if found:
@@ -55,8 +47,8 @@ def _controls(arm: PlannedArm, baseline: PlannedArm) -> Iterator[Control]:
     if len(baseline.variants) == 1:
         for factor in FACTORS:
             rate = factor * baseline.variants[0].rate
-            name, changes = f"{baseline.name}, {factor:g} × rate", {"optim": {"lr": rate}}
-            yield Control(name, baseline, changes, {RATE: rate_text(rate)}, "a larger step")
+            make = partial(_build, baseline, {"optim": {"lr": rate}}, {RATE: rate_text(rate)}, "a larger step")
+            yield f"{baseline.name}, {factor:g} × rate", make
     phases = regulator.phase_count
     if phases > 1:
         yield _regulated(f"grpo(passes={phases})", arm, "as many plain passes as phases")
@@ -67,17 +59,18 @@ def _controls(arm: PlannedArm, baseline: PlannedArm) -> Iterator[Control]:
 
 
 def _regulated(regulator: str, arm: PlannedArm, reason: str) -> Control:
-    settings = {**arm.settings, "regulator": regulator}
-    return Control(regulator, arm, {"regulator": regulator}, settings, reason)
+    changes = {"regulator": regulator}
+    return regulator, partial(_build, arm, changes, {**arm.settings, **changes}, reason)
 
 
-def _build(control: Control) -> PlannedArm:
+def _build(origin: PlannedArm, changes: Document, settings: Document, reason: str, name: str) -> PlannedArm:
+    """The arm ``origin`` with changed settings. ``settings`` has those in which it differs from other arms."""
     variants = []
-    for variant in control.origin.variants:
-        config = restore(merge(variant.config.model_dump(mode="json"), control.changes), trust=True)
-        rate = f", {RATE}={rate_text(variant.rate)}" if len(control.origin.variants) > 1 else ""
-        variants.append(Variant(control.name + rate, config))
-    return PlannedArm(control.name, control.settings, tuple(variants), control.reason)
+    for variant in origin.variants:
+        config = restore(merge(variant.config.model_dump(mode="json"), changes), trust=True)
+        rate = f", {RATE}={rate_text(variant.rate)}" if len(origin.variants) > 1 else ""
+        variants.append(Variant(name + rate, config))
+    return PlannedArm(name, settings, tuple(variants), reason)
 
 
 def _identity(arm: PlannedArm) -> list[Document]:
