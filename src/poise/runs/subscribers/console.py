@@ -17,7 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
@@ -190,11 +190,11 @@ class Console:
         right = [all(isinstance(row.get(key, 0.0), int | float) for row in rows) for key in columns]
         widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
         for line in lines if rows else []:
-            parts = []
-            for part, width, number in zip(line, widths, right, strict=True):
-                space = " " * (width - cell_len(part))
-                parts.append(space + part if number else part + space)
-            self._print("  ".join(parts).rstrip(), wrap=False)
+            padded = [
+                " " * (width - cell_len(cell)) + cell if number else set_cell_size(cell, width)
+                for cell, width, number in zip(line, widths, right, strict=True)
+            ]
+            self._print("  ".join(padded).rstrip(), wrap=False)
 
     def samples_table(self, samples: Sequence[Response], k: int = 3, *, whole: bool = False) -> None:
         """Print ``k`` samples (prompt, completion, reward, correct), from the lowest reward to the highest.

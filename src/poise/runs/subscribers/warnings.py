@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import ceil, inf, isfinite, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Strict, TypeAdapter, ValidationError
 
 from poise.runs.folder import DamagedError, RunFolder
 from poise.training.config.schema import Config
@@ -29,7 +31,7 @@ class RunWarning:
     """One warning: its name, such as ``no-spread``, the step after which it came, what is wrong and what to do."""
 
     name: str
-    step: int  # 0: before the first step
+    step: Annotated[int, Strict()]  # 0: before the first step
     what: str
     remedy: str
 
@@ -54,12 +56,10 @@ def add(folder: RunFolder, warning: RunWarning) -> bool:
 
 def parse(data: Any, path: str) -> list[RunWarning]:
     """The warnings in the contents of the file at ``path``; empty if the contents are None."""
-    entries = [] if data is None else data
-    kinds = {"name": str, "step": int, "what": str, "remedy": str}
-    for entry in entries if isinstance(entries, list) else [entries]:
-        if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in kinds.items()):
-            raise DamagedError(f"{path} holds no warnings as poise writes them: remove the file")
-    return [RunWarning(**{key: entry[key] for key in kinds}) for entry in entries]
+    try:
+        return TypeAdapter(list[RunWarning]).validate_python([] if data is None else data)
+    except ValidationError:
+        raise DamagedError(f"{path} holds no warnings as poise writes them: remove the file") from None
 
 
 @dataclass(frozen=True)
