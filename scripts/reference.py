@@ -60,7 +60,7 @@ def page() -> str:
         "## Settings of a run\n",
         "Write settings as `key=value` on the command line, or as YAML in a recipe. "
         "`poise train --dry-run` shows all values of a run. Without `run=`, the recipe names the folder; if it already "
-        "has a run, poise adds the time to its name.\n",
+        "has a run, this one goes to the next free folder, such as `runs/demo-2`.\n",
         WRITTEN,
         _table(["setting", "type", "default", "meaning"], settings()),
     ]

@@ -14,12 +14,12 @@ from poise import advantages, regulators, surrogates, tasks, trainer
 from poise.models.loading import load_policy
 from poise.models.policy import ModelError
 from poise.runs.folder import CheckpointError, RunFolder
+from poise.runs.lock import free_folder
 from poise.tasks.knights_knaves import KnightsKnaves
 from poise.trainer import Trainer, TrainError
 from poise.training import config as configs
 from poise.training.config.schema import LoraConfig
 from poise.training.evaluation import Evaluation
-from poise.training.resume import in_free_folder
 from support.batches import random_batch
 from support.command_line import poise
 from support.small_runs import SHORT, SMALL, killed_at, make, parameters, run
@@ -460,8 +460,7 @@ def test_the_next_free_folder_of_one_without_a_name(tmp_path, monkeypatch):
     (tmp_path / "here-2").symlink_to(tmp_path / "gone")
     monkeypatch.chdir(tmp_path / "here")
     for name in (".", "../here/x/.."):
-        found = in_free_folder(configs.load("demo", [f"run={name}"]), print).run
-        assert found == str(tmp_path / "here-3")
+        assert free_folder(name, print) == str(tmp_path / "here-3")
 
 
 @pytest.mark.usefixtures("short_evaluation")

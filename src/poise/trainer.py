@@ -15,6 +15,7 @@ from poise._lib.user_code import blamed
 from poise.models.layers import FixedPassError, OutOfMemoryError
 from poise.models.scoring import HiddenStates
 from poise.runs.folder import RunFolder
+from poise.runs.lock import free_folder
 from poise.runs.subscribers.console import Console
 from poise.runs.subscribers.evaluation_schedule import EvaluationSchedule
 from poise.runs.subscribers.recorder import Recorder
@@ -30,7 +31,7 @@ from poise.training.config.schema import Config
 from poise.training.interrupts import Stopper
 from poise.training.memory import repeatable
 from poise.training.preflight import preflight
-from poise.training.resume import TrainError, check_same_code, in_free_folder, keep_changes, run_folder
+from poise.training.resume import TrainError, check_same_code, keep_changes, run_folder
 from poise.training.steps import Clock, State, StepResult, counted_metrics, response_metrics
 from poise.training.update import NotFiniteError, set_learning_rate, update
 
@@ -60,7 +61,7 @@ def train(
     """
     check_callbacks(callbacks)
     if renumber and not resume:
-        config = in_free_folder(config, Console(0, quiet=quiet).note)
+        config = config.model_copy(update={"run": free_folder(config.run, Console(0, quiet=quiet).note)})
     with run_folder(config, resume=resume) as folder, repeatable(config):
         edits = check_same_code(config, folder, accept=trust_changed)
         if resume and (summary := finished(config, folder, quiet=quiet)):

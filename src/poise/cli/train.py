@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,8 +30,8 @@ def train(
 
     RECIPE is the name of a shipped recipe or a YAML file. With your own model and no recipe, the defaults are for
     pretrained models, and you name the task: `task.name=…` (see `poise tasks`), `data=FILE reward=…`, or
-    `environment=file.py:Class`. Without `run=DIR`, the recipe names the folder; if it already has a run, poise adds the
-    time to its name.
+    `environment=file.py:Class`. Without `run=DIR`, the recipe names the folder; if it already has a run, this one goes
+    to the next free folder, such as `runs/demo-2`.
 
     Examples:
 
@@ -47,9 +45,9 @@ def train(
     - `poise train --resume runs/ar steps=200`
     """
     with quick_imports():
-        from poise._lib.errors import visible
+        from poise._lib.errors import complain, visible
         from poise._lib.files import expand
-        from poise.runs.lock import check_free, owned
+        from poise.runs.lock import check_free, free_folder, owned
         from poise.runs.subscribers.console import Console
         from poise.training import config as configs
 
@@ -64,7 +62,7 @@ def train(
             return
         if not resume:
             if not any(item.partition("=")[0].strip() == "run" for item in overrides):
-                config = _in_new_folder(config)
+                config = config.model_copy(update={"run": free_folder(config.run, complain)})
             with owned(expand(config.run), make=False):  # raises if it is in use
                 check_free(expand(config.run))
         with loading(quiet=quiet), quick_imports():
@@ -80,18 +78,6 @@ def train(
         )
         if quiet:
             show(config, result.summary, Console(0))
-
-
-def _in_new_folder(config: Config) -> Config:
-    """The config; if its default folder already has a run, with the time added to the folder's name."""
-    from poise._lib.errors import visible
-    from poise._lib.files import expand
-
-    if not (expand(config.run) / "config.json").exists():
-        return config
-    run = f"{config.run.rstrip('/')}-{datetime.now():%Y%m%d-%H%M%S}"
-    print(visible(f"{config.run} has a run already, so this one goes to {run}"), file=sys.stderr)
-    return config.model_copy(update={"run": run})
 
 
 def _memory(config: Config) -> str:

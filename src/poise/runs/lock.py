@@ -1,6 +1,7 @@
 """One process per run folder: a lock file that names its holder. The system frees the lock when the holder dies.
 
-``check_free`` says whether a new run may begin in a folder. This file imports no torch, so both checks are quick.
+``check_free`` says whether a new run may begin in a folder, ``free_folder`` finds one. This file imports no torch, so
+both are quick.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import shlex
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
-from poise._lib.files import TEMPORARY, read_json
+from poise._lib.files import TEMPORARY, expand, read_json
 from poise._lib.live import named_in, resume_call
 from poise._lib.user_code import asks_for_code
 
@@ -131,6 +133,19 @@ def check_free(path: Path) -> None:
     if any(not entry.name.startswith(TEMPORARY) and entry.name != OWNER for entry in entries):
         way = f", or continue the run in it: {resume_command(path)}" if (path / "config.json").exists() else ""
         raise FileExistsError(f"run folder {path} is not empty; choose another run=DIR{way}")
+
+
+def free_folder(run: str, say: Callable[[str], None]) -> str:
+    """``run``, or the next free folder (``runs/mine-2``) if it has a run already: notebook cells are run twice."""
+    folder = expand(run)
+    if not (folder / "config.json").exists():
+        return run
+    if folder.name in ("", ".."):  # such as run=., which is a name only in full
+        folder = folder.resolve()
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    free = next(str(other) for other in numbered if not other.exists() and not other.is_symlink())
+    say(f"{folder} has a run already, so this one goes to {free} (to continue the first, resume it)")
+    return free
 
 
 def resume_command(path: Path, more: str = "") -> str:

@@ -1,10 +1,9 @@
-"""The folder of a run: a new one, the next free one, or its own to resume, if settings, code and data are the same."""
+"""The folder of a run: a new one, or its own to resume, if settings, code and data are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 
 from poise._lib import live
 from poise._lib.errors import UserError, complain, short
@@ -89,19 +88,6 @@ def keep_changes(config: Config, folder: RunFolder, step: int) -> None:
     if config.code and config.code not in versions[-1:]:
         earlier = folder.read_json("code.json") if versions else []
         folder.write_json("code.json", [*earlier, {"after_step": step, "code": config.code}])
-
-
-def in_free_folder(config: Config, note: Callable[[str], None]) -> Config:
-    """The config, with the next free folder (``runs/mine-2``) if its own has a run: notebook cells are run twice."""
-    folder = expand(config.run)
-    if not (folder / "config.json").exists():
-        return config
-    if folder.name in ("", ".."):  # such as run=., which is a name only in full
-        folder = folder.resolve()
-    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    free = next(str(other) for other in numbered if not other.exists() and not other.is_symlink())
-    note(f"{folder} has a run already, so this one goes to {free} (resume= continues the first)")
-    return config.model_copy(update={"run": free})
 
 
 def check_same_code(config: Config, folder: RunFolder, *, accept: bool = False) -> list[str]:
