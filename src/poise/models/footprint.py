@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from poise._lib import live
 from poise._lib.device import total_bytes
 from poise._lib.errors import bytes_text
 from poise.models.activations import USABLE_SHARE, Activations, measure
-from poise.models.loading import adapted_model, add_adapter, check_config, resolve_device, resolve_dtype
-from poise.models.location import ModelError, check_hub, locate, split_revision
+from poise.models.loading import add_adapter, configuration, resolve_device, resolve_dtype
+from poise.models.location import ModelError
 
 FLOAT32 = 4  # bytes: the optimizer's weights and gradients
 
@@ -157,18 +155,7 @@ def _without_weights(name: str, dtype: torch.dtype, remote_code: bool) -> Any:
     """The model with its parameters on the meta device: shapes without values. None if its weights are quantised."""
     import transformers
 
-    hub_id, revision = split_revision(name)
-    source = locate(hub_id)
-    if live.is_name(source):
-        config = live.get(source).model.config
-    elif (base := adapted_model(Path(source))) is not None:
-        return _without_weights(base, dtype, remote_code)
-    else:
-        common: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": remote_code}
-        if not Path(source).is_dir():
-            check_hub(source, common["revision"])
-        config = transformers.AutoConfig.from_pretrained(source, **common)
-        check_config(name, config, remote_code)
+    config = configuration(name, remote_code)
     if getattr(config, "quantization_config", None):
         return None
     with torch.device("meta"):

@@ -301,6 +301,24 @@ def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
         )
 
 
+def configuration(name: str, remote_code: bool = False) -> Any:
+    """The configuration of a model, or of the model that an adapter belongs to."""
+    import transformers
+
+    hub_id, revision = split_revision(name)
+    source = locate(hub_id)
+    if live.is_name(source):
+        return live.get(source).model.config
+    if (base := adapted_model(Path(source))) is not None:
+        return configuration(base, remote_code)
+    common: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": remote_code}
+    if not Path(source).is_dir():
+        check_hub(source, common["revision"])
+    config = transformers.AutoConfig.from_pretrained(source, **common)
+    check_config(name, config, remote_code)
+    return config
+
+
 def check_config(name: str, config: Any, remote_code: bool) -> None:
     """Refuse what transformers would do without asking: run third-party attention, build millions of layers."""
     if (layers := getattr(config.get_text_config(), "num_hidden_layers", 0)) > MOST_LAYERS:
@@ -388,10 +406,8 @@ def export(name: str, folder: Path, *, dtype: str = "auto", remote_code: bool = 
 
     Adapters are merged in float32, and rounded once. The folder appears when it is complete.
     """
-    source = locate(name)
-    base = adapted_model(Path(source))
-    target = _stored_dtype(source if base is None else locate(base)) if dtype == "auto" else getattr(torch, dtype)
-    loaded = target if base is None else torch.float32
+    target = _stored_dtype(name) if dtype == "auto" else getattr(torch, dtype)
+    loaded = target if adapted_model(Path(locate(name))) is None else torch.float32
     model, tokenizer = load_model(name, device="cpu", dtype=str(loaded).removeprefix("torch."), remote_code=remote_code)
     model.to(target)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -413,14 +429,10 @@ def export(name: str, folder: Path, *, dtype: str = "auto", remote_code: bool = 
         remove(temporary)
 
 
-def _stored_dtype(source: str) -> torch.dtype:
-    """The dtype that a model's config.json names."""
-    import transformers
-
-    if not Path(source).is_dir():
-        check_hub(source)
+def _stored_dtype(name: str) -> torch.dtype:
+    """The dtype that the config.json of a model, or of an adapter's base model, names."""
     try:
-        dtype = getattr(transformers.AutoConfig.from_pretrained(source), "dtype", None)
+        dtype = getattr(configuration(name), "dtype", None)
     except Exception:  # ``load_model`` says what is wrong with the model
         dtype = None
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
