@@ -125,7 +125,8 @@ def problem_with(call: Call, schemas: Sequence[Schema]) -> str | None:
             return f"{call.name}: " + unknown("argument", name, properties)
         if not _fits(value, properties[name]):
             allowed = properties[name].get("enum") or properties[name].get("type")
-            return f"{call.name}: the argument {name!r} must be {_either(allowed)}, got {short(value)}"
+            listed = " or ".join(map(str, allowed)) if isinstance(allowed, list) else allowed
+            return f"{call.name}: the argument {name!r} must be {listed}, got {short(value)}"
     return None
 
 
@@ -137,10 +138,6 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if isinstance(value, bool):  # a bool is an int in Python
         return not kinds or "boolean" in kinds
     return not kinds or any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
-
-
-def _either(allowed: Any) -> str:
-    return " or ".join(map(str, allowed)) if isinstance(allowed, list) else str(allowed)
 
 
 def answer_all(
