@@ -18,7 +18,7 @@ from poise.referee.compare import controls
 from poise.referee.compare.arms import PlannedArm, Variant, build, folder_name
 from poise.referee.compare.controls import Controls
 from poise.referee.compare.settings import TUNING, Settings, validated
-from poise.training.config.documents import ConfigError, Document, merge, parse, read, read_typed, recipes
+from poise.training.config.documents import ConfigError, Document, merge, read, read_typed
 from poise.training.config.groups import HELD_OUT
 from poise.training.config.schema import Config
 
@@ -125,9 +125,12 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     models = [value for key, _, value in (override.partition("=") for override in settings) if key.strip() == "model"]
     if recipe is None and {*models} <= {"embedded"}:
         document = read("demo")
-    folder = _folder(document, settings)
-    own_evaluation = _own_evaluation(recipe)
-    document = merge(document, {"evaluation": {"problems": _held_out(own_evaluation, document)}})
+    mine = read(recipe, shipped=False) if recipe is not None else {}
+    folder = _folder(mine, settings)
+    own_evaluation = _evaluation(mine)
+    if "problems" not in own_evaluation:
+        problems = max(_evaluation(document).get("problems", 0), HELD_OUT)
+        document = merge(document, {"evaluation": {"problems": problems}})
     document.setdefault("keep_checkpoints", 1)  # there are many runs, and each resumes from its newest
     comparison = validated(own)
     arms = tuple(build(document, settings, comparison))
@@ -157,13 +160,11 @@ def _with_curves(arms: Sequence[PlannedArm]) -> tuple[PlannedArm, ...]:
 
 
 def _folder(document: Document, settings: list[str]) -> Path:
-    """The folder of the comparison: ``run``, which is removed from the settings of its runs."""
+    """The folder of the comparison: ``run``, which is removed from the settings. Shipped recipes do not name it."""
     overrides = [override for override in settings if override.partition("=")[0].strip() == "run"]
     for override in overrides:
         settings.remove(override)
-    name = read_typed(overrides[-1]) if overrides else document.get("run", "runs/compare")
-    if not overrides and document.get("run") in (None, *(read(shipped).get("run") for shipped in recipes())):
-        name = "runs/compare"
+    name = read_typed(overrides[-1]) if overrides else document.get("run") or "runs/compare"
     if not isinstance(name, str | int | float) or not str(name).strip():
         raise ConfigError(f"run = {short(name)}: must be the folder of the comparison")
     try:
@@ -172,26 +173,10 @@ def _folder(document: Document, settings: list[str]) -> Path:
         raise ConfigError(f"run = {short(name)}: {error}") from None
 
 
-def _own_evaluation(recipe: str | None) -> Document:
-    """The evaluation's settings in the user's own file and in those that it inherits from, without shipped recipes."""
-    if recipe is None or recipe in recipes():
-        return {}
-    path = expand(recipe)
-    contents = parse(path.read_text(encoding="utf-8"))
-    if not isinstance(contents, dict):
-        return {}
-    base, group = contents.get("base"), contents.get("evaluation")
-    inherited = _own_evaluation(None if base is None or base in recipes() else str(path.parent / base))
-    return inherited | (group if isinstance(group, dict) else {})
-
-
-def _held_out(own: Document, document: Document) -> int:
-    """The number of held-out problems: at least ``HELD_OUT``, unless the user's own file sets it."""
-    if "problems" in own:
-        return own["problems"]  # type: ignore[no-any-return] # checked with all other settings
+def _evaluation(document: Document) -> Document:
+    """The settings of the evaluation; it may be ``off``."""
     group = document.get("evaluation")
-    problems = group.get("problems") if isinstance(group, dict) else None
-    return max(problems, HELD_OUT) if isinstance(problems, int) else HELD_OUT
+    return group if isinstance(group, dict) else {}
 
 
 def _baseline(arms: Sequence[PlannedArm], name: Any) -> PlannedArm:

@@ -56,9 +56,9 @@ def recipes() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def read(recipe: str | Path) -> Document:
-    """The document of a recipe, with what it inherits filled in."""
-    return _read(_find(recipe), ())
+def read(recipe: str | Path, *, shipped: bool = True) -> Document:
+    """The document of a recipe, with what it inherits filled in; without ``shipped``, only of the user's files."""
+    return _read(_find(recipe), (), shipped)
 
 
 def merge(below: Document, above: Document) -> Document:
@@ -266,7 +266,9 @@ def to_yaml(document: Document) -> str:
     return text.getvalue()
 
 
-def _read(path: Path, below: tuple[Path, ...]) -> Document:
+def _read(path: Path, below: tuple[Path, ...], shipped: bool) -> Document:
+    if path.parent == FOLDER and not shipped:
+        return {}
     if path in below:
         circle = " -> ".join(p.name for p in (*below[below.index(path) :], path))
         raise ConfigError(f"recipe {path.name!r} inherits from itself: {circle}")
@@ -289,7 +291,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> Document:
         return document
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base = {short(base)}: must be the name or the path of a recipe")
-    return merge(_read(_find(base, path.parent), (*below, path)), document)
+    return merge(_read(_find(base, path.parent), (*below, path), shipped), document)
 
 
 def _find(recipe: str | Path, beside: Path | None = None) -> Path:
