@@ -40,9 +40,9 @@ only take more and larger optimizer steps?
 
 - **We found no better method.** With tuned learning rates, in nine regimes with mostly ten seeds, AR, TR-GRPO and NTHR
   end level with GRPO: {ar_points}, {tr_points} and {nthr_points} points on average.
-  Lopti ends at {lopti_points} points. But it takes two optimizer steps where GRPO takes one, and against two
-  plain steps it ends at {lopti_against}.
-- **At one untuned rate some methods are faster, but so are their controls.** (Interim: {seeds} of ten seeds.)
+  Lopti ends at {lopti_points} points. But it takes two optimizer steps where GRPO takes one, and against
+  `grpo(passes=2)` it ends at {lopti_against}.
+- **At one untuned rate some methods are faster, but so are their controls.** (Interim: {seeds} of 10 seeds.)
   While the curve is steep, Lopti learns {lopti_speed} times as fast as GRPO, AR with Lopti {both_speed}
   and AR alone {ar_speed}. Controls are as fast: a random split of the same
   share {random_speed}, two plain passes {passes_speed}, GRPO at twice the rate {twice_speed}.
@@ -53,34 +53,34 @@ only take more and larger optimizer steps?
 
 This is a *miniature* of the authors' regime: SmolLM2-135M-Instruct adds numbers up to 60, with two mini-batches per
 batch, temperature 0.7, KL 0.001 and greedy evaluation, and stops while the curve is steep. There is no verdict yet: of
-the [plan](../experiments/miniature/README.md), committed before the runs, ten runs and the part with tuned rates are
-missing.
+the [plan](../experiments/miniature/README.md), which we committed before the runs, ten runs and the part with tuned
+rates are missing.
 
 ## What to do
 
-1. **Tune the learning rate first.** In the miniature, twice the rate gains more than any method.
+1. **Tune the learning rate first.** In the miniature, doubling the rate gains more than any method.
 2. **If sampling is the bottleneck, try two passes** (`regulator="grpo(passes=2)"`) at a tuned rate. At an untuned rate
-   they [lost](../experiments/comparison/comparison.md#the-screening-before-it). Otherwise sample more batches: at equal
-   FLOP these gained {longer} points more in the [one regime that we
+   they [ended below GRPO](../experiments/comparison/comparison.md#the-screening-before-it). Otherwise sample more
+   batches: at equal FLOP these gained {longer} points more in the [one regime that we
    tried](../experiments/comparison/comparison.md#a-second-pass-or-more-batches).
 3. **Test a method on your task with its controls**: `poise compare … controls=auto measure=speed`
-   ([compare.md](compare.md)) names controls that explain a gain ([how often it is
+   ([compare.md](compare.md)) names controls that may explain a gain ([how often it is
    wrong](../experiments/instrument/README.md)).
 4. **Report whole curves.** The size of a lead depends on where you stop.
 
 ## Every regime
 
-Cells show how much more than GRPO an arm gained, in percent of GRPO's gain (95 % interval over seeds, one arm at a
-time). × is the speed factor: how many times as fast as GRPO the arm learns.
+Cells show how much more than GRPO an arm gained, in percent of GRPO's gain (95 % interval over seeds, not corrected for
+multiple arms). × is the speed factor: how many times as fast as GRPO the arm learns.
 
 {table}
 
 - [The nine regimes](../experiments/comparison/comparison.md): avg@4 on at least 1,000 held-out problems. Each arm has
   the best of three rates, chosen by two seeds, often at an end of the range.
-- The mean has random effects over regimes, five of which share a task. The prediction for two passes in one more regime
-  is {passes_ahead} %.
+- The mean is a random-effects estimate; five regimes share a task. For two passes in one more regime it predicts
+  {passes_ahead} %.
 - The published runs ([2505.12929](https://arxiv.org/abs/2505.12929)) have one seed per arm, and test puzzles among the
-  training puzzles; AR with Lopti has {published_both} %.
+  training puzzles; AR with Lopti gained {published_both} %.
 - In four of the five regimes of Knights & Knaves (K&K) our intervals end at or below {ar_four} % for AR and
   {lopti_four} % for Lopti; in the fifth, where one run of GRPO lost accuracy, at {ar_most} and {lopti_most} %.
 
@@ -90,13 +90,14 @@ time). × is the speed factor: how many times as fast as GRPO the arm learns.
   the same rate](../experiments/comparison/comparison.md#which-learning-rate-is-a-method-worth).
 - **Two steps are more than one.** Lopti's two phases act like GRPO at a higher rate. On sums it did not matter [which
   tokens are in which phase](../experiments/comparison/comparison.md#two-steps-or-one-of-twice-the-length).
-- **Improbable tokens need not dominate.** In the one system that we measured, they have most of the gradient token by
-  token, but [largely cancel](../experiments/comparison/comparison.md#why-words-do-not-drown-the-digits) in a batch.
+- **Improbable tokens need not dominate.** In the one system that we measured, they have most of the gradient,
+  counted token by token, but [largely
+  cancel](../experiments/comparison/comparison.md#why-words-do-not-drown-the-digits) in a batch.
 
 ## Each method
 
 - **Lopti** is clearly ahead of GRPO on sums with words, clearly behind with four steps per batch. At the lowest
-  rate it leads in {lopti_lowest} of nine regimes (two seeds each); two passes lead in {passes_lowest}.
+  rate it leads in {lopti_lowest} of 9 regimes (two seeds each), two passes in {passes_lowest}.
 - **AR** costs nothing, and is not clearly worse than GRPO anywhere after Holm's correction. In the miniature its
   interval reaches {ar_miniature} % of GRPO's gain.
 - **TR-GRPO** has our constants and our [place in the loss](papers.md#tr-grpo).
@@ -109,10 +110,10 @@ time). × is the speed factor: how many times as fast as GRPO the arm learns.
   most 256 tokens and 40 to 128 batches. The results say nothing about large models and long answers.
 - Only the miniature has two optimizer steps per batch, KL and one untuned rate, as the published runs have.
 - "Level" means that we found no difference. The regimes detect a difference of {detectable} points with 80 % power.
-- Intervals leave out the uncertainty from choosing rates.
+- Intervals exclude the uncertainty from choosing rates.
 - We wrote the methods and the referee. No author has reviewed them or [our decisions](papers.md).
 
-[Related work](papers.md#evidence-that-pulls-the-other-way)
+[Related work](papers.md#conflicting-evidence)
 
 ```bash
 python experiments/comparison/results.py   # writes this page

@@ -187,7 +187,7 @@ MISTAKES = {  # what was done to a run, and what --resume says
     "before.json does not hold the accuracy": write("before.json", '{"accuracy": 1, "table": {"greedy": 1}}'),
     "before.json is missing": lambda run: (run / "before.json").unlink(),
     "metrics up to step 2, but no checkpoint": lambda run: shutil.rmtree(run / "checkpoints"),
-    "is a folder of poise diagnose": write("diagnose.json", "{}"),
+    "was written by poise diagnose": write("diagnose.json", "{}"),
     "Is a directory": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
     "does not exist": shutil.rmtree,
 }

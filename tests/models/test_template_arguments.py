@@ -70,7 +70,7 @@ def test_an_argument_that_the_template_lacks_is_refused(thinker, tmp_path):
     (bare / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"template\.think: .* does not exist: the model has none"):
         load_policy(str(bare), device="cpu", template={"think": True})
-    assert "template: tools is not yours to set" in refused("template={tools: []}")
+    assert "template: tools cannot be set" in refused("template={tools: []}")
 
 
 def test_a_run_keeps_its_arguments(thinker, tmp_path):

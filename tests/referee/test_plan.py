@@ -206,7 +206,7 @@ def test_the_same_comparison_goes_on_and_may_grow(tmp_path):
     plan_file.check(grown)
     plan_file.write(grown)
     plan_file.check(grown)
-    assert "also has the arm 'lopti', and results are never dropped" in refused(make(tmp_path, "seeds=4"))
+    assert "also has the arm 'lopti', and poise never drops results" in refused(make(tmp_path, "seeds=4"))
 
 
 def test_another_comparison_is_refused(tmp_path):

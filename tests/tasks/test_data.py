@@ -366,5 +366,5 @@ def test_messages_with_parts_of_text(tmp_path):
     task = Data(jsonl(tmp_path / "rows.jsonl", rows), reward="exact", held_out=0.0)
     assert task.epoch("train", 0, 0)[0].prompt == "What is 2 + 2?"
     picture = [{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "answer": "4"}]
-    with pytest.raises(DataError, match=r"has a question in column 'messages' .*a content of text"):
+    with pytest.raises(DataError, match=r"has a question in column 'messages' .*text as its content"):
         Data(jsonl(tmp_path / "pictures.jsonl", picture), reward="exact")

@@ -21,7 +21,7 @@ Trust = Annotated[
 ]
 
 TrustChanged = Annotated[
-    bool, typer.Option("--trust-changed", help="Continue although your own code was edited since; the run records it.")
+    bool, typer.Option("--trust-changed", help="Continue although your own code has changed; the run records this.")
 ]
 
 

@@ -82,7 +82,7 @@ def show(
 ) -> None:
     """Show a problem: its prompt, and the right answer if the task knows it. With a model, show exactly what it reads.
 
-    TASK is a name from `poise tasks`, or `file.py:Class`. Settings of the task have `task.` in front, as everywhere.
+    TASK is a name from `poise tasks`, or `file.py:Class`. Task settings begin with `task.`, as everywhere.
     `seed` (0) chooses the problem; `split` is `train` or `test`. With `model=`, the prompt is shown as the model reads
     it: chat template, system message, tools, `task.prefill` and control tokens.
 
@@ -166,7 +166,7 @@ def report(
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --watch; 0: any free port.")] = 0,
     tokenizer: Annotated[
-        str | None, typer.Option(callback=home, help="The model whose tokenizer knows the ids of a token file.")
+        str | None, typer.Option(callback=home, help="The model whose tokenizer decodes a token file.")
     ] = None,
 ) -> None:
     """Write a run, or several side by side, as one HTML file that opens from disk and needs no network.

@@ -31,8 +31,8 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out problems: avg@k, pass@k, maj@k, by difficulty, with 95 % intervals.
 
-    A run is measured on its own task with its own settings, as after training. The embedded model, or a model with a
-    `warmstart.yaml`, is measured on the task that it learned. For any other model, name the task.
+    A run is measured on its own task with its own settings, as at the end of training. The embedded model, or a model
+    with a `warmstart.yaml`, is measured on the task that it learned. For any other model, name the task.
 
     All settings of `poise train` work here. These need no group name: `samples` (the k, default 8), `problems` (200),
     `seed` (of the problems, 0), `temperature` (1; 0 is greedy), `max_tokens` (512), `max_prompt` (512), `top_p`,

@@ -28,10 +28,10 @@ def train(
 ) -> None:
     """Train a model. Without a recipe this is the demo: the embedded model, on any laptop.
 
-    RECIPE is the name of a shipped recipe or a YAML file. With your own model and no recipe, the defaults are for
-    pretrained models, and you name the task: `task.name=…` (see `poise tasks`), `data=FILE reward=…`, or
-    `environment=file.py:Class`. Without `run=DIR`, the recipe names the folder; if it already has a run, this one goes
-    to the next free folder, such as `runs/demo-2`.
+    RECIPE is the name of a shipped recipe or a YAML file. If you name a model but no recipe, poise uses defaults for
+    pretrained models, and you must name the task: `task.name=…` (see `poise tasks`), `data=FILE reward=…`, or
+    `environment=file.py:Class`. Without `run=DIR`, the recipe names the folder; if that folder already has a run, this
+    one goes to the next free folder, such as `runs/demo-2`.
 
     Examples:
 
@@ -133,18 +133,26 @@ def compare(
 ) -> None:
     """Compare methods over several seeds: train every arm with every seed, in parallel, and test the differences.
 
-    RECIPE is a shipped recipe or a YAML file, as for `poise train`. A setting with several values is an axis; every
-    combination of values is an arm. `;` separates values; in plain settings `,` does too (write a value that is a list
-    in brackets, `optim.betas="[0.9,0.99]; [0.9,0.999]"`). The first arm is the baseline.
+    RECIPE is a shipped recipe or a YAML file, as for `poise train`. A setting with several values is an axis, and every
+    combination of values is an arm. Separate values by `;` or, in plain settings, by `,`. Put a value that is a list in
+    brackets: `optim.betas="[0.9,0.99]; [0.9,0.999]"`. The first arm is the baseline.
 
-    Settings of the comparison: `seeds` (10: seeds 0 to 9; or 20-29), `run` (its folder), `baseline` (an arm), `tune`
-    (this many extra seeds choose each arm's learning rate among those of `optim.lr`), `controls` (`auto` adds arms that
-    may explain a method's gain), `measure` (`speed`: how many times as fast as the baseline an arm learns; the baseline
-    runs `longer`=2 times as many steps, and speeds within `margin` count as equal), `jobs` (runs in parallel),
-    `threads` (of a run on a CPU: 1), `hours` (no run starts after this), `retries` (of a failed run: 0), `keep`
-    (`models`, or only `results`: no checkpoints, each of which takes 14 to 16 bytes per parameter).
+    Settings of the comparison:
 
-    After Ctrl-C or a kill, or to add arms or seeds, run the same command again: it continues, and repeats nothing.
+    - `seeds`: how many seeds (10: seeds 0 to 9), or which (20-29)
+    - `run`: the folder of the comparison
+    - `baseline`: the arm that the others are compared with
+    - `tune`: how many extra seeds choose each arm's learning rate from the values of `optim.lr`
+    - `controls`: `auto` adds arms that may explain a method's gain
+    - `measure`: `speed` measures how many times as fast as the baseline an arm learns. The baseline then runs
+      `longer`=2 times as many steps, and speeds within `margin` count as equal
+    - `jobs`: how many runs train in parallel
+    - `threads`: CPU threads of each run (1)
+    - `hours`: no run starts after this time
+    - `retries`: how often a failed run is repeated (0)
+    - `keep`: `models`, or only `results` (no checkpoints, each of which takes 14 to 16 bytes per parameter)
+
+    After Ctrl-C or a kill, or to add arms or seeds, run the same command again: it continues, and repeats no run.
     docs/compare.md explains what makes a comparison fair.
 
     Examples:

@@ -221,7 +221,7 @@ def _check_states(config: Any, name: str) -> None:
     for place, part in (("actor", actor), ("actor.fsdp_config", actor.fsdp_config)):
         if int(part.get("ulysses_sequence_parallel_size") or 1) > 1:
             raise CannotRegulateError(
-                f"{why}with sequence parallelism no process has all of them: set "
+                f"{why}with sequence parallelism no process has all hidden states: set "
                 f"actor_rollout_ref.{place}.ulysses_sequence_parallel_size=1"
             )
     if model.get("use_fused_kernels", False):
@@ -261,8 +261,8 @@ def _check_terms(actor: Any, wants: Demands, loss: str, name: str) -> None:
         )
     if actor.loss_agg_mode not in LENGTH_FREE:
         raise CannotRegulateError(
-            f"{name} masks the KL and entropy terms, but loss_agg_mode={actor.loss_agg_mode!r} divides by the length "
-            "of what is left; set use_kl_loss=False and entropy_coeff=0, or take one of " + ", ".join(LENGTH_FREE)
+            f"{name} masks the KL and entropy terms, but loss_agg_mode={actor.loss_agg_mode!r} divides by the number "
+            "of tokens left; set use_kl_loss=False and entropy_coeff=0, or take one of " + ", ".join(LENGTH_FREE)
         )
 
 

@@ -383,7 +383,7 @@ def adapted_model(folder: Path) -> str | None:
 def _base_model(folder: Path) -> str:
     """The base model that an adapter names. Refuses what peft would unpickle, or import from elsewhere."""
     if not (folder / "adapter_model.safetensors").is_file():
-        raise ModelError(f"{folder}: this adapter has no adapter_model.safetensors, and nothing else is loaded")
+        raise ModelError(f"{folder}: this adapter has no adapter_model.safetensors, and poise loads no other format")
     try:
         config = read_json(folder / "adapter_config.json")
         base = config["base_model_name_or_path"]

@@ -98,7 +98,7 @@ class RunFolder:
             way = "; begin one without --resume" if resume else ""
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
         if resume and (run.path / "diagnose.json").exists():
-            raise FileExistsError(f"{run.path} is a folder of poise diagnose, with nothing to resume")
+            raise FileExistsError(f"{run.path} was written by poise diagnose: there is nothing to resume")
         if resume:
             check_own(run.path / name for name in _OWN)
             for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):

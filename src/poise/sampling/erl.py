@@ -160,8 +160,8 @@ class Erl:
         tokens = plain(sampler.policy.tokenizer, self.begin) if self.begin else []
         if len(tokens) >= self.reflection_tokens:
             raise ModelError(
-                f"erl: begin has {len(tokens)} tokens, and reflection_tokens={self.reflection_tokens} counts them: "
-                "raise it, or shorten begin"
+                f"erl: begin has {len(tokens)} tokens, which count towards "
+                f"reflection_tokens={self.reflection_tokens}: raise reflection_tokens, or shorten begin"
             )
         return tokens
 
@@ -302,7 +302,7 @@ def check_text(name: str, text: str, fields: Sequence[str]) -> None:
         if field not in fields:
             raise ValueError(f"erl: {name}: " + unknown("field", field, fields))
         if spec or how:
-            raise ValueError(f"erl: {name}: write {{{field}}} alone, without a format behind it")
+            raise ValueError(f"erl: {name}: write {{{field}}} without a format or conversion")
 
 
 def read_advice(text: str) -> str | None:

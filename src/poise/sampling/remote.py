@@ -152,12 +152,12 @@ def _body(name: str, prompt: str, limit: int, seed: int, sampling: Sampling) -> 
 def _reply(answer: Any, body: Any) -> Reply:
     """The one continuation. Anything else raises ``_LieError``, or one of ``_MALFORMED``."""
     if len(answer["choices"]) != 1:
-        raise _LieError(f"its answer has {len(answer['choices'])} continuations, and one was asked for")
+        raise _LieError(f"its answer has {len(answer['choices'])} continuations, but one was requested")
     choice, used = answer["choices"][0], (answer.get("usage") or {}).get("completion_tokens")
     if not isinstance(choice["text"], str):
         raise _LieError("the text of its reply is no text")
     if used is not None and not 0 <= int(used) <= body["max_tokens"]:
-        raise _LieError(f"its reply has {int(used)} tokens where at most {body['max_tokens']} were asked for")
+        raise _LieError(f"its reply has {int(used)} tokens, but at most {body['max_tokens']} were requested")
     return Reply(choice["text"], choice.get("finish_reason") != "length")
 
 

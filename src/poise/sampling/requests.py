@@ -49,7 +49,7 @@ def check_requests(requests: Sequence[Request]) -> None:
         raise ValueError("sample: there is no prompt: pass at least one request")
     for i, request in enumerate(requests):
         if not len(request.prompt.tokens):
-            raise ValueError(f"request {i}: an empty prompt predicts nothing")
+            raise ValueError(f"request {i}: the prompt is empty")
         if request.max_tokens < 1:
             raise ValueError(f"request {i}: max_tokens = {request.max_tokens} must be at least 1")
 

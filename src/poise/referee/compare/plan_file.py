@@ -81,7 +81,7 @@ def _check_plan(plan: Plan, earlier: Document) -> None:
     for name, saved in before.items():
         if name not in now:
             raise ConfigError(
-                f"{there} also has the arm {name!r}, and results are never dropped: name it too, {ANOTHER}"
+                f"{there} also has the arm {name!r}, and poise never drops results: name it too, {ANOTHER}"
             )
         for key, old, new in differences(saved, now[name]):
             raise ConfigError(
@@ -90,7 +90,7 @@ def _check_plan(plan: Plan, earlier: Document) -> None:
             )
     if missing := sorted(set(earlier["seeds"]) - set(plan.seeds)):
         raise ConfigError(
-            f"{there} also has seed {missing[0]}, and results are never dropped: add seeds, do not remove any, "
+            f"{there} also has seed {missing[0]}, and poise never drops results: add seeds, do not remove any, "
             f"{ANOTHER}"
         )
     measures = {"measure": earlier.get("measure", {})}, {"measure": plan.settings.compared}
@@ -100,8 +100,8 @@ def _check_plan(plan: Plan, earlier: Document) -> None:
     rates = [[variant.name in before for variant in arm.variants] for arm in plan.arms]
     if earlier["tuning_seeds"] != list(plan.settings.tuning_seeds) or any(any(known) > all(known) for known in rates):
         raise ConfigError(
-            f"{there} was started with other learning rates, or another tune=N: an arm might get another rate, "
-            f"and results are never dropped; leave them as they were, {ANOTHER}"
+            f"{there} was started with other learning rates, or another tune=N: an arm might now get another rate, "
+            f"and poise never drops results; restore both settings, {ANOTHER}"
         )
 
 

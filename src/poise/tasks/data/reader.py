@@ -140,7 +140,7 @@ def _message(value: Any) -> Message:
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text") or "") for part in content)
     if not isinstance(content, str) or value.get("role") not in ROLES:
-        raise ValueError(f"a message must have a role ({', '.join(ROLES)}) and a content of text, got {short(value)}")
+        raise ValueError(f"a message must have a role ({', '.join(ROLES)}) and text as its content, got {short(value)}")
     return {"role": value["role"], "content": content}
 
 

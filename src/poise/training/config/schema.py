@@ -199,7 +199,7 @@ class Config(Group):
     def _arguments_of_the_template(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         for name in ("messages", "tools", "add_generation_prompt"):
             if name in (value or ()):
-                raise ValueError(f"{name} is not yours to set: poise passes it to the chat template itself")
+                raise ValueError(f"{name} cannot be set: poise passes it to the chat template itself")
         return value or None
 
     @field_validator(*METHODS)
