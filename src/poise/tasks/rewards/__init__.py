@@ -1,8 +1,8 @@
 """Rewards with TRL's signature: built-in ones for problems with an answer, and yours by ``file.py:name``. No torch."""
 
-from poise.tasks.rewards.base import GOLD_COLUMNS, Grade, Reward, RewardError, TrainerState, text_of
+from poise.tasks.rewards.base import GOLD_COLUMNS, Grade, RewardError, TrainerState, text_of
 from poise.tasks.rewards.maths import Math
-from poise.tasks.rewards.run import TABLE, Rewards, get, names
+from poise.tasks.rewards.run import TABLE, Rewards, get
 from poise.tasks.rewards.simple import Choice, Exact, Format, Number, Overlong, Regex
 
 __all__ = [
@@ -16,11 +16,9 @@ __all__ = [
     "Number",
     "Overlong",
     "Regex",
-    "Reward",
     "RewardError",
     "Rewards",
     "TrainerState",
     "get",
-    "names",
     "text_of",
 ]

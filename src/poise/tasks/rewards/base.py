@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Any, Protocol
+from typing import Any
 
 from poise._lib.errors import UserError, quote
 from poise.tasks.rewards import answers
@@ -15,14 +15,6 @@ GOLD_COLUMNS = ("answer", "solution", "ground_truth")  # tried in this order
 
 class RewardError(UserError, RuntimeError):
     """A reward or verifier raised, or did not return one finite number (or None) per completion."""
-
-
-class Reward(Protocol):
-    """A function with TRL's signature. ``None`` means that the reward does not apply to that completion."""
-
-    def __call__(self, **columns: Any) -> Sequence[float | None]:
-        """One value per completion, from ``prompts``, ``completions``, ``completion_ids`` and the data's columns."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,6 @@ class Spec:
     code: _user_code.Code = field(default_factory=dict)
 
 
-def names() -> list[str]:
-    """The names that ``get`` knows."""
-    return list(TABLE)
-
-
 def get(text: str | Callable[..., Any]) -> Callable[..., Any]:
     """The reward of that name: ``get("regex(pattern='x')")``, ``get("file.py:name")``, ``get("package.module.name")``.
 
