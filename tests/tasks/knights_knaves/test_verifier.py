@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise.tasks.knights_knaves import generate
-from poise.tasks.knights_knaves.puzzle import role
+from poise.tasks.knights_knaves.puzzle import answer_text, role
 from poise.tasks.knights_knaves.task import score_reply as score
 from support.puzzles import GOLD, PEOPLE, SOLUTION, quick, response
 
@@ -21,7 +21,7 @@ from support.puzzles import GOLD, PEOPLE, SOLUTION, quick, response
 def test_the_verifier_accepts_gold(people: int) -> None:
     for seed in range(12):
         puzzle = generate(people, seed, depth=1 + seed % 3)
-        result = score(puzzle.names, puzzle.solution, response(puzzle.answer))
+        result = score(puzzle.names, puzzle.solution, response(answer_text(puzzle.names, puzzle.solution)))
         assert (result.reward, result.correct) == (3.0, True)
 
 
@@ -134,7 +134,7 @@ def test_any_text_gets_one_of_the_four_totals(text: str) -> None:
 def test_names_may_hold_any_character(names: tuple[str, ...]) -> None:
     for seed in range(10):
         puzzle = generate(3, seed, names=names)
-        assert score(puzzle.names, puzzle.solution, response(puzzle.answer)).reward == 3.0
+        assert score(puzzle.names, puzzle.solution, response(answer_text(puzzle.names, puzzle.solution))).reward == 3.0
     wrong = response(" ".join(f"{name} is a knight" for name in names))
     assert score(names, (True, False, True), wrong).reward == -0.5
     assert score(("A.B", "C"), (True, True), response("AxB is a knight, C is a knight")).reward == -1.0

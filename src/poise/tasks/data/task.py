@@ -73,7 +73,6 @@ class Data:
     buffer: int = 10_000
 
     name: ClassVar[str] = "data"
-    concurrent: ClassVar[bool] = False
     one_turn: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -170,11 +170,6 @@ class Puzzle:
         """How many people there are."""
         return len(self.names)
 
-    @property
-    def answer(self) -> str:
-        """The right answer, as it should stand between the answer tags."""
-        return answer_text(self.names, self.solution)
-
     def problem(self, instruction: str = "") -> Problem:
         """This puzzle as a problem: the prompt is the instruction and the quiz."""
         data: dict[str, Any] = {
