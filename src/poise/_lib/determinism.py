@@ -1,4 +1,4 @@
-"""The same bits twice on one GPU model: what ``deterministic=true`` turns on in the process, for the time of a run.
+"""Bit-identical runs on one GPU model: what ``deterministic=true`` turns on in the process, for the time of a run.
 
 torch's deterministic algorithms cover the backward pass of attention (flash attention asks torch's own switch), sums
 over equal indices, and inductor. Decisions that follow the memory that happens to be free follow the plan of the run
@@ -28,7 +28,7 @@ class NotRepeatableError(UserError, RuntimeError):
 
 @contextmanager
 def deterministic(device: torch.device, held: int | None) -> Iterator[None]:
-    """Inside, CUDA computes the same bits from the same inputs. Does nothing on a CPU, which always does.
+    """Within this context, CUDA computes the same bits from the same inputs. On a CPU it does nothing.
 
     ``held`` are the bytes that the run holds from its first to its last step, by its settings alone; None if they are
     not known: then half of the device's memory.

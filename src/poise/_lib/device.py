@@ -56,7 +56,7 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def planned(held: int) -> Iterator[None]:
-    """Inside, decisions follow the bytes that a run holds by its settings, not what is free at the moment."""
+    """Within this context, decisions depend on the bytes that a run holds by its settings, not on what is free now."""
     global _held
     before, _held = _held, held
     try:
@@ -95,9 +95,9 @@ def keep_freed_memory() -> bool:
 
 
 def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``rows.cumsum(-1)`` of (n, V), in torch's deterministic mode too, where it would be refused on CUDA.
+    """``rows.cumsum(-1)`` of (n, V), also in torch's deterministic mode, which refuses it on CUDA.
 
-    There a single long row is summed in an order that varies; rows side by side are not.
+    CUDA sums a single long row in varying order, but several rows in a fixed one.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return rows.cumsum(-1, dtype=dtype)
@@ -111,7 +111,7 @@ def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def kth_value(values: Tensor, k: int) -> Tensor:
-    """The k-th smallest of (n,) values. On CUDA torch's own is refused in deterministic mode, because of its index."""
+    """The k-th smallest of (n,) values. On CUDA, deterministic mode refuses torch's own, which returns an index too."""
     return values.sort().values[k - 1] if values.is_cuda else values.kthvalue(k).values
 
 

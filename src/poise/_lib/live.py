@@ -50,7 +50,7 @@ class Objects:
 
     @contextmanager
     def available(self) -> Iterator[None]:
-        """A context manager: within it, settings may name these objects."""
+        """Within this context, settings may name these objects."""
         token = _OBJECTS.set(self)
         try:
             yield

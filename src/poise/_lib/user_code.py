@@ -91,7 +91,7 @@ _UNTRUSTED: ContextVar[_Untrusted | None] = ContextVar("untrusted", default=None
 
 @contextmanager
 def untrusted(source: str, typed: Iterable[Any] = ()) -> Iterator[None]:
-    """Within, ``load`` refuses all code but poise's own and what the user typed.
+    """Within this context, ``load`` refuses all code but poise's own and what the user typed.
 
     ``source`` is where the settings come from; ``typed`` are the values that the user typed as overrides.
     """

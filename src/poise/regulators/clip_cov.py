@@ -18,7 +18,7 @@ class ClipCov(Regulator):
     **Ours:** computed once, over the rollout batch, with the old policy's log-probabilities. verl uses the current ones
     per micro-batch and skips tokens that the ratio clip already caught; at rollout time there are none. So this is an
     approximation, and the fewer optimizer steps per batch, the closer it is. ``share`` is of all response tokens; at
-    least one token is drawn where there is a candidate. ``seed`` is of the random choice.
+    least one token is drawn where there is a candidate. ``seed`` seeds the random choice.
     """
 
     share: float = 0.0002

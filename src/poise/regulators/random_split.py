@@ -16,7 +16,7 @@ class RandomSplit(Follower):
     **Ours:** a control for Lopti: are two steps on parts of the batch enough for its effect? Lopti's share drifts
     during training; ``like="lopti(threshold=0.4)"`` follows it: in every batch the first phase has as many tokens as
     that method's first phase would have there. The default is about the share of tokens with p < 0.4 that
-    SmolLM2-135M-Instruct sampled at temperature 0.7 (experiments/dominance/probabilities.py). ``seed`` is of the
+    SmolLM2-135M-Instruct sampled at temperature 0.7 (experiments/dominance/probabilities.py). ``seed`` seeds the
     random choice.
     """
 

@@ -13,7 +13,7 @@ LARGEST = 1e300  # nothing draws larger values
 def x_values(metrics: Sequence[Mapping[str, Any]], axis: str) -> list[float] | None:
     """The x value of each record of ``RunFolder.metrics()``; None if the run has not recorded that axis.
 
-    Seconds are those of the steps, without evaluations and pauses. A record that is no step, such as an evaluation,
+    Seconds are those of the steps, without evaluations and pauses. A record that is not a step, such as an evaluation,
     has the x value of the step before it.
     """
     if axis == "step":
@@ -26,5 +26,5 @@ def x_values(metrics: Sequence[Mapping[str, Any]], axis: str) -> list[float] | N
 
 
 def drawable(value: Any) -> TypeGuard[float]:
-    """Whether a value of a metrics file, which may be anybody's, is a number that can be drawn."""
+    """Whether a value from a metrics file, which anyone may have written, is a number that can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST

@@ -44,7 +44,7 @@ CHANGEABLE = {
 
 
 class OtherSettingsError(ValueError):
-    """A checkpoint was saved with other settings than the run has; ``difference`` says which."""
+    """A checkpoint's settings differ from the run's; ``difference`` says which."""
 
     def __init__(self, difference: str) -> None:
         self.difference = difference
@@ -69,7 +69,7 @@ class CheckpointFiles:
     def writing(self, step: int) -> Iterator[Path]:
         """An empty folder to fill. On success it becomes the checkpoint of ``step``, and the oldest ones are removed.
 
-        A kill at any moment leaves the checkpoints as they were before, or as they are afterwards.
+        A kill at any moment leaves either the old checkpoints or the new ones.
         """
         run, folder = self.run, self.run.checkpoint(step)
         temporary, old = folder.with_name(TEMPORARY + folder.name), folder.with_name(OLD + folder.name)

@@ -295,7 +295,7 @@ class MetricsFile:
         return [record for _, record in self._lines()]
 
     def rewrite(self, change: Callable[[Record], Record | None]) -> None:
-        """Replace each line by what ``change`` makes of it; None removes it. A torn last line goes too."""
+        """Replace each line by what ``change`` makes of it; None removes it. A torn last line is removed too."""
         changed = ((line, record, change(record)) for line, record in self._lines())
         text = b"".join(line if new is old else dumps(new) for line, old, new in changed if new is not None)
         if self.path.exists() and self.path.read_bytes() != text:

@@ -1,4 +1,4 @@
-"""Which folders are runs, and how far each is. Reads only small JSON files, and imports no torch."""
+"""Which folders are runs, and how far each has trained. Reads only small JSON files, and imports no torch."""
 
 from __future__ import annotations
 

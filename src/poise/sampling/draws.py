@@ -86,12 +86,12 @@ def uniform(seed: int, number: Tensor, position: Tensor) -> Tensor:
 
 
 def derived_seed(seed: int, name: object) -> int:
-    """A seed for one purpose of many. Those of other names, or other seeds, are unrelated."""
+    """A seed for one purpose. Seeds for other names, or from other seeds, are unrelated."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def streams(seed: int, number: Tensor) -> Tensor:
-    """A seed (int64) for each sequence number. Those of different numbers, or different seeds, are unrelated."""
+    """A seed (int64) for each sequence number. Seeds of other numbers, or from other seeds, are unrelated."""
     signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
     return mix(number + mix(torch.full_like(number, signed)))
 

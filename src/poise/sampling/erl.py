@@ -291,7 +291,7 @@ def _failed(sample: Trajectory) -> bool:
 
 
 def check_text(name: str, text: str, fields: Sequence[str]) -> None:
-    """Refuse a setting that is no text, or has other fields in curly brackets than those that can be filled."""
+    """Refuse a setting that is not text, or has a field in curly brackets that cannot be filled."""
     if not isinstance(text, str):
         raise TypeError(f"erl: {name} must be text, got {short(text)}")
     try:
@@ -306,7 +306,7 @@ def check_text(name: str, text: str, fields: Sequence[str]) -> None:
 
 
 def read_advice(text: str) -> str | None:
-    """What stands between the last pair of ``<prompt>`` tags that has no such tag inside; None if there is nothing."""
+    """The text in the last pair of ``<prompt>`` tags without such a tag inside; None if there is none."""
     parts = re.split(r"(?i)(</?prompt>)", text)  # text and tags take turns
     for at in range(len(parts) - 2, 1, -2):
         if parts[at].startswith("</") and not parts[at - 2].startswith("</"):
@@ -339,7 +339,7 @@ def _dialogue(messages: Sequence[Message], speakers: dict[str, str]) -> str:
 
 
 def shorten(text: str, build: Callable[[str], str], fits: Callable[[str], bool]) -> str | None:
-    """``build(text)``, with as much left out of the middle of the text as it takes to fit; None if nothing helps."""
+    """``build(text)``, with just enough cut from the middle of the text to fit; None if no cut is enough."""
     keep, built = len(text), build(text)
     while not fits(built):
         if not keep:

@@ -165,7 +165,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kinds(name: str, maker: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Raise if a setting of the task takes text, true or false, or texts, and its value is of another kind.
+    """Raise if a setting of the task takes text, a boolean or a list of texts, and its value is of another kind.
 
     Otherwise the task would fail in the middle of a run, or take ``slippery=no-thanks`` for true. The task itself
     checks numbers, whose range it knows, and settings with any other annotation.

@@ -57,7 +57,7 @@ class Checkpoints:
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
-        """Inside, the weights belong to no step, and ``save_finished`` does not save them."""
+        """Within this context the weights are mid-update, so ``save_finished`` does not save them."""
         self.weights_of = None
         yield
         self.weights_of = step

@@ -194,10 +194,10 @@ class FrozenModels:
 
 
 def starting_weights(config: Config, folder: RunFolder) -> str:
-    """The name or folder to load the policy from: ``model``, or a checkpoint of it if it is a run and LoRA is on.
+    """The name or folder to load the policy from: ``model``; with LoRA, if ``model`` is a run, its checkpoint.
 
-    It is the newest checkpoint when this run began. A resumed run with LoRA needs the same base weights again, since
-    its own checkpoints hold only the adapter.
+    That is the run's newest checkpoint when this run began. A resumed run with LoRA needs the same base weights again,
+    since its own checkpoints hold only the adapter.
     """
     return _checkpoints(config.model, [START] if config.lora else [], folder).get(START, config.model_name)
 

@@ -39,7 +39,7 @@ class Stopper:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises KeyboardInterrupt at once, and one that came earlier raises it on entry.
+        """Within this context, a signal raises KeyboardInterrupt at once; an earlier signal raises it on entry.
 
         Use it for work that a resumed run repeats.
         """

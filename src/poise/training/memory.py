@@ -1,4 +1,4 @@
-"""What a run will take of the device's memory, by its settings alone; what follows for its passes, before the first."""
+"""Forecast a run's device memory from its settings alone, and bound its passes before the first one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEWEST_RESPONSE = 64  # tokens: a shorter limit is no advice
 
 
 def repeatable(config: Config) -> AbstractContextManager[None]:
-    """The context of a run with ``deterministic=true``; of others, one that does nothing."""
+    """The ``deterministic`` context for a run with ``deterministic=true``; otherwise a context that does nothing."""
     device = resolve_device(config.device)
     if not config.deterministic or device.type != "cuda":
         return nullcontext()
@@ -31,7 +31,7 @@ def repeatable(config: Config) -> AbstractContextManager[None]:
 
 
 def bound_passes(policy: Policy, memory: Footprint, micro_tokens: int | None, note: Callable[[str], None]) -> None:
-    """Bound the tokens of a pass, and turn gradient checkpointing on, if the forecast says that memory asks for it."""
+    """Bound the tokens of a pass, and turn gradient checkpointing on, if the forecast requires it."""
     if memory.activations is None or memory.rows is None or not policy.packed:
         return
     of, longest, most = memory.activations, memory.rows.longest, policy.budget(micro_tokens)

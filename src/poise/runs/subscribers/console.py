@@ -73,7 +73,7 @@ class _Lasting:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, standard output and error never raise."""
+    """Within this context, writing to standard output or error never raises."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _Lasting(stream)) for stream in before)
     try:

@@ -66,7 +66,7 @@ class NativeEngine:
         return sampled
 
     def session(self, length: int | None = None) -> NativeSession:
-        """Calls between which keys and values are kept; ``length``: tokens of the longest dialogue to expect."""
+        """A session that keeps keys and values between calls; ``length``: tokens of the longest dialogue to expect."""
         return NativeSession(self, length)
 
     def run(
@@ -173,7 +173,7 @@ def _rounded(length: int) -> int:
 def _new_decoder(
     policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes, *, graphed: bool, step: FusedStep | None = None
 ) -> Decoder:
-    """A decoder with room for these sizes: ``graphed`` by CUDA graphs, which alone take a ``step``."""
+    """A decoder with room for these sizes. ``graphed`` uses CUDA graphs; only those accept a ``step``."""
     return graphs.graphed_decoder(policy, shapes, sizes, step) if graphed else plain_decoder(policy, shapes, sizes)
 
 

@@ -69,8 +69,8 @@ def idle_bytes(device: torch.device) -> float:
 class GraphedDecoder(Decoder):
     """Records one graph for each of a few numbers of rows and each way to sample, and replays it.
 
-    A graph reads the weights where they are, so it sees an update in place. With ``step`` the model runs that, else its
-    own code.
+    A graph reads the weights where they are, so it sees an update in place. It runs ``step`` if given, else the
+    model's own code.
     """
 
     cache: SlotCache

@@ -117,7 +117,7 @@ class Mixture:
         return self.parts[part].at(seed, within)
 
     def _laid_out(self, seed: int, number: int, size: int) -> list[tuple[int, int]]:
-        """Of each problem of a period: its part, and its place in the walk of that part."""
+        """For each problem of a period: its part, and its place in that part's walk."""
         counts = shares(self.weights, size)
         for name, part, share in zip(self.names, self.parts, counts, strict=True) if size else ():
             if isinstance(part, Table) and not part.problems:

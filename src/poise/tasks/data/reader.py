@@ -103,7 +103,7 @@ class Reader:
         return make, gold
 
     def _check_answers(self, columns: Sequence[str], source: str) -> None:
-        """Raise where a reward would find no right answer to compare with: it is called long after."""
+        """Raise if a reward has no right answer to compare with. Otherwise the error would come much later."""
         for name in self.task.rewards.answer_columns():
             if name is None:
                 _column("answer", None, GOLD_COLUMNS, columns, source)
@@ -169,7 +169,7 @@ def _column(what: str, named: Names, usual: Sequence[str], columns: Sequence[str
 
 
 def _usual(usual: Sequence[str], columns: Sequence[str]) -> str | None:
-    """The first column with a usual name, in whatever case."""
+    """The first column with a usual name, ignoring case."""
     known = {column.lower(): column for column in reversed(columns)}
     return next((known[name] for name in usual if name in known), None)
 

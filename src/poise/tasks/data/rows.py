@@ -27,7 +27,7 @@ class DataError(UserError, ValueError):
 
 @dataclass
 class Rows:
-    """Rows with the number by which a person finds them, and the lines that could not be read."""
+    """Rows with the numbers that messages show for them, and the lines that could not be read."""
 
     source: str
     rows: list[tuple[int, Row]] = field(default_factory=list)

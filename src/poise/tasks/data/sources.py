@@ -156,7 +156,7 @@ def each_row(table: Any) -> Iterable[Row]:
 def read_all(name: str) -> list[tuple[int, Row]]:
     """The rows of a file, or of the training split of a set; raises where one cannot be read, or where there are none.
 
-    They come with the number by which a person finds them.
+    Each comes with the number that messages show for it.
     """
     tables = Tables(Source(name))
     found = tables.rows(tables.training())

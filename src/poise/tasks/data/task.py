@@ -112,7 +112,7 @@ class Data:
         return [self._test.at(seed, place) for place in range(number * size, (number + 1) * size)]
 
     def leave_out(self, unfit: Callable[[Problem], bool], why: str, remedy: str = "") -> None:
-        """Leave out the problems that do not fit the model, and note it. ``remedy`` is for where none is left."""
+        """Leave out the problems that do not fit the model, and note it. ``remedy`` is the advice if none is left."""
         parts = [*zip(self._train.names, ["train"] * len(self._train.parts), self._train.parts, strict=True)]
         for name, split, part in [*parts, (self.source, "test", self._test)]:
             out = part.leave_out(unfit)
@@ -125,7 +125,7 @@ class Data:
         self._train.changed()
 
     def sizes(self) -> str:
-        """How many problems there are, for a person."""
+        """The number of problems, as text for the user."""
         train = sum(len(part.problems) for part in self._train.parts if isinstance(part, Table))
         parts = zip(self._train.names, self._train.parts, strict=True)
         streamed = [name for name, part in parts if isinstance(part, Stream)]

@@ -144,7 +144,7 @@ def split_of(statements: Sequence[Statement]) -> Split:
 
 
 def _between(tables: list[int]) -> _Between:
-    """What i's statement has to do with j, in numbers that renaming does not change."""
+    """How i's statement depends on j, as numbers that renaming does not change."""
     knights = variables(len(tables))
     rows = []
     for i, table in enumerate(tables):

@@ -153,7 +153,7 @@ class Outcome:
     failed: dict[int, str] = field(default_factory=dict)
 
     def add(self, row: int, single: Outcome) -> None:
-        """Take over the outcome of a call with that row alone."""
+        """Add the outcome of a call with only that row."""
         self.values[row] = single.values[0]
         self.metrics += single.metrics
         for column, values in single.extra.items():

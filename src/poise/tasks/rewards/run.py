@@ -50,7 +50,7 @@ class Spec:
 def get(text: str | Callable[..., Any]) -> Callable[..., Any]:
     """The reward of that name: ``get("regex(pattern='x')")``, ``get("file.py:name")``, ``get("package.module.name")``.
 
-    With settings in brackets, the class or function before them is called with these settings, and makes the reward.
+    In ``name(settings)``, the class or function is called with the settings, and returns the reward.
     """
     return find(text).reward
 

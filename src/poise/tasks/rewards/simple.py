@@ -48,7 +48,7 @@ class Compares:
 
 @dataclass(frozen=True)
 class Exact(Compares):
-    """The answer is the gold text; blanks do not matter. If a reply states no answer, the whole reply counts.
+    """The answer is the gold text; whitespace does not matter. If a reply states no answer, the whole reply counts.
 
     With ``ignore_case`` capitals do not matter.
     """

@@ -295,7 +295,7 @@ def _read(path: Path, below: tuple[Path, ...], shipped: bool) -> Document:
 
 
 def _find(recipe: str | Path, beside: Path | None = None) -> Path:
-    """The file of a recipe: one that ships by that name, or one at that path, seen from the folder ``beside``."""
+    """The file of a recipe: a shipped one of that name, or the file at that path, relative to the folder ``beside``."""
     name, shipped = str(recipe), recipes()
     if name in shipped:
         return FOLDER / f"{name}.yaml"

@@ -169,7 +169,7 @@ class OptimConfig(Group):
     lr: Annotated[Real, Field(gt=0)] = 1e-6
     """Learning rate, constant after the warmup."""
     weight_decay: Annotated[Real, Field(ge=0)] = 0.01
-    """Of AdamW."""
+    """AdamW's weight decay."""
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay of AdamW's first and second moments."""
     eight_bit: bool = False
@@ -205,9 +205,9 @@ class EvaluationConfig(Group):
     problems: CountOrZero = 200
     """Held-out problems; 0, or evaluation=off: no evaluation."""
     samples: Count = 1
-    """Per problem: the k of avg@k, pass@k and maj@k."""
+    """Samples per problem: the k of avg@k, pass@k and maj@k."""
     seed: CountOrZero = 0
-    """Of the problems."""
+    """Seed of the held-out problems."""
     temperature: Annotated[Real, Field(ge=0)] | None = None
     """null: as in training; 0: greedy."""
 
@@ -228,7 +228,7 @@ class LoraConfig(Group):
     """
 
     rank: Count = 16
-    """Of each adapter; any setting lora.… turns LoRA on."""
+    """Rank of each adapter; any setting lora.… turns LoRA on."""
     alpha: Annotated[Real, Field(gt=0)] = 32.0
     """An adapter is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = "all-linear"

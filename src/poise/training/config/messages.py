@@ -137,7 +137,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def unknown_arguments(names: Iterable[str]) -> list[str]:
-    """The messages about arguments that ``GRPOTrainer`` has and ``poise.train`` calls otherwise."""
+    """The messages about arguments of ``GRPOTrainer`` that have another name in ``poise.train``."""
     return [
         f"unknown argument {name!r}; did you mean {_ARGUMENTS_ELSEWHERE[name]!r}? docs/python.md has TRL's other names"
         for name in names

@@ -94,7 +94,7 @@ class Config(Group):
     budget: TokenCount | None = None
     """Stop after this many sampled tokens (all models)."""
     seed: CountOrZero = 0
-    """Of problems, samples and mini-batches; the same seed repeats a run."""
+    """Seed of problems, samples and mini-batches; the same seed repeats a run."""
     prompts: Count = 16
     """Problems per step."""
     group: Count = GROUP
@@ -126,12 +126,12 @@ class Config(Group):
     device: str = "auto"
     """auto (CUDA if there is one), cpu, cuda or cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of computation; the optimizer keeps float32 weights."""
+    """Precision of the computation; the optimizer keeps float32 weights."""
     compile: bool | None = None
     """torch.compile for the update; null: on CUDA, if it saves time in the remaining steps; not if deterministic."""
     deterministic: bool = False
-    """The same bits twice on one GPU model: two runs with one seed, and a run that was killed and resumed. Slower, and
-    a pass that runs out of memory ends the run. On a CPU it changes nothing."""
+    """Runs with one seed are bit-identical on one GPU model, also after a kill and a resume. Slower, and a pass that
+    runs out of memory ends the run. On a CPU it changes nothing."""
     tracking: tuple[str, ...] = ()
     """Where metrics are sent: tensorboard, wandb, trackio."""
     remote_code: bool = False
