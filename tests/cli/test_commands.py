@@ -224,7 +224,7 @@ def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for place, message in {
         tmp_path / "file": "is a file; choose another run=DIR",
-        tmp_path / "file" / "x": "Not a directory",
+        tmp_path / "file" / "x": "file is a file and cannot contain a folder; choose another run=DIR",
         tmp_path / ("x" * 300): "File name too long",
         trained: "is not empty; choose another run=DIR, or continue the run in it: poise train --resume run=",
         trained.parent: "is not empty; choose another run=DIR",
@@ -394,7 +394,7 @@ def test_a_folder_that_is_taken_is_refused_before_the_trainer_is_imported(tmp_pa
     program = f"import sys; from poise.__main__ import main; sys.argv = ['poise', 'train', 'demo', 'run={tmp_path}']\n"
     program += "try: main()\nfinally: print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stderr == f"poise: run folder {tmp_path} is not empty; choose another run=DIR\n"
+    assert done.stderr == f"poise: {tmp_path} is not empty; choose another run=DIR\n"
     assert done.stdout == "False\n"
 
 

@@ -32,7 +32,7 @@ def test_an_exported_model_loads_without_poise(adapted, tmp_path):
     before = load_policy("embedded", device="cpu")
     assert not torch.allclose(model(input_ids=ids).logits, before.model(input_ids=ids).logits)
     assert tokenizer.chat_template == before.tokenizer.chat_template
-    assert "is not empty: choose another folder" in fails("export", adapted, out)
+    assert "is not empty; choose another folder" in fails("export", adapted, out)
 
 
 @pytest.mark.parametrize("name", ["before.json", "summary.json"])

@@ -97,11 +97,3 @@ def _status(text: str) -> Status:
     from rich.console import Console
 
     return Console(stderr=True, markup=False, highlight=False).status(text)
-
-
-def check_folder_is_free(place: Path, remedy: str) -> None:
-    """Stop with a message unless ``place`` is an empty folder or can become a new one."""
-    if file := next((path for path in place.parents if path.is_file()), None):
-        fail(f"{file} is a file and cannot contain a folder: {remedy}")
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        fail(f"{place} {'is not empty' if place.is_dir() else 'is a file'}: {remedy}")

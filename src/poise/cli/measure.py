@@ -13,7 +13,7 @@ import typer
 
 from poise._lib.errors import complain, visible
 from poise._lib.imports import quick_imports
-from poise.cli.common import Model, Settings, Trust, check_folder_is_free, fail, home, progress, user_errors
+from poise.cli.common import Model, Settings, Trust, fail, home, progress, user_errors
 
 if TYPE_CHECKING:
     from poise.diagnostics import Intervals
@@ -154,6 +154,7 @@ def diagnose(
         from poise.referee.report.html import write_report
         from poise.referee.report.token_files import token_files
         from poise.runs.listing import is_run
+        from poise.runs.lock import check_free
         from poise.runs.subscribers.console import Console
         from poise.training.config.run_settings import to_diagnose
 
@@ -166,7 +167,7 @@ def diagnose(
             return
         config = to_diagnose(model, args or [], trust=trust)
         place = out or (Path(model) / "diagnose" if is_run(model) else Path("runs") / f"diagnose-{Path(model).name}")
-        check_folder_is_free(place, "choose another folder with --out")
+        check_free(place, "choose another folder with --out")
         figures = _diagnose(config, model, place, regulator or METHODS, cuts, batches, warmup)
         page = write_report([place], place / "report.html")
     with Console(0) as console:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from poise.cli.common import check_folder_is_free, fail, home, user_errors
+from poise.cli.common import fail, home, user_errors
 
 _Model = Annotated[str, typer.Argument(metavar="RUN", callback=home, help="A run folder, a checkpoint or an adapter.")]
 _Dtype = Annotated[
@@ -34,9 +34,10 @@ def export(
     - `poise export runs/lora models/merged --dtype bfloat16`
     """
     from poise._lib.errors import visible
+    from poise.runs.lock import check_free
 
     with user_errors():
-        check_folder_is_free(out, "choose another folder")
+        check_free(out, "choose another folder")
         if out.name in ("", ".."):
             fail(f"{out}: name a new folder, which poise creates; to write here, run this in the folder above")
         _write(run, out, out.name, dtype, remote_code)

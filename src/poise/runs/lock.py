@@ -27,6 +27,7 @@ except ImportError:  # Windows: no lock
     fcntl = None  # type: ignore[assignment]
 
 OWNER = "owner.json"  # present while a process trains; a crash leaves the file, but not its lock
+OTHER = "choose another run=DIR"
 _START = b'{"pid": '  # what it begins with, unless it is empty: a user's own file is not touched
 
 
@@ -125,14 +126,16 @@ def _busy(folder: Path, holder: bytes) -> str:
     return f"run folder {folder} is in use: {who}; wait for it, stop it, or choose another run=DIR"
 
 
-def check_free(path: Path) -> None:
-    """Raise FileExistsError unless the folder is missing or empty."""
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"run folder {path} is a file; choose another run=DIR")
+def check_free(path: Path, remedy: str = "") -> None:
+    """Raise FileExistsError unless ``path`` is an empty folder or can become a new one; ``remedy`` is for no run."""
+    if file := next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None):
+        what = "is a file" if file == path else "is a file and cannot contain a folder"
+        raise FileExistsError(f"{file} {what}; {remedy or OTHER}")
     entries = path.iterdir() if path.exists() else []
     if any(not entry.name.startswith(TEMPORARY) and entry.name != OWNER for entry in entries):
-        way = f", or continue the run in it: {resume_command(path)}" if (path / "config.json").exists() else ""
-        raise FileExistsError(f"run folder {path} is not empty; choose another run=DIR{way}")
+        continued = not remedy and (path / "config.json").exists()
+        way = f", or continue the run in it: {resume_command(path)}" if continued else ""
+        raise FileExistsError(f"{path} is not empty; {remedy or OTHER}{way}")
 
 
 def free_folder(run: str, say: Callable[[str], None]) -> str:
