@@ -15,7 +15,7 @@ from poise.referee.compare.arms import PlannedArm, rate_text
 from poise.referee.compare.plan import Plan
 from poise.referee.compare.processes import Processes, last_lines
 from poise.referee.compare.statistics import detectable
-from poise.referee.compare.verdict import points, power_sentence
+from poise.referee.compare.verdict import points, power_sentence, span
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers.console import duration
 from poise.training.config.groups import HELD_OUT
@@ -29,7 +29,7 @@ STEPS = 2  # of the trial run; only the second is timed, because the first also 
 def heading(plan: Plan) -> list[str]:
     """The arms, the seeds and the held-out problems."""
     evaluation = plan.baseline.variants[0].config.evaluation
-    lines = [f"{len(plan.arms)} arms × {len(plan.seeds)} seeds ({_span(plan.seeds)}) in {plan.folder}:"]
+    lines = [f"{len(plan.arms)} arms × {len(plan.seeds)} seeds ({span(plan.seeds)}) in {plan.folder}:"]
     lines += [f"  {arm.name}{_role(plan, arm)}" for arm in plan.arms]
     if plan.cut is not None:
         longest = plan.run(plan.baseline, plan.baseline.variants[0], plan.seeds[0]).config.steps
@@ -39,7 +39,7 @@ def heading(plan: Plan) -> list[str]:
         rates = ", ".join(rate_text(variant.rate) for variant in runs[0].arm.variants)
         lines.append(
             f"{len(runs)} tuning runs choose each arm's learning rate among {rates}, with seeds "
-            f"{_span(plan.settings.tuning_seeds)} and other held-out problems"
+            f"{span(plan.settings.tuning_seeds)} and other held-out problems"
         )
     few = "" if evaluation.problems >= HELD_OUT else f"; a fair comparison needs at least {HELD_OUT:,} problems"
     lines.append(f"{evaluation.problems:,} held-out problems × {evaluation.samples} samples, and greedily{few}")
@@ -80,10 +80,6 @@ def tuning_lines(report: Sequence[dict[str, Any]]) -> list[str]:
         hint = "; it is the first or last rate, so one beyond may be better" if edge else ""
         lines.append(f"{arm['arm']}: learning rate {rate_text(arm['chosen'])} (points by rate: {scores}){hint}")
     return lines
-
-
-def _span(seeds: Sequence[int]) -> str:
-    return f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
 
 
 class TrialError(TrainError):

@@ -182,14 +182,16 @@ def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
 def _condition_cautions(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
     """Whether the numbers of steps differ, and how much of a significant difference is readability."""
     if arm["steps"] and base["steps"] and arm["steps"] != base["steps"]:
-        yield f"{arm['name']} was measured after {_span(arm)} steps, {base['name']} after {_span(base)}."
+        own, other = span(arm["steps"]), span(base["steps"])
+        yield f"{arm['name']} was measured after {own} steps, {base['name']} after {other}."
     lost = _lost(base, "mean"), _lost(arm, "mean")
     if _significant(arm["difference"]) and (part := much(base["accuracy"], arm["accuracy"], *lost)):
         yield f"{arm['name']}: of the difference to {base['name']}, {part}."
 
 
-def _span(arm: Mapping[str, Any]) -> str:
-    return " to ".join(str(end) for end in dict.fromkeys((arm["steps"][0], arm["steps"][-1])))
+def span(values: Sequence[int]) -> str:
+    """The first and the last of some numbers, or the only one."""
+    return " to ".join(str(end) for end in dict.fromkeys((values[0], values[-1])))
 
 
 def _lost(arm: Mapping[str, Any], when: str) -> float:
