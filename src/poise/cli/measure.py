@@ -219,7 +219,6 @@ def _diagnose(
     config: Config, model: str, place: Path, methods: Sequence[str], cuts: Intervals, batches: int, warmup: int
 ) -> dict[str, Any]:
     """Print the conditions and measure. If that fails, remove the folder."""
-    from poise.models.layers import OutOfMemoryError
     from poise.referee.diagnose import diagnose as measure
     from poise.runs.folder import RunFolder
     from poise.training.config.run_settings import describe_sampling, describe_task
@@ -234,6 +233,6 @@ def _diagnose(
             return measure(config, folder, methods=methods, intervals=cuts, batches=batches, warmup=warmup, say=say)
     except BaseException as error:
         folder.discard()
-        if isinstance(error, ValueError | TypeError | NotFiniteError | OutOfMemoryError):
+        if isinstance(error, ValueError | TypeError | NotFiniteError):
             fail(error)
         raise

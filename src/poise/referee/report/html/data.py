@@ -78,12 +78,12 @@ class Source:
             "texts": list(texts),  # prompts and answers, which many rows share
         }
 
-    def blocks(self) -> Iterator[tuple[Block, bytes]]:
+    def blocks(self) -> Iterator[bytes]:
         """The block of every response, in the order of the index's rows."""
         for run, recording in enumerate(self.runs):
             for step in recording.steps():
                 for row in range(len(self._records(run, step))):
-                    yield (run, step, row), self.block((run, step, row))
+                    yield self.block((run, step, row))
 
     def block(self, at: Block) -> bytes:
         """One response, token by token. KeyError if it does not exist."""

@@ -45,7 +45,7 @@ def write_report(
         top, bottom = frame(live=False)
         file.write(top.encode())
         file.write(data_element(index))
-        for number, (_, block) in enumerate(source.blocks()):
+        for number, block in enumerate(source.blocks()):
             content = base64.b64encode(block)
             file.write(b'<script type="text/plain" id="b%d">' % number + content + b"</script>\n")
             if number % 64 == 63 or number + 1 == total:
