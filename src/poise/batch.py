@@ -41,7 +41,7 @@ class Prompt:
 
 
 class Extent(NamedTuple):
-    """What the host knows of a row, so that packing it need not ask the device."""
+    """Facts about a row that the host knows, so that packing needs no transfer from the device."""
 
     prompt: Prompt
     length: int  # tokens of the response up to the model's last one, the environment's included

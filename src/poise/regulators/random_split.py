@@ -32,7 +32,7 @@ class RandomSplit(Follower):
 
     @property
     def phase_count(self) -> int:
-        """Two."""
+        """The number of phases: two."""
         return 2
 
     def phases(self, batch: TokenBatch) -> list[Phase]:

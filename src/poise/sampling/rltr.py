@@ -117,7 +117,7 @@ class Rltr:
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
     ) -> tuple[list[Trajectory], Memory | None]:
-        """GRPO's attempts, with the transfer of each in its reward and in its notes."""
+        """GRPO's attempts; each attempt's reward and notes include its transfer."""
         samples, memory = Grpo(self.group).collect(problems, sampler, seed, memory)
         with sampler.counts.timed("transfer"):
             receiver, own_seed = sampler.others["receiver"], int(streams(seed, torch.tensor(NO_SEQUENCE)))

@@ -63,7 +63,7 @@ class Evaluation:
         }
 
     def by_problem(self) -> dict[str, Any]:
-        """For ``before.json`` and ``problems.json``: for each problem, how many samples were right, and the greedy one.
+        """For ``before.json`` and ``problems.json``: the number of right replies to each problem, sampled and greedy.
 
         Runs with the same evaluation settings have the same problems, so they can be compared problem by problem.
         """

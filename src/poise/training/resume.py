@@ -46,7 +46,7 @@ def run_folder(config: Config, *, resume: bool) -> Iterator[RunFolder]:
 
 
 def open_to_resume(config: Config) -> RunFolder:
-    """Open the run's folder, and refuse a config that changes more than it may (``CHANGEABLE``)."""
+    """Open the run's folder, and refuse a config that changes settings other than ``CHANGEABLE``."""
     folder = RunFolder.open(config.run, keep=config.keep_checkpoints)
     saved = folder.config
     step, tokens = folder.progress()

@@ -96,7 +96,7 @@ def update(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, settings: OptimConfig, step: int) -> None:
-    """``lr``, reached linearly over the first ``warmup_steps`` steps."""
+    """Set the rate for this step: it rises linearly to ``lr`` over the first ``warmup_steps`` steps."""
     warmup = settings.warmup_steps
     for group in optimizer.param_groups:
         group["lr"] = settings.lr * (min(step / warmup, 1.0) if warmup else 1.0)

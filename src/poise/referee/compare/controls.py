@@ -78,7 +78,7 @@ def _identity(arm: PlannedArm) -> list[Document]:
 
 
 def _is_method(arm: PlannedArm, baseline: PlannedArm) -> bool:
-    """Whether an arm is more than a control: the baseline at another rate, or with a plain regulator."""
+    """Whether an arm is more than a control, which is the baseline at another rate or with a plain regulator."""
     config, base = arm.variants[0].config, baseline.variants[0].config
     plain = isinstance(config.build_regulator(), PLAIN)
     return arm is not baseline and not (plain and _rest(config) == _rest(base))

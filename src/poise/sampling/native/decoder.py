@@ -1,4 +1,4 @@
-"""A few decoding steps for the first rows of a cache, without looking at what comes out."""
+"""Decodes a few steps for the first rows of a cache, without checking which sequences have ended."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Config(Group):
 
     @property
     def model_name(self) -> str:
-        """What to load the model by: its name, with its revision."""
+        """The name and revision by which to load the model."""
         from poise.models.location import with_revision
 
         return with_revision(self.model, self.revision)
