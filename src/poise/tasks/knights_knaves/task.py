@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count, cycle, islice
 from random import Random
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from poise.tasks.base import Problem, Score, Split, sizes
 from poise.tasks.data.rows import fingerprint
@@ -71,14 +71,9 @@ class KnightsKnaves:
         if self.file is not None:
             self._read_file(self.file)
             return
-        self.people = _counts("3-7" if self.people is None else self.people)
+        self.people = self.counts = _counts("3-7" if self.people is None else self.people)
         for people in self.counts:
             check_settings(people, self.depth, self.names, self.phrasing)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The numbers of people, which the task takes in turn."""
-        return cast(tuple[int, ...], self.people)
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
         """Problems of one split; no meaning is in both. The puzzles of a file are repeated in another order."""
@@ -100,7 +95,7 @@ class KnightsKnaves:
 
     def _read_file(self, file: str) -> None:
         for name in _GENERATED:
-            if getattr(self, name) != next(own.default for own in fields(self) if own.name == name):
+            if getattr(self, name) != getattr(KnightsKnaves, name):  # its default
                 raise ValueError(f"KnightsKnaves: {name} is of generated puzzles, and these come from file {file}")
         wanted = None if self.people is None else _counts(self.people)
         puzzles = [puzzle for puzzle in read(str(file)) if wanted is None or puzzle.people in wanted]
@@ -110,7 +105,7 @@ class KnightsKnaves:
         self.of_file: dict[str, list[Problem]] = {"train": [], "test": []}
         for puzzle in puzzles:
             self.of_file[split_of(puzzle.statements)].append(puzzle.problem(self.instruction))
-        self.people = tuple(sorted({puzzle.people for puzzle in puzzles}))
+        self.people = self.counts = tuple(sorted({puzzle.people for puzzle in puzzles}))
         self.fingerprint = fingerprint(self.of_file)
         self.epoch = self._epoch  # only with a file: generated puzzles have no epochs
 
