@@ -172,7 +172,11 @@ def resolve_device(device: str = "auto") -> torch.device:
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
         raise ModelError(f"device {device}: this torch sees {count} CUDA devices; use one of them, cpu or auto")
     if resolved.type not in ("cpu", "cuda"):
-        _check_device(resolved)
+        try:
+            torch.ones(1, device=resolved).item()  # a meta tensor has no value
+        except Exception as error:  # each device has its own type
+            wrong = f"this torch cannot compute there ({first_line(error)})"
+            raise ModelError(f"device {device}: {wrong}; use device=cpu, or auto") from None
     return resolved
 
 
@@ -182,16 +186,6 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     kind: torch.dtype = getattr(torch, dtype)
     return kind
-
-
-def _check_device(device: torch.device) -> None:
-    """Refuse a device that this torch cannot compute on."""
-    try:
-        torch.ones(1, device=device).item()  # a meta tensor has no value
-    except Exception as error:  # an AssertionError, a RuntimeError, a NotImplementedError: each device has its own
-        raise ModelError(
-            f"device {device}: this torch cannot compute there ({first_line(error)}); use device=cpu, or auto"
-        ) from None
 
 
 def add_adapter(model: Any, lora: Any, seed: int) -> Any:

@@ -121,7 +121,10 @@ def get(name: str, **settings: Any) -> Task:
     maker = _maker(name)
     for setting in unknown_settings(name, settings):
         raise TypeError(f"task {name!r}: " + unknown("setting", setting, settings_of(name)) + settings_hint(name))
-    if missing := [key for key in _required(maker) if key not in settings]:
+    required = [
+        key for key, p in signature(maker).parameters.items() if p.default is p.empty and p.kind != p.VAR_KEYWORD
+    ]
+    if missing := [key for key in required if key not in settings]:
         raise ValueError(f"task {name!r} needs a {missing[0]}: task.{missing[0]}=…{_SHORT_FORMS.get(missing[0], '')}")
     if not _user_code.is_foreign(name):  # do not enforce a user's annotations
         check_kinds(name, maker, settings)
@@ -139,12 +142,6 @@ def get(name: str, **settings: Any) -> Task:
 
 
 _SHORT_FORMS = {"file": ", the path of the data", "factory": ", or environment=file.py:Class"}
-
-
-def _required(maker: Callable[..., Any]) -> list[str]:
-    """The settings without a default."""
-    parameters = signature(maker).parameters.values()
-    return [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
 
 
 def settings_of(name: str) -> list[str]:

@@ -242,7 +242,8 @@ class SearchEpisode:
     def step(self, reply: str) -> list[Message]:
         """Answer the calls of a reply; a reply without a call ends the dialogue."""
         self.replies.append(reply)
-        messages = answer_all(reply, {"search": self._search, "calculator": _calculate}, SCHEMAS)
+        tools = {"search": self._search, "calculator": lambda expression: number_text(evaluate(expression)[0])}
+        messages = answer_all(reply, tools, SCHEMAS)
         self.results += [message["content"] for message in messages]
         return messages if len(self.replies) < self.task.turns else []
 
@@ -299,10 +300,6 @@ def normal(text: str) -> str:
     """Normal form of an answer: lower-case letters and digits, no article."""
     words = re.findall(r"[^\W_]+", text[:LONGEST_ANSWER].casefold())
     return " ".join(word for word in words if word not in ("the", "a", "an"))
-
-
-def _calculate(expression: str) -> str:
-    return number_text(evaluate(expression)[0])
 
 
 def _call(name: str, **arguments: str) -> str:

@@ -73,8 +73,6 @@ def read_file(source: str, path: Path) -> Rows:
             raise DataError(f"data {source}: the name of a file must end in {ENDINGS}")
     except DataError:
         raise
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"data {source} cannot be read: {error}") from None
     except Exception as error:  # pyarrow has exceptions of its own
         raise DataError(f"data {source} cannot be read: {type(error).__name__}: {error}") from None
     return found

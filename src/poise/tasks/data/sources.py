@@ -54,10 +54,6 @@ class Source:
         """Whether the data are Python objects."""
         return live.is_name(self.name) or not isinstance(self.name, str | PathLike)
 
-    def label(self, split: str) -> str:
-        """What messages and problem ids call a split."""
-        return str(self) if split == TRAIN else f"{self} {split}"
-
 
 def sources_of(data: Any, questions: Iterable[str], **defaults: Any) -> list[Source]:
     """The data sets of a setting: a name, a group with one, a list of either, or rows in memory.
@@ -139,7 +135,7 @@ class Tables:
         table = self.table(split, setting)
         if isinstance(table, Rows):
             return table
-        found = Rows(self.source.label(split if self.splits is not None else TRAIN))
+        found = Rows(str(self.source) if self.splits is None or split == TRAIN else f"{self.source} {split}")
         for number, row in enumerate(islice(each_row(table), most), 1):
             found.add(number, row)
         return found
