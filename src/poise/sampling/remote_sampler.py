@@ -29,7 +29,7 @@ class RemoteSampler(Sampler):
     @classmethod
     def of(cls, sampler: Sampler, server: Server, tokenizer: Any = None) -> RemoteSampler:
         """For the task and the settings of ``sampler``."""
-        shared = {each.name: getattr(sampler, each.name) for each in fields(Sampler)}
+        shared = {each.name: getattr(sampler, each.name) for each in fields(Sampler) if each.init}
         return cls(
             **shared | {"others": {}, "max_prompt": None},
             server=server,

@@ -6,9 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -84,6 +83,7 @@ class Sampler:
     prefill: str = ""  # ends the prompt of every turn; it is scored with the reply, but is no part of the loss
     name: str = POLICY
     counts: Counts = field(default_factory=Counts)
+    _prompts: dict[str, Prompt] = field(default_factory=dict, init=False)  # by opening, until they are played
 
     def __post_init__(self) -> None:
         # Other models add tokens to our counts, but not turns and seconds.
@@ -115,6 +115,7 @@ class Sampler:
         They are part of the reply that is scored and count towards its limit, but are not the model's own.
         """
         games = self._start(problems, opening, begun)
+        self._prompts.clear()  # other problems follow
         if several_turns(self.task):
             longest = max((len(game.prompt.tokens) + game.room for game in games), default=None)
             with session(self.engine, longest if self.max_episode else None) as engine:
@@ -196,7 +197,6 @@ class Sampler:
         begun: Sequence[Sequence[int]] | None = None,
     ) -> list[_Game]:
         """Episodes at their first prompt; equal openings are encoded once."""
-        prompts: dict[str, Prompt] = {}  # by opening
         most = self.policy.longest
         prefill = Prefill(self.prefill, self.policy.encode_prefill(self.prefill), opened(self.policy.tokenizer))
         games = []
@@ -210,9 +210,10 @@ class Sampler:
                 problem = replace(problem, prompt=messages[-1]["content"])
             tools = tools_of(episode)
             key = repr((messages, tools))
-            if key not in prompts:
-                prompts[key] = self._encode(problem, messages, tools, prefill.tokens)
-            start, room = prompts[key], self._room(most - len(prompts[key].tokens))
+            if key not in self._prompts:
+                self._prompts[key] = self._encode(problem, messages, tools, prefill.tokens)
+            start = self._prompts[key]
+            room = self._room(most - len(start.tokens))
             game = _Game(self.policy, self.task, problem, episode, messages, len(messages), start, room, tools, prefill)
             if begun is not None and len(begun[index]):
                 game.prefix = len(begun[index])
@@ -225,24 +226,13 @@ class Sampler:
 
         This runs no user code: where only an episode of the user's own could tell, the answer is True.
         """
-        own = getattr(self.task, "pure_start", False)
-        plain = not hasattr(self.task, "episode")  # then the prompt is a user's message
-        # A token has at least one byte, so a prompt with few bytes fits without being encoded.
-        short = plain and len(problem.prompt.encode(errors="replace")) + self._frame <= (self.max_prompt or NO_LIMIT)
-        if (own or plain) and not short:
+        if getattr(self.task, "pure_start", False) or not hasattr(self.task, "episode"):
             try:
                 self._start([problem])
             except LongPromptError:
                 self.counts.turns["too_long"] += 1
                 return False
         return True
-
-    @cached_property
-    def _frame(self) -> int:
-        """The number of tokens that chat template and prefill add to a user's message; huge if the template fails."""
-        with suppress(Exception):  # ``_encode`` names the problem on which it fails
-            return len(self.policy.encode(".")) + len(self.policy.encode_prefill(self.prefill))
-        return NO_LIMIT
 
     def _room(self, left: int) -> int:
         """Token budget after the prompt, over all turns; ``left`` are the model's remaining positions."""
