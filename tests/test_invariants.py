@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise import TokenBatch, regulators
-from poise.diagnostics import likelihood_displacement
+from poise.diagnostics import displacement
 from support.batches import fields_of, random_batch
 
 DRAWN = {"random-split", "clip-cov"}  # drawn per place in the batch: another order draws other tokens
@@ -68,28 +68,13 @@ def test_groups_do_not_see_each_other(name):
         torch.testing.assert_close(phase.policy[4:8], piece.policy)
 
 
-class TestDisplacement:
-    def test_golden(self):
-        before = torch.tensor([[-1.0, -2.0], [-1.0, torch.nan], [-3.0, -3.0]], dtype=torch.float64)
-        mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
-        batch = TokenBatch(
-            before, mask, torch.zeros(3), groups=torch.tensor([4, 4, 9]), correct=torch.tensor([1, 0, 1])
-        )
-        after = torch.tensor([[-0.5, -2.0], [-9.0, torch.inf], [-3.0, -3.5]], dtype=torch.float64)
-        found = likelihood_displacement(batch, after)
-        assert found.rows.tolist() == [0, 2]
-        assert found.change.tolist() == [0.5, -0.5]
-        assert found.by_group(batch.groups) == {4: 0.5, 9: -0.5}
-        assert found.metrics() == {"lld/change": 0.0, "lld/fallen_share": 0.5}
-        assert likelihood_displacement(batch, after, before=after - 1).change.tolist() == [2.0, 2.0]
-
-    def test_no_correct_response(self):
-        batch = random_batch(correct=torch.zeros(12))
-        assert likelihood_displacement(batch, batch.old_logp).metrics() == {}
-
-    def test_correct_is_never_guessed(self):
-        batch = random_batch(correct=None)
-        with pytest.raises(ValueError, match=r"needs TokenBatch\.correct"):
-            likelihood_displacement(batch, batch.old_logp)
-        with pytest.raises(ValueError, match=r"after must be \(12, 9\)"):
-            likelihood_displacement(random_batch(), torch.zeros(12, 3))
+def test_displacement_of_correct_responses():
+    before = torch.tensor([[-1.0, -2.0], [-1.0, torch.nan], [-3.0, -3.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
+    batch = TokenBatch(before, mask, torch.zeros(3), groups=torch.tensor([4, 4, 9]), correct=torch.tensor([1, 0, 1]))
+    after = torch.tensor([[-0.5, -2.0], [-9.0, torch.inf], [-3.0, -3.5]], dtype=torch.float64)
+    found = displacement(batch, before, after)
+    assert found == {"lld/change": 0.0, "lld/fallen_share": 0.5, "questions": [0.5, -0.5]}
+    for correct in (torch.zeros(12), None):  # none, or not known: it is never guessed
+        batch = random_batch(correct=correct)
+        assert displacement(batch, batch.old_logp, batch.old_logp) is None

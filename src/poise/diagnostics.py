@@ -15,7 +15,7 @@ For each regulator, with K intervals:
 - ``influence``: K + 1 effects. Effect i is the effect of a step on only interval i; the last one is the effect of
   the regulator's update with all phases. Each has, over the tokens of each interval, the mean of |Δp| (``moved``),
   of |Δ log p| (``moved_log``), and of Δp where the advantage is positive (``rewarded``) or negative (``punished``).
-- ``displacement``: the change of the correct responses' log-likelihood (``likelihood_displacement``).
+- ``displacement``: the change of the correct responses' log-likelihood.
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ from poise.objective import Settings, active, normalizer, policy_loss, survey
 from poise.regulators.base import Regulator
 
 __all__ = [
-    "Displacement",
     "ForwardLoop",
     "Intervals",
     "Loop",
     "dominance",
     "gradient_sizes",
-    "likelihood_displacement",
     "token_gradient_sizes",
 ]
 
@@ -189,7 +187,7 @@ def dominance(
             result["influence"] = [*result["influence"], _effect(before, after, masks, batch)]
             result["weight"] = interval_means(whole.policy, masks)
             result["metrics"] = {key: value for phase in phases for key, value in phase.metrics.items()}
-            result["displacement"] = _displacement(batch, before, after)
+            result["displacement"] = displacement(batch, before, after)
             measured.append((whole, result))
             figures["regulators"][name] = result
             tokens |= {key: value for phase in phases for key, value in phase.tokens.items()}
@@ -263,12 +261,21 @@ def _effect(before: Tensor, after: Tensor, masks: Tensor, batch: TokenBatch) -> 
     }
 
 
-def _displacement(batch: TokenBatch, before: Tensor, after: Tensor) -> dict[str, Any] | None:
-    if batch.correct is None or not batch.correct.any():
+@torch.no_grad()
+def displacement(batch: TokenBatch, before: Tensor, after: Tensor) -> dict[str, Any] | None:
+    """How an update changed the log-likelihoods of correct responses (lazy displacement, arXiv 2505.18830).
+
+    The mean change, the share that fell, and the mean change in each group; None without correct responses.
+    """
+    if batch.correct is None or not (right := batch.correct & batch.mask.any(1)).any():
         return None
-    displacement = likelihood_displacement(batch, after, before=before)
-    questions = displacement.by_group(batch.groups) if batch.groups is not None else {}
-    return {**displacement.metrics(), "questions": list(questions.values())}
+    old, new = (torch.where(batch.mask[right], logp[right].double(), 0.0).sum(1) for logp in (before, after))
+    change, groups = new - old, None if batch.groups is None else batch.groups[right]
+    return {
+        "lld/change": float(change.mean()),
+        "lld/fallen_share": float((change < 0).double().mean()),
+        "questions": [] if groups is None else [float(change[groups == group].mean()) for group in groups.unique()],
+    }
 
 
 def _combined(phases: Sequence[Phase]) -> Phase:
@@ -409,53 +416,3 @@ def inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
     """The inner product of two gradients over all parameters, summed in float64."""
     both = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
     return float(sum((torch.sum(x.double() * y) for x, y in both), torch.zeros((), dtype=torch.float64)))
-
-
-# Lazy likelihood displacement (LLD), arXiv 2505.18830
-
-
-@dataclass(frozen=True, eq=False)
-class Displacement:
-    """Log-likelihoods of the n⁺ correct responses before and after an update."""
-
-    rows: Tensor  # (n⁺,) their rows in the batch
-    before: Tensor  # (n⁺,)
-    after: Tensor  # (n⁺,)
-
-    @property
-    def change(self) -> Tensor:
-        """(n⁺,) the increase of each log-likelihood."""
-        return self.after - self.before
-
-    def by_group(self, groups: Tensor) -> dict[int, float]:
-        """The mean change over the correct responses of each group that has any."""
-        ids = groups[self.rows]
-        return {int(g): float(self.change[ids == g].mean()) for g in ids.unique()}
-
-    def metrics(self) -> dict[str, float]:
-        """``lld/…``: mean change, and the share that fell. Empty without correct responses."""
-        if not len(self.rows):
-            return {}
-        return {
-            "lld/change": float(self.change.mean()),
-            "lld/fallen_share": float((self.change < 0).double().mean()),
-        }
-
-
-@torch.no_grad()
-def likelihood_displacement(batch: TokenBatch, after: Tensor, *, before: Tensor | None = None) -> Displacement:
-    """Compare the log-likelihoods of the batch's correct responses before and after an update.
-
-    ``after`` (B, T) are the log-probabilities of the sampled tokens under the updated policy, ``before`` those under
-    the policy before it, by default ``old_logp``.
-    """
-    if batch.correct is None:
-        raise ValueError("likelihood_displacement needs TokenBatch.correct, the verifier's verdict")
-    before = batch.old_logp if before is None else before
-    for name, value in (("after", after), ("before", before)):
-        if value.shape != batch.mask.shape:
-            expected = tuple(batch.mask.shape)
-            raise ValueError(f"likelihood_displacement: {name} must be {expected}, got {tuple(value.shape)}")
-    rows = (batch.correct & batch.mask.any(1)).nonzero()[:, 0]
-    mask = batch.mask[rows]
-    return Displacement(rows, *(torch.where(mask, logp[rows].double(), 0.0).sum(1) for logp in (before, after)))
