@@ -291,7 +291,7 @@ def test_tasks():
     [
         (["train", "stepz=3"], "did you mean 'steps'"),
         (["train", "optim.learning_rate=3"], "did you mean 'optim.lr'"),
-        (["train", "optim.zzz=3"], "allowed in optim: average_over, betas, grad_clip, lr"),
+        (["train", "optim.zzz=3"], "allowed in optim: average_over, betas, eight_bit, grad_clip, lr"),
         (["train", "group=1"], "group"),
         (["train", "gpro"], "did you mean 'grpo'"),
         (["train", "no/such/file.yaml"], "no/such/file.yaml"),

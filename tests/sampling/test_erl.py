@@ -436,7 +436,7 @@ def test_a_reflection_may_be_begun(policy):
     assert [sample.notes["readable"] for sample in samples[:3]] == [1, 1, 0]
     shown = [sample.problem.prompt for sample in of_role(samples, "second")]
     assert shown[0] == shown[1] == f"Say red.\n\n{shown[2]}"
-    with pytest.raises(ModelError, match="raise it, or shorten begin"):
+    with pytest.raises(ModelError, match="raise reflection_tokens, or shorten begin"):
         Play(policy, ended("blue", "red")).collect(Erl(2, begin="<prompt>", reflection_tokens=1))
 
 
@@ -451,7 +451,7 @@ def test_a_reflection_may_be_begun(policy):
         ("erl(top_p=0)", "top_p must be between"),
         ("erl(ask='{x}')", "ask: unknown field 'x' (allowed: task, attempt"),
         ("erl(ask='{task.x}')", "unknown field 'task.x'"),
-        ("erl(ask='{task:>99999999999}')", "write {task} alone"),
+        ("erl(ask='{task:>99999999999}')", "write {task} without a format"),
         ("erl(ask='{')", "ask cannot be read"),
         ("erl(ask=3)", "ask must be text"),
         ("erl(recall='{task}')", "recall: unknown field"),
