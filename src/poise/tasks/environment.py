@@ -35,7 +35,6 @@ from poise.tasks.time_limit import HungError, Worker
 from poise.tasks.tools import answer_all
 
 EMPTY: list[Message] = [{"role": "user", "content": ""}]  # TRL's prompt without data
-_NOT_TOOLS = ("reset", "get_reward")
 
 
 @dataclass
@@ -181,17 +180,16 @@ class _Pool:
     def __init__(self, factory: Callable[[], Any], timeout: float) -> None:
         self.factory, self.timeout = factory, timeout
         self.worker = Worker()
-        first = self._make()
+        first = self.make()
         self.free = [first]
         self.kind = type(first)
         if not callable(getattr(first, "reset", None)):
             raise ValueError(f"environment: {self.kind.__name__} has no method reset")
-        self.tools = [
-            name
-            for name, _ in inspect.getmembers(self.kind, predicate=inspect.isfunction)
-            if name not in _NOT_TOOLS and not name.startswith("_") and not _is_feedback(self.kind, name)
-        ]
-        self.has_feedback = _is_feedback(self.kind, "feedback")
+        methods = dict(inspect.getmembers(self.kind, predicate=inspect.isfunction))
+        # A method ``feedback`` without arguments says how the episode went; with arguments it is a tool.
+        self.has_feedback = "feedback" in methods and len(inspect.signature(methods["feedback"]).parameters) == 1
+        hidden = {"reset", "get_reward", *(["feedback"] if self.has_feedback else [])}
+        self.tools = [name for name in methods if name not in hidden and not name.startswith("_")]
         for name in self.tools:
             _check_tool(self.kind, name)
         self.wants_seed = "seed" in inspect.signature(self.kind.reset).parameters
@@ -213,28 +211,16 @@ class _Pool:
         seed = {"seed": problem.data["number"]} if self.wants_seed else {}
         return {**seed, **problem.data["row"]}
 
-    def take(self) -> Any:
-        """An environment that no other episode uses."""
-        try:
-            return self.free.pop()
-        except IndexError:
-            return self._make()
-
     def run(self, function: Callable[..., Any], /, *args: Any, **settings: Any) -> Any:
         """Call user code within the time limit."""
         return self.worker.run(self.timeout, function, *args, **settings)
 
-    def _make(self) -> Any:
+    def make(self) -> Any:
+        """A new environment."""
         try:
             return self.run(self.factory)
         except (Exception, SystemExit) as error:
             raise ValueError(f"environment: the factory failed: {type(error).__name__}: {error}") from error
-
-
-def _is_feedback(kind: type, name: str) -> bool:
-    """Whether a method says how the episode went. If it has arguments, it is a tool of that name."""
-    method = getattr(kind, name, None)
-    return name == "feedback" and inspect.isfunction(method) and len(inspect.signature(method).parameters) == 1
 
 
 def _check_tool(kind: type, name: str) -> None:
@@ -255,6 +241,7 @@ class EnvironmentEpisode:
 
     def __init__(self, problem: Problem, pool: _Pool, turns: int, correct_at: float) -> None:
         self.problem, self.pool, self.turns, self.correct_at = problem, pool, turns, correct_at
+        self.name = pool.kind.__name__
         self.environment: Any = None
         self.replies = 0
         self.failed: str | None = None
@@ -272,12 +259,12 @@ class EnvironmentEpisode:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         text = self._call("reset", **self.pool.settings_of(self.problem))
         if self.failed is None and not isinstance(text, str | None):
-            raise TaskError(f"{self.pool.kind.__name__}.reset must return text or None, got {short(text)}")
+            raise TaskError(f"{self.name}.reset must return text or None, got {short(text)}")
         last = {**messages[-1], "content": messages[-1]["content"] + (text or "")}
         if self.failed is None and not last["content"]:
             raise TaskError(
-                f"{self.pool.kind.__name__}.reset returned no text, and there is no prompt: the model would read "
-                "nothing; return the task from reset, or give data with a prompt"
+                f"{self.name}.reset returned no text, and there is no prompt: the model would read nothing; return the "
+                "task from reset, or give data with a prompt"
             )
         return [*messages[:-1], last]
 
@@ -290,7 +277,7 @@ class EnvironmentEpisode:
         try:
             messages: list[Message] = self.pool.run(answer_all, reply, functions)
         except HungError as error:
-            self.failed = f"a tool of {self.pool.kind.__name__} {error}"
+            self.failed = f"a tool of {self.name} {error}"
             return []
         self.last_tool_text = messages[-1]["content"] if messages else self.last_tool_text
         return messages if self.replies < self.turns else []
@@ -301,10 +288,10 @@ class EnvironmentEpisode:
         if self.failed is None and hasattr(self.pool.kind, "get_reward"):
             reward = self._call("get_reward")
             if self.failed is None and (isinstance(reward, str) or not isinstance(reward, SupportsFloat)):
-                self.failed = f"{self.pool.kind.__name__}.get_reward returned {short(reward)}, not a number"
+                self.failed = f"{self.name}.get_reward returned {short(reward)}, not a number"
         if self.failed is not None:
             return Score(0.0, False, failed=self.failed)
-        return Score(reward, reward >= self.correct_at, {self.pool.kind.__name__: reward})
+        return Score(reward, reward >= self.correct_at, {self.name: reward})
 
     def feedback(self) -> str:
         """The environment's own ``feedback`` at the end of the episode, or the last text of a tool."""
@@ -320,7 +307,7 @@ class EnvironmentEpisode:
         if self.pool.has_feedback and self.failed is None and self.environment is not None:
             text = self._call("feedback")
             if self.failed is None and not isinstance(text, str):
-                raise TaskError(f"{self.pool.kind.__name__}.feedback must return text, got {short(text)}")
+                raise TaskError(f"{self.name}.feedback must return text, got {short(text)}")
             self.final_feedback = text or ""
         if self.failed is None and self.environment is not None:
             self.pool.free.append(self.environment)
@@ -330,11 +317,11 @@ class EnvironmentEpisode:
         """Call a method of the environment. If it fails, the episode ends without a score."""
         try:
             if self.environment is None:
-                self.environment = self.pool.take()
+                self.environment = self.pool.free.pop() if self.pool.free else self.pool.make()
             return self.pool.run(getattr(self.environment, method), **settings)
         except (Exception, SystemExit) as error:
             what = str(error) if isinstance(error, HungError) else f"raised {type(error).__name__}: {error}"
-            self.failed = f"{self.pool.kind.__name__}.{method} {what}"
+            self.failed = f"{self.name}.{method} {what}"
             return None
 
 
