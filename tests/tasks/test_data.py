@@ -114,7 +114,7 @@ def test_mistakes_are_answered(tmp_path):
         ({"reward": "exact(column='gold')"}, r"has no column 'gold', which a reward names \(it has: question, answer"),
         ({"reward": ()}, "needs a reward: reward=math"),
         ({"reward": "mth"}, "did you mean 'math'"),
-        ({"reward": ["exact", "number"], "reward_weights": [1.0]}, "there are 2 rewards and 1 weight;"),
+        ({"reward": ["exact", "number"], "reward_weights": [1.0]}, "give one weight per reward: 2 rewards, 1 weight"),
         ({"held_out": 1.5}, "held_out must be between"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -147,7 +147,7 @@ def test_numbers_of_other_libraries():
     ("arguments", "message"),
     [
         ({"specs": []}, "at least one"),
-        ({"specs": ["exact"], "weights": [1, 2]}, "there is 1 reward and 2 weights"),
+        ({"specs": ["exact"], "weights": [1, 2]}, "give one weight per reward: 1 reward, 2 weights"),
         ({"specs": ["exact"], "weights": [float("nan")]}, "a weight must be between"),
         ({"specs": ["exact"], "weights": ["1"]}, "must be a number"),
         ({"specs": ["exact"], "timeout": 0}, "timeout must be between"),

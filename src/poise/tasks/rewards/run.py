@@ -125,8 +125,8 @@ class Rewards:
         for weight in self.weights:
             check_range("rewards", "a weight", weight, -LARGEST_WEIGHT, LARGEST_WEIGHT)
         if len(self.weights) != len(names):
-            counts = f"{counted(len(names), 'reward')} and {counted(len(self.weights), 'weight')}"
-            raise ValueError(f"there {'is' if len(names) == 1 else 'are'} {counts}; give one weight per reward")
+            counts = f"{counted(len(names), 'reward')}, {counted(len(self.weights), 'weight')}"
+            raise ValueError(f"give one weight per reward: {counts}")
         self.timeout, self.quick = timeout, quick
         self.specs = [find(each) for each in names]
         self.names = _unique([_name(spec) for spec in self.specs])
