@@ -53,7 +53,7 @@ def push(
     dtype: _Dtype = "auto",
     remote_code: _RemoteCode = False,
 ) -> None:
-    """Upload a trained model to the Hugging Face hub, as a private repository with what `poise export` writes.
+    """Upload a trained model to the Hugging Face hub: the files that `poise export` writes, in a private repository.
 
     First log in with `hf auth login` or set HF_TOKEN.
 
