@@ -1,7 +1,7 @@
 """Writes ``plan.json``, and checks a comparison's folder: the same command continues, another one is refused.
 
-plan.json          variants, seeds and measure of the plan; at which numbers of seeds results were shown; which older
-                   versions of the user's code are accepted; and the registered plan, if there is one
+plan.json          variants, seeds and measure of the plan; at which numbers of seeds results were shown; and the
+                   registered plan, if there is one
 arms/…/seed-0/     the runs, ordinary run folders
 logs/              the output of each run
 failures.json      the runs that ended without a result, with the last lines of their logs
@@ -48,7 +48,7 @@ def check(plan: Plan, *, trust_changed: bool = False) -> None:
         _check_plan(plan, earlier)
         _check_runs(plan)
         if not trust_changed:
-            _check_code(plan, earlier.get("accepted", []))
+            _check_code(plan)
 
 
 def register(plan: Plan) -> str:
@@ -120,15 +120,14 @@ def _check_runs(plan: Plan) -> None:
             )
 
 
-def _check_code(plan: Plan, accepted: list[Code]) -> None:
-    """Refuse a run with a version of the user's code that is neither the current one nor accepted."""
+def _check_code(plan: Plan) -> None:
+    """Refuse a run with another version of the user's code."""
     for run, code in _other_code(plan):
-        if code not in accepted:
-            raise ConfigError(
-                f"{', '.join(edited(code, run.config.code))}: this code was edited since {run.folder} was trained, "
-                f"and one arm would mix both versions: restore it, {ANOTHER}; or move the folder away, and the "
-                "same command trains this run again; or accept the mix with --trust-changed"
-            )
+        raise ConfigError(
+            f"{', '.join(edited(code, run.config.code))}: this code was edited since {run.folder} was trained, and one "
+            f"arm would mix both versions: restore it, {ANOTHER}; or move the folder away, and the same command trains "
+            "this run again; or accept the mix with --trust-changed"
+        )
 
 
 def _other_code(plan: Plan) -> list[tuple[PlannedRun, Code]]:
@@ -160,7 +159,6 @@ def write(plan: Plan, looks: Sequence[int] | None = None, *, registered: Documen
     """
     variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
     looks = read_looks(plan) if looks is None else looks
-    accepted = {repr(code): code for _, code in _other_code(plan)}  # ``check`` has passed
     data: Document = {
         "variants": variants,
         "seeds": plan.seeds,
@@ -168,9 +166,10 @@ def write(plan: Plan, looks: Sequence[int] | None = None, *, registered: Documen
         "measure": plan.settings.compared,
         "looks": looks,
     }
-    optional = {"accepted": list(accepted.values()), "registered": registered or read_registered(plan)}
+    if registered := registered or read_registered(plan):
+        data["registered"] = registered
     with replacing(plan.folder / PLAN) as file:
-        file.write(dumps(data | {key: value for key, value in optional.items() if value}, indent=1))
+        file.write(dumps(data, indent=1))
 
 
 def read_looks(plan: Plan) -> list[int]:
