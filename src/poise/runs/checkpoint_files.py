@@ -25,18 +25,9 @@ T = TypeVar("T")
 _ROUNDING = "the rest of the run rounds differently"
 # The settings that a resumed run may change, and what the user is told then. All others are fixed.
 CHANGEABLE = {
-    "run": "",
-    "steps": "",
-    "budget": "",
-    "tracking": "",
-    "checkpoint_every": "",
-    "keep_checkpoints": "",
-    "rollouts_every": "",
-    "rollout.vllm_memory": "",
-    "optim.micro_tokens": _ROUNDING,
-    "rollout.batch": _ROUNDING,
-    "device": _ROUNDING,
-    "compile": _ROUNDING,
+    **dict.fromkeys(("run", "steps", "budget", "tracking", "checkpoint_every", "keep_checkpoints"), ""),
+    **dict.fromkeys(("rollouts_every", "rollout.vllm_memory"), ""),
+    **dict.fromkeys(("optim.micro_tokens", "rollout.batch", "device", "compile"), _ROUNDING),
     "task.reward_timeout": "slow rewards are cut off at another time",
     "rollout.max_prompt": "longer problems, left out before, are trained on and measured from now on",
     "stop_at": "with stop_at, evaluations during training have problems of their own",

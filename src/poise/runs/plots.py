@@ -43,16 +43,21 @@ def draw(metrics: Metrics, title: str, x: str = "step") -> Figure:
         label = "held-out " + key.removeprefix("eval/")
         right.plot(*_xy(_points(metrics, key, x)), label=label, markersize=4, linewidth=1.2, **style)
     for axes, quantity in ((left, "reward"), (right, "accuracy")):
-        _finish(axes, AXES[x], quantity)
+        labelled(axes, AXES[x], quantity)
+        _finish(axes)
     right.set_ylim(-0.02, 1.02)
     return figure
 
 
-def _finish(axes: Any, x: str, y: str) -> None:
-    axes.set_xlabel(x)
+def labelled(axes: Any, x: str, y: str = "") -> None:
+    """Label the axes, and draw a faint grid."""
+    axes.set_xlabel(x, parse_math=False)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _finish(axes: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     if axes.get_legend_handles_labels()[1]:

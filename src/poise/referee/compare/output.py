@@ -25,7 +25,7 @@ from poise.referee.compare.arms import rate_text
 from poise.referee.compare.results import Arm
 from poise.referee.compare.verdict import points, signed
 from poise.referee.report.html.page import data_element, frame
-from poise.runs.plots import COLOURS, MARKERS
+from poise.runs.plots import COLOURS, MARKERS, labelled
 from poise.runs.subscribers.console import Console
 from poise.training.accuracy import LOST
 from poise.training.config.documents import Document
@@ -173,11 +173,8 @@ def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
         _curve(right, arm["curve"], *STYLES[i % len(STYLES)], _name(arm))
     if document["cut"] is not None:
         right.axvline(document["cut"], color="0.6", linewidth=1, linestyle=":")
-    right.set_xlabel("step")
-    right.set_ylabel("held-out accuracy, points")
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+    labelled(left, f"points against {document['baseline'][:LONGEST]}")
+    labelled(right, "step", "held-out accuracy, points")
     if arms:
         handles = right.get_legend_handles_labels()
         legend = figure.legend(*handles, loc="outside lower center", ncols=COLUMNS, frameon=False, fontsize="small")
@@ -204,7 +201,6 @@ def _forest(axes: Any, document: Mapping[str, Any], rows: Sequence[tuple[int, Ma
             axes.axvline(side * 100 * document["detectable"], color="0.6", linewidth=1, linestyle=":")
     axes.set_yticks(range(len(rows)), [_name(arm) for _, arm in rows], parse_math=False)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel(f"points against {document['baseline'][:LONGEST]}", parse_math=False)
 
 
 def _curve(axes: Any, curve: Mapping[str, Any], colour: str, marker: str, line: str, label: str) -> None:
