@@ -96,7 +96,7 @@ class Trainer:
         state, settings = checkpoints.restore(), config.model_dump(mode="json")
         with (
             tracking(config.tracking, folder.path, settings, start_step=state.step) as trackers,
-            Console(config.steps, state.step, budget=config.budget, quiet=self.quiet) as console,
+            Console(config.steps, state.step, budget=config.budget, quiet=self.quiet, read=self.policy.read) as console,
             Stopper(console.note) as stopper,
         ):
             keep_changes(config, folder, state.step)

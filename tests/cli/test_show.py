@@ -1,12 +1,16 @@
-"""``poise tasks show … model=M``: the text is decoded from the very ids that the sampler sends."""
+"""The exact text that a model reads, decoded from the very ids that the sampler sends."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from poise.models.loading import load_policy, load_tokenizer
 from poise.models.policy import EMBEDDED
+from poise.referee.report.html.data import Source
+from poise.runs.folder import RunFolder
 from poise.sampling.sampler import Sampler
 from poise.tasks import draw
 from poise.training.config.run_settings import task_to_show
@@ -96,3 +100,21 @@ def test_the_ends_of_a_response_are_known_without_the_weights(file, tmp_path):
         (tmp_path / "model" / file).unlink()
     name = str(tmp_path / "model")
     assert load_tokenizer(name)[1] == load_policy(name, device="cpu").end_tokens
+
+
+def test_samples_and_the_report_show_the_exact_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"Who wrote the book {i}?", "answer": "I"} for i in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data=rows.jsonl", "reward=exact", "task.system=Be brief.", "task.prefill=<think>"]
+    small = ["prompts=1", "group=2", "steps=1", "rollout.max_tokens=4", "evaluation=off", "device=cpu"]
+    printed = poise("train", "demo", *words, *small, "run=run").output
+    exact = r"<\|user\|>Be brief\.<\|user\|>Who wrote the book \d+\?<\|assistant\|><think>"
+    assert re.search(rf"prompt:\n    {exact}\n", printed)
+    record = RunFolder.open("run", resume=False).rollouts(1)[0]
+    assert re.fullmatch(exact, record["read"])
+    assert record["prompt"] in record["read"]
+    index = Source([Path("run")]).index()
+    assert index["texts"][index["rows"][0][index["columns"].index("read")]] == record["read"]
+    shown = poise("eval", "run", "evaluation.problems=2", "evaluation.samples=1", "--show", "1").output
+    assert re.search(rf"prompt:\n    {exact}\n", shown)

@@ -86,7 +86,7 @@ def test_summaries_are_over_first_attempts(policy):
     assert metrics["reward/accuracy"] == 0.0
     assert metrics["rollout/length"] == len(first.tokens)
     assert metrics["second/rows"] == 1.0
-    records = list(response_records(1, rows, Echo()))
+    records = list(response_records(1, rows, Echo(), policy.read))
     assert "role" not in records[0]
     assert records[1]["role"] == "second"
     assert records[1]["notes"] == {"cut": 0.5}

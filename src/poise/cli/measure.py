@@ -98,7 +98,7 @@ def _evaluate(config: Config, show: int) -> dict[str, Any]:
         raise
     summary = result.summary()
     with Console(0) as console:
-        console.samples_table([shown(sample) for sample in result.attempts], show, whole=True)
+        console.samples_table([shown(sample, policy.read) for sample in result.attempts], show, whole=True)
         rows = without_repeats(summary["table"]).items()
         console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])
     samples = summary["n"] * summary["samples"]

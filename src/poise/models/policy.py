@@ -132,6 +132,11 @@ class Policy:
         ended = bool(len(tokens)) and tokens[-1] in self.end_tokens  # the tokenizer need not treat it as special
         return str(self.tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=True))
 
+    def read(self, prompt: Prompt) -> str:
+        """The exact text of a prompt: chat template, system message, tools and control tokens included."""
+        tokens = list(prompt.tokens)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def texts(self, tokens: Tensor) -> dict[int, str]:
         """The text of each distinct token, decoded alone; an incomplete character shows as U+FFFD."""
         distinct = tokens.unique().tolist()

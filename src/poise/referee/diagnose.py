@@ -218,7 +218,7 @@ def _suspects(step: int, sampled: SampledBatch, policy: Policy, tokens: dict[str
 
 def _record(folder: RunFolder, step: int, sampled: SampledBatch, sampler: Sampler, tokens: dict[str, Tensor]) -> None:
     phase = Phase.of(sampled.batch, tokens=tokens)
-    folder.save_rollouts(step, response_records(step, sampled.samples, sampler.task))
+    folder.save_rollouts(step, response_records(step, sampled.samples, sampler.task, sampler.policy.read))
     arrays = token_arrays(sampled.batch, [phase])
     folder.save_tokens(step, arrays, sampler.policy.texts(arrays["id"]))
 

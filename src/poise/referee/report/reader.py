@@ -133,7 +133,7 @@ def check_record(record: dict[str, Any], name: str) -> None:
     """ValueError unless the page can show this record of a response."""
     for key in TEXTS:
         check(isinstance(record[key], str), f"{name}: {key} is not a string")
-    for key in ("gold", "answer"):
+    for key in ("read", "gold", "answer"):
         check(isinstance(record.get(key, ""), str), f"{name}: {key} is not a string")
     turns = record.get("environment", [])
     usable = isinstance(turns, list) and all(

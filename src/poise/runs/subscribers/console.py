@@ -28,6 +28,7 @@ from poise._lib.errors import visible
 from poise.runs.notebook import Notebook, notebook_display
 
 if TYPE_CHECKING:  # these import torch, which takes the command line seconds
+    from poise.batch import Prompt
     from poise.sampling.trajectories import Trajectory
     from poise.training.steps import State, StepResult
 
@@ -98,8 +99,9 @@ class Console:
         budget: int | None = None,
         quiet: bool = False,
         file: TextIO | None = None,
+        read: Callable[[Prompt], str] | None = None,
     ) -> None:
-        self.total_steps, self.budget = total_steps, budget
+        self.total_steps, self.budget, self._read = total_steps, budget, read
         self.quiet = quiet
         self._file = cast(TextIO, _Lasting(sys.stdout if file is None else file))
         self._times = deque[tuple[int, int, float]](maxlen=WINDOW + 1)  # step, tokens until then, time
@@ -142,7 +144,7 @@ class Console:
         if not result.trajectories:
             self.note(f"step {step}: no group has two attempts with a reward; nothing is learned")
         elif step == 1 or ending:
-            self.samples_table([shown(each) for each in result.trajectories if each.role == FIRST])
+            self.samples_table([shown(each, self._read) for each in result.trajectories if each.role == FIRST])
         self.step(step, result.metrics)
         if self.budget is not None and ending:
             spent, early = f"budget={self.budget} is spent", f"steps={step} came before budget={self.budget}"
@@ -307,6 +309,11 @@ def dialogue(sample: Trajectory) -> str:
     return "".join(parts) or sample.text
 
 
-def shown(sample: Trajectory) -> tuple[str, str, float, bool]:
-    """A sample as the console shows it."""
-    return sample.problem.prompt, dialogue(sample), sample.score.reward, sample.score.correct
+def shown(sample: Trajectory, read: Callable[[Prompt], str] | None) -> Response:
+    """A sample as the console shows it; with ``read``, its prompt is the exact text."""
+    return (
+        read(sample.prompt) if read else sample.problem.prompt,
+        dialogue(sample),
+        sample.score.reward,
+        sample.score.correct,
+    )

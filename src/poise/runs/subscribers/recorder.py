@@ -13,7 +13,7 @@ from torch import Tensor
 
 from poise import __version__
 from poise._lib.fingerprint import package_hash
-from poise.batch import Phase, Rows, TokenBatch
+from poise.batch import Phase, Prompt, Rows, TokenBatch
 from poise.runs.folder import RunFolder
 from poise.sampling.sampler import Sampler
 from poise.sampling.trajectories import FIRST, Trajectory
@@ -50,17 +50,22 @@ class Recorder:
         step, batch = result.state.step, result.batch
         with result.clock("record"):
             if batch is not None and self.every and (step == 1 or step % self.every == 0):
-                self.folder.save_rollouts(step, response_records(step, result.trajectories, self.task))
+                self.folder.save_rollouts(
+                    step, response_records(step, result.trajectories, self.task, self.policy.read)
+                )
                 arrays = token_arrays(batch, [on_all_rows(phase, result.rows, batch) for phase in result.phases])
                 self.folder.save_tokens(step, arrays, self.policy.texts(arrays["id"]))
         result.metrics.update(result.clock.metrics(int(result.metrics["tokens/sampled"])))
         self.folder.log(step, result.metrics)
 
 
-def response_records(step: int, samples: Sequence[Trajectory], task: Task) -> list[dict[str, Any]]:
+def response_records(
+    step: int, samples: Sequence[Trajectory], task: Task, read: Callable[[Prompt], str]
+) -> list[dict[str, Any]]:
     """Every response of a step: the problem, the text, and the verifier's score.
 
-    ``gold`` is the right answer, ``answer`` what the verifier read. Unknown fields are left out.
+    ``gold`` is the right answer, ``answer`` what the verifier read. Unknown fields are left out. ``read`` gives the
+    exact text of a prompt.
     """
     records = []
     for sample in samples:
@@ -70,6 +75,7 @@ def response_records(step: int, samples: Sequence[Trajectory], task: Task) -> li
             "problem": sample.problem.id,
             "difficulty": sample.problem.difficulty,
             "prompt": sample.problem.prompt,
+            "read": read(sample.prompt),
             "text": sample.text,
             "reward": sample.score.reward,
             "correct": sample.score.correct,

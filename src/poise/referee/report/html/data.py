@@ -37,7 +37,7 @@ REWRITE = "Restore it from a copy, or measure the model again with poise train -
 REMEDY = "Start again with a smaller optim.lr, or with dtype=float32."  # for a run that diverged
 COLUMNS = [
     *("run", "step", "row", "length", "reward", "correct", "finished", "difficulty"),
-    *("problem", "prompt", "parts", "role", "notes", "gold", "answer"),
+    *("problem", "prompt", "read", "parts", "role", "notes", "gold", "answer"),
 ]
 
 
@@ -130,7 +130,7 @@ class Source:
             return None if text is None else texts.setdefault(text, len(texts))
 
         values = {"role": FIRST, "notes": {}, **record, "run": run, "step": step, "row": i}
-        values |= {name: number(record.get(name)) for name in ("prompt", "gold", "answer")}
+        values |= {name: number(record.get(name)) for name in ("prompt", "read", "gold", "answer")}
         return [values[name] for name in COLUMNS]
 
     def _records(self, run: int, step: int) -> list[dict[str, Any]]:

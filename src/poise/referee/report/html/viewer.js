@@ -233,6 +233,7 @@ const viewer = {
       el("p", {}, `${data.runs[row.run].name} · step ${row.step} · response ${row.row} · ${row.length} tokens${row.finished === false ? ", cut off" : ""}`, this.role(row), [row.difficulty, row.problem].filter(Boolean).map((part) => ` · ${part}`)),
       this.retry(row),
       data.texts[row.prompt] && this.fold("Prompt", el("pre", { class: "prompt" }, data.texts[row.prompt])),
+      data.texts[row.read] && this.fold("What the model reads", el("pre", { class: "prompt" }, data.texts[row.read]), false),
       tokens,
       el("div", { class: "scale", style: { background: ramp } }), el("div", { class: "ends" }, el("span", {}, ends[0]), el("span", {}, `${this.shade}: ${shading.note}`), el("span", {}, ends[1])),
       this.answers(row),
