@@ -57,7 +57,7 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("task.environment=x.py:Y", "unknown key 'task.environment'; did you mean 'environment'?"),
         ("group=10000000", "prompts × group = 16 × 10,000,000: a step samples 160,000,000 responses"),
         ("rollout.temperature=1e-9", "rollout.temperature = 1e-09: must be at least 0.000001"),
-        ("optim.zzz=1", "unknown key 'optim.zzz' (allowed in optim: average_over, betas, grad_clip, lr,"),
+        ("optim.zzz=1", "unknown key 'optim.zzz' (allowed in optim: average_over, betas, eight_bit, grad_clip, lr,"),
         ("zzz=1", "unknown key 'zzz' (allowed: advantage, algorithm, budget, checkpoint_every, compile,"),
         ("task.poeple=3", "unknown key 'task.poeple'; did you mean 'task.people'?"),
         ("people=3", "unknown key 'people'; did you mean 'task.people'?"),
