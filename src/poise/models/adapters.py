@@ -47,9 +47,7 @@ def is_linear(layer: Any) -> bool:
 
     Not with a variant (DoRA and others), a dropout, a bias in the adapter, several adapters or merged ones.
     """
-    if not _is_adapted(layer):
-        return type(layer) is nn.Linear
-    return type(layer.base_layer) is nn.Linear and _plain_adapter(layer) is not None
+    return type(base_layer(layer)) is nn.Linear and (not _is_adapted(layer) or _plain_adapter(layer) is not None)
 
 
 def _is_adapted(layer: Any) -> bool:

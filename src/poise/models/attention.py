@@ -315,16 +315,11 @@ class _Spread(torch.autograd.Function):
         return grad.index_select(0, ctx.slots), None, None
 
 
-class _Collect(torch.autograd.Function):
-    """Slots back to packed tokens; padding gets a gradient of 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
-        ctx.slots, ctx.rows = slots, len(x)
-        return x.index_select(0, slots)
+class _Collect(_Repeat):
+    """Slots back to packed tokens, none of them twice; padding gets a gradient of 0."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         slots_grad = grad.new_zeros((ctx.rows, *grad.shape[1:]))
-        slots_grad[ctx.slots] = grad
+        slots_grad[ctx.index] = grad
         return slots_grad, None

@@ -231,8 +231,7 @@ def load_tokenizer(
     try:
         generation = transformers.GenerationConfig.from_pretrained(source, revision=common["revision"])
     except OSError:  # it has no generation_config.json
-        config = transformers.AutoConfig.from_pretrained(source, **common)
-        generation = transformers.GenerationConfig.from_model_config(config)
+        generation = transformers.GenerationConfig.from_model_config(configuration(name, remote_code))
     ends = generation.eos_token_id
     end_tokens = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     return tokenizer, sorted(end_tokens)

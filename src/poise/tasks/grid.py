@@ -127,19 +127,18 @@ class GridTask(ABC):
         check_split(split)
         rng = Random(f"{self.name} {seed}")
         sides = sizes(type(self).__name__, "side", self.side, self.smallest, self.largest)
+
+        def suits(rows: list[str]) -> bool:  # solved in time, and not too easily
+            return len(self.solution(rows) or ()) >= FEWEST_MOVES
+
         for turn in count():
             draw = partial(self._draw, sides[turn % len(sides)])
-            yield self._problem(draw_of_split(type(self).__name__, split, rng, draw, self._suits))
+            yield self._problem(draw_of_split(type(self).__name__, split, rng, draw, suits))
 
     def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:
         """A text that identifies the map, and its rows."""
         rows = self.draw(side, rng)
         return f"{self.name} " + "\n".join(rows), rows
-
-    def _suits(self, rows: list[str]) -> bool:
-        """Whether a map can be solved in time, and not too easily."""
-        path = self.solution(rows)
-        return path is not None and len(path) >= FEWEST_MOVES
 
     def _problem(self, rows: list[str]) -> Problem:
         rules = self.rules_text() if self.rules == "told" else WITHHELD
