@@ -77,9 +77,9 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path):
     task = Data(jsonl(tmp_path / "rows.jsonl", lines), reward="exact", held_out=0.0)
     told = "\n".join(task.notes)
     assert "3 unreadable rows left out: lines 2, 4, 9 (line 2: not JSON" in told
-    assert "2 rows without a question left out: lines 3, 6" in told
+    assert "2 rows without a question (left out): lines 3, 6" in told
     assert "1 row left out (a message must have a role" in told
-    assert "1 row with an earlier row's question kept: line 7" in told
+    assert "1 row with a repeated question (kept): line 7" in told
     assert len(task.epoch("train", 0, 0)) == 2
 
 
@@ -354,7 +354,7 @@ def test_rows_without_an_answer_are_named(tmp_path):
     rows = [*ROWS, {"question": "And?", "answer": None}, {"question": "Or?"}, {"question": "But?", "answer": " "}]
     rows += [{"question": "Why?", "answer": float("nan")}, {"question": "How?", "answer": []}]
     file = jsonl(tmp_path / "rows.jsonl", rows)
-    assert "5 rows without an answer: rewards that compare" in Data(file, reward="exact").notes[0]
+    assert "5 rows without an answer (rewards that compare" in Data(file, reward="exact").notes[0]
     assert Data(file, reward="exact").notes[0].endswith("lines 201, 202, 203, 204, 205")
     assert get("exact")(completions=["nan"], answer=[float("nan")]) == [None]
     assert Data(file, reward="regex(pattern='a')").notes == []

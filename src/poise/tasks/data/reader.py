@@ -56,7 +56,7 @@ class Reader:
             self.task.notes.append(f"{source}: {_lines(found)}")
         if wrong:
             self._note(source, f"left out ({wrong[0][1]})", [number for number, _ in wrong])
-        self._note(source, "without a question left out", empty)
+        self._note(source, "without a question (left out)", empty)
         if not problems:
             asked, why = counted(len(rows), "row"), f" ({wrong[0][1]})" if wrong else ""
             question = _column("question", self.task.question, QUESTION_COLUMNS, columns, source)
@@ -64,10 +64,10 @@ class Reader:
         self._check_answers([*columns, *([gold] if gold else [])], source)
         golds = [name or gold or GOLD_COLUMNS[0] for name in self.task.rewards.answer_columns()]
         unknown = [p for p in problems if any(not gold_texts(p.data["row"].get(name)) for name in golds)]
-        self._note(source, "without an answer: rewards that compare with it do not apply", _numbers(unknown))
+        self._note(source, "without an answer (rewards that compare with it do not apply)", _numbers(unknown))
         first: dict[str, Problem] = {}
         copies = [p for p in problems if first.setdefault(question_key(p), p) is not p]
-        self._note(source, "with an earlier row's question kept", _numbers(copies))
+        self._note(source, "with a repeated question (kept)", _numbers(copies))
         return problems, make
 
     def _note(self, source: str, what: str, numbers: list[int]) -> None:
@@ -77,15 +77,12 @@ class Reader:
 
     def _columns(self, source: str, columns: Sequence[str], name: str) -> tuple[Make, str | None]:
         """What makes the problem of a row, and the column in which rewards find the right answer."""
-        question = _column("question", self.task.question, QUESTION_COLUMNS, columns, source)
-        answer = (
-            _column("answer", self.task.answer, (), columns, source)
-            if self.task.answer
-            else _usual(GOLD_COLUMNS, columns)
-        )
-        if self.task.difficulty is not None:
-            _column("difficulty", self.task.difficulty, (), columns, source)
-        usual = self.task.answer is None and not self.mixed
+        task = self.task
+        question = _column("question", task.question, QUESTION_COLUMNS, columns, source)
+        answer = _column("answer", task.answer, (), columns, source) if task.answer else _usual(GOLD_COLUMNS, columns)
+        if task.difficulty is not None:
+            _column("difficulty", task.difficulty, (), columns, source)
+        usual = task.answer is None and not self.mixed
         gold = None if answer is None else answer.lower() if usual else GOLD_COLUMNS[0]
 
         def make(number: int, row: Row) -> Problem | None:
@@ -95,9 +92,9 @@ class Reader:
             given = row if answer is None else {**row, str(gold): row.get(answer)}
             text = row[question] if isinstance(row[question], str) else str(messages[-1]["content"])
             data = {"row": given, "messages": messages, "chat": chat, "text": text}
-            level = (
-                (name if self.mixed else "all") if self.task.difficulty is None else str(row.get(self.task.difficulty))
-            )
+            level = name if self.mixed else "all"
+            if task.difficulty is not None:
+                level = str(row.get(task.difficulty))
             return Problem(f"{source}:{number}", str(messages[-1]["content"]), level, data)
 
         return make, gold
