@@ -1,4 +1,4 @@
-"""Algorithms decide what to sample for a step, and which samples are normalised together. One table of names."""
+"""The table of algorithms. An algorithm decides what a step samples, and which samples are normalised together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE: dict[str, Callable[..., Algorithm]] = {"grpo": Grpo, "erl": Erl, "rltr": 
 def get(text: str, group: int) -> Algorithm:
     """Build an algorithm from its text form, such as ``"grpo"``, with ``group`` attempts at each problem.
 
-    User code is named by its dotted path and marked with ``@poise.algorithm``.
+    The text names user code by its dotted path; the code must be marked with ``@poise.algorithm``.
     """
     name, args, settings = read_call(text)
     factory: Any = _user_code.find("algorithm", name, TABLE)

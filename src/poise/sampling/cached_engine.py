@@ -1,4 +1,4 @@
-"""Sampling with transformers' key-value cache and model code: any causal language model, CPU or CUDA."""
+"""Samples with transformers' key-value cache and model code, from any causal language model, on a CPU or CUDA."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from poise.sampling.requests import (
     stop_table,
 )
 
-ROOM = 64  # tokens that a cache grows by
-COMPACT_EVERY = 16  # steps between two checks for ended responses to drop
+ROOM = 64  # tokens by which a cache grows
+COMPACT_EVERY = 16  # steps between two checks whether to drop ended responses
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """A cache layer that grows by ``ROOM`` tokens at a time, where transformers' own is copied for every token."""
+    """A cache layer that grows by ``ROOM`` tokens at a time. transformers' own layer is copied for every token."""
 
     keys: Tensor
     values: Tensor
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, and return all that are in use."""
+        """Store new keys and values; return all stored ones."""
         if not self.is_initialized or self.keys.numel() == 0:
             self.lazy_initialization(key_states, value_states)
             self.length = 0
@@ -62,10 +62,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class CachedEngine:
-    """Decodes requests in batches. A prompt is read once for all of its requests in a batch.
+    """Decodes requests in batches. Requests of a batch that share a prompt read it once.
 
-    ``batch`` bounds how many responses are decoded together; 0: all. A response's random numbers depend on the seed and
-    its number alone, as in the native engine.
+    ``batch`` is the maximum number of responses decoded together; 0: no maximum. A response's random numbers depend
+    only on the seed and its number, as in the native engine.
     """
 
     def __init__(self, policy: Policy, batch: int = 0) -> None:
@@ -75,7 +75,7 @@ class CachedEngine:
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
     ) -> list[Completion]:
-        """Sample a response to each request, in their order. ``done`` is called once a whole batch has ended."""
+        """Sample a response to each request, in order. ``done`` is called after a whole batch has ended."""
         check_requests(requests)
         self.policy.check_lengths((len(request.prompt.tokens), request.max_tokens) for request in requests)
         at_once, sampled, number = self.batch or len(requests), list[Completion](), numbers(requests)
@@ -89,9 +89,9 @@ class CachedEngine:
 
 
 class _Batch:
-    """Requests that are decoded together. Responses that have ended are dropped from the cache now and then.
+    """Requests that are decoded together. Every ``COMPACT_EVERY`` steps, ended responses may be dropped from the cache.
 
-    Letters in shapes: R requests, T response tokens, A requests that are still being decoded.
+    Letters in shapes: R requests, T response tokens, A requests still being decoded, W width of the hidden state.
     """
 
     def __init__(self, policy: Policy, requests: Sequence[Request], number: Sequence[int]) -> None:
@@ -100,11 +100,11 @@ class _Batch:
         self.stop_tokens = send(stop_table(requests), device)
         self.number, self.longest_response = send(list(number), device), max(r.max_tokens for r in requests)
         self.stopped, self.ended = (torch.zeros(len(requests), dtype=torch.bool, device=device) for _ in range(2))
-        self.room = 0  # response tokens that there is memory for so far: few responses reach their limit
+        self.room = 0  # response tokens allocated so far; few responses reach their limit
         empty = (len(requests), 0)
         self.tokens, self.mask = (torch.zeros(empty, dtype=t, device=device) for t in (torch.long, torch.bool))
         self.logp, self.entropy = torch.zeros(empty, device=device), torch.zeros(empty, device=device)
-        self.alive = torch.arange(len(requests), device=device)  # (A,) requests that are still being decoded
+        self.alive = torch.arange(len(requests), device=device)  # (A,) requests still being decoded
 
     def decode(self, sampling: Sampling, seed: int) -> list[Completion]:
         """Decode all responses to their end."""
@@ -128,12 +128,12 @@ class _Batch:
         return completions(lengths, self.stopped.tolist(), tokens, logp, entropy)
 
     def _read_prompts(self) -> Tensor:
-        """Run each different prompt through the model once; (R, W) states of the last tokens."""
+        """Run each distinct prompt through the model once. Returns the states of the last tokens, (R, W)."""
         numbers: dict[Prompt, int] = {}
         prompt_of = send([numbers.setdefault(r.prompt, len(numbers)) for r in self.requests], self.policy.device)
         ids, real = pad_left([prompt.tokens for prompt in numbers], self.policy.device)
         self.cache = DynamicCache(config=self.policy.trunk.config)
-        # Those with a sliding window stay as they are.
+        # Layers with a sliding window stay as they are.
         self.cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in self.cache.layers]
         states: Tensor = self.policy.trunk(
             input_ids=ids,
@@ -145,7 +145,7 @@ class _Batch:
         self.cache.batch_select_indices(prompt_of)
         self.longest_prompt, self.prompt_lengths = ids.shape[1], real.sum(1)[prompt_of]  # (A,)
         self.visible = real[prompt_of]  # (A, longest prompt + T) which keys are not padding
-        # A mask of four dimensions saves transformers from building one. Models that run packed take it; Falcon and
+        # With a mask of four dimensions, transformers need not build one. Models that run packed accept it; Falcon and
         # Bloom do not, because they compute ALiBi from a mask of two dimensions.
         self.full_mask = self.policy.packed and all(type(layer) is GrowingLayer for layer in self.cache.layers)
         return states[prompt_of]
@@ -159,7 +159,7 @@ class _Batch:
         self.visible = torch.nn.functional.pad(self.visible, (0, more), value=True)
 
     def _record(self, step: int, token: Tensor, logp: Tensor, entropy: Tensor) -> None:
-        """Write down the tokens (A,) of responses that have not ended, and which of them end with it."""
+        """Record the tokens (A,) of responses that have not ended, and which responses end here."""
         alive = self.alive
         active = ~self.ended[alive]
         self.tokens[alive, step] = torch.where(active, token, 0)
@@ -170,7 +170,10 @@ class _Batch:
         self.ended[alive] |= self.stopped[alive] | (self.limits[alive] == step + 1)
 
     def _drop_ended(self, token: Tensor) -> Tensor:
-        """Drop ended responses if they are more than a tenth; return the tokens of the others, none if all ended."""
+        """Drop ended responses if they are more than a tenth.
+
+        Returns the tokens of the responses that stay; empty if all ended.
+        """
         active = (~self.ended[self.alive]).nonzero()[:, 0]
         if len(active) and len(active) >= 0.9 * len(self.alive):
             return token
@@ -181,7 +184,7 @@ class _Batch:
         return token[active]
 
     def _forward(self, token: Tensor, step: int) -> Tensor:
-        """Run the tokens (A,) through the model; (A, W) states."""
+        """Run the tokens (A,) through the model. Returns the states (A, W)."""
         visible = self.visible[:, : self.longest_prompt + step + 1]
         states: Tensor = self.policy.trunk(
             input_ids=token[:, None],
@@ -197,8 +200,8 @@ class _Batch:
 def supports(policy: Policy) -> bool:
     """Whether sampling with a cache gives the log-probabilities of one pass over prompt and response.
 
-    The trial has prompts of different lengths with two responses each, longer than the model's windows, which are
-    shortened for it (``models.load_checks``).
+    The trial samples two responses each to prompts of different lengths. It shortens the model's sliding windows, so
+    that the responses are longer than them (``models.load_checks``).
     """
     size = policy.head().vocabulary
     prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((4 % size,))]

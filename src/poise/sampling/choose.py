@@ -1,4 +1,4 @@
-"""Which engine samples: ``rollout.engine`` and what the model can do decide."""
+"""Chooses the engine that samples, from ``rollout.engine`` and the model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def choose(
     memory: float = VLLM_MEMORY,
     micro_tokens: int | None = None,
 ) -> Engine:
-    """The engine that ``choice`` names. ``auto`` is the native engine, or ``CachedEngine`` if the model needs it.
+    """The engine that ``choice`` names. ``auto`` is the native engine, or ``CachedEngine`` if that cannot run.
 
-    ``note`` shows such a fallback. vLLM is opt-in; ``memory`` is its share of the device's memory, and
-    ``micro_tokens`` bounds the passes in which the policy scores its tokens.
+    ``note`` logs this fallback. vLLM is opt-in: ``memory`` is the share of the device's memory that vLLM may take; the
+    policy scores vLLM's responses in passes of at most ``micro_tokens`` tokens.
     """
     if choice == "vllm":
         engine = VllmEngine(policy, batch, memory, micro_tokens)

@@ -1,4 +1,4 @@
-"""From logits to a token: temperature, top-k, top-p, and random numbers that depend on the token, not on its batch."""
+"""Draw tokens from logits: temperature, top-k, top-p. A token's random number does not depend on its batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. ``temperature`` 0: always the most likely token. ``top_k`` 0 and ``top_p`` 1: from all.
+    """How tokens are drawn.
 
-    With both, ``top_p`` is a share of the probability that ``top_k`` leaves, as in transformers.
+    ``temperature`` 0 always takes the most likely token. ``top_k`` 0 and ``top_p`` 1 exclude no token. If both exclude
+    tokens, ``top_p`` is a share of the probability that ``top_k`` leaves, as in transformers.
     """
 
     temperature: float = 1.0
@@ -34,14 +35,15 @@ class Sampling:
 
     @property
     def whole(self) -> bool:
-        """Whether every token can be drawn (or the most likely one is taken), so that no filter is needed."""
+        """Whether no filter is needed: every token can be drawn, or the most likely one is always taken."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 
     def draw(self, logits: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draw a token (n,) from each row of logits (n, V), which are already divided by the temperature.
 
-        ``point`` (n,) holds the random numbers in [0, 1). Also returns the token's log-probability and the entropy
-        (n,), both of the whole softmax, as the update computes them, even if ``top_k`` or ``top_p`` excluded tokens.
+        ``point`` (n,) holds the random numbers in [0, 1). Also returns the token's log-probability and the entropy,
+        (n,) each. Both are those of the whole softmax, as in the update, even if ``top_k`` or ``top_p`` excluded
+        tokens.
         """
         logps = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         probs = logps.exp()
@@ -55,7 +57,7 @@ class Sampling:
         most = min(self.top_k or size, size)
         if self.top_p == 1 and most == size:
             return _invert(probs, point)
-        # Stable: of equal probabilities the first is kept, whatever the number of rows.
+        # A stable sort keeps the first of equal probabilities, whatever the number of rows.
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
         ordered, index = ordered[:, :most], index[:, :most]
         reached = running_sum(ordered)
@@ -65,9 +67,9 @@ class Sampling:
 
 
 def _invert(weights: Tensor, point: Tensor) -> Tensor:
-    """(n,) the column where each row's cumulative weight passes its point; never one of weight 0.
+    """(n,) the column where each row's cumulative weight passes its point; never a column with weight 0.
 
-    In float64: in float32 the sum stops growing where weights are small, and improbable tokens could not be drawn.
+    Sums are float64: in float32 they stop growing where weights are small, so improbable tokens could not be drawn.
     """
     reached = running_sum(weights, torch.float64)
     total = reached[:, -1:]
@@ -76,28 +78,28 @@ def _invert(weights: Tensor, point: Tensor) -> Tensor:
 
 
 def uniform(seed: int, number: Tensor, position: Tensor) -> Tensor:
-    """Random numbers in [0, 1), float64: a function of the seed, a sequence's number and a position in it alone.
+    """Random numbers in [0, 1), float64. They depend only on the seed, the sequence's number and the position in it.
 
-    So the tokens of a sequence depend neither on its neighbours nor on when or where it is decoded. This is splitmix64
-    applied twice: the seed and the number give the sequence's own seed, that and the position give the random number.
-    int64 wraps around as uint64 does. All 53 bits of a float64 are random: a token of probability 1e-12 can be drawn.
+    So a sequence's tokens depend neither on its neighbours nor on when or where it is decoded. splitmix64 is applied
+    twice: first to the seed and the number, which gives the sequence's seed, then to this seed and the position. int64
+    wraps around as uint64 does. All 53 bits of a float64 are random: a token of probability 1e-12 can be drawn.
     """
     return _shift(mix(streams(seed, number) + position), 11).double() * 2.0**-53
 
 
 def derived_seed(seed: int, name: object) -> int:
-    """A seed for one purpose. Seeds for other names, or from other seeds, are unrelated."""
+    """A seed for one purpose, unrelated to the seeds for other names or from other seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def streams(seed: int, number: Tensor) -> Tensor:
-    """A seed (int64) for each sequence number. Seeds of other numbers, or from other seeds, are unrelated."""
+    """A seed (int64) for each sequence number, unrelated to the seeds for other numbers or from other seeds."""
     signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
     return mix(number + mix(torch.full_like(number, signed)))
 
 
 def mix(x: Tensor) -> Tensor:
-    """The output of splitmix64 for each state (int64): every bit of it depends on every bit of the state."""
+    """The output of splitmix64 for each state (int64). Every output bit depends on every bit of the state."""
     x = (x + 1) * _STEP
     x = (x ^ _shift(x, 30)) * _FIRST
     x = (x ^ _shift(x, 27)) * _SECOND

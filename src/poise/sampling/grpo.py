@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300): several attempts per problem, each compared with the others of its group."""
+"""GRPO (arXiv 2402.03300): several attempts per problem, each compared with the other attempts of its group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays a task with a model behind an address (``remote.Server``)."""
+"""Plays a task with a model on a server (``remote.Server``)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from poise.tasks import explained, heard
 
 @dataclass(frozen=True, eq=False)
 class RemoteSampler(Sampler):
-    """Plays a task of one turn with the model of a ``server``, which reads text.
+    """Plays a one-turn task with the model of a ``server``. The server takes and returns text.
 
-    ``tokenizer`` has the server's chat template; it is the policy's unless given.
+    ``tokenizer`` has the server's chat template (default: the policy's tokenizer).
     """
 
     server: Server = None  # type: ignore[assignment]
@@ -28,7 +28,7 @@ class RemoteSampler(Sampler):
 
     @classmethod
     def of(cls, sampler: Sampler, server: Server, tokenizer: Any = None) -> RemoteSampler:
-        """For the task and the settings of ``sampler``."""
+        """A remote sampler with the task and settings of ``sampler``."""
         shared = {each.name: getattr(sampler, each.name) for each in fields(Sampler) if each.init}
         return cls(
             **shared | {"others": {}, "max_prompt": None},

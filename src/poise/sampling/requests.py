@@ -1,4 +1,4 @@
-"""The interface of engines: ``Request``, ``Completion``, the protocol ``Engine``, a ``Session`` of several calls."""
+"""The interface of engines: ``Request``, ``Completion``, the protocol ``Engine``, and ``Session`` for several calls."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from poise.sampling.draws import Sampling
 class Request:
     """Asks for one response to one prompt.
 
-    Its random numbers depend only on the call's seed and on ``number``, which is by default its index in the list.
+    The response's random numbers depend only on the call's seed and on ``number`` (default: the request's index in the
+    list).
 
-    In a ``Session`` a request may continue one of the call before. Its ``prompt`` is still the whole dialogue: the
-    earlier prompt, the response to it, and new tokens. An engine that has kept the keys reads only the new ones.
+    In a ``Session`` a request may continue a request of the previous call. Its ``prompt`` is still the whole dialogue:
+    the earlier prompt, the response to it, and new tokens. An engine that kept the keys reads only the new tokens.
     """
 
     prompt: Prompt  # a sequence of tokens is converted
@@ -55,19 +56,19 @@ def check_requests(requests: Sequence[Request]) -> None:
 
 
 def numbers(requests: Sequence[Request]) -> list[int]:
-    """The number of each request, on which its random numbers depend."""
+    """The number of each request. Its random numbers depend on this number."""
     return [i if request.number is None else request.number for i, request in enumerate(requests)]
 
 
 def stop_table(requests: Sequence[Request]) -> Tensor:
-    """(requests, most stop tokens) the stop tokens of each request, padded with −1, which is no token."""
+    """The stop tokens of each request, (requests, most stop tokens), padded with −1, which is no token."""
     most = max(1, max(len(request.stop) for request in requests))
     return torch.tensor([[*r.stop, *[-1] * (most - len(r.stop))] for r in requests])
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """An engine's response to one request: n tokens, the one that ends it included. All tensors are on the host."""
+    """An engine's response to one request: n tokens, including the stop token. All tensors are on the host."""
 
     tokens: Tensor  # (n,) int64
     logp: Tensor  # (n,) of softmax(logits / temperature), under the policy
@@ -79,7 +80,7 @@ class Completion:
 def completions(
     lengths: Sequence[int], finished: Sequence[bool], tokens: Tensor, logp: Tensor, entropy: Tensor
 ) -> list[Completion]:
-    """Cut padded (B, T) tensors into B completions: one transfer from the device for each tensor."""
+    """Cut padded (B, T) tensors into B completions. Each tensor is copied from the device once."""
     rows = zip(lengths, finished, tokens.cpu(), logp.cpu(), entropy.cpu(), strict=True)
     return [Completion(ids[:n], p[:n], h[:n], end) for n, end, ids, p, h in rows]
 
@@ -88,36 +89,36 @@ Done = Callable[[int, list[int]], None]  # called with a response's index in the
 
 
 class Engine(Protocol):
-    """Samples responses from the policy as it is now."""
+    """Samples responses with the policy's current weights."""
 
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
     ) -> list[Completion]:
-        """Sample a response to each request, in their order. The same seed gives the same tokens.
+        """Sample a response to each request, in order. The same seed gives the same tokens.
 
         Log-probabilities and entropies are those of the whole softmax, even if ``sampling`` excludes tokens. An engine
-        that sees a response end before the others calls ``done`` at once.
+        that notices the end of a response before all have ended calls ``done`` at once.
         """
         ...
 
 
 class Session:
-    """Calls to one engine. Requests of a call may continue those of the call before that had ``keep`` set.
+    """Several calls to one engine. A request may continue a request of the previous call that had ``keep`` set.
 
-    Open a session for episodes that are played with the same weights. This class only checks the requests, and the
-    engine reads every dialogue again; the native engine's session keeps the keys (``sampling/native/session.py``).
+    All calls of a session must use the same weights. This class only checks the requests, and the engine reads every
+    dialogue again; the native engine's session keeps the keys (``sampling/native/session.py``).
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.continued = self.reread = 0  # requests that built on kept keys, and that read their dialogue again
-        self._dialogues: dict[int, tuple[int, ...]] = {}  # prompt and response of the call before, by number
+        self.continued = self.reread = 0  # requests that used kept keys; requests that read their dialogue again
+        self._dialogues: dict[int, tuple[int, ...]] = {}  # prompt and response of the previous call, by number
         self._open = True
 
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
     ) -> list[Completion]:
-        """Sample a response to each request, in their order: see ``Engine``."""
+        """Sample a response to each request, in order: see ``Engine``."""
         self._check(requests)
         self._dialogues = {}  # a call that fails leaves nothing to continue
         sampled = self._sample(requests, sampling, seed, done)
@@ -156,7 +157,7 @@ class Session:
                 )
 
     def close(self) -> None:
-        """End the session: nothing can be continued any more."""
+        """End the session: no request can be continued after this."""
         self._open, self._dialogues = False, {}
 
     def __enter__(self) -> Self:
@@ -167,9 +168,9 @@ class Session:
 
 
 def session(engine: Engine, length: int | None = None) -> Session:
-    """The engine's own session, if it has one, else one that reads every dialogue again.
+    """The engine's own session, if it has one, else a ``Session``, which reads every dialogue again.
 
-    ``length`` is the longest dialogue to expect, in tokens: an engine may reserve memory for it once.
+    ``length`` is the longest dialogue to expect, in tokens; an engine may reserve memory for it.
     """
     opener = getattr(engine, "session", None)
     return opener(length) if opener is not None else Session(engine)

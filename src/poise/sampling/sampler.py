@@ -1,4 +1,4 @@
-"""Plays episodes with the policy, many at once: the one way in which trainer, evaluation and diagnose sample."""
+"""Plays many episodes at once with the policy. Trainer, evaluation and diagnose all sample through this class."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ class Counts:
     """What a sampler has counted since ``Sampler.at`` made it."""
 
     tokens: Counter[str] = field(default_factory=Counter)  # sampled, by the name of the model
-    # Later turns that "continued" from kept keys, or "reread" their dialogue; problems left out as "too_long"
+    # "continued": later turns that used kept keys; "reread": later turns that read their dialogue again; "too_long":
+    # problems left out
     turns: Counter[str] = field(default_factory=Counter)
-    reported: dict[str, list[float]] = field(default_factory=dict)  # by reward functions, by name
-    seconds: dict[str, float] = field(default_factory=dict)  # spent, by the part of a step: "rollout", "score"
+    reported: dict[str, list[float]] = field(default_factory=dict)  # values that reward functions report, by name
+    seconds: dict[str, float] = field(default_factory=dict)  # time by part of the step: "rollout", "score"
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the time inside this context to a part of the step."""
+        """Add the time spent in this context to a part of the step."""
         start = time.perf_counter()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
@@ -63,30 +64,30 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """A policy, the engine that samples from it, the task it plays, and how.
+    """A policy, the engine that samples from it, the task, and the settings of sampling.
 
-    ``others`` are further models by name, such as a frozen one that continues what the policy began. A model is frozen
-    if no optimizer has its parameters. Each step and each evaluation has a copy of its own (``at``), which counts
-    from 0; copies of that copy share its ``counts``.
+    ``others`` holds a sampler for each further model by name, such as a frozen model (no optimizer updates it) that
+    continues the policy's text. ``at`` makes the copy for one step or one evaluation: its ``counts`` start at 0. Copies
+    made with ``replace`` share them.
     """
 
     policy: Policy
     engine: Engine
     task: Task
     sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
-    max_tokens: int = MAX_TOKENS  # in a reply
-    max_prompt: int | None = None  # in what an episode starts with; None: no limit
-    max_episode: int | None = None  # in all that follows, replies and what the environment says; None: no limit
+    max_tokens: int = MAX_TOKENS  # per reply
+    max_prompt: int | None = None  # in an episode's first prompt; None: no limit
+    max_episode: int | None = None  # after the first prompt: replies and the environment's text; None: no limit
     others: Mapping[str, Sampler] = field(default_factory=dict)
-    # How far the run is: reward functions see it, and its ``global_step`` is the ``version`` of trajectories.
+    # How far training is. Reward functions see it; its ``global_step`` is the ``version`` of trajectories.
     progress: TrainerState = field(default_factory=TrainerState)
-    prefill: str = ""  # ends the prompt of every turn; it is scored with the reply, but is no part of the loss
+    prefill: str = ""  # ends the prompt of every turn; scored with the reply, but not in the loss
     name: str = POLICY
     counts: Counts = field(default_factory=Counts)
-    _prompts: dict[str, Prompt] = field(default_factory=dict, init=False)  # by opening, until they are played
+    _prompts: dict[str, Prompt] = field(default_factory=dict, init=False)  # by messages and tools
 
     def __post_init__(self) -> None:
-        # Other models add tokens to our counts, but not turns and seconds.
+        # Other models add to our token counts, but not to our counts of turns and seconds.
         counts = replace(self.counts, turns=Counter(), seconds={})
         others = {
             name: replace(other, name=name, counts=counts, progress=self.progress)
@@ -106,16 +107,16 @@ class Sampler:
         opening: Opening | None = None,
         begun: Sequence[Sequence[int]] | None = None,
     ) -> list[Trajectory]:
-        """One attempt at each problem, in their order. The same problem may be named several times.
+        """Attempt each problem once, in order. A problem may appear several times.
 
         An attempt depends on the seed, its index in the list and its problem, not on the other attempts.
 
-        ``opening(i, messages)`` returns what attempt i is shown first, in place of the episode's own messages.
-        ``begun[i]`` are the tokens with which its response starts, in the first turn; the model continues from there.
-        They are part of the reply that is scored and count towards its limit, but are not the model's own.
+        ``opening(i, messages)`` returns the messages that attempt i starts with, instead of the episode's own. The
+        first reply of attempt i starts with the tokens ``begun[i]``, and the model continues from there. These tokens
+        are scored as part of the reply and count towards its limit, but ``own`` is False for them.
         """
         games = self._start(problems, opening, begun)
-        self._prompts.clear()  # other problems follow
+        self._prompts.clear()  # the next call has other problems
         if several_turns(self.task):
             longest = max((len(game.prompt.tokens) + game.room for game in games), default=None)
             with session(self.engine, longest if self.max_episode else None) as engine:
@@ -127,7 +128,7 @@ class Sampler:
         return [game.trajectory(self.progress.global_step) for game in games]
 
     def _play(self, games: Sequence[_Game], engine: Engine | Session, seed: int) -> None:
-        """Turn after turn, until all episodes are over. The engine may keep their keys and values from turn to turn."""
+        """Play turn after turn until all episodes are over. The engine may keep keys and values between turns."""
         turn, live, keep = 0, list(range(len(games))), isinstance(engine, Session)
         ends = self.policy.end_tokens
         while live:
@@ -143,7 +144,7 @@ class Sampler:
                 )
                 for number, game in zip(live, playing, strict=True)
             ]
-            own_seed = seed + (turn * 0x9E3779B97F4A7C15) % (1 << 62)  # the first turn's is the step's own
+            own_seed = seed + (turn * 0x9E3779B97F4A7C15) % (1 << 62)  # the first turn uses the step's seed
             self._turn(playing, engine, requests, own_seed)
             turn += 1
             if turn >= MAX_TURNS:
@@ -154,10 +155,10 @@ class Sampler:
             live = [i for i in live if not games[i].over]
 
     def _turn(self, games: Sequence[_Game], engine: Engine | Session, requests: Sequence[Request], seed: int) -> None:
-        """Sample a reply in every game, and ask the environments for their answers.
+        """Sample a reply in every game, and get the environments' answers.
 
-        A task with ``concurrent = True`` is asked in another thread, as soon as a reply has ended. Any other task is
-        asked after sampling, in the thread that trains: a verifier that limits its time by signals works nowhere else.
+        A task with ``concurrent = True`` answers in another thread, as soon as a reply has ended. Any other task
+        answers after sampling, in the trainer's thread: a verifier that limits its time by signals works in no other.
         """
         answers: dict[int, Future[tuple[str, list[Message], Score | None]]] = {}
         pool = ThreadPoolExecutor(1)
@@ -196,7 +197,7 @@ class Sampler:
         opening: Opening | None = None,
         begun: Sequence[Sequence[int]] | None = None,
     ) -> list[_Game]:
-        """Episodes at their first prompt; equal openings are encoded once."""
+        """Start an episode for each problem. Equal first prompts are encoded once."""
         most = self.policy.longest
         prefill = Prefill(self.prefill, self.policy.encode_prefill(self.prefill), opened(self.policy.tokenizer))
         games = []
@@ -206,7 +207,7 @@ class Sampler:
                 messages = episode.start()
             if opening is not None:
                 messages = opening(index, messages)
-            if not problem.prompt:  # the environment wrote it: records show it
+            if not problem.prompt:  # the environment wrote the prompt; recorded tokens show it
                 problem = replace(problem, prompt=messages[-1]["content"])
             tools = tools_of(episode)
             key = repr((messages, tools))
@@ -224,7 +225,7 @@ class Sampler:
     def fits(self, problem: Problem) -> bool:
         """Whether the prompt of a problem has at most ``max_prompt`` tokens.
 
-        This runs no user code: where only an episode of the user's own could tell, the answer is True.
+        Returns True without a check if the prompt comes from the user's own episode: this method runs no user code.
         """
         if getattr(self.task, "pure_start", False) or not hasattr(self.task, "episode"):
             try:
@@ -245,7 +246,7 @@ class Sampler:
             ids = [*self.policy.encode(messages, tools), *prefill]
         except PromptError as error:
             raise ModelError(f"problem {problem.id}: {error}") from error
-        except Exception as error:  # a chat template is a program of the model's, and may raise anything
+        except Exception as error:  # a chat template is a program and may raise anything
             raise ModelError(
                 f"problem {problem.id}: the model's tokenizer or chat template fails on its prompt "
                 f"({type(error).__name__}: {first_line(error)})"
@@ -265,9 +266,9 @@ class LongPromptError(ModelError):
 
 
 class Prefill(NamedTuple):
-    """What every reply begins with. Its tokens end the prompt, and its text is part of the reply.
+    """The beginning of every reply. Its tokens end the prompt; its text is part of the reply.
 
-    The text comes after ``opening``, which the chat template itself writes, such as ``<think>``.
+    The chat template itself writes ``opening``, such as ``<think>``, before this text.
     """
 
     text: str = ""
@@ -277,7 +278,7 @@ class Prefill(NamedTuple):
 
 @dataclass(eq=False)
 class _Game:
-    """One episode in progress. Its tokens grow with every reply and every answer of the environment."""
+    """One episode in progress. Every reply and every answer of the environment adds tokens."""
 
     policy: Policy
     task: Task
@@ -290,12 +291,12 @@ class _Game:
     tools: Tools = ()
     prefill: Prefill = Prefill()  # noqa: RUF009 (immutable)
     tokens: list[int] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)  # of each token: whether the model wrote it
-    # One tensor for each reply and each text of the environment; the environment's are 0.
+    own: list[bool] = field(default_factory=list)  # whether the model wrote the token
+    # One tensor per reply and per text of the environment; zeros for the environment.
     logp: list[Tensor] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     sampler_logp: list[Tensor | None] = field(default_factory=list)
-    end: int = 0  # the number of tokens up to the model's last one
+    end: int = 0  # the number of tokens up to the model's last token
     replies: list[str] = field(default_factory=list)
     score: Score | None = None
     over: bool = False
@@ -303,7 +304,7 @@ class _Game:
     prefix: int = 0  # tokens at the start of the first reply that are not the model's own
 
     def follow(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
-        """Append tokens: the model's own, with their completion, or others that it only reads."""
+        """Append tokens: the model's, with their completion, or tokens that the model only reads."""
         self.tokens += tokens
         self.own += [completion is not None] * len(tokens)
         self.logp.append(torch.zeros(len(tokens)) if completion is None else completion.logp)
@@ -316,7 +317,7 @@ class _Game:
         """The text of a reply, the environment's answer to it, and the score if the episode has ended."""
         prefix = [] if self.replies else self.tokens  # of the first reply
         text = self.policy.decode([*self.prefill.tokens, *prefix, *tokens])
-        # Decoding leaves out what the tokenizer calls special.
+        # Decoding leaves out special tokens, so the text of the prefill is put in front again.
         text = self.prefill.opening + self.prefill.text + text.removeprefix(self.prefill.text)
         with explained(self.task, self.problem, "step()"):
             answer = heard(self.task, self.problem, self.episode.step(text))
@@ -324,7 +325,7 @@ class _Game:
         return text, answer, None if answer or together else judge(self.task, self.problem, self.episode)
 
     def answered(self, completion: Completion, reply: str, answer: list[Message], score: Score | None) -> None:
-        """The model has replied, and the environment has answered with messages or, at the end, with none."""
+        """Add the model's reply and the environment's answer: messages, or none if the episode has ended."""
         self.follow(completion.tokens.tolist(), completion)
         self.replies.append(reply)
         self.finished &= completion.finished
@@ -333,7 +334,7 @@ class _Game:
         if answer:
             following = self.policy.encode_next(self.messages, answer, self.tokens[-1], self.tools)
             following = [*following, *self.prefill.tokens]
-            if self.room - len(following) < 1:  # no token of a reply would fit behind it
+            if self.room - len(following) < 1:  # no room for another reply
                 self.cut_off()
                 return
             self.follow(following)
@@ -345,7 +346,7 @@ class _Game:
         self.over = True
 
     def attempt(self, progress: TrainerState, reported: dict[str, list[float]]) -> Attempt:
-        """The episode as reward functions see it."""
+        """What reward functions see of the episode."""
         prompt, completion = self.messages[: self.opening], self.messages[self.opening :]
         return Attempt(self.problem, self.episode, prompt, completion, list(self.tokens), progress, reported)
 

@@ -1,6 +1,6 @@
-"""``Trajectory``: one row to train on. ``Algorithm``: problems in, trajectories out. ``collect`` runs one.
+"""``Trajectory``: one row to train on. ``Algorithm``: turns problems into trajectories.
 
-An algorithm may be the user's own, so ``collect`` and ``metrics_of`` check what it returns.
+``collect`` and ``metrics_of`` call an algorithm and check its result, because it may be user code.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 Memory = dict[str, Any]  # an algorithm's state between steps: JSON, saved with every checkpoint
-FIRST = "first"  # the role of an attempt at the problem as it is: what evaluation would see
-CONSOLIDATED = "consolidated"  # the role of a row whose tokens were sampled after another prompt: it forms no group
+FIRST = "first"  # the role of an attempt at the plain problem, as in evaluation
+CONSOLIDATED = "consolidated"  # the role of a row with another prompt than at sampling time; not in a group
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
     """One row to train on: a prompt, and everything after it up to the model's last token.
 
-    ``own`` marks the tokens that the model wrote. The others are the environment's: the model reads them, but they
-    have no weight, no log-probability and do not count in the denominator. All tensors are (n,), on the host.
+    ``own`` marks the tokens that the model wrote. The loss covers only these; the other tokens are context and have no
+    log-probability. All tensors are (n,), on the host.
     """
 
     problem: Problem
@@ -42,18 +42,18 @@ class Trajectory:
     tokens: Tensor  # (n,) int64
     own: Tensor  # (n,) bool
     score: Score
-    text: str  # the model's text; for several turns, its replies one after another
-    finished: bool  # every reply ended by itself, none at the token limit
+    text: str  # the model's text: its replies, joined by newlines
+    finished: bool  # whether neither a reply nor the episode was cut off
     group: Hashable = None  # rows of the same group are normalised together; None: no group
-    logp: Tensor | None = None  # (n,) float32 from the sampler; None: the policy computes it
+    logp: Tensor | None = None  # (n,) float32, from the engine; None: the trainer computes it
     entropy: Tensor | None = None  # (n,) float32
-    sampler_logp: Tensor | None = None  # (n,) float32 of an engine whose arithmetic differs from the policy's
-    advantage: float | Tensor | None = None  # a number, or (n,) one per token: used instead of normalising the reward
-    messages: list[Message] = field(default_factory=list)  # the replies, and what the environment said in between
-    role: str = FIRST  # what the row is to its algorithm; metrics of rewards and lengths are over first attempts
-    notes: Mapping[str, float] = field(default_factory=dict)  # the algorithm's numbers about this row; recorded
-    episode: Episode | None = None  # the episode itself, ended: for its feedback
-    version: int = 0  # the training step whose weights sampled it; 0: the starting weights
+    sampler_logp: Tensor | None = None  # (n,) float32, from an engine that rounds differently from the policy
+    advantage: float | Tensor | None = None  # a number, or (n,): used instead of the normalised reward
+    messages: list[Message] = field(default_factory=list)  # the replies and the environment's messages between them
+    role: str = FIRST  # the row's role in its algorithm; metrics of rewards and lengths cover FIRST only
+    notes: Mapping[str, float] = field(default_factory=dict)  # numbers that the algorithm records about this row
+    episode: Episode | None = None  # the ended episode, which may give feedback
+    version: int = 0  # the training step whose weights sampled the row; 0: the starting weights
 
 
 def algorithm(thing: F) -> F:
@@ -71,18 +71,21 @@ def algorithm(thing: F) -> F:
 class Algorithm(Protocol):
     """Decides what to sample for the problems of a step.
 
-    An algorithm with ``metrics(trajectories) -> dict[str, float]`` adds to the metrics of a step. One with ``models``,
-    a dict of sources by name, finds a sampler of each frozen model in ``sampler.others`` (``frozen_models.py``).
-    ``check(sampler, note)`` may refuse a task or a model before the run starts.
+    An algorithm may also have:
+
+    - ``metrics(trajectories) -> dict[str, float]``, which adds to the metrics of a step;
+    - ``models``, a dict of sources by name: ``sampler.others`` then has a sampler for each of these frozen models
+      (``frozen_models.py``);
+    - ``check(sampler, note)``, which may refuse a task or a model before the run starts.
     """
 
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
     ) -> tuple[list[Trajectory], Memory | None]:
-        """The trajectories to train on, and the memory for the next step.
+        """Return the trajectories to train on, and the memory for the next step.
 
-        The result depends on the problems, the weights, the seed and the memory alone, so that a resumed run continues
-        bit for bit.
+        The result must depend only on the problems, the weights, the seed and the memory, so that a resumed run
+        continues bit for bit.
         """
         ...
 
@@ -97,13 +100,13 @@ def collect(
     name: str,
     advantage: Estimate,
 ) -> tuple[list[Trajectory], Memory | None]:
-    """Run ``algorithm.collect`` and check its result. ``name`` and ``advantage`` are the settings of the run."""
+    """Run ``algorithm.collect`` and check its result. ``name`` and ``advantage`` are settings of the run."""
     with blamed("algorithm", name, passing=(ModelError, TaskError, RewardError)):
         return _checked(algorithm.collect(problems, sampler, seed, memory), advantage)
 
 
 def metrics_of(algorithm: Algorithm, samples: Sequence[Trajectory]) -> dict[str, float]:
-    """The metrics that the algorithm itself reports of the samples it collected."""
+    """The metrics that the algorithm computes from the samples it collected."""
     metrics = getattr(algorithm, "metrics", None)
     with blamed("algorithm", path_to(type(algorithm))):
         reported: Any = metrics(samples) if metrics else {}
@@ -137,7 +140,7 @@ def _checked(result: Any, advantage: Estimate) -> tuple[list[Trajectory], Memory
         json.dumps(memory)
     except (TypeError, ValueError) as error:
         raise TypeError(f"collect's memory goes into checkpoints as JSON: {error}") from None
-    sizes = Counter(sample.group for sample in samples if sample.advantage is None)  # those that are compared
+    sizes = Counter(sample.group for sample in samples if sample.advantage is None)  # samples compared in groups
     for row, sample in enumerate(samples):
         if not isinstance(sample.prompt, Prompt):
             raise TypeError(f"sample {row}: its prompt must be a poise.batch.Prompt, got {short(sample.prompt)}")
