@@ -5,9 +5,10 @@ import pytest
 from poise.models.location import ModelError
 from poise.referee.compare import command, description
 from poise.referee.compare.arms import rate_text
-from poise.referee.compare.description import TrialError, measure_trial, run_seconds
+from poise.referee.compare.description import measure_trial, run_seconds
 from poise.referee.compare.processes import RunExit
 from poise.runs.folder import RunFolder
+from poise.training.resume import TrainError
 from support.comparisons import finish, make
 
 
@@ -87,7 +88,7 @@ def test_a_trial_that_fails_says_why(tmp_path):
         ([*trace, "poise: no head"], "the trial run failed: no head"),
         (trace, "the trial run failed:\n" + "\n".join(trace)),
     ):
-        with pytest.raises(TrialError) as caught:
+        with pytest.raises(TrainError) as caught:
             measure_trial(plan, Failing(*words))
         assert str(caught.value) == said
 

@@ -14,10 +14,11 @@ import torch
 
 import poise
 from poise.referee.compare import processes
-from poise.referee.compare.processes import Processes, RunExit, ServerError, ending, last_lines
+from poise.referee.compare.processes import Processes, RunExit, ending, last_lines
 from poise.referee.compare.worker import FAILED, STOPPED, THREADS, carry_out
 from poise.tasks import data_fingerprint
 from poise.training.config.schema import load
+from poise.training.resume import TrainError
 from support.comparisons import make, write_rows
 from support.process_table import alive, session, wait_until
 
@@ -86,7 +87,7 @@ def test_runs_are_not_blamed_for_the_death_of_their_server(runs, endless, tmp_pa
         wait_until(lambda family=family: not alive(family))  # the run was killed too
     runs.start(9, endless, tmp_path / "log")
     os.kill(server(), signal.SIGKILL)
-    with pytest.raises(ServerError, match="has ended 3 times"):
+    with pytest.raises(TrainError, match="has ended 3 times"):
         wait(runs)
 
 

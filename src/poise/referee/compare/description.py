@@ -82,10 +82,6 @@ def tuning_lines(report: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-class TrialError(TrainError):
-    """The trial run failed."""
-
-
 def measure_trial(plan: Plan, processes: Processes) -> float:
     """Seconds of a whole run, averaged over the arms, from a trial run of the baseline in a temporary folder.
 
@@ -105,8 +101,8 @@ def measure_trial(plan: Plan, processes: Processes) -> float:
         if exits[0].status:
             lines = last_lines(log)
             if lines and lines[-1].startswith("poise: "):  # an error message for the user
-                raise TrialError(f"the trial run failed: {lines[-1].removeprefix('poise: ')}")
-            raise TrialError("\n".join(["the trial run failed:", *lines]))
+                raise TrainError(f"the trial run failed: {lines[-1].removeprefix('poise: ')}")
+            raise TrainError("\n".join(["the trial run failed:", *lines]))
         steps = RunFolder.open(folder, resume=False).metrics()
     start = total - sum(step["time/step"] for step in steps)
     configs = [plan.run(arm, arm.variants[0], plan.seeds[0]).config for arm in plan.arms]

@@ -30,10 +30,6 @@ CONTROL = "nvidia-cuda-mps-control"
 TRIAL = "import torch; torch.zeros(1, device='cuda').sum().item()"  # fails if a client cannot connect
 
 
-class ServerError(TrainError):
-    """The server that forks runs cannot be started, or died."""
-
-
 class RunExit(NamedTuple):
     """The number of a run that has ended, and its exit code (negative: the signal that killed it)."""
 
@@ -64,7 +60,7 @@ class Processes:
             with _safe_path():
                 process.start()  # waits for the server's imports, which do not count as time of the run
         except (OSError, EOFError) as error:
-            raise ServerError("the process that starts runs has ended: see its output above") from error
+            raise TrainError("the process that starts runs has ended: see its output above") from error
         self._running[number] = process
 
     def wait(self, seconds: float) -> list[RunExit]:
@@ -74,9 +70,7 @@ class Processes:
         if any(process.exitcode == SERVER_DIED for process in done.values()):
             self._losses += 1
             if self._losses == MOST_LOSSES:
-                raise ServerError(
-                    f"the process that starts runs has ended {MOST_LOSSES} times: is there enough memory?"
-                )
+                raise TrainError(f"the process that starts runs has ended {MOST_LOSSES} times: is there enough memory?")
             done = dict(self._running)  # all runs die with their server, and none has failed
         exits = []
         for number, process in done.items():
