@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from poise.batch import Prompt, padded_batch
+from poise.models.location import ModelError
 from poise.sampling.requests import Completion
 
 if TYPE_CHECKING:
@@ -48,15 +49,17 @@ def short_windows(model: nn.Module) -> Iterator[None]:
             setattr(place, name, value)
 
 
-def weights_defect(model: nn.Module, missing: Collection[str]) -> str | None:
-    """Errors in the weights: missing in the files, and therefore random, or not finite. None if nothing is."""
+def check_weights(name: str, model: nn.Module, missing: Collection[str] = ()) -> None:
+    """Raise ModelError if weights are missing in the files, and therefore random, or not finite."""
     if missing:
-        return (
-            f"the files have no weights for {_some(sorted(missing))}, which would be random; the folder is incomplete, "
-            "or its config is of another model"
+        raise ModelError(
+            f"{name}: the files have no weights for {_some(sorted(missing))}, which would be random; the folder is "
+            "incomplete, or its config is of another model"
         )
-    damaged = [name for name, value in model.named_parameters() if not bool(torch.isfinite(value).all())]
-    return f"NaN or infinite weights in {_some(damaged)}; the files are damaged, or a run diverged" if damaged else None
+    if damaged := [path for path, value in model.named_parameters() if not bool(torch.isfinite(value).all())]:
+        raise ModelError(
+            f"{name}: NaN or infinite weights in {_some(damaged)}; the files are damaged, or a run diverged"
+        )
 
 
 def _some(names: Sequence[str], shown: int = 3) -> str:

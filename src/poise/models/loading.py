@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,12 +85,12 @@ def load_model(
         tokenizer = _load_tokenizer(name, source, common, template)
         model = _load_weights(name, source, torch_dtype, common)
     _check_vocabulary(name, model, tokenizer)
-    if lora is not None and torch_device.type == "cpu" and getattr(model, "is_quantized", False):
-        raise ModelError(
-            f"{name}: its weights are quantised, and bitsandbytes computes no gradients through them on a CPU: train "
-            "it on CUDA, or a copy of the model that is not quantised"
-        )
     if lora is not None:  # on the CPU, so that a seed gives the same adapter on every device
+        if torch_device.type == "cpu" and getattr(model, "is_quantized", False):
+            raise ModelError(
+                f"{name}: its weights are quantised, and bitsandbytes computes no gradients through them on a CPU: "
+                "train it on CUDA, or a copy of the model that is not quantised"
+            )
         model = add_adapter(model, lora, seed)
     model.to(torch_device)
     model.eval()  # no dropout: sampling and update must use the same probabilities
@@ -125,7 +125,7 @@ class LoadedModel:
 
     def copy(self, name: str, dtype: torch.dtype, template: Mapping[str, Any] | None) -> tuple[Any, Any]:
         """A model to train and its tokenizer, as if loaded from a folder; adapters are merged."""
-        _check_weights(name, self.model)
+        load_checks.check_weights(name, self.model)
         model = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()
@@ -280,7 +280,7 @@ def _load_weights(name: str, source: str, dtype: torch.dtype, common: dict[str, 
         raise
     except Exception as error:  # damaged or hostile files may raise anything
         raise ModelError(f"{name}: the model cannot be loaded ({first_line(error)})") from error
-    _check_weights(name, model, report["missing_keys"])
+    load_checks.check_weights(name, model, report["missing_keys"])
     return model
 
 
@@ -324,11 +324,6 @@ def check_config(name: str, config: Any, remote_code: bool) -> None:
         )
 
 
-def _check_weights(name: str, model: nn.Module, missing: Collection[str] = ()) -> None:
-    if defect := load_checks.weights_defect(model, missing):
-        raise ModelError(f"{name}: {defect}")
-
-
 def _load_adapted(
     folder: Path, *, device: str, dtype: str, remote_code: bool, template: Mapping[str, Any] | None
 ) -> tuple[Any, Any]:
@@ -343,7 +338,7 @@ def _load_adapted(
         raise ModelError(f"{folder}: its base model is the adapter itself (base_model_name_or_path)") from None
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # _check_weights refuses them below
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # check_weights refuses them below
             adapted = peft.PeftModel.from_pretrained(model, folder)
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             missing = peft.get_peft_model_state_dict(adapted).keys() - file.keys()
@@ -351,7 +346,7 @@ def _load_adapted(
         raise
     except Exception as error:  # peft raises many types here
         raise ModelError(f"{folder}: the adapter cannot be loaded ({first_line(error)})") from error
-    _check_weights(str(folder), adapted, missing)
+    load_checks.check_weights(str(folder), adapted, missing)
     merged = adapted.merge_and_unload()
     merged.requires_grad_(True)  # peft froze the base model
     return merged.eval(), tokenizer
