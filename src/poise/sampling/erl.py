@@ -1,20 +1,21 @@
-"""ERL (arXiv 2602.13949): reflect on a failed attempt, try again, and learn the success without the reflection.
+"""ERL (arXiv 2602.13949): reflect on a failed attempt, try again, and learn a success without the reflection.
 
     attempt y¹ ~ π(·|x) ─ wrong ─▶ feedback f ─▶ reflection Δ ~ π(·|x, y¹, f) ─▶ second attempt y² ~ π(·|x, Δ)
                                                                                      │
                                         consolidation: y² as an attempt at x alone ◀─┘
 
-A failed attempt is shown to the policy with what the environment says of it, and the policy writes a system prompt for
-the next one, between ``<prompt>`` tags. Rewards are normalised within (problem, role) groups: first attempts,
-reflections and second attempts apart. A reflection has the score of the attempt that followed it. A consolidated row
-has the tokens of a second attempt behind the prompt of the first; its advantage is 1 if that attempt was right, else 0.
-So afterwards the policy needs no reflection.
+The policy reads its failed attempt and the environment's feedback. Between ``<prompt>`` tags it writes a system prompt
+for the second attempt. Rewards are normalised within (problem, role) groups; the roles are first attempt, reflection
+and second attempt. A reflection gets the score of the second attempt. A consolidated row has the prompt of the first
+attempt and the tokens of the second; its advantage is 1 if the second attempt was right, else 0. So the policy learns
+to succeed without a reflection.
 
-As in the authors' code: the gate, the groups, the score of a reflection, a second attempt with the opening unchanged
-where the reflection cannot be read, consolidated rows of failed attempts (advantage 0: they count in the denominator
-and in the KL term), and ``A = r`` for a row that is alone in its group. **Ours:** r is ``Score.correct`` in these
-places, whatever the task's reward is; all prompts; the last pair of tags counts; what does not fit into the model is
-shortened or left out; an attempt without a verdict is not tried again.
+As in the authors' code: only failed attempts are retried; the groups; the score of a reflection; the second attempt
+keeps the opening if the reflection cannot be read; failed second attempts are consolidated too (with advantage 0 they
+count in the denominator and in the KL term); ``A = r`` for a row that is alone in its group. **Ours:** for the retry,
+the lone row and the consolidated row, r is ``Score.correct``, whatever the task's reward is; the texts of all prompts;
+the last pair of tags counts; texts that do not fit into the model are shortened or left out; an attempt without a
+verdict is not retried.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ ASK = (
 RECALL = "Advice that led to success before:\n{advice}\n\n"
 CUT_OFF = "The attempt was cut off at the length limit."
 GAP = "\n[… left out …]\n"
-SPEAKERS = {"assistant": "You", "system": "System", "user": "User"}  # everyone else is the environment
+SPEAKERS = {"assistant": "You", "system": "System", "user": "User"}  # other roles: Environment
 LONE = ("success", "drop")
 
 
 @dataclass(frozen=True)
 class Erl:
-    """``group`` attempts at each problem; those that fail are reflected upon and tried again.
+    """``group`` attempts at each problem; the policy reflects on failed ones and tries again.
 
-    ``reflection=false`` is GRPO, to the bit. ``consolidation`` adds the second attempts as attempts at the plain
-    prompt. ``memory`` shows each reflection the last advice that led to success. ``lone`` is what happens to a
-    reflection or a second attempt that is alone in its group: its advantage is its "success" (1 or 0), or "drop".
-    ``reflection_tokens`` is the longest reflection; ``temperature`` and ``top_p`` sample reflections (None: the run's).
-    ``ask`` is the question, with the fields {task}, {attempt}, {feedback} and {memory}; ``recall`` fills {memory}, with
-    the field {advice}. ``begin`` is the text that every reflection begins with: a small model that forgets the tags may
-    be given "<prompt>", and then the end of the reply closes it.
+    ``reflection=false`` equals GRPO bit for bit. ``consolidation`` adds the second attempts as answers to the plain
+    prompt. ``memory`` adds the last advice that led to success to each question. ``lone`` decides about a reflection or
+    second attempt that is alone in its group: with "success" its advantage is 1 or 0, "drop" leaves it out.
+    ``reflection_tokens`` is the maximum length of a reflection; ``temperature`` and ``top_p`` apply to reflections
+    (None: as in the run). ``ask`` is the question, with the fields {task}, {attempt}, {feedback} and {memory};
+    ``recall`` is the text of {memory}, with the field {advice}. ``begin`` is the text with which every reflection
+    begins: use "<prompt>" for a small model that forgets the tags; the end of the reply then closes the tag.
     """
 
     group: int = GROUP
@@ -95,7 +96,7 @@ class Erl:
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
     ) -> tuple[list[Trajectory], Memory | None]:
-        """First attempts, group after group, then the rows of the retries: reflections, second, consolidated."""
+        """The first attempts, group after group; then reflections, second attempts and consolidated rows."""
         if not self.reflection:
             return Grpo(self.group).collect(problems, sampler, seed, memory)
         openings: dict[int, list[Message]] = {}
@@ -125,7 +126,7 @@ class Erl:
         remembered: str | None,
         seed: int,
     ) -> dict[int, Retry]:
-        """By row of the first attempt: a reflection on it, and a second attempt at its problem."""
+        """The retries, by row of the first attempt."""
         asking = self._asking(sampler)
         questions: dict[int, Problem] = {}
         for row, sample in enumerate(first):
@@ -133,12 +134,12 @@ class Erl:
                 questions[row] = replace(sample.problem, prompt=text)
         begun = [self._prefix(sampler)] * len(questions)
         reflections = asking.play([*questions.values()], derived_seed(seed, "reflection"), begun=begun)
-        if asking.sampling.temperature != sampler.sampling.temperature:  # then the policy scores them, at the run's
+        if asking.sampling.temperature != sampler.sampling.temperature:  # the trainer must score them
             reflections = [replace(sample, logp=None, entropy=None, sampler_logp=None) for sample in reflections]
-        # A tag that a reflection was begun with is closed by the end of the reply, unless that was cut off.
+        # The end of the reply closes the tag in ``begin``, unless the reply was cut off.
         advice = [read_advice(s.text + "</prompt>" * bool(self.begin and s.finished)) for s in reflections]
         retried = [first[row] for row in questions]
-        shown: dict[int, list[Message]] = {}  # openings with advice, where it can be read and fits
+        shown: dict[int, list[Message]] = {}  # openings with advice, if it can be read and fits
 
         def opening(i: int, messages: list[Message]) -> list[Message]:
             if (text := advice[i]) is not None:
@@ -156,7 +157,7 @@ class Erl:
         }
 
     def _prefix(self, sampler: Sampler) -> list[int]:
-        """The tokens that every reflection begins with."""
+        """The tokens with which every reflection begins."""
         tokens = plain(sampler.policy.tokenizer, self.begin) if self.begin else []
         if len(tokens) >= self.reflection_tokens:
             raise ModelError(
@@ -185,7 +186,7 @@ class Erl:
     def _question(
         self, sampler: Sampler, asking: Sampler, sample: Trajectory, opening: Sequence[Message], remembered: str | None
     ) -> str | None:
-        """The question about a failed attempt, shortened to fit; None if it does not fit at all."""
+        """The question about a failed attempt, shortened to fit; None if it cannot fit."""
         task, feedback = task_of(opening), result_of(sampler.task, sample)
 
         def fitting(memory: str) -> str | None:
@@ -199,7 +200,10 @@ class Erl:
         return recalled or fitting("")
 
     def _rows(self, retries: Sequence[Retry], most: int) -> Iterator[Trajectory]:
-        """The rows of the retries. A second attempt without a verdict comes alone, for the trainer to count."""
+        """The rows of the retries.
+
+        Of a retry without a verdict only the second attempt is a row, for the trainer to count.
+        """
         judged = [retry for retry in retries if retry.second.score.failed is None]
         size = Counter(retry.first.group for retry in judged)
         for role in ("reflection", "second"):
@@ -218,7 +222,7 @@ class Erl:
         first = [sample for sample in samples if sample.role == FIRST]
         retried = [sample for sample in first if "readable" in sample.notes]
         judged = [sample for sample in retried if "second" in sample.notes]
-        if not first:  # none of them is left to compare: see ``drop_failed``
+        if not first:  # ``drop_failed`` has removed all of them
             return {}
         metrics = {"first/success": fmean(sample.score.correct for sample in first)}
         if self.reflection:
@@ -237,8 +241,8 @@ class Erl:
 class Retry:
     """A failed attempt, the reflection on it, and the second attempt at its problem.
 
-    ``number`` counts the attempts of a group from 1; all rows of a retry note it. ``advice`` is None if the
-    reflection cannot be read; ``opening`` is None if the second attempt began as the first.
+    ``number`` is the attempt's number in its group, from 1; every row of the retry records it. ``advice`` is None if
+    the reflection cannot be read; ``opening`` is None if the second attempt started like the first.
     """
 
     number: int
@@ -250,7 +254,7 @@ class Retry:
 
     @property
     def notes(self) -> dict[str, float]:
-        """What became of the first attempt, in numbers."""
+        """Numbers about the retry, recorded with the first attempt."""
         notes = {
             "attempt": float(self.number),
             "readable": float(self.advice is not None),
@@ -261,7 +265,7 @@ class Retry:
         return notes if score.failed is not None else notes | {"second": float(score.correct)}
 
     def row(self, role: str) -> Trajectory:
-        """The reflection with the score of the second attempt, or the second attempt as it was asked for."""
+        """The reflection with the score of the second attempt, or the second attempt with the prompt it was given."""
         notes = {"attempt": float(self.number)}
         if role == "reflection":
             return replace(self.reflection, role=role, score=self.second.score, notes=notes)
@@ -269,7 +273,7 @@ class Retry:
         return replace(self.second, role=role, problem=replace(self.second.problem, prompt=prompt), notes=notes)
 
     def consolidated(self) -> Trajectory:
-        """The second attempt as a response to the prompt of the first."""
+        """The second attempt as a response to the first attempt's prompt."""
         return replace(
             self.second,
             role=CONSOLIDATED,
@@ -287,11 +291,11 @@ def _failed(sample: Trajectory) -> bool:
     return not sample.score.correct and sample.score.failed is None
 
 
-# The words: the question that asks for a reflection, and the advice that is read from the reply
+# Texts: the question that asks for a reflection, and the advice in the reply
 
 
 def check_text(name: str, text: str, fields: Sequence[str]) -> None:
-    """Refuse a setting that is not text, or has a field in curly brackets that cannot be filled."""
+    """Refuse a setting that is not text, or has an unknown field in curly brackets."""
     if not isinstance(text, str):
         raise TypeError(f"erl: {name} must be text, got {short(text)}")
     try:
@@ -306,8 +310,8 @@ def check_text(name: str, text: str, fields: Sequence[str]) -> None:
 
 
 def read_advice(text: str) -> str | None:
-    """The text in the last pair of ``<prompt>`` tags without such a tag inside; None if there is none."""
-    parts = re.split(r"(?i)(</?prompt>)", text)  # text and tags take turns
+    """The text in the last pair of ``<prompt>`` tags with no other such tag between them; None without a pair."""
+    parts = re.split(r"(?i)(</?prompt>)", text)  # text and tags alternate
     for at in range(len(parts) - 2, 1, -2):
         if parts[at].startswith("</") and not parts[at - 2].startswith("</"):
             return parts[at - 1].strip() or None
@@ -315,7 +319,7 @@ def read_advice(text: str) -> str | None:
 
 
 def result_of(task: Task, sample: Trajectory) -> str:
-    """What the episode says of an attempt, and whether it was cut off."""
+    """The environment's feedback on an attempt, and a note if the attempt was cut off."""
     assert sample.episode is not None
     turns = sum(message["role"] == "assistant" for message in sample.messages)
     text = feedback_on(task, sample.problem, sample.episode, sample.score, turns)
@@ -323,12 +327,12 @@ def result_of(task: Task, sample: Trajectory) -> str:
 
 
 def task_of(opening: Sequence[Message]) -> str:
-    """What the model was shown first."""
+    """The messages with which the episode starts, as one text."""
     return opening[0]["content"] if len(opening) == 1 else _dialogue(opening, SPEAKERS)
 
 
 def attempt_of(sample: Trajectory) -> str:
-    """What the model wrote, and what the environment said in between, as text that tells them apart."""
+    """The attempt as one text: the model's replies and the environment's messages, each with its speaker."""
     if len(sample.messages) <= 1:
         return sample.text
     return _dialogue(sample.messages, {"assistant": "You"})
@@ -339,7 +343,7 @@ def _dialogue(messages: Sequence[Message], speakers: dict[str, str]) -> str:
 
 
 def shorten(text: str, build: Callable[[str], str], fits: Callable[[str], bool]) -> str | None:
-    """``build(text)``, with just enough cut from the middle of the text to fit; None if no cut is enough."""
+    """``build(text)``, after cutting the middle of the text until the result fits; None if it never fits."""
     keep, built = len(text), build(text)
     while not fits(built):
         if not keep:
@@ -351,22 +355,22 @@ def shorten(text: str, build: Callable[[str], str], fits: Callable[[str], bool])
 
 
 def fits(sampler: Sampler, messages: Sequence[Message], tools: Tools = ()) -> bool:
-    """Whether the model can read these messages and reply to them, as ``sampler`` would ask it."""
+    """Whether these messages and a reply fit into the model, with the settings of ``sampler``."""
     try:
         size = len(sampler.policy.encode(messages, tools))
-    except Exception:  # a control token that cannot be encoded as text; and a chat template may raise anything
+    except Exception:  # a control token cannot be encoded as text; a chat template may raise anything
         return False
     return size + sampler.max_tokens <= sampler.policy.longest
 
 
 @dataclass(frozen=True)
 class Reflecting:
-    """Reflections as a task: the problem's prompt is the question. The score comes later, from the next attempt."""
+    """Reflection as a task. The prompt of a problem is the question; the score comes from the second attempt."""
 
     name: str = "reflection"
 
-    def problems(self, split: Split, seed: int) -> Iterator[Problem]:  # noqa: ARG002 (there are none of its own)
-        """Empty: the questions come from attempts."""
+    def problems(self, split: Split, seed: int) -> Iterator[Problem]:  # noqa: ARG002 (the task has no problems)
+        """No problems: the questions come from failed attempts."""
         return iter(())
 
     def score(self, problem: Problem, text: str) -> Score:  # noqa: ARG002

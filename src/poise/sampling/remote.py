@@ -1,7 +1,7 @@
 """A frozen model behind an OpenAI-compatible completions endpoint: ``vllm serve``, ``transformers serve`` and others.
 
-``Server`` asks it for continuations of texts. What a server sends is untrusted. A request that fails is repeated for
-``patience`` seconds. Then the run stops: a reward must not depend on luck.
+``Server`` asks it to continue texts, and does not trust the answers. It repeats a failing request for ``patience``
+seconds; then the run stops, because a reward must not depend on luck.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from poise.models.policy import Policy
 
 TIMEOUT = 300.0  # seconds that one request may take
-PATIENCE = 300.0  # seconds for which a failing request is repeated: time to start a server again
+PATIENCE = 300.0  # seconds for which a failing request is repeated: time to restart a server
 LONGEST_PAUSE = 10.0  # seconds between two tries
-BYTES = 1 << 20  # most bytes of a reply, and …
-TOKEN_BYTES = 1 << 10  # … of each token that was asked for
-REPEATED = (408, 425, 429)  # the statuses below 500 that may be different next time
-INCOMPLETE = "\ufffd"  # stands for bytes that are no whole character
-MOST_BYTES = 4  # of a character in UTF-8
+BYTES = 1 << 20  # a reply may have this many bytes, and …
+TOKEN_BYTES = 1 << 10  # … this many more per requested token
+REPEATED = (408, 425, 429)  # statuses below 500 after which a request is repeated
+INCOMPLETE = "\ufffd"  # replaces the bytes of an incomplete character
+MOST_BYTES = 4  # per character in UTF-8
 KEY = "POISE_RECEIVER_KEY"  # environment variable with the server's API key
 
 
 class ReceiverError(ModelError):
-    """A server did not do what it was asked for. The message says what to do."""
+    """A server refused a request or gave no usable answer. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A continuation. ``finished``: the model ended it, not the limit."""
+    """A continuation. ``finished``: the model ended it; the token limit did not."""
 
     text: str
     finished: bool = True
@@ -57,7 +57,7 @@ class Receiver(Protocol):
     def complete(
         self, prompts: Sequence[str], limits: Sequence[int], seeds: Sequence[int], sampling: Sampling
     ) -> list[Reply]:
-        """A continuation of each prompt, of at most ``limits`` tokens."""
+        """Continue each prompt with at most its limit of tokens."""
         ...
 
 
@@ -87,10 +87,10 @@ def is_address(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Server:
-    """An OpenAI-compatible server: ``address`` is like ``http://host:8000/v1``, and ``#NAME`` names one of its models.
+    """An OpenAI-compatible server. ``address`` is like ``http://host:8000/v1``; ``#NAME`` behind it selects a model.
 
-    A request may take ``timeout`` seconds; one that fails is repeated for ``patience`` seconds. At most ``concurrent``
-    requests are under way.
+    A request may take ``timeout`` seconds; a failing request is repeated for ``patience`` seconds. At most
+    ``concurrent`` requests run at once.
     """
 
     address: str
@@ -110,7 +110,7 @@ class Server:
         check_whole("receiver", "concurrent", self.concurrent, 1)
 
     def check(self) -> str:
-        """Ask for one token; return the model's name. Before a run: a server that is down shows at once."""
+        """Ask for one token; return the model's name. Called before a run, to find a server that is down."""
         name = self._name()
         self.complete(["."], [1], [0], Sampling())
         return name
@@ -133,7 +133,7 @@ class Server:
                 raise
 
     def _name(self) -> str:
-        """The model's name: of the address, or the first that the server lists."""
+        """The model's name from the address, or the first model that the server lists."""
         if named := urlsplit(self.address).fragment:
             return named
         with closing(_Calls(self)) as calls:
@@ -141,16 +141,16 @@ class Server:
 
 
 def _body(name: str, prompt: str, limit: int, seed: int, sampling: Sampling) -> dict[str, Any]:
-    """A request. What is not in OpenAI's interface is left out unless it is needed: some servers refuse it."""
+    """The body of a request. Fields outside OpenAI's interface are sent only if needed, as some servers refuse them."""
     body = {"model": name, "prompt": prompt, "max_tokens": limit, "temperature": sampling.temperature}
-    body |= {"seed": abs(seed) >> 32}  # 31 bits, as servers take them
+    body |= {"seed": abs(seed) >> 32}  # 31 bits: the largest seeds that servers accept
     body |= {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
     body |= {"top_k": sampling.top_k} if sampling.top_k else {}
     return body
 
 
 def _reply(answer: Any, body: Any) -> Reply:
-    """The one continuation. Anything else raises ``_LieError``, or one of ``_MALFORMED``."""
+    """Read the continuation. Any other answer raises ``_LieError``, or one of ``_MALFORMED``."""
     if len(answer["choices"]) != 1:
         raise _LieError(f"its answer has {len(answer['choices'])} continuations, but one was requested")
     choice, used = answer["choices"][0], (answer.get("usage") or {}).get("completion_tokens")
@@ -169,12 +169,12 @@ class _LieError(Exception):
 
 
 class _RefusedError(Exception):
-    """The server understood the request and refuses it: asking again changes nothing."""
+    """The server understood the request and refuses it, so it is not repeated."""
 
 
 @dataclass(eq=False)
 class _Calls:
-    """Calls to a server that end together."""
+    """Concurrent calls to a server; ``close`` ends them all."""
 
     server: Server
     sockets: set[socket.socket] = field(default_factory=set)
@@ -182,13 +182,13 @@ class _Calls:
     said: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
-        """Wake up all calls: their connections end."""
+        """End all calls: shut down their connections and stop their waiting."""
         self.stopped.set()
         for each in [*self.sockets]:
             _shut(each)
 
     def patient(self, path: str, body: dict[str, Any] | None, read: Any) -> Any:
-        """What ``read`` makes of the answer, repeated for ``patience`` seconds."""
+        """Call the server and return ``read(answer, body)``; repeat a failing call for ``patience`` seconds."""
         start, pause = time.monotonic(), 0.25
         where = self.server.address.partition("#")[0]
         while True:
@@ -214,7 +214,7 @@ class _Calls:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _once(self, path: str, body: dict[str, Any] | None) -> Any:
-        """The JSON of one answer. The time limit is that of the whole exchange, not of each part that arrives."""
+        """The JSON of one answer. The time limit covers the whole exchange, not each part that arrives."""
         parts, limit, start = urlsplit(self.server.address), self.server.timeout, time.monotonic()
         connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = connect(parts.hostname or "", parts.port, timeout=limit)
@@ -261,7 +261,7 @@ def _shut(connected: socket.socket) -> None:
 
 
 class Vocabulary(Protocol):
-    """Decodes tokens, and knows the end tokens. A ``Policy`` is one."""
+    """Decodes tokens and has the end tokens. A ``Policy`` is a ``Vocabulary``."""
 
     @property
     def end_tokens(self) -> list[int]:
@@ -269,12 +269,12 @@ class Vocabulary(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a response, without the token that ended it."""
+        """The text of a response, without its end token."""
         ...
 
 
 def whole_text(policy: Vocabulary, tokens: Sequence[int]) -> str:
-    """The text of some tokens; a character whose bytes are not all there is left out."""
+    """The text of the tokens, without an incomplete character at the end."""
     text = policy.decode(tokens)
     for fewer in range(1, min(MOST_BYTES, len(tokens) + 1)):
         if not text.endswith(INCOMPLETE):
@@ -284,6 +284,6 @@ def whole_text(policy: Vocabulary, tokens: Sequence[int]) -> str:
 
 
 def before_control(tokenizer: Any, text: str) -> str:
-    """The text up to the first control token that it spells out: a server would read it as that token."""
+    """The text before the first control token that it spells out. A server would read that text as a control token."""
     controls = "|".join(re.escape(token) for token in tokenizer.all_special_tokens if token)
     return re.split(controls, text, maxsplit=1)[0] if controls else text

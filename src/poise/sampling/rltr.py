@@ -1,11 +1,11 @@
-"""RLTR (arXiv 2602.08489): reasoning is rewarded if another model, continuing from a part of it, answers correctly.
+"""RLTR (arXiv 2602.08489): reward reasoning if another model that continues a part of it answers correctly.
 
-``R = the task's reward + transfer · [the receiver is right]``, normalised in its group as in GRPO. A response with n
-tokens of reasoning is cut after ``⌊τ·n⌋`` of them, τ uniform in (low, high]. A frozen receiver continues it, and the
-task scores prefix and continuation together. docs/rltr.md has the whole picture, and what nobody has published.
+``R = the task's reward + transfer · [the receiver is right]``, normalised in its group as in GRPO. The prefix is the
+first ``⌊τ·n⌋`` of a response's n tokens of reasoning, with τ uniform in (low, high]. A frozen model, the receiver,
+continues the prefix, and the task scores prefix and continuation together. docs/rltr.md has the details.
 
-**Ours:** the values of all settings; ``n`` counts the tokens before the answer, where the paper counts all: near the
-end of a response its prefix holds the answer already, and transfer would only repeat the task's reward.
+**Ours:** the values of all settings. ``n`` counts the tokens before the answer; the paper counts all tokens. A prefix
+that contains the answer would only repeat the task's reward.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     from poise.models.policy import Policy
     from poise.sampling.sampler import Sampler
 
-MOST = 1000.0  # a larger weight is a typing error
+MOST = 1000.0  # the largest weight; a larger one is probably a typing error
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 MARKS = ("<answer>", "\\boxed", "####")  # each begins an answer
-EDGES = r"\s*_`\"'${"  # what may stand between a mark and its answer
+EDGES = r"\s*_`\"'${"  # characters that may stand between a mark and its answer
 COMPARED = 200  # characters of an answer that are compared
 REMOTE = ("tokenizer", "timeout", "patience")  # settings of a receiver behind an address
 NO_SEQUENCE = -1  # the receiver's seed comes from this stream, which no sequence uses
-ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, and means 29
+ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, but means 29
 
 
 @dataclass(frozen=True)
 class Rltr:
-    """GRPO's ``group`` attempts, each also rewarded for what the ``receiver`` makes of its reasoning.
+    """GRPO's ``group`` attempts, each also rewarded if the ``receiver``, continuing a part of its reasoning, is right.
 
-    ``transfer`` weights this reward, ``answer`` the part called "answer" of the task's reward. ``receiver`` is "start"
-    (the weights that the run starts with), a model as ``model=`` takes it, or the address of an OpenAI-compatible
-    server, "http://HOST:PORT/v1". A server uses the chat template of ``tokenizer`` (default: the policy's); a request
-    may take ``timeout`` seconds and is repeated for ``patience`` seconds. The receiver continues each prefix
-    ``continuations`` times. A prefix is cut between the shares ``low`` and ``high`` of the reasoning. ``marks`` begin
-    an answer.
+    ``transfer`` weights this reward; ``answer`` weights the part "answer" of the task's reward. ``receiver`` is "start"
+    (the weights that the run starts with), a model as in ``model=``, or the address of an OpenAI-compatible server,
+    "http://HOST:PORT/v1". poise formats a server's prompts with the chat template of ``tokenizer`` (default: the
+    policy's); a request may take ``timeout`` seconds, and a failing one is repeated for ``patience`` seconds. The
+    receiver continues each prefix ``continuations`` times. A prefix is a share between ``low`` and ``high`` of the
+    reasoning. ``marks`` are texts with which an answer begins.
     """
 
     group: int = GROUP
@@ -94,18 +94,18 @@ class Rltr:
 
     @property
     def models(self) -> Mapping[str, str]:
-        """The frozen models that it needs."""
+        """The frozen models that the algorithm needs."""
         return {} if is_address(self.receiver) else {"receiver": self.receiver}
 
     @property
     def servers(self) -> Mapping[str, tuple[Server, str | None]]:
-        """The servers that it needs, and the name of their tokenizer."""
+        """The servers that the algorithm needs, each with the name of its tokenizer."""
         if not is_address(self.receiver):
             return {}
         return {"receiver": (Server(self.receiver, self.timeout, self.patience), self.tokenizer)}
 
     def check(self, sampler: Sampler, note: Callable[[str], None]) -> None:
-        """Before a run: refuse tasks of several turns; say how prefixes reach a receiver with another vocabulary."""
+        """Refuse tasks of several turns; note if prefixes reach the receiver as text. Called before a run."""
         if several_turns(sampler.task):
             raise TaskError(
                 f"algorithm rltr cuts the reasoning of one reply, and task {sampler.task.name!r} plays episodes of "
@@ -133,7 +133,7 @@ class Rltr:
         ], memory
 
     def _cuts(self, seed: int, count: int) -> list[float]:
-        """τ of each response, in (low, high]."""
+        """The share τ of each response, in (low, high]."""
         rows = torch.arange(count)
         points = uniform(seed, rows, torch.full_like(rows, -1))  # the receiver's tokens have positions from 0 on
         return [self.high - (self.high - self.low) * point for point in points.tolist()]
@@ -141,9 +141,9 @@ class Rltr:
     def _continue(
         self, samples: Sequence[Trajectory], prefixes: Sequence[list[int]], receiver: Sampler, seed: int
     ) -> list[float | None]:
-        """The share of right continuations of each prefix; None if none of them has a verdict.
+        """The share of correct continuations of each prefix; None if no continuation has a verdict.
 
-        Equal prefixes of a problem are continued once.
+        Equal prefixes of a problem are continued only once.
         """
         keys = [(s.problem.id, s.prompt, tuple(tokens)) for s, tokens in zip(samples, prefixes, strict=True)]
         problems = {
@@ -167,7 +167,7 @@ class Rltr:
         return [shares.get(key, 0.0) for key in keys]
 
     def _rewarded(self, sample: Trajectory, share: float | None, cut: float, length: int) -> Trajectory:
-        """The sample with its new reward."""
+        """The sample with the reward for transfer added."""
         if sample.score.failed is not None:
             return sample
         notes = {**sample.notes, **({} if share is None else {"transfer": share}), "cut": cut, "prefix": length}
@@ -188,9 +188,9 @@ class Rltr:
         return replace(score, reward=reward + parts["transfer"], parts=parts)
 
     def metrics(self, samples: Sequence[Trajectory]) -> dict[str, float]:
-        """``transfer/…``: the mean over all responses, 0 for those without a prefix; the others are over prefixes.
+        """``transfer/mean`` covers all responses (0 without a prefix); the other means cover responses with a prefix.
 
-        Responses whose continuations all lack a verdict are counted, and no part of a mean.
+        A response whose continuations all lack a verdict counts in ``transfer/failed``, not in the means.
         """
         tried = [sample for sample in samples if "cut" in sample.notes]
         noted = [sample for sample in tried if "transfer" in sample.notes]
@@ -212,10 +212,10 @@ class Rltr:
 
 
 def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Policy, receiver: Sampler) -> list[int]:
-    """The first ``share`` of the reasoning in a response of the policy; empty where there is no reasoning.
+    """The first ``share`` of the reasoning in a response of the policy; empty if there is no reasoning.
 
-    The receiver gets tokens, or text if it has another vocabulary. The prefix never holds a token that would end the
-    receiver's reply, or that the receiver does not have, and leaves room for at least one token.
+    For a receiver with another vocabulary, the tokens are converted through their text. The prefix has no token that
+    would end the receiver's reply or that the receiver lacks, and leaves room for at least one token.
     """
     prefix_tokens = first_tokens(policy, tokens, share, marks)
     if prefix_tokens and not same_tokens(policy, receiver.policy):
@@ -231,26 +231,26 @@ def first_tokens(policy: Vocabulary, tokens: Sequence[int], share: float, marks:
 
 
 def same_tokens(policy: Policy, receiver: Policy) -> bool:
-    """Whether the same numbers stand for the same tokens."""
+    """Whether both models have the same tokens with the same numbers."""
     return policy.vocabulary_hash == receiver.vocabulary_hash
 
 
 def reasoning_tokens(policy: Vocabulary, tokens: Sequence[int], marks: Sequence[str] = MARKS) -> int:
-    """How many tokens of a response come before its answer; without an answer all but the end token."""
+    """The number of tokens before the answer in a response; without an answer, all tokens except the end token."""
     count = len(tokens) - (len(tokens) > 0 and tokens[-1] in policy.end_tokens)
     text = policy.decode(tokens)
     place = answer_place(text, marks)
     if place is None:
         return count
-    # The last token that ends before the mark: one that holds a part of the mark belongs to the answer.
+    # Count the tokens that end before the mark; a token that contains a part of the mark belongs to the answer.
     return bisect_right(range(count + 1), place, key=lambda n: len(policy.decode(tokens[:n]))) - 1
 
 
 def answer_place(text: str, marks: Sequence[str]) -> int | None:
-    """The position of the first mark that the answer follows; None without a mark.
+    """The position of the first mark directly before the answer; None without a mark.
 
-    A reply may name a mark before it answers ("I shall write it in ``\\boxed``"), or use it for something else
-    (``#### Step 1``). If the answer follows no mark, the last mark counts.
+    A reply may name a mark before it answers ("I shall write it in ``\\boxed``"), or use it for something else (``####
+    Step 1``). If no mark stands before the answer, the last mark counts.
     """
     answer, last = (final_answer(text) or "")[:COMPARED], None
     one = "|".join(map(re.escape, marks)) or "(?!)"

@@ -1,8 +1,7 @@
-"""Sampling by vLLM, in the trainer's process, with a copy of the policy's weights.
+"""Samples with vLLM, in the trainer's process, from a copy of the policy's weights.
 
-The parts of vLLM that poise uses, so that a change there is easy to find: ``LLM``, its ``generate`` with
-``SamplingParams``, ``collective_rpc("reload_weights")``, ``reset_prefix_cache`` and
-``llm_engine.model_config.max_model_len``.
+poise uses these parts of vLLM: ``LLM``, its ``generate`` with ``SamplingParams``, ``collective_rpc("reload_weights")``,
+``reset_prefix_cache`` and ``llm_engine.model_config.max_model_len``.
 """
 
 from __future__ import annotations
@@ -31,19 +30,21 @@ INSTALL = (
     f"{how_to_install('vllm')}; or for a CPU, in an environment of its own and from a clone: "
     "make .venv-vllm/installed, then .venv-vllm/bin/poise"
 )
-COLDEST, HOTTEST = 0.01, 2.0  # temperatures: vLLM takes 0.01 for a lower one, and refuses a higher one than 2
+COLDEST, HOTTEST = 0.01, 2.0  # temperatures: vLLM raises lower ones to 0.01, and refuses values above 2
 
 
 class VllmEngine:
     """Samples with vLLM. Its kernels round differently from the policy's, so its probabilities differ a little.
 
     Therefore ``Completion.logp`` and ``entropy`` come from a forward pass of the policy over the responses, and
-    ``sampler_logp`` from vLLM: importance weights correct the difference. With ``top_p`` or ``top_k`` vLLM reports
-    probabilities among the remaining tokens, which cannot be compared, so ``sampler_logp`` is None.
+    ``sampler_logp`` comes from vLLM; importance weights correct the difference. With ``top_p`` or ``top_k``, vLLM
+    reports probabilities among the remaining tokens. They cannot be compared with the policy's, so ``sampler_logp`` is
+    None.
 
-    vLLM starts with the first call. The weights are pushed to it at every call: a copy is far cheaper than sampling,
-    and no dirty-tracking is needed. ``batch`` bounds how many responses are decoded together; 0 leaves that to vLLM.
-    ``memory`` is the share of the device's memory that it may take, ``micro_tokens`` the tokens per pass of the policy.
+    vLLM starts at the first call. Every call copies the weights to vLLM: this is far cheaper than sampling, and needs
+    no dirty-tracking. ``batch`` is the maximum number of responses decoded together; with 0 vLLM decides. ``memory`` is
+    the share of the device's memory that vLLM may take, ``micro_tokens`` the maximum number of tokens per pass of the
+    policy.
     """
 
     started: ClassVar[int] = 0  # in this process
@@ -64,7 +65,7 @@ class VllmEngine:
         seed: int,
         done: Done | None = None,  # noqa: ARG002
     ) -> list[Completion]:
-        """Sample a response to each request, in their order."""
+        """Sample a response to each request, in order."""
         check_requests(requests)
         if sampling.temperature > HOTTEST or 0 < sampling.temperature < COLDEST:
             raise ModelError(
@@ -106,7 +107,7 @@ class VllmEngine:
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
-                ignore_eos=True,  # the request says what ends it
+                ignore_eos=True,  # only the request's stop tokens end it
                 **settings,
             )
             for own_seed, request in zip(seeds, requests, strict=True)
@@ -126,7 +127,7 @@ class VllmEngine:
                 logp[: len(ids)],
                 entropy[: len(ids)],
                 output.finish_reason == "stop",
-                torch.tensor(output.logprobs.logprobs) if sampling.whole else None,  # one for each token: its own
+                torch.tensor(output.logprobs.logprobs) if sampling.whole else None,  # per step only the sampled token's
             )
             for output, ids, logp, entropy in zip(outputs, tokens, *(x.cpu() for x in scores), strict=True)
         ]
@@ -143,7 +144,7 @@ class VllmEngine:
         try:
             from vllm import LLM
             from vllm.platforms import current_platform
-        except Exception as error:  # a package beside it that does not fit torch raises anything
+        except Exception as error:  # a package that does not fit torch may raise anything
             raise ModelError(
                 f"rollout.engine=vllm: vLLM cannot be imported ({first_line(error)}); {INSTALL}"
             ) from error
@@ -153,7 +154,7 @@ class VllmEngine:
             other = f"set device={built_for}, or " if built_for else ""
             raise ModelError(f"rollout.engine=vllm: {where}; {other}{INSTALL}")
         base = self.policy.base
-        # If vLLM has no code of its own for a model, it wraps transformers' class, and reads this from each instance.
+        # If vLLM does not implement a model, it wraps transformers' class, and reads this attribute from each instance.
         base.base_model.do_not_compile = True
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
@@ -161,9 +162,9 @@ class VllmEngine:
         VllmEngine.started += 1
         more: dict[str, Any] = {"max_num_seqs": self.batch} if self.batch else {}
         if device.type == "cpu":
-            # On a CPU vLLM packs the head's weights, and does not pack them again if they are tied to the embedding.
-            # If a prompt is read in pieces it rewinds the request's generator, which torch's CPU generator cannot do.
-            # And gpu_memory_utilization would have to cover everything that this process has in memory.
+            # On a CPU vLLM packs the head's weights, and does not repack tied weights after an update. If vLLM reads a
+            # prompt in pieces, it rewinds the request's generator, which torch's CPU generator cannot do. And
+            # gpu_memory_utilization would have to cover everything that this process has in memory.
             config.tie_word_embeddings = False
             room = int(self.memory * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
             more |= {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": room}
@@ -184,7 +185,7 @@ class VllmEngine:
             gap = self._gap()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of any kind: this is third-party code, with any model
+        except Exception as error:  # vLLM and the model's code may raise anything
             why = first_line(error)
             change = "raise" if "increasing" in why else "lower"
             other = f"{change} rollout.vllm_memory, or " if "memory" in why else ""
@@ -200,13 +201,13 @@ class VllmEngine:
         self._failed = False
 
     def _push(self) -> None:
-        """Copy the policy's weights to vLLM, and drop the prompts that it has cached with the old weights."""
+        """Copy the policy's weights to vLLM, and drop the prompts that vLLM cached with the old weights."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(self.policy)})
         self._llm.reset_prefix_cache()
 
     def _gap(self) -> float:
-        """Mean distance between vLLM's log-probabilities and the policy's, over a few sampled tokens."""
-        size = self.policy.head().vocabulary  # from its middle: at special tokens rounding alone may do much
+        """Mean absolute difference between vLLM's and the policy's log-probabilities, over a few sampled tokens."""
+        size = self.policy.head().vocabulary  # not special tokens: there rounding alone may cause a large difference
         prompts = [Prompt(tuple((size // 2 + i) % size for i in range(n))) for n in (3, 8)]
         trial = self._answer([Request(prompt, 16) for prompt in prompts], Sampling(), 0)
         gaps = [each.logp - each.sampler_logp for each in trial if each.sampler_logp is not None]
@@ -216,12 +217,15 @@ class VllmEngine:
 def check_installed() -> None:
     """Raise ModelError if vLLM is not installed."""
     spec = find_spec("vllm")
-    if spec is None or spec.origin is None:  # without an origin it is only a folder of that name
+    if spec is None or spec.origin is None:  # without an origin the name is only a folder
         raise ModelError(f"rollout.engine=vllm: vLLM is not installed; {INSTALL}")
 
 
 def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights under the names of its checkpoint, adapters merged. Tied weights come under each name."""
+    """The policy's weights with adapters merged, under the names of its checkpoint.
+
+    Tied weights appear under each name.
+    """
     base = policy.base
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if ".lora_" in name:
