@@ -35,14 +35,7 @@ from poise.lm_head import HeadLike, as_head
 from poise.objective import Settings, active, normalizer, policy_loss, survey
 from poise.regulators.base import Regulator
 
-__all__ = [
-    "ForwardLoop",
-    "Intervals",
-    "Loop",
-    "dominance",
-    "gradient_sizes",
-    "token_gradient_sizes",
-]
+__all__ = ["ForwardLoop", "Intervals", "Loop", "dominance", "gradient_sizes", "token_gradient_sizes"]
 
 
 # Dominance: gradients and steps by interval of the tokens' probability

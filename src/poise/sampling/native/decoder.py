@@ -44,8 +44,7 @@ class Decoder:
     """A model, its key-value cache, and the tensors that a step reads and writes.
 
     A step draws a token from the last hidden state of every row, and runs it through the model. All of its inputs and
-    outputs are in tensors that stay where they are, so that it can be recorded as a CUDA graph. It does not know which
-    sequences have ended.
+    outputs are in tensors that stay where they are, so that it can be recorded as a CUDA graph.
     """
 
     def __init__(self, policy: Policy, cache: SharedPromptCache | SlotCache) -> None:

@@ -1,9 +1,7 @@
 """The native engine's session: it keeps the keys and values of dialogues between their turns.
 
-Life of the kept keys: when a response with ``keep`` has ended, its row is copied out of the cache; the next call copies
-it into the prompt of the request that continues it, reads only the new tokens, and drops all rows of the call before.
-So a session holds the rows of one call, or of two while a call runs, and none after its end. Rows that do not fit into
-the memory are not kept; their dialogues are read again, and counted (``reread``).
+The package's docstring tells the life of a row. A session holds the rows of one call, or of two while a call runs, and
+none after its end. Rows that do not fit into the memory are not kept; their dialogues are read again (``reread``).
 """
 
 from __future__ import annotations

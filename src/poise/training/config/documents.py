@@ -83,8 +83,7 @@ PLACEHOLDER = re.compile(r"\s*\{\w+\}")  # of a template; a group would have a c
 def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | None = None) -> Document:
     """The document of ``key=value`` texts.
 
-    ``short_keys`` has the dotted key for each key that may be written without its group. The order of the texts does
-    not matter, unless a key is given twice.
+    ``short_keys`` has the dotted key for each key that may be written without its group.
     """
     document: Document = {}
     problems = []
