@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,15 @@ def wait(runs):
     while not (ended := runs.wait(1)):
         assert time.monotonic() < end
     return ended
+
+
+@linux
+def test_the_comparison_may_be_process_1_as_in_a_container():
+    apart = ["unshare", "--map-root-user", "--pid", "--fork"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs Linux namespaces")
+    server_starts = f"{sys.executable} -c 'import poise.referee.compare.preload'; exit $?"
+    subprocess.run([*apart, "sh", "-c", server_starts], check=True)
 
 
 def server():

@@ -27,6 +27,8 @@ def main(
     status = FAILED
     try:
         die_with_parent()
+        if os.getppid() == 1:  # the server has already died; its own parent may be process 1, in a container
+            os._exit(FAILED)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the trainer installs its own handler
         with suppress(OSError):  # if memory runs out, the system should kill a run, not the comparison
             Path("/proc/self/oom_score_adj").write_text("500")
@@ -48,8 +50,6 @@ def die_with_parent() -> None:
     """Let the system kill this process when its parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # the parent has already died
-        os._exit(FAILED)
 
 
 def carry_out(
