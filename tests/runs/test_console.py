@@ -227,6 +227,7 @@ def test_samples_come_from_the_whole_range_of_rewards():
 def test_long_texts_lose_their_middle():
     text = shorten("a" * 500 + "b" * 500, 100)
     assert text == "a" * 50 + " [… 900 characters …] " + "b" * 50
+    assert shorten("a" * 105, 100) == "a" * 105  # the words on what was cut would be longer
     lines = shorten("\n".join(map(str, range(1000))), 10_000, lines=5).split("\n")
     assert lines == ["0", "1", "[… 996 lines …]", "998", "999"]
     assert shorten("short\ntext", 100) == "short\ntext"

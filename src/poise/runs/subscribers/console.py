@@ -266,7 +266,7 @@ def shorten(text: str, characters: int, lines: int = 16) -> str:
         text = "\n".join([*parts[: lines // 2], middle, *parts[len(parts) - (lines - 1 - lines // 2) :]])
     if len(text) > characters:
         half = characters // 2
-        text = f"{text[:half]} [… {len(text) - 2 * half:,} characters …] {text[-half:]}"
+        text = min(text, f"{text[:half]} [… {len(text) - 2 * half:,} characters …] {text[-half:]}", key=len)
     return text
 
 
