@@ -19,17 +19,17 @@ from poise.sampling.draws import Sampling, uniform
 from poise.sampling.native.kv_cache import CacheSizes, SavedRow, Shape, SharedPromptCache
 from poise.sampling.native.slot_cache import SlotCache
 
-STEPS_PER_LOOK = {"cpu": 8, "cuda": 32}  # steps between two looks at the tokens, for which the host has to wait
-PASS_TOKENS = 8192  # prompt tokens that are read in one pass
+STEPS_PER_LOOK = {"cpu": 8, "cuda": 32}  # steps between two looks at the tokens; at a look the host waits
+PASS_TOKENS = 8192  # prompt tokens per pass
 
 
 class UnreadPrompt(NamedTuple):
     """A prompt to run through the model, and where its keys go."""
 
-    number: int  # by which the cache knows it
-    row: int  # the first that needs it
+    number: int  # identifies the prompt in the cache
+    row: int  # the first row that needs it
     prompt: Prompt
-    saved: SavedRow | None = None  # keys of its first tokens, from the turn before
+    saved: SavedRow | None = None  # keys of its first tokens, from the previous turn
 
 
 class RowLengths(NamedTuple):
@@ -43,21 +43,21 @@ class RowLengths(NamedTuple):
 class Decoder:
     """A model, its key-value cache, and the tensors that a step reads and writes.
 
-    A step draws a token from the last hidden state of every row, and runs it through the model. All of its inputs and
-    outputs are in tensors that stay where they are, so that it can be recorded as a CUDA graph.
+    A step draws a token from the last hidden state of every row, and runs it through the model. Its inputs and outputs
+    are tensors with fixed addresses, so that it can be recorded as a CUDA graph.
     """
 
     def __init__(self, policy: Policy, cache: SharedPromptCache | SlotCache) -> None:
         self.policy, self.cache = policy, cache
         device = cache.device
         self.steps_per_look = STEPS_PER_LOOK.get(device.type, 32)
-        self.hidden = torch.zeros_like(cache.prompt_states)  # (S, W) what the next token of each row is drawn from
+        self.hidden = torch.zeros_like(cache.prompt_states)  # (S, W) the states from which the next tokens are drawn
         by_step = (self.steps_per_look, cache.slots)
         self.points = torch.zeros(by_step, dtype=torch.float64, device=device)  # random numbers in [0, 1)
         self.tokens = torch.zeros(by_step, dtype=torch.long, device=device)
         self.logp, self.entropy = torch.zeros(by_step, device=device), torch.zeros(by_step, device=device)
-        self.step_number = torch.zeros(1, dtype=torch.long, device=device)  # since the last look
-        # transformers uses a mask of four dimensions as it is, and builds none of its own.
+        self.step_number = torch.zeros(1, dtype=torch.long, device=device)  # steps since the last look
+        # transformers uses a mask of four dimensions unchanged and builds none.
         self.mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
 
     def clear(self) -> None:
@@ -69,7 +69,7 @@ class Decoder:
         return sequences
 
     def read(self, prompts: Sequence[UnreadPrompt]) -> None:
-        """Run prompts through the model, packed, and store their keys. After saved keys, only the new tokens run."""
+        """Run prompts through the model, packed, and store their keys. After saved keys, only new tokens run."""
         for whole in (True, False):
             part = [each for each in prompts if (each.saved is None) == whole]
             costs = [len(each.prompt.tokens) - (each.saved.length if each.saved else 0) for each in part]
@@ -77,7 +77,7 @@ class Decoder:
                 self._read([part[i] for i in numbers])
 
     def _read(self, prompts: Sequence[UnreadPrompt]) -> None:
-        """Read in one pass prompts that all have saved keys, or all have none."""
+        """Read prompts in one pass. Either all of them have saved keys, or none has."""
         numbers, device = [each.number for each in prompts], self.mask.device
         saved = [each.saved for each in prompts if each.saved is not None]
         if saved:
@@ -93,7 +93,7 @@ class Decoder:
         self.cache.keep_states(numbers, states)
 
     def occupy(self, rows: list[int], prompts: list[int]) -> None:
-        """Give rows to sequences whose prompts, known by their numbers, have been read."""
+        """Assign rows to sequences whose prompts (by number) have been read."""
         self.hidden[send(rows, self.hidden.device)] = self.cache.occupy(rows, prompts)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
@@ -103,7 +103,7 @@ class Decoder:
         self.hidden[send(targets, device)] = self.hidden[send(sources, device)]
 
     def free(self, rows: list[int]) -> None:
-        """The sequences in these rows have ended."""
+        """Free the rows of ended sequences."""
         self.cache.free(rows)
 
     def decode(
@@ -111,7 +111,7 @@ class Decoder:
     ) -> None:
         """Decode ``steps`` tokens in the first rows, with the random numbers of the sequences ``numbers``.
 
-        After the ``last`` tokens of all rows, the model need not run.
+        ``last``: no row continues after these steps, so the model need not run on the last tokens.
         """
         n, device = len(numbers), self.hidden.device
         self.cache.set_lengths(*rows)
@@ -120,7 +120,7 @@ class Decoder:
         self.run(n, steps, sampling, last=last)
 
     def run(self, n: int, steps: int, sampling: Sampling, *, last: bool) -> None:
-        """Take ``steps`` steps with the first n rows, whose lengths and random numbers are set."""
+        """Take ``steps`` steps with the first n rows. Their lengths and random numbers must be set."""
         self.step_number.zero_()
         head = self.policy.head(sampling.temperature or 1.0)
         with self._light():
@@ -132,16 +132,16 @@ class Decoder:
                     self.cache.advance()
 
     def _light(self) -> AbstractContextManager[object]:
-        """On a CPU, torch's inference mode, in which an operation costs less. What outlives a step is made outside.
+        """On a CPU, torch's inference mode, where operations cost less; tensors that outlive a step are made outside.
 
-        Not for model code of a repository: tables that it makes here could not be used in training.
+        It is off for model code from a repository: tables that such code makes here could not be used in training.
         """
         base = self.policy.base
-        custom = getattr(base, "is_custom_code", base.is_remote_code)()  # older versions lack the former
+        custom = getattr(base, "is_custom_code", base.is_remote_code)()  # older versions lack is_custom_code
         return torch.inference_mode() if not custom and self.mask.device.type == "cpu" else nullcontext()
 
     def draw(self, n: int, head: Head, sampling: Sampling) -> Tensor:
-        """Draw a token (n,) for each row; record it with its log-probability and entropy."""
+        """Draw the next token of each row, (n,). Records the tokens, their log-probabilities and the entropies."""
         records = [record[:, :n] for record in (self.tokens, self.logp, self.entropy)]
         hidden, points = self.hidden[:n], self.points[:, :n]
         if sampling.whole and _device.suits_triton(hidden):
@@ -173,13 +173,13 @@ class Decoder:
 
 
 def plain_decoder(policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes) -> Decoder:
-    """A decoder whose prompts are shared by their groups, for CPUs."""
+    """A decoder with a ``SharedPromptCache``."""
     like, width = next(policy.trunk.parameters()), policy.head().weight.shape[1]
     return Decoder(policy, SharedPromptCache(shapes, sizes, width, like))
 
 
 def layer_shapes(policy: Policy) -> list[Shape]:
-    """The shape of every layer's keys and values, recorded while one token runs through the model."""
+    """The shapes of every layer's keys and values, recorded while one token runs through the model."""
     packed = layout_prompts([Prompt((0,))], policy.device)
     mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=policy.device)
     recorder = _ShapeRecorder()

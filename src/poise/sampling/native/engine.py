@@ -27,16 +27,17 @@ from poise.sampling.native.scheduler import Scheduler
 from poise.sampling.native.session import KeptRows, NativeSession
 from poise.sampling.requests import Completion, Done, Request, check_requests
 
-PROMPT_STEP = 64  # prompt lengths are rounded up to a multiple, so that the cache is rarely allocated anew
-SMALL_MODEL = 10_000_000  # parameters in the layers: below this, waking a second CPU thread costs more than it gains
-# What a model's code may raise if it does not accept the engine's arguments.
+PROMPT_STEP = 64  # prompt lengths are rounded up to a multiple, so that the cache is rarely reallocated
+SMALL_MODEL = 10_000_000  # parameters in the layers; a smaller model decodes faster with one CPU thread
+# Errors that a model's code may raise if it does not accept the engine's arguments.
 TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
-_STEPS: WeakKeyDictionary[Policy, FusedStep] = WeakKeyDictionary()  # those that passed their trial
-_WITHOUT_STEP: WeakSet[Policy] = WeakSet()  # whose step failed its trial
+_STEPS: WeakKeyDictionary[Policy, FusedStep] = WeakKeyDictionary()  # fused steps that passed their trial
+_WITHOUT_STEP: WeakSet[Policy] = WeakSet()  # policies whose fused step failed its trial
 
 
-# Multiples of 16, as in most runs: for other sizes Triton compiles its kernels once more.
+# Slots and tokens per slot (3 + 13) are multiples of 16, as in most runs: Triton compiles its kernels again for other
+# sizes.
 TRIAL_CACHE = CacheSizes(16, 2, 3, 13)
 
 
@@ -45,8 +46,8 @@ class NativeEngine:
 
     It runs transformers' own model code or, for the usual models on CUDA, a step of few kernels (``fused_step.py``).
 
-    ``batch`` bounds how many responses are decoded together; 0: all. A response depends on the seed, its number and its
-    prompt, not on what else is decoded or when.
+    ``batch`` is the maximum number of responses decoded together; 0: no maximum. A response depends only on the seed,
+    its number and its prompt, not on other responses or on when it is decoded.
     """
 
     def __init__(self, policy: Policy, batch: int = 0) -> None:
@@ -54,19 +55,19 @@ class NativeEngine:
         self.shapes = layer_shapes(policy)
         self.step = _tried_step(policy)
         self._decoder: Decoder | None = None
-        self._decoder_key: tuple[Any, ...] = ()  # what the decoder was built for: sizes, dtype, place of the weights
+        self._decoder_key: tuple[Any, ...] = ()  # the decoder's sizes and dtype, and the address of the weights
 
     @torch.no_grad()
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
     ) -> list[Completion]:
-        """Sample a response to each request, in their order."""
+        """Sample a response to each request, in order."""
         sampled = self.run(requests, sampling, seed, done)
         self.release_if_large()
         return sampled
 
     def session(self, length: int | None = None) -> NativeSession:
-        """A session that keeps keys and values between calls; ``length``: tokens of the longest dialogue to expect."""
+        """A session that keeps keys and values between calls. ``length``: the longest expected dialogue, in tokens."""
         return NativeSession(self, length)
 
     def run(
@@ -78,14 +79,14 @@ class NativeEngine:
         kept_rows: KeptRows | None = None,
         least: tuple[int, int] = (0, 0),
     ) -> list[Completion]:
-        """``sample`` with the rows that a session keeps, in a cache of at least ``least`` slots and tokens per slot."""
+        """``sample`` for a session: with its kept rows, and a cache of at least ``least`` (slots, tokens per slot)."""
         check_requests(requests)
         self.policy.check_lengths((len(request.prompt.tokens), request.max_tokens) for request in requests)
         with torch.no_grad(), _threads(self.policy):
             return Scheduler(requests, self._decoder_for(requests, least), sampling, seed, done, kept_rows).work()
 
     def check_memory(self, prompt: int, response: int) -> None:
-        """Raise an error if CUDA has no memory for even one sequence of this length."""
+        """Raise an error if CUDA has not enough memory for one sequence of this length."""
         if self._graphs:
             length = _rounded(prompt) + response
             graphs.affordable(1, length * self.token_bytes, _device.free_bytes(self.policy.device), length)
@@ -95,24 +96,24 @@ class NativeEngine:
         self._decoder, self._decoder_key = None, ()
 
     def release_if_large(self) -> None:
-        """Free the memory of the cache if an update needs it."""
+        """Free the memory of the cache if it is too large to stay during an update."""
         if self.policy.device.type == "cuda" and self.cache_bytes > graphs.idle_bytes(self.policy.device):
             self.release()
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache that is in memory."""
+        """Bytes of the cache that is now in memory."""
         return 0 if self._decoder is None else self._decoder.cache.nbytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers: at least float32, unless a flash kernel reads them."""
+        """Bytes of one token's keys and values in all layers. Without a flash kernel they are at least float32."""
         element_size = next(self.policy.trunk.parameters()).element_size()
         return graphs.slot_bytes(self.shapes, 1, element_size if self._graphs else max(4, element_size))
 
     @cached_property
     def keeps_keys(self) -> bool:
-        """Whether keys can be kept between turns: tried once, when the first session needs to know."""
+        """Whether keys can be kept between turns. The trial runs once, when a session first needs the answer."""
         if continues(self.policy):
             return True
         name = type(self.policy.base).__name__
@@ -124,14 +125,14 @@ class NativeEngine:
         return graphs.usable(self.policy, self.shapes)
 
     def cache_sizes(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """Rows, and tokens per row, that these requests need."""
+        """The number of rows and the tokens per row that these requests need."""
         slots = min(len(requests), self.batch or len(requests))
         return slots, max(_rounded(len(request.prompt.tokens)) + request.max_tokens for request in requests)
 
     def _decoder_for(self, requests: Sequence[Request], least: tuple[int, int] = (0, 0)) -> Decoder:
-        """A decoder with room for these requests: the last call's, if it had the same sizes.
+        """A decoder with room for these requests: the last call's if it has the same sizes, else a new one.
 
-        On a CPU its sizes depend on these requests alone, not on earlier calls: the address and stride of a matrix may
+        On a CPU the sizes depend only on these requests, not on earlier calls: the address and stride of a matrix may
         change the last bits of a product, and a resumed run must continue bit for bit.
         """
         like = next(self.policy.trunk.parameters())
@@ -141,7 +142,7 @@ class NativeEngine:
         sizes = CacheSizes(slots, prompts, longest, max(request.max_tokens for request in requests))
         if self._graphs:
             sizes = self._roomy(max(slots, least[0]), max(length, least[1]), like.device)
-        # Graphs and the step read weights where they were: a model that was moved needs new ones.
+        # Graphs and the fused step read the weights at fixed addresses: a model that was moved needs new ones.
         key = (*sizes, like.dtype, like.device, like.data_ptr() if self._graphs else None)
         if self._decoder is None or key != self._decoder_key:
             self.release()
@@ -152,11 +153,12 @@ class NativeEngine:
         return self._decoder
 
     def _roomy(self, slots: int, length: int, device: torch.device) -> CacheSizes:
-        """The sizes of a slot cache: the last call's, larger if these requests need more.
+        """The sizes of a slot cache: the last call's, or larger if these requests need more.
 
-        From call to call an algorithm may ask for more or fewer responses, longer or shorter ones, and recording graphs
-        for another cache takes longer than decoding. A cache that is too large to stay in memory does not grow. With
-        ``deterministic=true`` sizes do not depend on earlier calls, which a resumed run has not made.
+        The number and length of responses may differ from call to call, and recording graphs for a new cache takes
+        longer than decoding. If the grown cache were too large to stay in memory, the sizes are those of these
+        requests. With ``deterministic=true`` the sizes do not depend on earlier calls, which a resumed run has not
+        made.
         """
         if self._decoder is not None and not _device.is_planned():
             had, _, _, room = self._decoder_key[:4]
@@ -173,7 +175,7 @@ def _rounded(length: int) -> int:
 def _new_decoder(
     policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes, *, graphed: bool, step: FusedStep | None = None
 ) -> Decoder:
-    """A decoder with room for these sizes. ``graphed`` uses CUDA graphs; only those accept a ``step``."""
+    """A decoder with room for these sizes. ``graphed``: use CUDA graphs, which may run the fused ``step``."""
     return graphs.graphed_decoder(policy, shapes, sizes, step) if graphed else plain_decoder(policy, shapes, sizes)
 
 
@@ -194,10 +196,10 @@ def _threads(policy: Policy) -> Iterator[None]:
 
 @torch.no_grad()
 def supports(policy: Policy) -> bool:
-    """Whether the engine can decode with this model: a trial on two prompts, one of them with two responses.
+    """Whether the engine can decode with this model. The trial has two prompts, one of them with two responses.
 
-    The hidden states must be those of one pass over prompt and response. The trial fails for layers that share keys,
-    have a recurrent state, or do not hand keywords down to the attention function.
+    The hidden states must equal those of one pass over prompt and response. The trial fails for layers that share keys,
+    have a recurrent state, or do not pass keywords on to the attention function.
     """
     if not policy.packed:
         return False
@@ -210,7 +212,7 @@ def supports(policy: Policy) -> bool:
 
 
 def _tried_step(policy: Policy) -> FusedStep | None:
-    """The fused step of a model, if it decodes as the model does; else None."""
+    """The fused step of a model if its hidden states equal the model's, else None."""
     step = _STEPS.get(policy)
     if step is not None and step.usable:
         return step
@@ -238,9 +240,9 @@ def _tried_step(policy: Policy) -> FusedStep | None:
 
 @torch.no_grad()
 def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
-    """Whether decoding gives the states of one pass over prompt and response, in two steps of three rows."""
+    """Whether two decoding steps of three rows give the hidden states of one pass over prompt and response."""
     prompts, prompt_of, tokens = _trial_texts(policy)
-    rounds = (tokens, tokens[::-1])  # the second reads the key that the first stored
+    rounds = (tokens, tokens[::-1])  # the second step reads the key that the first stored
     shapes, expected = layer_shapes(policy), []
     with short_windows(policy.base):
         for row, prompt in enumerate(prompt_of):
@@ -252,19 +254,19 @@ def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
             decoder.forward(3, torch.tensor(row_tokens, device=policy.device))
             states.append(decoder.hidden[:3].clone())
             decoder.cache.advance()
-        decoder.run(3, 1, Sampling(), last=False)  # as a graph, where there are any
+        decoder.run(3, 1, Sampling(), last=False)  # records a graph, if the decoder uses graphs
     return states_close(torch.stack(states, 1), torch.stack(expected, 1), decoder.hidden.dtype)
 
 
 def _trial_texts(policy: Policy) -> tuple[list[Prompt], list[int], list[int]]:
-    """Two prompts, the number of the prompt of each of three rows, and a token for each row."""
+    """Two prompts, the prompt's number for each of three rows, and a token for each row."""
     size = policy.head().vocabulary
     prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size, 1 % size))]
     return prompts, [0, 0, 1], [2 % size, 4 % size, 5 % size]
 
 
 def _begin_trial(decoder: Decoder, prompts: list[Prompt], prompt_of: list[int]) -> Tensor:
-    """Read the prompts into three rows; (3, W) the states from which their first tokens would be drawn."""
+    """Read the prompts into three rows. Returns the states (3, W) from which first tokens would be drawn."""
     decoder.read([UnreadPrompt(0, 0, prompts[0]), UnreadPrompt(1, 2, prompts[1])])
     before = decoder.cache.occupy([0, 1, 2], prompt_of)
     lengths = [len(prompts[prompt].tokens) for prompt in prompt_of]
@@ -276,11 +278,11 @@ def _begin_trial(decoder: Decoder, prompts: list[Prompt], prompt_of: list[int]) 
 def continues(policy: Policy) -> bool:
     """Whether keys can be kept between turns with this model: a trial of two dialogues of two turns.
 
-    The log-probabilities of the second turn must be those of one pass over the whole dialogue.
+    The log-probabilities of the second turn must equal those of one pass over the whole dialogue.
     """
     size, greedy = policy.head().vocabulary, Sampling(temperature=0.0)
     engine = NativeEngine(policy)
-    engine.keeps_keys = True  # which is being tried
+    engine.keeps_keys = True  # the trial needs kept keys
     with short_windows(policy.base):
         try:
             with engine.session() as session:

@@ -1,4 +1,4 @@
-"""Decoding on CUDA: a step is recorded once as a CUDA graph and then replayed."""
+"""Decoding on CUDA: records a step once as a CUDA graph, then replays it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from poise.sampling.native.fused_step import FusedStep
 from poise.sampling.native.kv_cache import CacheSizes, Shape
 from poise.sampling.native.slot_cache import SlotCache
 
-CACHE_SHARE = 0.85  # of the free memory, which the cache may take
-IDLE_SHARE = 0.2  # of the device's memory, which the cache may hold between two calls: an update needs the rest
-WARM_UP = 2  # steps before one is recorded
+CACHE_SHARE = 0.85  # the share of the free memory that the cache may take
+IDLE_SHARE = 0.2  # the share of the device's memory that the cache may keep between two calls; an update needs the rest
+WARM_UP = 2  # steps that run before one is recorded
 
 
 class SlotMemoryError(torch.OutOfMemoryError, ModelError):
-    """Not even one sequence fits. The command line shows it without a traceback, because it says what to do."""
+    """Not even one sequence fits. The command line shows no traceback, because the message says what to do."""
 
 
 def usable(policy: Policy, shapes: Sequence[Shape]) -> bool:
-    """Whether the flash kernel that comes with torch takes this model's keys."""
+    """Whether torch's flash kernel accepts the keys and values of this model."""
     like = next(policy.trunk.parameters())
     return all(flash_takes(like, key, value) for _, key, value in shapes)
 
@@ -35,7 +35,7 @@ def usable(policy: Policy, shapes: Sequence[Shape]) -> bool:
 def graphed_decoder(
     policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes, step: FusedStep | None = None
 ) -> GraphedDecoder:
-    """A decoder with as many of the slots as fit into the free memory."""
+    """A decoder with as many of the requested slots as fit into the free memory."""
     like, width = next(policy.trunk.parameters()), policy.head().weight.shape[1]
     length = sizes.longest_prompt + sizes.max_tokens
     slots = affordable(
@@ -50,7 +50,7 @@ def slot_bytes(shapes: Sequence[Shape], length: int, element_size: int) -> int:
 
 
 def affordable(slots: int, per_slot: int, free: int, length: int) -> int:
-    """How many of the slots fit into the memory."""
+    """How many of the requested slots fit into the free memory."""
     fit = int(CACHE_SHARE * free) // per_slot
     if fit < 1:
         raise SlotMemoryError(
@@ -67,9 +67,9 @@ def idle_bytes(device: torch.device) -> float:
 
 
 class GraphedDecoder(Decoder):
-    """Records one graph for each of a few numbers of rows and each way to sample, and replays it.
+    """Records and replays a graph for each number of rows in ``sizes`` and each ``Sampling``.
 
-    A graph reads the weights where they are, so it sees an update in place. It runs ``step`` if given, else the
+    A graph reads the weights at fixed addresses, so it sees in-place updates. It runs ``step`` if given, else the
     model's own code.
     """
 
@@ -82,7 +82,7 @@ class GraphedDecoder(Decoder):
         self.graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
 
     def decoded_rows(self, sequences: int) -> int:
-        """The next number of rows for which a graph may be recorded."""
+        """The smallest size in ``sizes`` with room for these sequences."""
         return self.sizes[bisect_left(self.sizes, sequences)] if sequences else 0
 
     def run(self, n: int, steps: int, sampling: Sampling, *, last: bool) -> None:  # noqa: ARG002
@@ -101,9 +101,9 @@ class GraphedDecoder(Decoder):
         self.hidden[:n] = self.step.run(token, self.cache)
 
     def _record(self, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """Record a step, and undo what its trial runs changed.
+        """Record a step, and undo the changes of the warm-up steps.
 
-        The keys that they wrote stay: replayed steps write over them before anything reads them.
+        Their keys stay in the cache: replayed steps overwrite them before they are read.
         """
         state = (self.hidden, self.cache.positions, self.cache.counts)
         saved = [x.clone() for x in state]
@@ -129,7 +129,7 @@ class GraphedDecoder(Decoder):
 
 
 def sizes(slots: int) -> list[int]:
-    """Powers of two and the numbers half-way between them, from 8 up to all slots: at most a third of rows is idle."""
+    """Powers of two and the numbers half-way between them, from 8 to ``slots``: at most a third of the rows is idle."""
     chosen = {slots}
     for power in range(3, slots.bit_length()):
         chosen |= {size for size in (1 << power, 3 << power >> 1) if size <= slots}

@@ -1,8 +1,7 @@
-"""Decoding in Triton: attention of one new token per slot, drawing a token from each row of logits, and the small
-operations between the matrix products of a step.
+"""Triton kernels for decoding: attention, drawing a token, and small operations between the matrix products.
 
-A row's result depends on that row alone, not on its neighbours. Sums and norms are computed in float32, and rounded
-where transformers' own code rounds its results. Letters in shapes: see the package's docstring; V vocabulary.
+A row's result depends only on that row. Sums and norms are computed in float32, and rounded where transformers' own
+code rounds its results. Letters in shapes: see the package's docstring; V vocabulary.
 """
 # mypy: ignore-errors
 
@@ -19,7 +18,7 @@ from poise._lib.logit_kernels import LOG2E, NEVER, finished
 from poise.lm_head import Head
 from poise.sampling.native.slot_cache import Rotation
 
-SHORT = 1024  # keys in a slot: a single program reads that many fast enough, even if most processors are idle
+SHORT = 1024  # keys in a slot that a single program reads fast enough, even if most processors are idle
 
 
 @triton.jit
@@ -59,7 +58,7 @@ def _attend_kernel(
             q, k = q * c[None, :] + other_q * s[None, :], k * c + other_k * s
         q, k = q.to(keys.dtype.element_ty), k.to(keys.dtype.element_ty)
     v = tl.load(new_value + row * value_row + head * value_head + at, mask=inside, other=0.0)
-    last = tl.load(used + row) - 1  # where the new key goes
+    last = tl.load(used + row) - 1  # the place of the new key
     step = HEADS * WIDTH
     keys += row * length * step + head * WIDTH
     values += row * length * step + head * WIDTH
@@ -96,16 +95,16 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float | None,
     window: int | None, rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
-    """Store a new key and value (n, G, D) in each slot, and attend with the queries (n, H, D) to all of its keys.
+    """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their slots.
 
-    Slots are (S, length, G, D). The first ``used`` (n,) keys of a slot count, the new one included. Without
-    ``rotation``, queries and keys are normed and rotated already.
+    Slots are (S, length, G, D). The first ``used`` (n,) keys of a slot count, including the new one. Without
+    ``rotation``, queries and keys must be normed and rotated already.
     """
     rows, heads, width = query.shape
     shared, rotation = keys.shape[2], rotation or Rotation()
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
-    none = used  # where a kernel without norm or rotation reads nothing
+    none = used  # a placeholder that a kernel without norm or rotation does not read
     with torch.cuda.device_of(query):
         _attend_kernel[(rows, shared)](
             query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
@@ -122,7 +121,7 @@ def attend(
 
 
 def suits(query: Tensor, keys: Tensor) -> bool:
-    """Whether ``attend`` is the fast way. It is not for a few rows with many keys, which should be split up."""
+    """Whether ``attend`` is fast here. It is slow for few rows with many keys, because it does not split a row."""
     sharing, busy = query.shape[1] // keys.shape[2], 2 * _processors(query.device)
     enough = len(query) * keys.shape[2] >= busy or keys.shape[1] <= SHORT
     return sharing <= 16 and keys.shape[3] <= 256 and enough
@@ -145,7 +144,7 @@ def _draw_kernel(
 
     top, best = NEVER * 1.0, 0
     sums, moments = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # Σ e and Σ e · (logit − largest)
-    block = tl.arange(0, BLOCKS)  # for each block of the vocabulary the largest logit so far, and Σ e relative to it
+    block = tl.arange(0, BLOCKS)  # for each block of the vocabulary: the largest logit so far, and Σ e relative to it
     tops, weights = tl.full([BLOCKS], NEVER, tl.float32), tl.zeros([BLOCKS], tl.float64)
     for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
@@ -167,9 +166,9 @@ def _draw_kernel(
             weights = tl.where(block == start // BLOCK, tl.sum(e.to(tl.float64), 0), weights)
     total, moment = tl.sum(sums, 0), tl.sum(moments, 0)
 
-    # Where the distribution function passes the point: first the block, then the token in it; never one of weight 0.
-    # In float64, because in float32 the sum stops growing where probabilities are small. By rounding the point may
-    # exceed the sum of all weights; then the last token of its block that has a weight is drawn.
+    # Find where the cumulative distribution passes the point: first the block, then the token in it; never a token with
+    # weight 0. Sums are float64, because in float32 they stop growing where probabilities are small. By rounding, the
+    # point may exceed the sum of all weights; then the last token of its block with a weight above 0 is drawn.
     token = best
     if not GREEDY:
         weights *= tl.exp2(tops - top).to(tl.float64)
@@ -202,9 +201,9 @@ def draw(
 ) -> None:  # fmt: skip
     """Draw a token from each row of ``product`` (n, V), the head's weights times the hidden states.
 
-    ``points``, ``tokens``, ``logp`` and ``entropy`` are (steps, S): row ``step`` of the first decides, and the first n
-    places of the same row of the others are written. A row of logits is read once, and the block that holds the token
-    again; nothing of its size is written.
+    ``points``, ``tokens``, ``logp`` and ``entropy`` are (steps, S). The random numbers are row ``step`` of ``points``;
+    the results are written to the first n places of row ``step`` of the others. The kernel reads each row of logits
+    once and the token's block twice, and writes no tensor of that size.
     """
     rows, vocabulary = product.shape
     block = min(4096, triton.next_power_of_2(vocabulary))
@@ -235,7 +234,7 @@ def _add_norm_kernel(x, delta, weight, total, out, width, epsilon, ADD: tl.const
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(n, W) the sum of ``x`` and ``delta``, and its RMS norm times ``weight``."""
+    """The sum of ``x`` and ``delta``, and its RMS norm times ``weight``, (n, W) each."""
     rows, width = x.shape
     total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
     with torch.cuda.device_of(x):
@@ -258,7 +257,7 @@ def _silu_product_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 def silu_product(gate_up: Tensor) -> Tensor:
-    """(n, I) silu(gate) · up, from (n, 2·I): the gates, then the ups."""
+    """silu(gate) · up, (n, I). ``gate_up`` (n, 2·I) holds the gates, then the ups."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))

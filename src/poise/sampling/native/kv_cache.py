@@ -1,4 +1,4 @@
-"""The key-value cache of the native engine, and its form for CPUs. The package's docstring tells the life of a row."""
+"""The key-value cache of the native engine, and its form for CPUs. The package's docstring describes a row's life."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from poise._lib.device import send
 from poise.models.attention import text_over_keys
 from poise.models.packing import Packed
 
-FIRST_ROOM = 256  # response tokens per row that there is memory for at first
-ROUND = 16  # attend to response tokens in multiples of this: torch is slower for fewer, and fewer shapes are better
-Shape = tuple[int, int, int]  # of a layer: key heads, width of a key, width of a value
+FIRST_ROOM = 256  # response tokens per row allocated at first
+ROUND = 16  # round the attended response tokens up to a multiple: torch is slower with fewer tokens or more shapes
+Shape = tuple[int, int, int]  # per layer: key heads, width of a key, width of a value
 
 
 class CacheSizes(NamedTuple):
-    """What a cache has room for."""
+    """The capacity of a cache."""
 
     slots: int  # rows
     prompts: int
     longest_prompt: int  # tokens
-    max_tokens: int  # of a response; with slots, of prompt and response together
+    max_tokens: int  # per response; SlotCache: prompt and response together
 
 
 @dataclass(frozen=True, eq=False)
 class SavedRow:
-    """The keys and values of one sequence, outside the cache. Rows that ended together share the tensors of a block."""
+    """The keys and values of one sequence, outside the cache. Rows that ended together share a block of tensors."""
 
-    block: list[Tensor]  # the keys of every layer, then the values, of all rows of the block
+    block: list[Tensor]  # every layer's keys, then every layer's values, each for all rows of the block
     row: int  # in the block
     length: int  # tokens
 
 
 class KVCache:
-    """Which row belongs to which prompt, and how long each row is. Prompts are known by numbers."""
+    """Base class: records each row's prompt and length. Prompts are identified by numbers."""
 
     def __init__(self, slots: int, length: int, width: int, like: Tensor) -> None:
         self.slots, self.length = slots, length  # rows, and tokens per row
         self.device, self.n = like.device, 0
         self.prompt_states = torch.zeros((slots, width), dtype=like.dtype, device=like.device)  # (S, W), by home
         self.row_index = torch.arange(slots, device=like.device)
-        self.positions = torch.zeros(slots, dtype=torch.long, device=like.device)  # of each row's next token
-        self.counts = torch.zeros_like(self.positions)  # response tokens before it
-        self.last_positions = torch.zeros_like(self.positions)  # of the last token that the row may have
+        self.positions = torch.zeros(slots, dtype=torch.long, device=like.device)  # (S,) of each row's next token
+        self.counts = torch.zeros_like(self.positions)  # (S,) response tokens so far
+        self.last_positions = torch.zeros_like(self.positions)  # (S,) the last position allowed in the row
         self.clear()
 
     def clear(self) -> None:
@@ -57,7 +57,7 @@ class KVCache:
     def set_lengths(self, prompts: Sequence[int], counts: Sequence[int], limits: Sequence[int]) -> None:
         """Decode the first ``len(prompts)`` rows from now on.
 
-        For each row: the length of its prompt, and how many response tokens it has and may have.
+        Each list has one entry per row: the prompt's length, the response tokens so far, and their maximum.
         """
         self.n = len(prompts)
         prompt, count, limit = send(torch.tensor([prompts, counts, limits]), self.device)
@@ -66,10 +66,10 @@ class KVCache:
         self.last_positions[: self.n] = prompt + limit.clamp(min=1) - 1
 
     def advance(self) -> None:
-        """Count one more token in every decoded row. A finished row may get more, because nobody reads past its end.
+        """Count one more token in every decoded row. Finished rows may get further tokens, which are not read.
 
-        Its position stops at the last one: a table of learned positions ends there, and rotary embeddings that depend
-        on the largest position of a batch must not see a larger one.
+        A position never exceeds the row's last one: a table of learned positions ends there, and a rotary embedding may
+        depend on the largest position of the batch.
         """
         self.positions[: self.n] = torch.minimum(self.positions[: self.n] + 1, self.last_positions[: self.n])
         self.counts[: self.n] += 1
@@ -79,7 +79,7 @@ class KVCache:
         self.prompt_states[send([self.home[prompt] for prompt in prompts], states.device)] = states
 
     def attend_text(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """Attend with the queries (L, H, D) of the text just kept to all that precedes each in its sequence."""
+        """Attend with each query (L, H, D) of the text just kept to its own and all earlier keys of its sequence."""
         outs = []
         for home, start, length, end in zip(self.text_homes, *self.text_spans, strict=True):
             keys, values = self.prompt_kv(layer, home, end)
@@ -87,11 +87,11 @@ class KVCache:
         return torch.cat(outs)
 
     def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
-        """(G, length, D) the first keys and values at a home."""
+        """The first keys and values at a home, (G, length, D) each."""
         raise NotImplementedError
 
     def _destinations(self, packed: Packed, homes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(L,) each: the home and the position of every packed token."""
+        """The home and the position of every packed token, (L,) each."""
         start, length = packed.segments.start, packed.segments.length
         if packed.cached_S is not None:
             self.text_homes = list(homes)
@@ -100,17 +100,17 @@ class KVCache:
 
 
 class SharedPromptCache(KVCache):
-    """Prompts apart from responses: (P, G, T, D) and (S, G, T, D) for every layer.
+    """Stores prompts (P, G, T, D) separately from responses (S, G, T, D), in every layer.
 
-    A prompt's keys are stored transposed, (P, G, D, T), which is the fastest layout for the product with the queries.
+    Keys of prompts are transposed, (P, G, D, T), the fastest layout for the product with the queries.
     """
 
-    room = 0  # response tokens per row that there is memory for
+    room = 0  # response tokens per row allocated so far
 
     def __init__(self, shapes: Sequence[Shape], sizes: CacheSizes, width: int, like: Tensor) -> None:
         super().__init__(sizes.slots, sizes.max_tokens, width, like)
         self.shapes = list(shapes)
-        self.dtype = torch.promote_types(like.dtype, torch.float32)  # scores must not be rounded to half precision
+        self.dtype = torch.promote_types(like.dtype, torch.float32)  # no half precision for attention scores
         self.prompt_keys = [
             x.transpose(2, 3).contiguous() for x in self._allocate(sizes.prompts, sizes.longest_prompt, 1)
         ]
@@ -120,7 +120,7 @@ class SharedPromptCache(KVCache):
     def _allocate(self, rows: int, tokens: int, head: int) -> list[Tensor]:
         """A tensor (rows, G, tokens, D) per layer; ``head`` 1: for keys, 2: for values.
 
-        Zeros, not uninitialized memory: 0 · NaN is NaN, even where a mask has set a weight to 0.
+        Memory must be initialized: uninitialized memory may contain NaN, and a masked weight of 0 times NaN is NaN.
         """
         return [torch.zeros((rows, s[0], tokens, s[head]), dtype=self.dtype, device=self.device) for s in self.shapes]
 
@@ -130,7 +130,7 @@ class SharedPromptCache(KVCache):
 
     @torch.inference_mode(False)
     def _double_room(self) -> None:
-        """Double the room, one tensor at a time: the old tensors are never all in memory beside the new ones."""
+        """Double the room, one tensor at a time, so that only one old tensor is in memory beside its copy."""
         more = min(self.room, self.length - self.room)
         for stores in (self.response_keys, self.response_values):
             for layer, store in enumerate(stores):
@@ -147,14 +147,14 @@ class SharedPromptCache(KVCache):
     def clear(self) -> None:
         """Forget all sequences: the weights may have changed."""
         super().clear()
-        self.lengths: list[int] = []  # of the prompts, by home
+        self.lengths: list[int] = []  # prompt lengths, by home
         if self.room > FIRST_ROOM:  # the room must not depend on earlier calls: see NativeEngine._decoder_for
             self._allocate_room()
 
     # Prompts and rows
 
     def assign(self, packed: Packed, prompts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> None:  # noqa: ARG002
-        """Give prompts that are about to be read a home, behind the prompts that are there."""
+        """Give each prompt to be read a home, after the prompts that are already there."""
         homes = range(len(self.lengths), len(self.lengths) + len(prompts))
         self.lengths += lengths
         self.home.update(zip(prompts, homes, strict=True))
@@ -167,7 +167,7 @@ class SharedPromptCache(KVCache):
             store[home, :, position] = new.transpose(0, 1).to(store.dtype)
 
     def occupy(self, rows: Sequence[int], prompts: Sequence[int]) -> Tensor:
-        """Give rows to sequences whose prompts have been read.
+        """Assign rows to sequences whose prompts have been read.
 
         Returns the hidden states (rows, W) from which the first tokens are drawn.
         """
@@ -175,7 +175,7 @@ class SharedPromptCache(KVCache):
         return self.prompt_states[send([self.home[prompt] for prompt in prompts], self.device)]
 
     def free(self, rows: Sequence[int]) -> None:
-        """Sequences have ended. Prompts without a sequence are dropped, and the last prompts move into the gaps."""
+        """Free rows of ended sequences. Drop prompts without a sequence, and move the last prompts into the gaps."""
         for row in rows:
             del self.prompt_of[row]
         in_use = set(self.prompt_of.values())
@@ -202,7 +202,7 @@ class SharedPromptCache(KVCache):
     # Keys between turns
 
     def copy_out(self, rows: Sequence[int], lengths: Sequence[int]) -> list[SavedRow]:
-        """Save the first ``lengths`` keys and values of some rows: the prompt's, then the response's."""
+        """Save the first ``lengths`` keys and values of each of these rows: the prompt's, then the response's."""
         longest, block = max(lengths), []
         stores = (
             ([x.transpose(2, 3) for x in self.prompt_keys], self.response_keys),
@@ -220,7 +220,7 @@ class SharedPromptCache(KVCache):
         return [SavedRow(block, row, length) for row, length in enumerate(lengths)]
 
     def copy_in(self, saved: Sequence[SavedRow], prompts: Sequence[int]) -> None:
-        """Put saved keys and values at the beginning of these prompts, which have a home."""
+        """Copy saved keys and values to the beginning of these prompts, which have homes."""
         stores = (*(x.transpose(2, 3) for x in self.prompt_keys), *self.prompt_values)
         for block, sources, homes, longest in by_block(saved, [self.home[prompt] for prompt in prompts]):
             source, target = send(sources, self.device), send(homes, self.device)
@@ -228,13 +228,13 @@ class SharedPromptCache(KVCache):
                 store[target, :, :longest] = copy[source, :, :longest]
 
     def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
-        """(G, length, D) the first keys and values of a prompt."""
+        """The first keys and values of a prompt, (G, length, D) each."""
         return self.prompt_keys[layer][home, ..., :length].transpose(1, 2), self.prompt_values[layer][home, :, :length]
 
     # Attention
 
     def set_lengths(self, prompts: Sequence[int], counts: Sequence[int], limits: Sequence[int]) -> None:
-        """Set the lengths of the rows to decode, and work out which rows share a prompt."""
+        """Set the lengths of the rows to decode, and find the rows that share a prompt."""
         super().set_lengths(prompts, counts, limits)
         self.host_counts = list(counts)
         groups: list[list[int]] = [[] for _ in self.lengths]
@@ -243,7 +243,7 @@ class SharedPromptCache(KVCache):
         largest = max(len(group) for group in groups)
         members = [row for group in groups for row in [*group, *[group[0]] * (largest - len(group))]]
         self.groups, self.largest_group = len(groups), largest
-        # (groups · largest,) rows by group; smaller groups repeat their first row. None if that is 0, 1, 2, …
+        # (groups · largest,) rows by group; smaller groups repeat their first row. None stands for 0, 1, 2, …
         self.members: Tensor | None = None
         if members != list(range(self.n)):
             place = {row: at for at, row in reversed(list(enumerate(members)))}
@@ -262,22 +262,22 @@ class SharedPromptCache(KVCache):
         self.host_counts = [count + 1 for count in self.host_counts]
 
     def begin_step(self) -> None:
-        """Work out what all layers of a step share, and make room for the new keys."""
+        """Compute what all layers of a step share, and make room for the new keys."""
         self.biases: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}  # by window
         self.lockstep = min(self.host_counts) == max(self.host_counts)
         self.newest = min(max(self.host_counts), self.length - 1)
         while self.newest >= self.room:
             self._double_room()
         self.used = min(-(-(self.newest + 1) // ROUND) * ROUND, self.room)
-        self.column = self.counts[: self.n].clamp(max=self.length - 1)  # (n,) where each row's new key goes
+        self.column = self.counts[: self.n].clamp(max=self.length - 1)  # (n,) the place of each row's new key
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their rows.
 
-        The attention to the prompt is one product for all queries of a group, the attention to the response one per
-        row. The sums of their exponentials say how to weigh the two results.
+        Attention to the prompt is one product for all queries of a group; attention to the response is one product per
+        row. The two results are weighted by their sums of exponentials.
         """
         n, heads, width = query.shape
         response_keys, response_values = self.response_keys[layer], self.response_values[layer]
@@ -321,7 +321,7 @@ class SharedPromptCache(KVCache):
         return rows if self.members is None else rows.index_select(0, self.member_places)
 
     def _biases(self, window: int | None, longest: int) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to the scores of prompts (by group) and of responses; the same for all layers."""
+        """The biases added to the scores of prompts (by group) and of responses; the same for all layers."""
         count, column = self.column[:, None], torch.arange(self.used, device=self.device)
         if window is None:
             whole = self.lockstep and self.used == self.newest + 1
@@ -333,19 +333,19 @@ class SharedPromptCache(KVCache):
         return prompt_bias.view(self.groups, 1, self.largest_group, 1, longest), response_bias[:, None]
 
     def _bias(self, visible: Tensor) -> Tensor:
-        # Not −∞: a window may hide the whole prompt, whose result must then be finite, with a share of 0.
+        # Not −∞: if a window hides the whole prompt, its result must be finite, so that a share of 0 removes it.
         hidden = torch.finfo(self.dtype).min / 2
         return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, hidden)
 
 
 def _weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values weighted by the softmax of (…, T) scores, (…, D), and log Σ exp of the scores, (…, 1)."""
+    """From scores (…, T): the values weighted by their softmax, (…, D), and log Σ exp of the scores, (…, 1)."""
     weights = scores.softmax(-1)  # the largest weight is 1 / Σ exp(score − largest score)
     return weights @ values, scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
 
 
 def by_block(saved: Sequence[SavedRow], homes: Sequence[int]) -> list[tuple[list[Tensor], list[int], list[int], int]]:
-    """For every block: its tensors, the rows to copy, the homes to copy them to, and the longest row's tokens."""
+    """For each block: its tensors, the rows to copy, the homes to copy them to, and the longest row's length."""
     members: dict[int, list[tuple[SavedRow, int]]] = {}
     for row, home in zip(saved, homes, strict=True):
         members.setdefault(id(row.block), []).append((row, home))

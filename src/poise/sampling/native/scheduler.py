@@ -1,4 +1,4 @@
-"""The requests of one call on their way through the rows of a decoder."""
+"""Assigns the requests of one call to the rows of a decoder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from poise.sampling.native.kv_cache import FIRST_ROOM
 from poise.sampling.native.session import KeptRows
 from poise.sampling.requests import Completion, Done, Request, completions, numbers, stop_table
 
-IDLE = Request(Prompt((0,)), 0)  # stands for the request of a decoded row that holds no sequence
+IDLE = Request(Prompt((0,)), 0)  # the placeholder for a decoded row without a sequence
 
 
 class Scheduler:
-    """Gives requests rows, first come, first served, and collects their responses.
+    """Assigns requests to rows, first come, first served, and collects their responses.
 
-    ``kept_rows`` has the rows that requests may continue, and takes those that they ask to keep. The package's
-    docstring tells the life of a row.
+    ``kept_rows`` has the rows that requests may continue, and stores the rows to keep. The package's docstring
+    describes the life of a row.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class Scheduler:
         self.numbers = numbers(requests)
         self.waiting = deque(range(len(requests)))
         self.rows: list[int] = []  # the request in each row; −1: none
-        self.counts = [0] * len(requests)  # tokens so far
+        self.counts = [0] * len(requests)  # response tokens so far
         self.stopped = [False] * len(requests)  # whether a stop token has ended the response
 
         self.limit = max(request.max_tokens for request in requests)
-        self.room = min(FIRST_ROOM, self.limit)  # tokens of a response that there is memory for so far
-        shape = (len(requests) + 1, self.room)  # (R + 1, T): tokens that are thrown away go to the last row
+        self.room = min(FIRST_ROOM, self.limit)  # tokens per response allocated so far
+        shape = (len(requests) + 1, self.room)  # (R + 1, T): discarded tokens go to the last row
         self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
         self.logp, self.entropy = (torch.zeros(shape, device=self.device) for _ in range(2))
         self.stop_tokens = send(stop_table(requests), self.device)
 
     def work(self) -> list[Completion]:
-        """Decode until nothing waits and every row is free."""
+        """Decode until no request waits and every row is free."""
         self.decoder.clear()
         while True:
             self._admit()
@@ -64,7 +64,7 @@ class Scheduler:
             self._free_rows()
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests. A prompt is read for the first of its requests."""
+        """Give free rows to waiting requests. A prompt is read when its first request gets a row."""
         free = [row for row, request in enumerate(self.rows) if request < 0]
         free += range(len(self.rows), self.cache.slots)
         admitted = [(row, self.waiting.popleft()) for row in free[: len(self.waiting)]]
@@ -82,7 +82,7 @@ class Scheduler:
         self.decoder.occupy(list(rows), [self.prompt_of[request] for request in requests])
 
     def _close_up(self) -> None:
-        """Move sequences from the last rows into free ones, if fewer rows are decoded then."""
+        """Move sequences from the last rows into free rows, if then fewer rows need decoding."""
         size = self.decoder.decoded_rows(sum(request >= 0 for request in self.rows))
         sources = [row for row in range(size, len(self.rows)) if self.rows[row] >= 0]
         holes = [row for row in range(min(size, len(self.rows))) if self.rows[row] < 0][: len(sources)]
@@ -93,7 +93,7 @@ class Scheduler:
         self.rows = self.rows[:size] + [-1] * (size - len(self.rows))
 
     def _decode(self) -> None:
-        """Decode a few tokens in all rows, then look at which have ended: the only time that the host waits."""
+        """Decode a few tokens in all rows, then look which rows have ended. Only this look makes the host wait."""
         n = len(self.rows)
         requests = [self.requests[i] if i >= 0 else IDLE for i in self.rows]
         counts = [self.counts[i] if i >= 0 else 0 for i in self.rows]
@@ -108,7 +108,7 @@ class Scheduler:
         step = torch.arange(steps, device=self.device)[:, None]
         tokens = self.decoder.tokens[:steps, :n]
         stops = (tokens[..., None] == self.stop_tokens[owner]).any(-1)  # (steps, n)
-        valid = (stops.cumsum(0) - stops.long() == 0) & (step < room)  # up to the first stop token and the limit
+        valid = (stops.cumsum(0) - stops.long() == 0) & (step < room)  # up to the first stop token or the limit
         self._make_room(min(max(counts) + steps, self.limit))
         place = torch.where(valid, owner * self.room + count + step, len(self.requests) * self.room)
         decoded = (self.decoder.tokens, self.decoder.logp, self.decoder.entropy)
@@ -147,7 +147,7 @@ class Scheduler:
             self.rows[row] = -1
 
     def _keep(self, ended: list[int]) -> None:
-        """Save the keys of responses to keep, except the last token's, which may not have been computed yet."""
+        """Save the keys of responses with ``keep``, except the last token's, which may not have been computed yet."""
         rows = [row for row in ended if self.requests[self.rows[row]].keep]
         if self.kept_rows is None or not rows:
             return

@@ -1,7 +1,8 @@
 """The native engine's session: it keeps the keys and values of dialogues between their turns.
 
-The package's docstring tells the life of a row. A session holds the rows of one call, or of two while a call runs, and
-none after its end. Rows that do not fit into the memory are not kept; their dialogues are read again (``reread``).
+The package's docstring describes the life of a row. A session holds the rows of one call, of two calls while one runs,
+and none after the session's end. Rows that do not fit into memory are not kept; their dialogues are read again and
+counted (``reread``).
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from poise.sampling.requests import Completion, Done, Request, Session
 if TYPE_CHECKING:
     from poise.sampling.native.engine import NativeEngine
 
-KEPT_BYTES = 4 << 30  # on a CPU; fixed, because which rows are kept must not depend on what else the machine does
-KEPT_SHARE = 0.5  # on CUDA, of the memory that is free when rows are copied out
-RESERVED_SHARE = 0.4  # on CUDA, of the free memory, which slots for the longest expected dialogue may take
+KEPT_BYTES = 4 << 30  # on a CPU; fixed, because other processes must not change which rows are kept
+KEPT_SHARE = 0.5  # on CUDA: the share of the free memory for kept rows
+RESERVED_SHARE = 0.4  # on CUDA: the share of the free memory for slots with the longest expected dialogue's length
 
 
 class NativeSession(Session):
-    """Calls to the native engine, between which keys and values are kept. End it before the weights change."""
+    """A session that keeps keys and values between calls. Close it before the weights change."""
 
     engine: NativeEngine
 
     def __init__(self, engine: NativeEngine, length: int | None = None) -> None:
         super().__init__(engine)
-        self._rows: dict[int, SavedRow] = {}  # of the call before, by number
-        self._length, self._slots = length or 0, 0  # of the cache on CUDA: both only grow, so that graphs stay
+        self._rows: dict[int, SavedRow] = {}  # rows of the previous call, by number
+        self._length, self._slots = length or 0, 0  # the cache on CUDA; both only grow, so that graphs can be reused
 
     def _sample(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None
@@ -52,9 +53,9 @@ class NativeSession(Session):
         return sampled
 
     def _reserve(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """The smallest cache on CUDA, (slots, tokens per slot): the last call's, twice as long if that is too short.
+        """The smallest cache on CUDA, (slots, tokens per slot): the last call's, or twice as long if that is too short.
 
-        A cache of another size needs other CUDA graphs, and recording them takes longer than a turn.
+        A cache of another size needs new CUDA graphs, and recording them takes longer than a turn.
         """
         if self.engine.policy.device.type != "cuda":
             return 0, 0
@@ -78,14 +79,14 @@ class NativeSession(Session):
 
 
 class KeptRows:
-    """The rows that one call may continue, and those that it keeps for the next, by the numbers of their requests."""
+    """The rows that a call may continue, and the rows that it keeps for the next call, by request number."""
 
     def __init__(self, before: dict[int, SavedRow], token_bytes: int) -> None:
         self.before, self.after, self.token_bytes = before, dict[int, SavedRow](), token_bytes
         self.continued = self.reread = 0
 
     def find(self, request: Request) -> SavedRow | None:
-        """The row that a request continues; None if its whole prompt has to be read."""
+        """The row that a request continues; None if the whole prompt must be read."""
         if request.continues is None:
             return None
         row = self.before.get(request.continues)
@@ -96,7 +97,7 @@ class KeptRows:
     def save(
         self, cache: SharedPromptCache | SlotCache, rows: Sequence[int], numbers: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """Copy rows out of the cache, as many as there is memory for."""
+        """Copy rows out of the cache, as many as fit into memory."""
         if not rows:
             return
         fit = int(self._room(cache.device) // (max(lengths) * self.token_bytes))
@@ -106,7 +107,7 @@ class KeptRows:
 
     def _room(self, device: torch.device) -> float:
         if device.type == "cuda" and not _device.is_planned():
-            return KEPT_SHARE * _device.free_bytes(device)  # less than before by what is kept
+            return KEPT_SHARE * _device.free_bytes(device)  # kept rows already reduce the free memory
         most = KEPT_SHARE * _device.free_bytes(device) if device.type == "cuda" else KEPT_BYTES
         blocks = {id(row.block): row.block for row in (*self.before.values(), *self.after.values())}
         return most - sum(x.nbytes for block in blocks.values() for x in block)
